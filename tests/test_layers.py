@@ -33,6 +33,7 @@ LAYERS = [
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
     ["train.cut_batch"],
     ["train.step"],
+    ["train.elastic_training"],
     [
         *("train.build_step", "train.evaluate", "train.state", "train.restore"),
         "train.server_checkpoint",

@@ -32,15 +32,22 @@ class Group:
 
     def __init__(self, executor: Executor, timeout_s: float | None = None):
         """`timeout_s`: of every collective, instead of the executor's."""
+        self._timeout_s = timeout_s
+        self.bind(executor)
+
+    def bind(self, executor: Executor) -> None:
+        """Let `executor` carry out all calls from now on."""
         self.executor = executor
         self.rank = executor.rank
         self.size = executor.size
-        self._timeout_s = timeout_s
-        self._submit = executor.submit if timeout_s is None else self._submit_within
-        if timeout_s is None and isinstance(executor, BindsCalls):
+        self._submit = executor.submit if self._timeout_s is None else self._submit_within
+        attributes = vars(self)
+        for name in ("all_reduce", "broadcast"):
+            attributes.pop(name, None)
+        if self._timeout_s is None and isinstance(executor, BindsCalls):
             # attributes of the instance come before methods: short messages save their checks
-            vars(self)["all_reduce"] = executor.bind_all_reduce(self.all_reduce)
-            vars(self)["broadcast"] = executor.bind_broadcast(self.broadcast)
+            attributes["all_reduce"] = executor.bind_all_reduce(self.all_reduce)
+            attributes["broadcast"] = executor.bind_broadcast(self.broadcast)
 
     # ------------------------------------------------------------------ point to point
 

@@ -14,22 +14,18 @@ Decisions and results are lines of one file, written under a lock.
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shoal.comm.record_file import RecordFile
 from shoal.errors import CheckpointError, PeerLost
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
 
 _FIRST_LOOK_S = 0.001
 _LONGEST_LOOK_S = 0.05
-_CHUNK_BYTES = 1 << 20
 Key = tuple[int, int]  # step, number among the meetings of that step
 
 
@@ -70,7 +66,7 @@ class Meetings:
         has_exited: Callable[[int, int], bool],
         patience_s: float = float("inf"),
     ):
-        self._file = file
+        self._records = RecordFile(file, self._take)
         self._rank = rank
         self._generation = generation
         self._has_exited = has_exited
@@ -79,7 +75,6 @@ class Meetings:
         self._seats = [Seat()] * size
         self._held: dict[Key, Meeting] = {}
         self._results: dict[Key, dict[str, Any]] = {}
-        self._read_bytes = 0
         self._last_key: Key | None = None
         self._current: Meeting | None = None
 
@@ -88,9 +83,9 @@ class Meetings:
 
         It takes part in the meetings of later steps. No meeting begins meanwhile.
         """
-        with self._locked():
+        with self._records.locked():
             step = enter()
-            self._append({"back": [self._rank, self._generation, step]})
+            self._records.append({"back": [self._rank, self._generation, step]})
         self.is_away = False
         return step
 
@@ -127,7 +122,7 @@ class Meetings:
         start_s = time.monotonic()
         with waiting(f"rank {self._rank}", "the other workers", f"a meeting at step {key[0]}"):
             while True:
-                with self._locked():
+                with self._records.locked():
                     meeting = self._decide(key)
                 if meeting is not None and meeting.generations[self._rank] == self._generation:
                     return meeting
@@ -148,7 +143,7 @@ class Meetings:
         meeting = Meeting(key, attempt, self._choose(key[0]))
         if meeting.generations[self._rank] != self._generation:
             return None
-        self._append({"at": key, "attempt": attempt, "generations": meeting.generations})
+        self._records.append({"at": key, "attempt": attempt, "generations": meeting.generations})
         return meeting
 
     def _choose(self, steps: int) -> tuple[int, ...]:
@@ -165,9 +160,9 @@ class Meetings:
 
     def _conclude(self, key: Key, document: dict[str, Any]) -> None:
         """The first one that is done writes for all."""
-        with self._locked():
+        with self._records.locked():
             if key not in self._results:
-                self._append({"at": key, **document})
+                self._records.append({"at": key, **document})
 
     def _result(self, key: Key) -> Any:
         document = self._results[key]
@@ -177,37 +172,7 @@ class Meetings:
 
     # ------------------------------------------------------------------ the file
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            self._read(handle)
-            self._handle = handle
-            yield
-        finally:
-            os.close(handle)  # and with it the lock
-
-    def _read(self, handle: int) -> None:
-        text = b""
-        while chunk := os.pread(handle, _CHUNK_BYTES, self._read_bytes + len(text)):
-            text += chunk
-        self._read_bytes += len(text)
-        for line in text.splitlines():
-            self._take(line)
-
-    def _append(self, document: dict[str, Any]) -> None:
-        """A line that a killed process left incomplete stays one that is not read."""
-        line = b"\n" + json.dumps(document).encode() + b"\n"
-        os.pwrite(self._handle, line, self._read_bytes)
-        self._read_bytes += len(line)
-        self._take(line)
-
-    def _take(self, line: bytes) -> None:
-        try:
-            document = json.loads(line)
-        except ValueError:
-            return
+    def _take(self, document: dict[str, Any]) -> None:
         if "back" in document:
             rank, generation, after = document["back"]
             self._seats[rank] = Seat(generation, after)

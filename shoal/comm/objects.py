@@ -127,6 +127,36 @@ def all_gather_object(group: Group, value: Any) -> list[Any]:
     return [decode(row[:length].numpy().tobytes()) for row, length in rows]
 
 
+def broadcast_object(group: Group, value: Any, root: int) -> Any:
+    """The value of the root, whose tensors go one by one; those of the other ranks are ignored.
+
+    What the other ranks get is on the CPU and does not require gradients.
+    """
+    is_root = group.rank == root
+    description, tensors = describe(value) if is_root else (b"", [])
+    length = torch.tensor([len(description)])
+    group.broadcast(length, root).wait()
+    if not 0 < int(length) <= MAX_DESCRIPTION_BYTES:
+        raise ShoalError(f"the description of a value has {int(length)} bytes")
+    text = torch.empty(int(length), dtype=torch.uint8)
+    if is_root:
+        text = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+    group.broadcast(text, root).wait()
+    if is_root:
+        for tensor in tensors:
+            if tensor.numel():
+                group.broadcast(tensor_bytes(tensor.cpu()), root).wait()
+        return value
+
+    def take(header: TensorHeader) -> Tensor:
+        raw = torch.empty(header.num_bytes, dtype=torch.uint8)
+        if header.num_bytes:
+            group.broadcast(raw, root).wait()
+        return raw.view(header.dtype).view(header.shape)
+
+    return rebuild(text.numpy().tobytes(), take, _CPU)
+
+
 # ------------------------------------------------------------------ pytrees
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,10 +51,13 @@ class WorkersOptions:
     resume: bool = False
     on: str | None = None  # an engine: there --restart starts all workers again
     checkpoint: str | None = None  # DIR or DIR:every=STEPS
+    at_least: int | None = None  # workers; with fewer the run ends
 
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
         strategy = strategy_for(self.strategy, self.workers)
+        if self.on is not None and strategy.is_elastic:
+            raise BadInput(f"{strategy} is for workers of one host, and --on has several")
         config = config_for(strategy, self.seed, self.device, self.gpus)
         config = replace(
             config,
@@ -62,6 +66,7 @@ class WorkersOptions:
             grace_s=self.grace_s or config.grace_s,
             restarts=config.restarts if self.restarts is None else self.restarts,
             start=self.start or config.start,
+            min_workers=self.at_least or config.min_workers,
             wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
         )
         servers = strategy.servers(self.workers)
@@ -78,6 +83,23 @@ class WorkersOptions:
         if not takes_back:
             return config
         return replace(config, strategy=str(taking_back(strategy, self.workers)))
+
+
+def elastic_options(options: WorkersOptions, text: str | None) -> WorkersOptions:
+    """The options with `--elastic MIN:MAX`: MAX workers at most, of which -n are started."""
+    if text is None:
+        return options
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise BadInput(
+            f"--elastic takes the fewest and the most workers, as 2:8, not {text[:40]!r}"
+        )
+    fewest, most = int(match[1]), int(match[2])
+    start = options.start or (options.workers if options.workers > 1 else most)
+    if not fewest <= start <= most:
+        raise BadInput(f"--elastic {text}: {start} workers at first are not {fewest} to {most}")
+    strategy = str(strategy_for(options.strategy or "ddp", most).as_elastic())
+    return replace(options, workers=most, start=start, strategy=strategy, at_least=fewest)
 
 
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:
@@ -218,7 +240,7 @@ def _launch(
     strategy = as_strategy(config.strategy or "single")
     servers = strategy.servers(workers)
     replication = replication_of(strategy, workers, config.restarts)
-    tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
+    tolerance = tolerance_of(strategy, workers, config.restarts, config.start, config.min_workers)
     spec = replace(spec, servers=servers, tolerance=tolerance, replication=replication)
     return launch(spec, write, on_progress)
 

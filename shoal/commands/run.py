@@ -7,6 +7,7 @@ from shoal.commands.engines import check_engine
 from shoal.commands.launching import (
     WorkersOptions,
     command_for,
+    elastic_options,
     resolve_auto,
     run_shown,
     traced,
@@ -33,6 +34,7 @@ def run(
     restart: options.Restart = None,
     start: options.Start = None,
     checkpoint: options.Checkpoint = None,
+    elastic: options.Elastic = None,
     server_checkpoint: options.ServerCheckpoint = None,
     resume: options.Resume = False,
 ) -> None:
@@ -48,8 +50,9 @@ def run(
         on=on,
         checkpoint=checkpoint,
     )
+    asked = elastic_options(asked, elastic)
     options_config = asked.to_config()
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
     with traced(options_config, trace) as config:
-        run_shown(command, workers, config, report, on, logs)
+        run_shown(command, asked.workers, config, report, on, logs)

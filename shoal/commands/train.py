@@ -15,6 +15,7 @@ from shoal.commands.launching import (
     EXAMPLES,
     WorkersOptions,
     command_for,
+    elastic_options,
     resolve_auto,
     run_shown,
     traced,
@@ -39,6 +40,7 @@ def train(
     report: options.Report = None,
     restart: options.Restart = None,
     start: options.Start = None,
+    elastic: options.Elastic = None,
     server_checkpoint: options.ServerCheckpoint = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
@@ -57,10 +59,11 @@ def train(
         server_checkpoint=server_checkpoint,
         resume=resume,
     )
+    asked = elastic_options(asked, elastic)
     config = asked.to_config()
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:
-        run_shown(command, workers, traced_config, report)
+        run_shown(command, asked.workers, traced_config, report)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,13 @@ class Source:
     def pass_over(self, batches: int, epochs: int) -> None:
         """Bring the data to where it was after so many batches, in so many epochs."""
 
+    def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
+        """The rest of the epoch that is under way, from its batch `at` on, split in another way.
+
+        `repeats`: the batch at `at` was given out before; otherwise it was not fetched yet.
+        """
+        raise NotImplementedError
+
 
 def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
     if options.batch_size is None:
@@ -81,19 +89,33 @@ class DatasetSource(Source):
         self.options = options
         length = len(data) if options.sampler is None else sampler_length(options.sampler, None)
         self.per_epoch = None if length is None else self._num_batches(length)
+        self._number = 0
+        self._present_order = torch.zeros(0, dtype=torch.int64)
 
     def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
         feed = self.feed
         order = self._order(number)
+        self._number = number
+        self._present_order = order
         num_batches = self._num_batches(len(order))
         start = min(start, num_batches)
         feed.skipped(loop, start)
         if start == num_batches:
             return []
-        loader_seed = mix(feed.seed, 6, number, feed.split.replica)
-        loading = self.options.loading(loader_seed, mix(feed.seed, 7, number))
-        batches = DatasetBatches(self.data, order, feed.split, loading, start, feed.is_in_turns)
+        batches = self._batches_from(start)
         return [FullDatasetBatch.over(batches)] if feed.is_full_dataset else batches
+
+    def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
+        self.feed = replace(self.feed, split=split)
+        return iter(self._batches_from(at))
+
+    def _batches_from(self, start: int) -> DatasetBatches:
+        """The rest of the present epoch."""
+        feed = self.feed
+        loader_seed = mix(feed.seed, 6, self._number, feed.split.replica)
+        loading = self.options.loading(loader_seed, mix(feed.seed, 7, self._number))
+        order = self._present_order
+        return DatasetBatches(self.data, order, feed.split, loading, start, feed.is_in_turns)
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Draw the orders of epochs that were trained on: a sampler may have a generator."""
@@ -127,7 +149,49 @@ class DatasetSource(Source):
         return steps * batch_size
 
 
-class IterableSource(Source):
+class GlobalBatchSource(Source):
+    """A source of which each replica makes the global batches itself, and takes its rows."""
+
+    _rows: Iterator[AnyBatch]
+    _latest: Any = None
+    _make: Callable[[Any, BatchSplit], AnyBatch]
+
+    def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
+        self.feed = replace(self.feed, split=split)
+        first = [self._make(self._latest, split)] if repeats else []
+        return itertools.chain(first, self._rows)
+
+    def _rows_of(
+        self,
+        data: Iterable[Any],
+        loop: LoopPosition,
+        start: int,
+        make: Callable[[Any, BatchSplit], AnyBatch],
+    ) -> Iterator[AnyBatch]:
+        """This replica's rows of global batches, without the first `start`; `make` takes them."""
+        self._make = make
+        self._rows = self._take_rows(_unseen(data, self.feed, loop, start))
+        return self._rows
+
+    def _take_rows(self, unseen: Iterator[Any]) -> Iterator[AnyBatch]:
+        is_first = True
+        for global_batch, rows in self._assigned(unseen):
+            self._latest = global_batch
+            batch = self._make(global_batch, rows)
+            batch.concurrent = self.feed.split.replicas // rows.replicas
+            if is_first:
+                self.feed.check_same(global_batch, batch.total)
+            is_first = False
+            yield batch
+
+    def _assigned(self, unseen: Iterator[Any]) -> Iterator[tuple[Any, BatchSplit]]:
+        """Global batches, and how each is split, which may change from one to the next."""
+        if self.feed.is_in_turns:
+            return round_robin(unseen, self.feed.split)
+        return ((batch, self.feed.split) for batch in unseen)
+
+
+class IterableSource(GlobalBatchSource):
     """Global batches that the script makes, such as those of a DataLoader."""
 
     def __init__(self, data: Iterable[Any], feed: Feed):
@@ -135,13 +199,13 @@ class IterableSource(Source):
         self.data = data
 
     def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
-        return rows_of(self.data, self.feed, loop, start, split_batch)
+        return self._rows_of(self.data, loop, start, split_batch)
 
     def pass_over(self, batches: int, epochs: int) -> None:
         iterate_again(self.data, batches, epochs)
 
 
-class StreamSource(Source):
+class StreamSource(GlobalBatchSource):
     """Samples that come one after the other, in batches of `batch_size`."""
 
     def __init__(self, data: Any, options: BatchOptions, feed: Feed):
@@ -152,7 +216,7 @@ class StreamSource(Source):
 
     def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
         make = partial(collate_rows, collate=self.options.collate)
-        return rows_of(self._lists(number), self.feed, loop, start, make)
+        return self._rows_of(self._lists(number), loop, start, make)
 
     def pass_over(self, batches: int, epochs: int) -> None:
         iterate_again(self._lists(0), batches, epochs)
@@ -162,27 +226,6 @@ class StreamSource(Source):
         assert options.batch_size is not None
         seed = mix(self.feed.seed, 7, epoch)
         return SampleLists(self.data, options.batch_size, options.drop_last, seed)
-
-
-def rows_of(
-    data: Iterable[Any],
-    feed: Feed,
-    loop: LoopPosition,
-    start: int,
-    make: Callable[[Any, BatchSplit], AnyBatch],
-) -> Iterator[AnyBatch]:
-    """A replica's rows of global batches, without the first `start`; `make` takes them."""
-    split = feed.split
-    unseen = _unseen(data, feed, loop, start)
-    assigned = round_robin(unseen, split) if feed.is_in_turns else ((b, split) for b in unseen)
-    is_first = True
-    for global_batch, rows in assigned:
-        batch = make(global_batch, rows)
-        batch.concurrent = split.replicas // rows.replicas
-        if is_first:
-            feed.check_same(global_batch, batch.total)
-        is_first = False
-        yield batch
 
 
 def _unseen(data: Iterable[Any], feed: Feed, loop: LoopPosition, start: int) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from shoal.comm.group import Group
 from shoal.data.batch import AnyBatch
 from shoal.data.batch_checks import SameBatches, check_data
 from shoal.data.batch_options import BatchOptions
+from shoal.data.delivery import Delivery
 from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchSplit
 from shoal.data.sources import Feed, Source, source_of
@@ -51,6 +52,8 @@ class BatchStream:
         self.max_steps: int | None = None  # of the whole job, whatever the script asks for
         self.kind = Batches.SPLIT  # which samples a replica trains on in a step
         self.must_stop: Callable[[], bool] = lambda: False  # asked between two batches
+        self.before_fetch: Callable[[], None] | None = None  # called between two batches
+        self._under_way: list[Delivery] = []  # the epochs of loops that have not ended
 
     def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Any]:
         """See `Job.batches`. Unusable data is an error before the first batch."""
@@ -108,7 +111,12 @@ class BatchStream:
             if is_resumed and has_state:
                 self._counted = 0  # the data itself goes on in place
             start = self._counted + self._to_skip(last_step)
-            yield from self._deliver(source.epoch(loop, number, start), loop, last_step)
+            delivery = Delivery(source, loop, number, start)
+            self._under_way.append(delivery)
+            try:
+                yield from self._deliver(delivery, last_step)
+            finally:
+                self._under_way.remove(delivery)
 
     def _is_enough(self, last_step: int | None) -> bool:
         return (last_step is not None and self.steps_passed >= last_step) or self.must_stop()
@@ -153,20 +161,46 @@ class BatchStream:
         """Whether all batches that the script asked for were trained on before a checkpoint."""
         return self.is_resumed_later and not self._has_delivered
 
-    def _deliver(
-        self, batches: Iterable[AnyBatch], loop: LoopPosition, last_step: int | None
-    ) -> Iterator[Any]:
+    def _deliver(self, delivery: Delivery, last_step: int | None) -> Iterator[Any]:
         """Yield batches; none is fetched that would not be trained on."""
-        source = iter(batches)
         while not self._is_enough(last_step):
-            batch = next(source, None)
+            if self.before_fetch is not None:
+                self.before_fetch()
+            is_new = not delivery.repeats
+            batch = delivery.next()
             if batch is None:
                 return
             self._has_delivered = True
-            self.delivered += batch.concurrent
-            loop.advance(batch.concurrent)
+            if is_new:
+                self.delivered += batch.concurrent
+                delivery.loop.advance(batch.concurrent)
             self.on_batch(batch)
             yield batch if batch.given is None else batch.given
+
+    # ------------------------------------------------------------------ elastic runs
+
+    def split_again(self, replica: int, replicas: int) -> None:
+        """There are other replicas: the batches that come are split over them."""
+        self.replicas = replicas
+        for delivery in self._under_way:
+            delivery.split_again(replica, replicas)
+
+    def repeat(self) -> bool:
+        """The latest batch comes again, split as it is now; False if no loop gave it out."""
+        latest = self._latest_delivery()
+        return latest is not None and latest.repeat()
+
+    def take_repeated(self) -> AnyBatch | None:
+        """The batch that `repeat` announced, for the step that was interrupted in it."""
+        latest = self._latest_delivery()
+        batch = None if latest is None else latest.next()
+        if batch is not None:
+            self.on_batch(batch)
+        return batch
+
+    def _latest_delivery(self) -> Delivery | None:
+        given = [d for d in self._under_way if d.given is not None]
+        return max(given, key=lambda delivery: delivery.turn, default=None)
 
     def _skipped(self, loop: LoopPosition, batches: int) -> None:
         """Batches were left out; positions of a checkpoint have counted them already."""

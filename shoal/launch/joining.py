@@ -20,7 +20,7 @@ from shoal.runtime.run_dir import RunDir, remove_abandoned, running_runs
 _POLL_S = 0.2
 _LOOK_S = 0.05
 _ANSWER_S = 60.0
-_HOW = "start it with --restart, or with --start for fewer workers than -n"
+_HOW = "start it with --elastic, --restart, or --start for fewer workers than -n"
 
 
 @dataclass(frozen=True)

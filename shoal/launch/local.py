@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShoalError
 from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
 from shoal.launch.joining import JoinRequest, JoinRequests
@@ -43,7 +43,7 @@ from shoal.launch.running import RunFacts, enter_run
 from shoal.launch.start_notice import StartNotice, starting
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
-from shoal.launch.worker_losses import LostWorker, ReturnedWorker, losses_at_end
+from shoal.launch.worker_losses import JoinedWorker, LostWorker, ReturnedWorker, losses_at_end
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -102,6 +102,7 @@ class RunResult:
     returned: tuple[ReturnedWorker, ...] = ()
     lost_servers: tuple[LostServer, ...] = ()
     servers_removed: int = 0  # from their chains, while they lived; they come back
+    joined: tuple[JoinedWorker, ...] = ()
 
 
 def launch(
@@ -204,13 +205,16 @@ def launch(
             tuple(policy.returned()),
             tuple(server_policy.lost),
             server_policy.removed,
+            tuple(policy.joined()) if spec.tolerance and spec.tolerance.is_covered else (),
         )
     signals.raise_first()
     if supervisor.output_error is not None:
         raise supervisor.output_error
+    if policy.too_few is not None:
+        raise ShoalError(policy.too_few)
     if failures:
         raise launch_error(first_failure(failures), finished)
-    for returned in result.returned:
+    for returned in (*result.returned, *result.joined):
         write(f"shoal: {returned}\n", True)
     if result.lost_servers or result.servers_removed:
         removed = result.servers_removed

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from shoal.launch.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.processes import ProcessExit
-from shoal.launch.worker_losses import LostWorker, ReturnedWorker
+from shoal.launch.worker_losses import JoinedWorker, LostWorker, ReturnedWorker
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import Strategy
@@ -34,10 +34,16 @@ class Tolerance:
     needed: tuple[int, ...] = ()
     from_start: bool = True  # also before all workers have joined
     restarts: int = 0  # how often lost workers are started again, in all
+    is_covered: bool = False  # the others train the samples of a lost worker
+    at_least: int = 1  # with fewer workers the run ends
 
 
 def tolerance_of(
-    strategy: Strategy, workers: int, restarts: int | None = None, start: int | None = None
+    strategy: Strategy,
+    workers: int,
+    restarts: int | None = None,
+    start: int | None = None,
+    at_least: int = 1,
 ) -> Tolerance | None:
     """None where the loss of any worker ends the run; `start`: so many are there at first."""
     takes_back = bool(restarts) or start is not None
@@ -47,7 +53,9 @@ def tolerance_of(
     if not strategy.survives_loss:
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))
-    return Tolerance(str(strategy), needed, strategy.starts_apart or takes_back, restarts or 0)
+    from_start = strategy.starts_apart or takes_back
+    covered = strategy.is_elastic
+    return Tolerance(str(strategy), needed, from_start, restarts or 0, covered, at_least)
 
 
 def taking_back(strategy: Strategy, workers: int) -> Strategy:
@@ -81,6 +89,8 @@ class LossPolicy:
         self.lost: list[LostWorker] = []
         self._restarted: list[tuple[ProcessFailure, int]] = []  # and the generation after it
         self._away: dict[int, LostWorker] = {}  # those that were lost and started again
+        self._joined: list[tuple[int, int]] = []  # those that were asked for: rank, generation
+        self.too_few: str | None = None  # why the run ends: a sentence
 
     def restarts(self, exit: ProcessExit) -> bool:
         """Whether a worker whose loss the run survives is started again now."""
@@ -112,6 +122,7 @@ class LossPolicy:
             return None
         rank = ranks[0]
         self._run_dir.note_start(rank, self._run_dir.generation(rank) + 1)
+        self._joined.append((rank, self._run_dir.generation(rank)))
         self._away |= {lost.rank: lost for lost in self.lost if lost.rank == rank}
         self.lost = [lost for lost in self.lost if lost.rank != rank]
         started = f"worker {rank} of {self._workers} is started"
@@ -122,6 +133,14 @@ class LossPolicy:
     def returned(self) -> list[ReturnedWorker]:
         """The workers that were started again, as far as they came back."""
         return [self._return_of(failure, generation) for failure, generation in self._restarted]
+
+    def joined(self) -> list[JoinedWorker]:
+        """The workers that were asked for and took part, where it is known from which step on."""
+        steps = [
+            (rank, (self._run_dir.read_return(rank, generation) or {}).get("step"))
+            for rank, generation in self._joined
+        ]
+        return [JoinedWorker(rank, step) for rank, step in steps if isinstance(step, int)]
 
     def survives(self, exit: ProcessExit) -> bool:
         """Note the exit of a worker; False when it ends the run."""
@@ -145,7 +164,7 @@ class LossPolicy:
         )
         if failure.is_loss:
             self._note_loss(failure, self._tolerance)
-        return failure.is_loss
+        return failure.is_loss and self.too_few is None
 
     def _note_exit(self, exit: ProcessExit) -> bool:
         """False where the other workers cannot be told: the disk is full."""
@@ -168,7 +187,11 @@ class LossPolicy:
             self._say(f"{line}; it is started again ({count} of {tolerance.restarts})")
             return
         self.lost.append(lost)
-        if len(self.lost) < self._workers:
+        left = [rank for rank in range(self._workers) if not self._run_dir.has_exited(rank)]
+        if len(left) < tolerance.at_least > 1 and not self._has_succeeded:
+            there = f"{len(left)} worker{'s are' if len(left) != 1 else ' is'} left"
+            self.too_few = f"{line}, and {there}, fewer than the {tolerance.at_least} of --elastic"
+        elif len(self.lost) < self._workers:
             self._say(f"{line}; the others go on, as {tolerance.allowed_by} allows")
 
     def _note_late(self, rank: int) -> None:
@@ -184,10 +207,12 @@ class LossPolicy:
     def _lost_by(self, failure: ProcessFailure) -> LostWorker:
         rank = failure.rank
         after_s = self._seconds(failure.noticed_ns)
-        return LostWorker(rank, _how(failure), after_s, self._run_dir.steps_done(rank))
+        steps = self._run_dir.steps_done(rank)
+        return LostWorker(rank, _how(failure), after_s, steps, is_covered=self._is_covered)
 
     def _return_of(self, failure: ProcessFailure, generation: int) -> ReturnedWorker:
-        lost = ReturnedWorker(failure.rank, _how(failure), self._seconds(failure.noticed_ns))
+        how, after_s = _how(failure), self._seconds(failure.noticed_ns)
+        lost = ReturnedWorker(failure.rank, how, after_s, is_covered=self._is_covered)
         document = self._run_dir.read_return(failure.rank, generation)
         numbers = [(document or {}).get(name) for name in ("time_ns", "lost_at", "step")]
         if not all(isinstance(number, int) for number in numbers):
@@ -195,6 +220,10 @@ class LossPolicy:
         time_ns, lost_at, step = (int(number) for number in numbers if number is not None)
         away_s = (time_ns - failure.noticed_ns) / 1e9
         return replace(lost, away_s=away_s, lost_at=lost_at, step=step)
+
+    @property
+    def _is_covered(self) -> bool:
+        return self._tolerance is not None and self._tolerance.is_covered
 
     def _seconds(self, time_ns: int) -> float:
         return (time_ns - self._start_ns) / 1e9

@@ -28,6 +28,7 @@ def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]
         "samples_per_s": sum(rates) if rates else None,
         "lost": [asdict(lost) for lost in result.lost],
         "came_back": [asdict(back) for back in result.returned if back.away_s is not None],
+        "joined": [asdict(joined) for joined in result.joined],
         "servers_lost": [asdict(lost) for lost in result.lost_servers],
         "without_service_s": without_service_s(result.reports),
         "ranks": list(result.reports),

@@ -152,7 +152,7 @@ def _launch_self(
         strategy = taking_back(strategy, workers)
     config = replace(config, strategy=str(strategy), call=_calls)
     servers = strategy.servers(workers)
-    tolerance = tolerance_of(strategy, workers, config.restarts, config.start)
+    tolerance = tolerance_of(strategy, workers, config.restarts, config.start, config.min_workers)
     replication = replication_of(strategy, workers, config.restarts)
     command = _command_of_script()
     if command is not None:

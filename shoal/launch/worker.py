@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.elastic import ElasticSum
+from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.meetings import Meetings
+from shoal.comm.membership import GroupMember, GroupMembership
 from shoal.comm.network import HostNetwork
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_store
 from shoal.comm.store_board import StoreBoard
@@ -95,8 +97,10 @@ class Worker:
             tracer = self._make_tracer(group)
             progress = for_worker(self.rank, self.size, open_progress(self.config.progress_fd))
             stack.callback(progress.close)
-            if tracer.enabled:
-                group = Group(Traced(group.executor, tracer))
+            if isinstance(group, ElasticGroup):
+                group.wrap = lambda executor: _traced(executor, tracer)
+            elif tracer.enabled:
+                group = Group(_traced(group.executor, tracer))
 
             meetings = self._make_meetings()
             step_count = self._make_step_count()
@@ -247,6 +251,9 @@ class Worker:
         run_dir = self.run_dir
         if self.placement is None or not self.strategy.sync_for(self.size).communicates:
             yield solo_group()
+        elif run_dir is not None and self.strategy.is_elastic:
+            with closing(self._make_elastic_group(run_dir)) as elastic:
+                yield elastic
         elif run_dir is not None and (self.strategy.starts_apart or self._comes_back):
             folder = run_dir.start_folder(self.number)
             with ExitStack() as stack:
@@ -269,6 +276,18 @@ class Worker:
                 if run_dir is not None:
                     run_dir.mark_all_joined()
                 yield group
+
+    def _make_elastic_group(self, run_dir: RunDir) -> ElasticGroup:
+        """A group that is formed when this worker has built its model."""
+        membership = GroupMembership(
+            run_dir.members(self.number),
+            GroupMember(self.rank, self.config.generation),
+            self.size,
+            lambda member: run_dir.has_ended(*member),
+            run_dir.has_exited,
+            self._patience_s,
+        )
+        return ElasticGroup(membership, self.config.wait.limit_s or DEFAULT_TIMEOUT_S)
 
     @contextmanager
     def _agreeing(self, preemption: Preemption, group: Group) -> Iterator[None]:
@@ -365,7 +384,7 @@ class Worker:
     def _make_elastic_sum(self, meetings: Meetings | None) -> ElasticSum | None:
         """None where no launcher notes exits; other launchers end the run with a lost worker."""
         run_dir = self.run_dir
-        if run_dir is None or not self.strategy.survives_loss:
+        if run_dir is None or not self.strategy.survives_loss or self.strategy.is_elastic:
             return None
         folder = run_dir.tally_folder(self.number)
         has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
@@ -387,11 +406,16 @@ class Worker:
     @property
     def _comes_back(self) -> bool:
         """Whether the launcher starts lost workers again."""
-        return self.config.takes_back and self.strategy.takes_back
+        is_elastic = self.strategy.is_elastic  # there `GroupMembership` does all of it
+        return self.config.takes_back and self.strategy.takes_back and not is_elastic
 
     @property
     def _patience_s(self) -> float:
         return self.config.wait.limit_s or math.inf
+
+
+def _traced(executor: Executor, tracer: Tracer) -> Executor:
+    return Traced(executor, tracer) if tracer.enabled else executor
 
 
 def _check_host(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:

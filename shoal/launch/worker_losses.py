@@ -16,10 +16,14 @@ class LostWorker:
     after_s: float  # since the start of the run
     lost_at: int | None = None  # the steps that it had done, if any
     came_too_late: bool = False  # it was started again, and the others had finished
+    is_covered: bool = False  # the others have trained its samples
 
     def at_end(self, steps: int) -> str:
         """For the end of a run of so many steps."""
         late = " and came back too late, when the others had finished" * self.came_too_late
+        if self.is_covered:
+            covered = "the others trained its samples"
+            return f"worker {self.rank} was lost {_where(self.lost_at)}{late}; {covered}"
         missed = _not_trained(max(0, steps - (self.lost_at or 0)))
         return f"worker {self.rank} was lost {_where(self.lost_at)}{late}; {missed}"
 
@@ -34,15 +38,30 @@ class ReturnedWorker:
     away_s: float | None = None  # until it took its place; None: it did not
     lost_at: int = 0  # the step that it had come to
     step: int = 0  # the one that it went on with
+    is_covered: bool = False  # the others have trained its samples meanwhile
 
     def __str__(self) -> str:
         if self.away_s is None:
             return f"worker {self.rank} {self.how} and was started again, and did not come back"
         where = _where(self.lost_at if self.step else None)
+        if self.is_covered:
+            back = f"came back after {self.away_s:.1f} s, at step {self.step + 1}"
+            return f"worker {self.rank} was lost {where} and {back}"
         missed = _not_trained(self.step - self.lost_at)
         return (
             f"worker {self.rank} was lost {where} and came back after {self.away_s:.1f} s; {missed}"
         )
+
+
+@dataclass(frozen=True)
+class JoinedWorker:
+    """A worker that came after the start (`shoal join`)."""
+
+    rank: int
+    step: int  # the steps that had been done before
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} joined at step {self.step + 1}"
 
 
 def _where(lost_at: int | None) -> str:

@@ -14,7 +14,7 @@ through the statistics as well: backward is then made of operations that autogra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -235,13 +235,23 @@ class MicroBatchNorm(_BatchNorm):
             torch.cat([mean, var, mean.new_tensor([float(self._state.rows_are_real)])])
         )
 
+    def forget(self) -> None:
+        """The step will be computed again."""
+        self._recorded.clear()
+
     @torch.no_grad()
-    def update_running(self, group: Group) -> None:
-        """One all-gather of 2C + 1 numbers per micro-batch; then the same updates on all ranks."""
+    def update_running(self, group: Group, missing: float) -> None:
+        """One all-gather of 2C + 1 numbers per micro-batch; then the same updates on all ranks.
+
+        A rank with fewer micro-batches than others adds rows that do not count: `missing` for
+        each row that it has.
+        """
         if not self._recorded or self.running_mean is None or self.running_var is None:
             return
         local = torch.stack(self._recorded)
         self._recorded.clear()
+        padding = local.new_zeros(round(missing * local.shape[0]), local.shape[1])
+        local = torch.cat([local, padding])
         gathered = local.new_empty(group.size * local.shape[0], local.shape[1])
         group.all_gather(gathered, local).wait()
         assert self.num_batches_tracked is not None
@@ -285,12 +295,24 @@ def use_microbatch_norm(model: nn.Module) -> ForwardState:
     return state
 
 
-def update_running_statistics(model: nn.Module, group: Group) -> None:
+def update_running_statistics(model: nn.Module, group: Group, missing: float = 0.0) -> None:
+    """See `MicroBatchNorm.update_running`."""
+    for layer in _microbatch_norms(model):
+        layer.update_running(group, missing)
+
+
+def forget_statistics(model: nn.Module) -> None:
+    """Drop what was recorded for the running statistics in a step that is computed again."""
+    for layer in _microbatch_norms(model):
+        layer.forget()
+
+
+def _microbatch_norms(model: nn.Module) -> Iterator[MicroBatchNorm]:
     for module in model.modules():
         own = module.__dict__.get("forward")
         layer = own.shared if isinstance(own, OwnForward) else module
         if isinstance(layer, MicroBatchNorm):
-            layer.update_running(group)
+            yield layer
 
 
 def _replace(

@@ -165,6 +165,12 @@ class GradBuckets:
             self._report(self._next)
         self._on_bucket = None
 
+    def abandon(self) -> None:
+        """The step that is under way will be computed again from its start."""
+        self._on_bucket = None
+        for p in self.layout.params:
+            p.grad = None
+
     def publish(self) -> None:
         """Hand the reduced gradients to the parameters, for the optimizer.
 

@@ -8,6 +8,8 @@ m0   m1   m2   m3          1 replica adds the full tree,
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 Node = tuple[int, int]  # the run of leaves [start, stop) under a node of the tree
@@ -39,9 +41,9 @@ def tree_sum(root: Node, known: dict[Node, Tensor]) -> Tensor:
 
 
 def runs_of(microbatches: int, replicas: int) -> list[Node]:
-    """The leaves of each replica; `replicas` divides `microbatches`."""
-    each = microbatches // replicas
-    return [(r * each, (r + 1) * each) for r in range(replicas)]
+    """The leaves of each replica: as many, or one more or less where they do not divide evenly."""
+    ends = [r * microbatches // replicas for r in range(replicas + 1)]
+    return list(itertools.pairwise(ends))
 
 
 def add_leaf(root: Node, start: int, sums: dict[Node, Tensor], leaf: Tensor) -> None:

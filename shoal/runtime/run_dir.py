@@ -15,6 +15,7 @@
     late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
     meetings-1           what all workers did together (comm/meetings.py)
+    members-1            generations of the group of an elastic run (comm/membership.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
@@ -130,6 +131,10 @@ class RunDir:
     def meetings(self, run_number: int) -> Path:
         """For what all workers do together, where lost ones may come back."""
         return self.path / f"meetings-{run_number}"
+
+    def members(self, run_number: int) -> Path:
+        """Who forms the group of an elastic run."""
+        return self.path / f"members-{run_number}"
 
     def report(self, rank: int) -> Path:
         return self.path / f"report-{rank}.json"

@@ -133,6 +133,25 @@ class SyncTerm(Term, role="sync", abstract=True):
         return False
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether its group changes: replicas leave and join between two steps."""
+        return False
+
+    def as_elastic(self) -> SyncTerm:
+        """This term with workers that leave and join, or as it is if they can anyway."""
+        if self.takes_back:
+            return self
+        raise StrategyError(
+            f"--elastic: workers of {self} cannot leave and join between two steps; those of ddp, "
+            'ps(mode="async"), gossip(mode="async") and hogwild can'
+        )
+
+    @property
+    def is_exact_at_any_number(self) -> bool:
+        """Whether exact=True allows any number of replicas up to that of micro-batches."""
+        return False
+
+    @property
     def round_steps(self) -> int:
         """After how many steps replicas have communicated, at the latest."""
         return 1

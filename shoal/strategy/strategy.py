@@ -117,6 +117,21 @@ class Strategy:
         return self.sync is not None and self.sync.survives_loss
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether workers leave and join between two steps."""
+        return self.sync is not None and self.sync.is_elastic
+
+    def as_elastic(self) -> Strategy:
+        """This strategy with workers that leave and join between two steps."""
+        return replace(self, sync=(self.sync or Ddp()).as_elastic())
+
+    @property
+    def is_exact_at_any_number(self) -> bool:
+        """Whether exact=True allows any number of replicas up to that of micro-batches."""
+        is_any = self.sync is None or self.sync.is_exact_at_any_number
+        return is_any and not self.splits
+
+    @property
     def starts_apart(self) -> bool:
         """Whether workers can start without one that was lost before the rendezvous.
 
@@ -152,7 +167,7 @@ class Strategy:
             return f"the workers of a replica that {split} splits meet at the start; leave it out"
         why = None if self.sync is None else self.sync.why_not_back
         return why or (
-            "its workers have to be there from the start to the end; ps, "
+            "its workers have to be there from the start to the end; ddp(elastic=True), ps, "
             'gossip(mode="async") and hogwild can'
         )
 

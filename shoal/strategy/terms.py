@@ -87,10 +87,58 @@ class Ddp(SyncTerm):
     algorithm: Annotated[str, ALGORITHM] = "auto"
     bucket_mb: Annotated[float, positive(MAX_NUMBER)] = 25
     compress: Annotated[str | None, optional(COMPRESS)] = None
+    elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
+
+    def _check_options(self) -> None:
+        if not self.elastic:
+            return
+        if self.algorithm != "auto":
+            raise StrategyError(
+                f"ddp(elastic=True) takes no algorithm, and {self.algorithm!r} is given: its group "
+                "is one of shared memory, which has its own"
+            )
+        if self.compress is not None:
+            raise StrategyError(
+                "ddp(elastic=True) takes no compress: what a lost worker had not sent yet would "
+                "be lost with it"
+            )
 
     @property
     def equals_single(self) -> bool:
         return self.compress is None
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.elastic
+
+    def as_elastic(self) -> Ddp:
+        return replace(self, elastic=True)
+
+    @property
+    def is_exact_at_any_number(self) -> bool:
+        return True
+
+    @property
+    def survives_loss(self) -> bool:
+        return self.elastic
+
+    @property
+    def starts_apart(self) -> bool:
+        return self.elastic
+
+    @property
+    def takes_back(self) -> bool:
+        return self.elastic
+
+    @property
+    def why_not_back(self) -> str | None:
+        return None if self.elastic else "its workers stay the same: take ddp(elastic=True)"
+
+    @property
+    def why_not_split(self) -> str | None:
+        if not self.elastic:
+            return None
+        return "the workers of a split replica stay the same; leave out elastic=True"
 
     @property
     def collective_algorithm(self) -> str | None:

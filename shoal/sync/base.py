@@ -182,6 +182,10 @@ class Sync(Protocol):
         """What follows is done by these processes: see `comm/meetings.py`."""
         return None
 
+    def regroup(self) -> None:
+        """The replicas are others than before: the group of an elastic run has changed."""
+        return None
+
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""
         return {}

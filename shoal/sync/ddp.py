@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
+from shoal.errors import BadInput
 from shoal.strategy.terms import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compression import refuse_scaled
@@ -35,14 +36,26 @@ class DdpSync(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
+        self._replicas = replica.group
         self.counter = Counting(replica.group.executor)
         self.group = Group(self.counter)
         self.traffic = StepTraffic(flat, self.counter)
         self._under_way: list[Work] = []
-        # where every core computes, calls beside backward would only take turns with it
-        self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
+        self._is_deferred = self._takes_turns()
         self._deferred: list[Tensor] = []
         flat.grads.watch(ddp_buckets(flat, bucket_bytes), LARGE_BYTES)
+
+    def _takes_turns(self) -> bool:
+        """Where every core computes, calls beside backward would only take turns with it."""
+        return self.flat.device.type == "cpu" and self.group.executor.takes_cores
+
+    def regroup(self) -> None:
+        sent = self.counter.sent
+        self.counter = Counting(self._replicas.executor)
+        self.counter.sent = sent
+        self.group = Group(self.counter)
+        self.traffic.recount(self.flat, self.counter)
+        self._is_deferred = self._takes_turns()
 
     def begin(self) -> None:
         self._under_way.clear()
@@ -90,6 +103,11 @@ class DdpPlan(SyncPlan[Ddp]):
         super().check(options, replicas)
         if self.term.compress is not None:
             refuse_scaled(self.term, options)
+        if self.term.elastic and options.precision == "fp16":
+            raise BadInput(
+                'ddp(elastic=True) does not train with "fp16", whose gradient scaler would have '
+                'to be undone after a loss: take "bf16"'
+            )
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)

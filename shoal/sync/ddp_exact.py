@@ -1,4 +1,4 @@
-"""The same bits at any number of replicas that divides the number of micro-batches.
+"""The same bits at any number of replicas, up to the number of micro-batches.
 
 Floating-point addition is not associative, so the order of additions is fixed: a binary tree
 over the index of the micro-batch, whichever replica computed it (`replica/ordered_sum.py`).
@@ -29,9 +29,12 @@ class ExactReduce(Sync):
         self.update = replica.update
         self.group = replica.group
         self.root = (0, microbatches)
-        self.runs = runs_of(microbatches, self.group.size)
+        self.regroup()
         self._sums: dict[tuple[int, int], dict[Node, Tensor]] = {}
         self.flat.grads.watch(self.flat.buckets(bucket_bytes))
+
+    def regroup(self) -> None:
+        self.runs = runs_of(self.root[1], self.group.size)
 
     def begin(self) -> None:
         self._sums = {}

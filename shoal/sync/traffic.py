@@ -14,8 +14,12 @@ class StepTraffic:
     """Counts steps; the executors of the groups count bytes."""
 
     def __init__(self, flat: FlatParams, *counters: Counting):
-        self.counters = counters
         self.steps = 0
+        self.recount(flat, *counters)
+
+    def recount(self, flat: FlatParams, *counters: Counting) -> None:
+        """The group has other ranks from now on."""
+        self.counters = counters
         self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), counters[0].size)
 
     @property

@@ -143,7 +143,7 @@ def prepare_model(
     forward = ForwardSignature(model)  # before a strategy wraps it
     plan = plan_for(term)
     plan.check(options, mesh.dp.size)
-    microbatches = options.local_microbatches(mesh.dp.size)
+    microbatches = options.local_microbatches(mesh.dp.size, mesh.dp.rank)
     check_user_schedules(context.strategy, mesh, microbatches, device)
     if options.exact:
         _make_deterministic(device)
@@ -225,7 +225,7 @@ def assemble_step(
         sync.synchronous,
         copies=mesh.cp.size,
     )
-    if cutter.cuts:
+    if cutter.cuts or context.strategy.is_elastic:
         _refuse_sum(functions)
     loss = BoundLoss(functions.loss)
     if mesh.pp.size > 1:
@@ -397,7 +397,8 @@ def _share_batchnorm(
         )
     if options.exact:
         return use_microbatch_norm(model)
-    return use_global_batchnorm(model, dp.duplicate()) if dp.size > 1 else ForwardState()
+    is_shared = dp.size > 1 or context.strategy.is_elastic
+    return use_global_batchnorm(model, dp.duplicate()) if is_shared else ForwardState()
 
 
 def _local_statistics(term: SyncTerm) -> str:

@@ -17,6 +17,7 @@ from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.microbatch import MicroBatch
+from shoal.replica.ordered_sum import runs_of
 from shoal.train.arguments import ForwardSignature
 from shoal.train.options import Count, StepOptions
 
@@ -72,9 +73,21 @@ class BatchCutter:
         self.count = count
         self.synchronous = synchronous
         self.copies = copies
-        self.local_microbatches = options.local_microbatches(group.size)
+        self.regroup()
         self.reverses = False  # whether samples are reversed, which changes rounding only
         self.widens = False  # whether floating-point numbers become float64
+
+    def regroup(self) -> None:
+        """Count the micro-batches of this replica among those that there are now."""
+        self.local_microbatches = self.options.local_microbatches(self.group.size, self.group.rank)
+
+    @property
+    def missing_microbatches(self) -> float:
+        """How many fewer than another replica, for each that is computed here; exact only."""
+        if not self.options.exact:
+            return 0.0
+        most = -(-self.options.microbatches // self.group.size)
+        return most / self.local_microbatches - 1
 
     @property
     def cuts(self) -> bool:
@@ -185,8 +198,8 @@ class BatchCutter:
     def _seed_of(self, step: int, m: int) -> int:
         """The seed of a micro-batch's random stream; by its index in the batch when exact."""
         if self.options.exact:
-            index = self.group.rank * self.local_microbatches + m
-            return mix(self.seed, 2, step, index)
+            start, _ = runs_of(self.options.microbatches, self.group.size)[self.group.rank]
+            return mix(self.seed, 2, step, start + m)
         return mix(self.seed, 3, step, self.group.rank, m)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.elastic import ElasticSum
+from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.group import Group
 from shoal.comm.meetings import Meeting, Meetings
 from shoal.comm.mesh import Mesh
@@ -21,7 +23,7 @@ from shoal.data.batch import AnyBatch
 from shoal.data.batch_options import BatchOptions
 from shoal.data.sampling import BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
-from shoal.errors import BadInput
+from shoal.errors import BadInput, NotBuilt
 from shoal.observe.loss_watch import LossWatch
 from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.throughput import Throughput
@@ -40,6 +42,7 @@ from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
 from shoal.train.automatic_checkpoint import AutomaticCheckpoint, FindCheckpoint
 from shoal.train.build_step import StepContext, build_step
+from shoal.train.elastic_training import ElasticTraining
 from shoal.train.ema import Ema, fit_averages
 from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.loop_methods import LoopMethods
@@ -105,6 +108,10 @@ class Job(LoopMethods):
         self.rank = group.rank
         self.size = group.size
         self.mesh = Mesh.of(group, layout)
+        if isinstance(group, ElasticGroup):
+            self.rank = group.membership.me.worker
+            self.size = group.membership.size
+            self.mesh = replace(self.mesh, dp=group, data=group)
         self.replica = self.mesh.dp.rank
         self.replicas = layout.replicas
         self.generator = torch.Generator().manual_seed(mix(seed, 4, self.mesh.data.rank))
@@ -138,6 +145,10 @@ class Job(LoopMethods):
         self._loop = OwnLoop(self.mesh, mix(seed, 5), self._step_context, self._end_loop_step)
         self._others: OtherOptimizers | None = None  # watched for from the first model or batch on
         self._agreement = Agreement(group, device, self._services.elastic_sum)
+        self._elastic: ElasticTraining | None = None
+        if isinstance(group, ElasticGroup):
+            self._elastic = ElasticTraining(group, self._stream, self._steps, self)
+            self._stream.same.compares = False  # one who joins later has not been there
 
     def step(
         self,
@@ -165,11 +176,13 @@ class Job(LoopMethods):
         whole gradient. `accumulate` computes a batch in that many micro-batches. `lr(step)` is
         the learning rate of a step; or `scheduler(optimizer)` makes one of torch's schedulers,
         which is stepped after every step. `exact` gives the same bits at any number of workers that
-        divides `microbatches`. `batchnorm="local"` computes statistics per replica. `example` are
-        inputs of a batch, for `pp(n, balance="measured")`.
+        divides `microbatches`, under ddp at any number up to it. `batchnorm="local"` computes
+        statistics per replica. `example` are inputs of a batch, for `pp(n, balance="measured")`.
         """
         options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
         functions = StepFunctions(loss, optimizer, lr, count, scheduler)
+        if self._elastic is not None and self._elastic.group.has_formed:
+            raise BadInput("in an elastic run job.step comes before the first batch")
         with self._starting():
             step = build_step(model, functions, options, self._step_context(), example)
         self._add_step(step)
@@ -254,6 +267,7 @@ class Job(LoopMethods):
         reduce_fn: Callable[[Any, Any], Any],
     ) -> Any:
         """See `shoal.map_reduce`: on the workers of this job."""
+        self._refuse_elastic("job.map_reduce")
         return map_reduce_over(self._group, map_fn, items, reduce_fn)
 
     def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
@@ -359,6 +373,8 @@ class Job(LoopMethods):
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
         self._loop.end_batches()
+        if self._elastic is not None:
+            self._elastic.close()
         self._loss_watch.look()
         if not self._is_log_shown:  # the latest, where the number of steps was not known
             self._show_log()
@@ -391,8 +407,17 @@ class Job(LoopMethods):
     @property
     def group(self) -> Group:
         """All ranks, for a script that exchanges tensors itself."""
+        self._refuse_elastic("job.group")
         self._note_exchange()
         return self._group
+
+    def _refuse_elastic(self, name: str) -> None:
+        """A worker that joins later would not be in what all workers do together here."""
+        if self._elastic is not None:
+            raise NotBuilt(
+                f"{name} is not built for elastic runs, in which workers leave and join between "
+                "two steps: leave out elastic"
+            )
 
     def _note_exchange(self) -> None:
         if self._others is not None:
@@ -411,6 +436,11 @@ class Job(LoopMethods):
         self._watch_optimizers()
         self._check_saves(step)
         step.after = [self._after_step, *self.on_step]
+        if self._elastic is not None:
+            if step.is_own_loop or step.embeddings:
+                what = "job.setup" if step.is_own_loop else "shoal.Embedding"
+                raise NotBuilt(f"{what} is not built for elastic runs: leave out elastic")
+            step.around = self._elastic.train
         self._steps.append(step)
         self._stream.same.compares &= step.sync.synchronous
         for callback in self.on_build:
@@ -446,6 +476,9 @@ class Job(LoopMethods):
 
     def _come_back(self) -> None:
         """Take the place of a process of this worker that was lost, at the present step."""
+        if self._elastic is not None:
+            self._elastic.join()
+            return
         meetings = self._services.meetings
         if meetings is None or not meetings.is_away or not self._steps:
             return
@@ -477,6 +510,8 @@ class Job(LoopMethods):
 
     def _meet(self, act: Callable[[], T]) -> T:
         """Do what all workers do together; one that came back does not do again what was done."""
+        if self._elastic is not None:
+            return self._elastic.hold(act)
         meetings = self._services.meetings
         if meetings is None:
             return act()
@@ -492,6 +527,49 @@ class Job(LoopMethods):
 
         result: T = meetings.hold(self._stream.steps_passed, hold)
         return result
+
+    # ------------------------------------------------------------------ elastic runs
+
+    def pack(self) -> dict[str, Any]:
+        """See `TrainingState`."""
+        with ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(step.sync.full_weights(optimizer=True))
+            averages = [ema.gather(True) for ema in self._emas]
+            saved = self._snapshot({"steps": self.steps}, averages)
+        document = json.loads(json.dumps(saved.document))
+        return {"model": saved.model, "optimizer": saved.optimizer, "document": document}
+
+    def unpack(self, state: dict[str, Any], is_new: bool) -> None:
+        """See `TrainingState`."""
+        saved = checkpoint.Checkpoint(state["model"], state["optimizer"], state["document"])
+        source = Path("another worker")
+        states = fit(self._steps, saved, source)
+        averages = fit_averages(self._emas, saved, source)
+        for fitting in states:
+            fitting.load()
+        if not is_new:
+            return  # the script is in this step: it updates averages itself
+        for ema, tensors in zip(self._emas, averages, strict=True):
+            ema.load(tensors)
+        self._start_late(saved.document["steps"])
+
+    def _start_late(self, steps: int) -> None:
+        """Go on after these steps of the others."""
+        config = self._services.config
+        if config.generation and config.run_dir is not None:
+            lost_at = config.run_dir.steps_done(self.rank) or 0
+            self._note_return(Comeback(steps, lost_at))
+        self.steps = steps
+        if steps:
+            self._count_steps()
+        self._stream.restore(steps, None)
+        self._throughput.restart()
+
+    def after_regroup(self) -> None:
+        """See `TrainingState`."""
+        self.replica = self.mesh.dp.rank
+        self.replicas = self.mesh.dp.size
 
     def _steps_under_way(self) -> int:
         """Of a loop of the user's own: a step whose update is done ends with the next batch."""
@@ -567,15 +645,24 @@ class Job(LoopMethods):
             states = [step.sync.state() for step in self._steps]
             if self.replica != self._first:
                 return ""
-            document = self._description(about)
-            document["averages"] = [tied for _, tied in averages]
-            saved = snapshot(self._steps, states, document)
-            for i, (tensors, _) in enumerate(averages):
-                saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
+            saved = self._snapshot(self._description(about), averages, states)
             gather_untrained(self._loop.untrained, saved)
             if self._is_first:
                 checkpoint.write(path, saved)
             return saved.digest
+
+    def _snapshot(
+        self,
+        document: dict[str, Any],
+        averages: list[tuple[dict[str, Tensor], dict[str, str]]],
+        states: list[dict[str, Tensor]] | None = None,
+    ) -> checkpoint.Checkpoint:
+        """The state of this replica; `states` of the syncs, if all ranks have computed them."""
+        document = {**document, "averages": [tied for _, tied in averages]}
+        saved = snapshot(self._steps, states or [{} for _ in self._steps], document)
+        for i, (tensors, _) in enumerate(averages):
+            saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
+        return saved
 
     def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
         """A checkpoint that fits, and its digest; nothing is changed."""
@@ -666,6 +753,8 @@ class Job(LoopMethods):
     @property
     def _is_first(self) -> bool:
         """Whether this is the first worker of the lowest surviving replica, which writes."""
+        if self._elastic is not None and self._elastic.group.has_formed:
+            return self._elastic.group.rank == 0
         return self.rank == self._first * (self.size // self.replicas)
 
     def _say_once(self, sentence: str) -> None:

@@ -26,6 +26,7 @@ class LoopMethods:
     _emas: list[Ema]
     _add_step: Callable[[Step], None]
     _note_exchange: Callable[[], None]
+    _refuse_elastic: Callable[[str], None]
 
     def setup(self, *objects: Any) -> Any:
         """Prepare models and their optimizers for a loop of your own; returns them.
@@ -73,6 +74,7 @@ class LoopMethods:
         `x` has this worker's rows. Its gradient is that of its rows, summed over what all workers
         computed from them; with `job.backward` it comes out as on one device. All ranks call it.
         """
+        self._refuse_elastic("job.gather")
         return self._loop.rows.gather(x)
 
     def rows(self, make: Callable[[int], Tensor] | Tensor) -> Tensor:
@@ -104,15 +106,18 @@ class LoopMethods:
 
     def any(self, value: Any) -> bool:
         """Whether `value` is true on any rank: a decision that all agree on."""
+        self._refuse_elastic("job.any")
         flag = torch.tensor(float(bool(value)), device=self.device)
         self.mesh.world.all_reduce(flag, Op.MAX).wait()
         return bool(flag > 0)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
+        self._refuse_elastic("job.barrier")
         self.mesh.world.barrier().wait()
 
     def _reduced(self, value: Any, change: Callable[[Tensor], Tensor], op: Op) -> Any:
+        self._refuse_elastic("job.mean and job.sum")
         given = torch.as_tensor(value, device=self.device).detach()
         if given.dim():
             self._note_exchange()

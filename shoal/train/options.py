@@ -14,6 +14,7 @@ from shoal.errors import BadInput
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
+from shoal.replica.ordered_sum import runs_of
 from shoal.strategy.strategy import Strategy
 from shoal.strategy.terms import Pp, Tp
 from shoal.sync.lr_schedule import SchedulerFactory
@@ -70,13 +71,13 @@ class StepOptions:
 
     def resolve(self, strategy: Strategy, replicas: int, model: nn.Module) -> StepOptions:
         """Check the options under `strategy`, and add the micro-batches of its pipeline."""
-        self.check(replicas)
+        self.check(replicas, strategy)
         resolved = self.with_pipeline(strategy.pp, model)
         resolved.check_tensor_parallel(strategy.tp)
         resolved.check_token_axes(strategy)
         return resolved
 
-    def check(self, replicas: int) -> None:
+    def check(self, replicas: int, strategy: Strategy | None = None) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise BadInput(f"clip_norm has to be above 0, not {self.clip_norm}")
         if self.accumulate < 1 or self.microbatches < 1:
@@ -85,7 +86,15 @@ class StepOptions:
             raise BadInput(f'batchnorm is "global" or "local", not {self.batchnorm!r}')
         if self.exact and self.accumulate > 1:
             raise BadInput("exact=True accumulates by itself: set microbatches, not accumulate")
-        if self.exact and self.microbatches % replicas:
+        if not self.exact:
+            return
+        if replicas > self.microbatches:
+            raise BadInput(
+                f"exact=True gives every replica a micro-batch at least, and {replicas} replicas "
+                f"are more than microbatches={self.microbatches}"
+            )
+        is_any = strategy is not None and strategy.is_exact_at_any_number
+        if self.microbatches % replicas and not is_any:
             raise BadInput(
                 f"exact=True gives every replica the same number of micro-batches, and "
                 f"{replicas} replicas do not divide {self.microbatches}: choose another "
@@ -136,9 +145,12 @@ class StepOptions:
                     "tokens on several workers: omit one of them"
                 )
 
-    def local_microbatches(self, replicas: int) -> int:
-        """Micro-batches that one replica computes."""
-        return self.microbatches // replicas if self.exact else self.accumulate
+    def local_microbatches(self, replicas: int, replica: int = 0) -> int:
+        """Micro-batches that a replica computes."""
+        if not self.exact:
+            return self.accumulate
+        start, stop = runs_of(self.microbatches, replicas)[replica]
+        return stop - start
 
     def split(self, replica: int, replicas: int) -> BatchSplit:
         """How a global batch is split over replicas under these options."""

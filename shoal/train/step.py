@@ -15,7 +15,7 @@ from shoal.data.batch import AnyBatch, Batch, DictBatch
 from shoal.data.sampling import FullDatasetBatch
 from shoal.embedding.module import Embedding, apply_embeddings
 from shoal.observe.trace import OFF, STEP, Tracer
-from shoal.replica.batchnorm import update_running_statistics
+from shoal.replica.batchnorm import forget_statistics, update_running_statistics
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
@@ -60,12 +60,18 @@ class Step:
     after: list[AfterStep] = field(default_factory=list)
     is_own_loop: bool = False  # the script computes forward, loss and backward itself
     saves_model: bool = True  # False: another step of the job saves the same model
+    around: Callable[[Step, Any], Any] | None = None  # what is called in place of `attempt`
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the latest step
     _is_checked: bool = False
     _names: list[str] | None = None  # of what the loss function returns besides the loss
     _numbers: list[Tensor] = field(default_factory=list)
 
     def __call__(self, batch: Any) -> Any:
         """The loss; where the loss function returns several numbers, all of them in its form."""
+        return self.attempt(batch) if self.around is None else self.around(self, batch)
+
+    def attempt(self, batch: Any) -> Any:
+        """Train on a batch. Where it raises PeerLost, weights and optimizer are as before."""
         start_ns = time.monotonic_ns()
         self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
@@ -78,9 +84,45 @@ class Step:
         )
         self._count(concurrent_batches(known))
         self.tracer.add(STEP, start_ns, time.monotonic_ns(), "steps", f"step {self.steps}")
+        return self._conclude(loss)
+
+    def _conclude(self, loss: Tensor) -> Any:
+        self.loss = loss
         for callback in self.after:
             callback(self, loss)
-        return in_form_of(self._names, loss, self._numbers)
+        return self.result()
+
+    def result(self) -> Any:
+        """What the latest step has returned."""
+        return in_form_of(self._names, self.loss, self._numbers)
+
+    # ------------------------------------------------------------------ elastic runs
+
+    def numbers(self) -> dict[str, Any]:
+        """What the latest step has returned, for another worker."""
+        losses = [float(number) for number in (self.loss, *self._numbers)]
+        return {"names": self._names, "losses": losses}
+
+    def adopt(self, document: dict[str, Any]) -> Any:
+        """The others have done the step that this worker was interrupted in."""
+        loss, *numbers = (torch.tensor(x, device=self.flat.device) for x in document["losses"])
+        self._names = document["names"]
+        self._numbers = numbers
+        return self._conclude(loss)
+
+    def abandon(self, buffers: Sequence[Tensor]) -> None:
+        """Undo what an interrupted attempt has left; `buffers` are those of the model before it."""
+        self.flat.grads.abandon()
+        forget_statistics(self.model)
+        with torch.no_grad():
+            for now, before in zip(self.model.buffers(), buffers, strict=True):
+                now.copy_(before)
+
+    def regroup(self) -> None:
+        """There are other replicas than before."""
+        self.sync.regroup()
+        self.cutter.regroup()
+        self.engine.follow(accumulate(1, 0, self.cutter.local_microbatches))
 
     def _train(self, batch: Any, microbatches: Sequence[MicroBatch]) -> Tensor:
         is_dataset = isinstance(batch, FullDatasetBatch)
@@ -94,10 +136,12 @@ class Step:
             self.shard.token_axes.sum_parameter_gradients(self.flat.params)
         if self.embeddings:  # before `finish`, since the rows are part of the update
             self._push_rows(is_dataset or any(m.real for m in microbatches))
-        self.sync.finish()
+        # the update comes last: where a rank is lost before, the step can be done again
         if self.options.exact:
-            update_running_statistics(self.model, self.mesh.dp)
+            missing = self.cutter.missing_microbatches
+            update_running_statistics(self.model, self.mesh.dp, missing)
         self._numbers = self._other_numbers()
+        self.sync.finish()
         return self.sync.loss(local)
 
     def _other_numbers(self) -> list[Tensor]:

@@ -76,7 +76,7 @@ def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         run_dir, request = ask_to_join(None)
         assert run_dir == first
         assert (first.take_joins(), first.take_joins()) == ([request], [])
-        with pytest.raises(BadInput, match="takes no worker: start it with --restart"):
+        with pytest.raises(BadInput, match="takes no worker: start it with --elastic, --restart"):
             ask_to_join(second.path)
         second.open_joins()
         with pytest.raises(BadInput, match="several runs take a worker"):

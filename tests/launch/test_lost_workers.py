@@ -424,9 +424,11 @@ def test_the_report_of_a_run() -> None:
                 "after_s": 1.5,
                 "lost_at": 4,
                 "came_too_late": False,
+                "is_covered": False,
             }
         ],
         "came_back": [],
+        "joined": [],
         "servers_lost": [],
         "without_service_s": 0.0,
         "ranks": list(reports),

@@ -256,6 +256,7 @@ class SharedMemory(Executor):
             len(ranks),
             self.segment.timeout_s,
             run_dir=self.segment.run_dir,
+            explains=self.segment.explains,
         )
         if segment is None:
             raise BadInput("there is no memory left for another group of these ranks")

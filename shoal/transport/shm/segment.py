@@ -38,7 +38,10 @@ class Segment:
         size: int,
         timeout_s: float,
         run_dir: RunDir | None = None,
+        explains: bool = True,
     ):
+        """`explains`: a lost rank is an error whose cause is looked for and written down."""
+        self.explains = explains
         self.handle = handle
         self.rank = rank
         self.size = size
@@ -53,7 +56,8 @@ class Segment:
         if outcome == FINE:
             return
         error = self._error(outcome, doing)
-        if not self._dumped and outcome != CLOSED:
+        is_expected = outcome == LOST and not self.explains
+        if not self._dumped and outcome != CLOSED and not is_expected:
             self._dumped.append(str(error))
             dump(self, str(error), self.run_dir)
         raise error
@@ -75,6 +79,8 @@ class Segment:
 
     def lost(self, peer: int, doing: str, after_s: float | None = None) -> PeerLost:
         """The error for the loss of `peer`, with its last operation."""
+        if after_s is None and not self.explains:
+            return PeerLost(self.rank, peer, doing)
         last = self.last(peer)
         operation = "none yet" if last is None else f"{last}, {'ended' if last.end_ns else 'begun'}"
         end = "no answer before the timeout ended"
@@ -150,6 +156,7 @@ def join(
     timeout_s: float = 1800.0,
     slot_bytes: int = SLOT_BYTES,
     run_dir: RunDir | None = None,
+    explains: bool = True,
 ) -> Segment | None:
     """Share memory with the other ranks; None on all of them if one of them cannot.
 
@@ -165,7 +172,7 @@ def join(
     if handle is None:
         return None
     _shm.watch(handle)
-    segment = Segment(handle, rank, size, timeout_s, run_dir)
+    segment = Segment(handle, rank, size, timeout_s, run_dir, explains)
     add_source(segment)
     return segment
 

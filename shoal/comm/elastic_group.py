@@ -1,0 +1,73 @@
+"""A group whose ranks change: lost ones leave it, and others are added, between two steps.
+
+Before it was formed for the first time, each worker is alone in it. So a worker builds its model
+and its optimizer without waiting for others, whether it comes at the start or late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoal.comm.executor import Executor
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.executors.solo import Solo
+from shoal.comm.group import Group
+from shoal.comm.membership import Generation, GroupMember, GroupMembership
+from shoal.errors import PeerLost, ShoalError
+from shoal.runtime.cores import cores
+from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.segment import NOT_BUILT, is_built, join
+
+
+class ElasticGroup(Group):
+    """Also the groups that were duplicated from it change with it."""
+
+    def __init__(self, membership: GroupMembership, timeout_s: float):
+        super().__init__(Solo())
+        self.membership = membership
+        self.wrap: Callable[[Executor], Executor] = lambda executor: executor
+        self._timeout_of_operations_s = timeout_s
+        self._copies: list[Group] = []
+        self._could_not_share: tuple[GroupMember, ...] = ()
+
+    @property
+    def has_formed(self) -> bool:
+        return self.membership.generation.number > 0
+
+    def duplicate(self) -> Group:
+        copy = super().duplicate()
+        self._copies.append(copy)
+        return copy
+
+    def regroup(self, admits: bool) -> None:
+        """Leave the group, and return in the next one.
+
+        Members that wait for this one get a PeerLost, and come as well.
+        """
+        self.executor.close()
+        executor = self.wrap(self.membership.regroup(admits, self._form))
+        self.bind(executor)
+        for copy in self._copies:
+            split = executor.split(range(executor.size))
+            assert split is not None
+            copy.bind(split)
+
+    def _form(self, generation: Generation, exchange: Exchange) -> Executor:
+        size = len(generation.members)
+        if size == 1:
+            return Solo()
+        rank = generation.members.index(self.membership.me)
+        segment = join(exchange, rank, size, self._timeout_of_operations_s, explains=False)
+        if segment is None:
+            raise self._not_shared(generation.members)
+        return SharedMemory(segment, size * torch.get_num_threads() >= cores())
+
+    def _not_shared(self, members: tuple[GroupMember, ...]) -> ShoalError:
+        """One of them may have been lost meanwhile; the same ones a second time cannot."""
+        if members != self._could_not_share and is_built():
+            self._could_not_share = members
+            return PeerLost(self.membership.me.worker, None, "sharing memory")
+        why = "these workers cannot share memory" if is_built() else NOT_BUILT
+        return ShoalError(f"an elastic group is one of shared memory: {why}")

@@ -1,0 +1,282 @@
+"""Which workers of an elastic run form its group, from one generation to the next.
+
+    generation 1   workers 0 1 2 3       worker 2 is killed in a step; worker 0 notices it first
+                   0 leaves the group    1 and 3 lose 0 and leave, too
+                   0 1 3 are ready       worker 2 has exited: all members of generation 1 are known
+    generation 2   workers 0 1 3         worker 2, started again, asks to be admitted
+                   0 leaves the group between two steps, and 1 and 3 follow
+    generation 3   workers 0 1 2 3
+
+Each step is a line of one file, written under a lock. The generation that follows is decided, by
+the first worker that sees it, once every member of the last one is ready, has exited or has left
+for good. A worker that is lost while a generation forms ends that generation.
+
+Survivors that are inside a call of `job.evaluate`, `job.save` or `job.load` admit no newcomer,
+which would not be in that call. The results of these calls are in the same file: a worker that was
+interrupted in one which others have ended, or that comes later, takes the result from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from shoal.comm.record_file import RecordFile
+from shoal.errors import CheckpointError, PeerLost, RunOver
+from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import waiting
+from shoal.transport.shm.memfd import Exchange
+
+T = TypeVar("T")
+Key = tuple[int, int]  # a step, and the number of a call among those of that step
+_FIRST_LOOK_S = 0.0005
+_LONGEST_LOOK_S = 0.02
+
+
+class GroupMember(NamedTuple):
+    """A process of a worker: the first one has the incarnation 0."""
+
+    worker: int
+    incarnation: int
+
+
+class Generation(NamedTuple):
+    """Members in the order of their ranks."""
+
+    number: int
+    members: tuple[GroupMember, ...]
+
+
+class _Ready(NamedTuple):
+    after: int  # the generation that it has left
+    admits: bool
+
+
+class GroupMembership:
+    """One worker's view. `has_exited(member)` tells whether that process has exited.
+
+    `is_absent(worker)` tells whether no process of that worker runs. `size` workers may take part.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        me: GroupMember,
+        size: int,
+        has_exited: Callable[[GroupMember], bool],
+        is_absent: Callable[[int], bool],
+        patience_s: float = float("inf"),
+    ):
+        self.me = me
+        self.size = size
+        self.generation = Generation(0, ())
+        self._latest = self.generation
+        self._records = RecordFile(file, self._take)
+        self._has_exited = has_exited
+        self._is_absent = is_absent
+        self._patience_s = patience_s
+        self._ready: dict[GroupMember, _Ready] = {}
+        self._left: set[GroupMember] = set()
+        self._said: dict[tuple[int, int, GroupMember], bytes] = {}
+        self._results: dict[Key, dict[str, Any]] = {}
+        self._last_key: Key | None = None
+        self.has_begun = False  # there is a state that newcomers have to get from a member
+
+    # ------------------------------------------------------------------ generations
+
+    def regroup(self, admits: bool, form: Callable[[Generation, Exchange], T]) -> T:
+        """What `form` returns for the first generation that all of its members could form.
+
+        `form` is given an all-gather of a few bytes. This worker has left its last group before.
+        RunOver where the others have finished.
+        """
+        while True:
+            self._agree(admits)
+            try:
+                return form(self.generation, self._exchange_of(self.generation))
+            except PeerLost as lost:
+                if lost.after_s is not None:
+                    raise
+
+    def has_newcomers(self) -> bool:
+        """Whether a worker asks to be admitted; one system call where nothing was written."""
+        if self._records.has_grown():
+            self._look()
+        return bool(self._newcomers())
+
+    def begin(self) -> None:
+        """All members have the same state, which must not get lost from now on."""
+        if not self.has_begun:
+            with self._records.locked():
+                if not self.has_begun:
+                    self._records.append({"begun": self.generation.number})
+
+    def leave(self) -> None:
+        """This worker takes part in nothing more."""
+        with self._records.locked():
+            self._records.append({"left": self.me})
+
+    def _agree(self, admits: bool) -> None:
+        with self._records.locked():
+            ready = {"after": self.generation.number, "admits": admits}
+            self._records.append({"ready": self.me, **ready})
+        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        with self._waiting("the next generation of workers") as check_patience:
+            while True:
+                with self._records.locked():
+                    self._decide()
+                if self._latest.number > self.generation.number and self.me in self._latest.members:
+                    self.generation = self._latest
+                    return
+                check_patience()
+                pause()
+
+    def _decide(self) -> None:
+        """Under the lock: who forms the next generation, if that is known."""
+        last = self._latest
+        if last.number == 0:
+            workers = {member.worker for member in self._ready}
+            if any(w not in workers and not self._is_absent(w) for w in range(self.size)):
+                return
+            self._append_generation(list(self._ready))
+            return
+        if any(not self._is_ready(m) and not self._is_gone(m) for m in last.members):
+            return
+        survivors = [m for m in last.members if self._is_ready(m) and not self._is_gone(m)]
+        if not survivors:
+            raise RunOver(self.me.worker)
+        admitted = self._newcomers() if all(self._ready[m].admits for m in survivors) else []
+        self._append_generation(survivors + admitted)
+
+    def _append_generation(self, members: list[GroupMember]) -> None:
+        present = sorted(member for member in members if not self._is_gone(member))
+        self._records.append({"generation": self._latest.number + 1, "members": present})
+
+    def _newcomers(self) -> list[GroupMember]:
+        return [m for m in self._ready if m not in self._latest.members and not self._is_gone(m)]
+
+    def _is_ready(self, member: GroupMember) -> bool:
+        ready = self._ready.get(member)
+        return ready is not None and ready.after == self._latest.number
+
+    def _is_gone(self, member: GroupMember) -> bool:
+        if member not in self._left and self._has_exited(member):
+            self._left.add(member)
+        return member in self._left
+
+    # ------------------------------------------------------------------ forming a group
+
+    def _exchange_of(self, generation: Generation) -> Exchange:
+        rounds = 0
+
+        def exchange(message: bytes) -> list[bytes]:
+            nonlocal rounds
+            rounds += 1
+            said = {"said": [generation.number, rounds, self.me], "text": message.decode()}
+            with self._records.locked():
+                self._records.append(said)
+            return [self._hear(generation, rounds, member) for member in generation.members]
+
+        return exchange
+
+    def _hear(self, generation: Generation, round_number: int, member: GroupMember) -> bytes:
+        key = (generation.number, round_number, member)
+        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        with self._waiting(f"worker {member.worker}") as check_patience:
+            while True:
+                gone = self._is_gone(member)  # before reading: then what it has written is final
+                self._look()
+                if key in self._said:
+                    return self._said[key]
+                if gone or self._has_given_up(generation):
+                    doing = f"forming generation {generation.number}"
+                    raise PeerLost(self.me.worker, member.worker, doing)
+                check_patience()
+                pause()
+
+    def _has_given_up(self, generation: Generation) -> bool:
+        """Whether a member has left this generation, since another one was lost."""
+        ready = [self._ready.get(member) for member in generation.members]
+        return any(r is not None and r.after >= generation.number for r in ready)
+
+    # ------------------------------------------------------------------ calls of all workers
+
+    def hold(self, steps: int, act: Callable[[], T], regroup: Callable[[], None]) -> T:
+        """What `act` returns, which has to be JSON; or what it returned to those who took part.
+
+        `regroup` is called where a worker was lost meanwhile; then it is done again.
+        """
+        key = self._next_key(steps)
+        while True:
+            self._look()
+            if key in self._results:
+                return self._result(key)  # type: ignore[no-any-return]
+            try:
+                result = act()
+            except CheckpointError as error:
+                self._conclude(key, {"error": str(error)})
+                raise
+            except PeerLost as lost:
+                if lost.after_s is not None:
+                    raise
+                regroup()
+                continue
+            self._conclude(key, {"result": result})
+            return result
+
+    def _next_key(self, steps: int) -> Key:
+        last = self._last_key
+        self._last_key = (steps, last[1] + 1 if last is not None and last[0] == steps else 0)
+        return self._last_key
+
+    def _conclude(self, key: Key, document: dict[str, Any]) -> None:
+        """The first one that is done writes for all."""
+        with self._records.locked():
+            if key not in self._results:
+                self._records.append({"at": key, **document})
+
+    def _result(self, key: Key) -> Any:
+        document = self._results[key]
+        if "error" in document:
+            raise CheckpointError(str(document["error"]))
+        return document["result"]
+
+    # ------------------------------------------------------------------ the file
+
+    @contextmanager
+    def _waiting(self, whom: str) -> Iterator[Callable[[], None]]:
+        start_s = time.monotonic()
+        doing = f"forming the group after generation {self.generation.number}"
+
+        def check_patience() -> None:
+            if time.monotonic() - start_s > self._patience_s:
+                raise PeerLost(self.me.worker, None, doing, self._patience_s)
+
+        with waiting(f"worker {self.me.worker}", whom, doing):
+            yield check_patience
+
+    def _look(self) -> None:
+        """Read what the others have written."""
+        with self._records.locked():
+            pass
+
+    def _take(self, document: dict[str, Any]) -> None:
+        if "ready" in document:
+            member = GroupMember(*document["ready"])
+            self._ready[member] = _Ready(document["after"], document["admits"])
+        elif "members" in document:
+            members = tuple(GroupMember(*member) for member in document["members"])
+            self._latest = Generation(document["generation"], members)
+            self._said.clear()
+        elif "said" in document:
+            generation, round_number, member = document["said"]
+            self._said[generation, round_number, GroupMember(*member)] = document["text"].encode()
+        elif "left" in document:
+            self._left.add(GroupMember(*document["left"]))
+        elif "begun" in document:
+            self.has_begun = True
+        else:
+            self._results[document["at"][0], document["at"][1]] = document

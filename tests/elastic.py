@@ -1,0 +1,185 @@
+"""Workers of an elastic run as threads: they die in the middle of collectives, and come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from shoal.comm.call import Call
+from shoal.comm.elastic_group import ElasticGroup
+from shoal.comm.executor import Executor
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.membership import GroupMember, GroupMembership
+from shoal.errors import RunOver
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job, RunServices
+from shoal.transport.transport import Work
+from tests.models import mlp
+
+BATCH = 24
+PER_EPOCH = 5
+EPOCHS = 3
+_drawing = threading.Lock()  # threads share the random numbers of torch
+Train = Callable[["Workers", Job], Any]
+
+
+class Killed(BaseException):
+    """This life of a worker is over."""
+
+
+class Mortal(Executor):
+    """Passes calls on; in the call that `is_last` chooses its worker dies, before or after it."""
+
+    def __init__(self, executor: Executor, is_last: Callable[[], str | None]):
+        self._executor = executor
+        self._is_last = is_last
+        self.rank = executor.rank
+        self.size = executor.size
+
+    def submit(self, call: Call) -> Work:
+        when = self._is_last()
+        if when == "before":
+            raise Killed
+        work = self._executor.submit(call)
+        if when == "after":
+            raise Killed
+        return work
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        return self._executor.send(data, dst, tag)
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        return self._executor.recv(into, src, tag)
+
+    def split(self, ranks: Sequence[int]) -> Executor | None:
+        child = self._executor.split(ranks)
+        return None if child is None else Mortal(child, self._is_last)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def numbered() -> TensorDataset:
+    """Samples that hold their number, so that it can be seen which were trained on."""
+    count = BATCH * PER_EPOCH
+    rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(3))
+    rows[:, 0] = torch.arange(count) / count
+    return TensorDataset(rows, torch.arange(count) % 3)
+
+
+@dataclass
+class Workers:
+    """A run of `size` workers; each one calls `live` once for each of its lives."""
+
+    folder: Path
+    size: int
+    train: Train
+    strategy: str = "ddp(elastic=True)"
+    dies: dict[GroupMember, tuple[int, str]] = field(default_factory=dict)  # in which call
+    samples: dict[int, list[float]] = field(default_factory=dict)  # by step
+    used: dict[int, set[int]] = field(default_factory=dict)  # step -> workers
+    results: dict[int, Any] = field(default_factory=dict)  # by worker
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.folder)
+
+    def run(self, *lives: Callable[[], Any]) -> None:
+        """All workers, and further lives of them, each as a thread."""
+        with ThreadPoolExecutor(self.size + len(lives)) as pool:
+            first = [pool.submit(self.live, rank) for rank in range(self.size)]
+            later = [pool.submit(life) for life in lives]
+            for future in [*first, *later]:
+                future.result(timeout=60)
+
+    def live(self, rank: int, incarnation: int = 0) -> None:
+        """To the end, or to the call in which it dies."""
+        member = GroupMember(rank, incarnation)
+        if incarnation:
+            self.run_dir.note_start(rank, incarnation)
+        try:
+            with closing(self._group(member)) as group:
+                result = self.train(self, self._job(group))
+                self.results[rank] = result
+            self.run_dir.mark_finished(rank)
+            status = 0
+        except (Killed, RunOver):
+            status = -9
+        except BaseException:
+            self.run_dir.note_exit(rank, 1)
+            raise
+        self.run_dir.note_exit(rank, status)
+
+    def note(self, job: Job, step: int, rows: Tensor) -> None:
+        """These rows were trained on in this step."""
+        with self.lock:
+            self.samples.setdefault(step, []).extend(
+                (rows[:, 0] * BATCH * PER_EPOCH).round().tolist()
+            )
+            self.used.setdefault(step, set()).add(job.rank)
+
+    def _group(self, member: GroupMember) -> ElasticGroup:
+        run_dir = self.run_dir
+        membership = GroupMembership(
+            run_dir.members(1),
+            member,
+            self.size,
+            lambda other: run_dir.has_ended(*other),
+            run_dir.has_exited,
+            60.0,
+        )
+        group = ElasticGroup(membership, 60.0)
+        calls = iter(range(1_000_000))
+        dies_in, when = self.dies.get(member, (-1, ""))
+
+        def is_last() -> str | None:
+            return when if next(calls) == dies_in else None
+
+        if dies_in >= 0:
+            group.wrap = lambda executor: Mortal(executor, is_last)
+        return group
+
+    def _job(self, group: ElasticGroup) -> Job:
+        generation = group.membership.me.incarnation
+        config = replace(RunConfig.from_environment(), generation=generation, run_dir=self.run_dir)
+        services = RunServices(config=config)
+        cpu = torch.device("cpu")
+        return Job(parse(self.strategy), group, device=cpu, seed=3, services=services)
+
+
+def alone(train: Train, folder: Path) -> Any:
+    """What one worker that is never disturbed returns."""
+    job = Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=3)
+    return train(Workers(folder, 1, train), job)
+
+
+def exact_step(job: Job, make: Callable[[], nn.Module] = mlp) -> Any:
+    adam = partial(torch.optim.Adam, lr=0.01)
+    with _drawing:
+        model = make()
+    return job.step(model, F.cross_entropy, optimizer=adam, exact=True)
+
+
+def weights(step: Any) -> list[Tensor]:
+    return [tensor.clone() for tensor in step.model.state_dict().values()]
+
+
+def each_once(workers: Workers) -> Iterator[list[float]]:
+    """The samples of every epoch, sorted."""
+    for epoch in range(EPOCHS):
+        steps = range(epoch * PER_EPOCH, (epoch + 1) * PER_EPOCH)
+        yield sorted(sample for step in steps for sample in workers.samples[step])

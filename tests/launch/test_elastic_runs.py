@@ -1,0 +1,167 @@
+"""Runs of processes whose workers are killed, come back and join, under elastic ddp."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked
+from tests.launch.helpers import ROOT
+
+SCRIPT = """
+import hashlib, os, sys, time, torch, shoal
+from functools import partial
+
+folder, steps, pause_s, waits_at = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+
+def train(job):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(96, 6), torch.arange(96) % 3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Dropout(0.2),
+                                torch.nn.Linear(32, 3))
+    step = job.step(model, torch.nn.functional.cross_entropy, exact=True,
+                    optimizer=partial(torch.optim.Adam, lr=0.01))
+    with open(f"{folder}/pid-{job.rank}.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(f"{folder}/pid-{job.rank}.new", f"{folder}/pid-{job.rank}")
+    if os.environ.get("SHOAL_GENERATION", "0") != "0":
+        open(f"{folder}/late", "w").close()
+    for batch in job.batches(data, batch_size=24, epochs=steps // 4):
+        step(batch)
+        with open(f"{folder}/log", "a") as file:
+            file.write(f"{time.monotonic()} {job.rank} {job.steps}\\n")
+        time.sleep(pause_s)
+        while job.steps == int(waits_at) and not os.path.exists(f"{folder}/late"):
+            time.sleep(0.01)
+    bits = b"".join(tensor.numpy().tobytes() for tensor in step.model.state_dict().values())
+    job.print("bits", hashlib.sha256(bits).hexdigest())
+
+shoal.run(train)
+"""
+
+
+def start(
+    folder: Path, steps: int, pause_s: float, *options: str, waits_at: int = 0
+) -> forked.Popen:
+    """`waits_at`: after this step all wait until a worker has come later."""
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "shoal", "run", str(script), *options]
+    command += ["--report", str(folder / "report.json")]
+    command += ["--", str(folder), str(steps), str(pause_s), str(waits_at)]
+    pipes: dict[str, Any] = {"stdout": forked.subprocess.PIPE, "stderr": forked.subprocess.PIPE}
+    return forked.Popen(command, cwd=ROOT, text=True, **pipes)
+
+
+def bits(process: forked.Popen) -> tuple[str, str]:
+    """The digest of the weights that a run ended with, and what it wrote to stderr."""
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    found = re.findall(r"bits (\w+)", out)
+    assert len(found) == 1, out
+    return found[0], err
+
+
+def log_of(folder: Path) -> list[tuple[float, int, int]]:
+    """The time of each step, by worker: time, worker, step."""
+    if not (folder / "log").exists():
+        return []
+    lines = [line.split() for line in (folder / "log").read_text().splitlines()]
+    return [(float(line[0]), int(line[1]), int(line[2])) for line in lines if len(line) == 3]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline_s = time.monotonic() + 300
+    while not any(done >= step for _, _, done in log_of(folder)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_killed_worker_and_its_return_change_no_bit(tmp_path: Path) -> None:
+    plain = start(tmp_path / "plain", 40, 0.0, "-n", "1")
+    options = ("-n", "3", "-s", "ddp(elastic=True)", "--kill", "1@9", "--restart", "1")
+    hit = start(tmp_path / "hit", 40, 0.05, *options, waits_at=12)
+    wanted, _ = bits(plain)
+    found, err = bits(hit)
+    assert found == wanted
+    assert "worker 1 was lost at step 9 and came back after" in err
+    document = json.loads((tmp_path / "hit" / "report.json").read_text())
+    (back,) = document["came_back"]
+    assert back["lost_at"] == 8
+    used = {step for _, worker, step in log_of(tmp_path / "hit") if worker == 1}
+    assert set(range(back["step"] + 1, 41)) <= used
+
+
+def test_a_run_of_too_few_workers_ends_with_one_sentence(tmp_path: Path) -> None:
+    options = ("--elastic", "2:2", "--kill", "1@5")
+    process = start(tmp_path / "run", 40, 0.0, *options)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert err.strip().endswith("1 worker is left, fewer than the 2 of --elastic")
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    plain = start(tmp_path / "plain", 100, 0.0, "-n", "1")
+    process = start(folder, 100, 0.1, "-n", "2", "--elastic", "1:3", waits_at=40)
+    wait_for_step(folder, 40)
+    command = [sys.executable, "-m", "shoal", "join", str(_run_dir_of(folder))]
+    forked.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    found, err = bits(process)
+    assert found == bits(plain)[0]
+    joined = re.search(r"worker 2 joined at step (\d+)", err)
+    assert joined is not None
+    used = {step for _, worker, step in log_of(folder) if worker == 2}
+    assert used == set(range(int(joined[1]), 101))
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1200)
+def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    plain = start(tmp_path / "plain", 800, 0.0, "-n", "1")
+    options = ("-n", "4", "-s", "ddp(elastic=True)", "--restart", "30")
+    process = start(folder, 800, 0.05, *options)
+    wait_for_step(folder, 3)
+    choose = random.Random(17)
+    kills_s = []
+    while len(kills_s) < 20:
+        time.sleep(choose.uniform(0.2, 1.5))
+        pid = _pid(folder, choose.randrange(4))
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            kills_s.append(time.monotonic())
+    found, err = bits(process)
+    assert found == bits(plain)[0]
+    assert err.count("was killed by SIGKILL") == 20
+    times_s = sorted(time_s for time_s, _, _ in log_of(folder))
+    waits_s = [min(t for t in times_s if t > kill_s) - kill_s for kill_s in kills_s]
+    print(f"the next step had ended {max(waits_s):.2f} s after a kill, at most")
+
+
+def _pid(folder: Path, rank: int) -> int | None:
+    """Of a worker that lives and has built its step."""
+    try:
+        pid = int((folder / f"pid-{rank}").read_text())
+        (folder / f"pid-{rank}").unlink()  # one life is ended once
+        return pid
+    except FileNotFoundError:
+        return None
+
+
+def _run_dir_of(folder: Path) -> Path:
+    pid = int((folder / "pid-0").read_text())
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return Path(next(v for v in variables if v.startswith("SHOAL_RUN_DIR=")).partition("=")[2])

@@ -1,0 +1,173 @@
+"""Workers that leave and join between two steps."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from shoal.comm.membership import GroupMember
+from shoal.train.job import Job
+from tests.elastic import (
+    BATCH,
+    EPOCHS,
+    PER_EPOCH,
+    Workers,
+    alone,
+    each_once,
+    exact_step,
+    numbered,
+    weights,
+)
+from tests.models import convnet
+
+KILLS = [(0, 1, "before"), (2, 11, "before"), (3, 16, "after")]
+
+
+def train_plainly(workers: Workers, job: Job) -> Any:
+    step = exact_step(job)
+    losses = []
+    for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+        losses.append(float(step(batch)))
+    return losses, weights(step)
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return found[0] == wanted[0] and all(map(torch.equal, found[1], wanted[1]))
+
+
+@pytest.mark.parametrize(("rank", "call", "when"), KILLS)
+def test_the_bits_are_those_of_an_undisturbed_run(
+    tmp_path: Path, rank: int, call: int, when: str
+) -> None:
+    workers = Workers(tmp_path, 4, train_plainly, dies={GroupMember(rank, 0): (call, when)})
+    workers.run()
+    wanted = alone(train_plainly, tmp_path)
+    assert sorted(workers.results) == [r for r in range(4) if r != rank]
+    assert all(same(result, wanted) for result in workers.results.values())
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", range(20))
+def test_workers_are_lost_at_any_call_of_a_run(tmp_path: Path, seed: int) -> None:
+    choose = random.Random(seed)
+    ranks = choose.sample(range(4), choose.randint(1, 3))
+    dies = {
+        GroupMember(rank, 0): (choose.randrange(60), choose.choice(("before", "after")))
+        for rank in ranks
+    }
+    workers = Workers(tmp_path, 4, train_with_evaluations, dies=dies)
+    workers.run()
+    wanted = alone(train_with_evaluations, tmp_path)
+    assert set(workers.results) >= set(range(4)) - set(ranks)
+    assert all(same(result, wanted) for result in workers.results.values())
+
+
+def train_with_evaluations(workers: Workers, job: Job) -> Any:
+    """With BatchNorm; an evaluation in the loop and after each epoch, a checkpoint at the end."""
+    data = numbered()
+    images = torch.utils.data.TensorDataset(
+        data.tensors[0].repeat(1, 3)[:, :16].view(-1, 1, 4, 4), data.tensors[1]
+    )
+    step = exact_step(job, convnet)
+    results = []
+    for _ in range(EPOCHS):
+        for batch in job.batches(images, BATCH):
+            results.append(float(step(batch)))
+            if job.steps % 4 == 0:
+                results.append(round(job.evaluate(accuracy, images), 9))
+        results.append(round(job.evaluate(accuracy, images), 9))
+    job.save(workers.folder / f"saved-{workers.size}")
+    return results, weights(step)
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def test_evaluations_and_checkpoints_are_done_by_those_who_are_left(tmp_path: Path) -> None:
+    dies = {GroupMember(0, 0): (30, "after"), GroupMember(2, 0): (63, "before")}
+    workers = Workers(tmp_path, 3, train_with_evaluations, dies=dies)
+    workers.run()
+    wanted = alone(train_with_evaluations, tmp_path)
+    assert list(workers.results) == [1]
+    assert same(workers.results[1], wanted)
+
+
+def test_each_sample_of_an_epoch_is_trained_once(tmp_path: Path) -> None:
+    """The script sees which rows it gets, and changes them, so it gets lost batches again."""
+
+    def train(workers: Workers, job: Job) -> None:
+        step = exact_step(job)
+        for inputs, targets in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            before = job.steps
+            step((inputs * 1.0, targets))
+            if job.steps > before:
+                workers.note(job, before, inputs)
+
+    workers = Workers(tmp_path, 4, train, dies={GroupMember(1, 0): (13, "before")})
+    workers.run()
+    assert all(each == list(range(BATCH * PER_EPOCH)) for each in each_once(workers))
+
+
+def train_on_loader(workers: Workers, job: Job) -> Any:
+    step = exact_step(job)
+    loader = DataLoader(numbered(), batch_size=BATCH)
+    losses = [float(step(batch)) for batch in job.batches(loader, epochs=EPOCHS)]
+    return losses, weights(step)
+
+
+def test_batches_that_the_script_makes_are_split_again(tmp_path: Path) -> None:
+    workers = Workers(tmp_path, 3, train_on_loader, dies={GroupMember(0, 0): (9, "after")})
+    workers.run()
+    wanted = alone(train_on_loader, tmp_path)
+    assert all(same(workers.results[rank], wanted) for rank in (1, 2))
+
+
+def test_a_worker_that_comes_back_is_used(tmp_path: Path) -> None:
+    """It comes when the others are at step 6, and they go on when it has asked to join."""
+    at_six = threading.Event()
+    asks = threading.Event()
+
+    def train(workers: Workers, job: Job) -> Any:
+        step = exact_step(job)
+        results = []
+        is_late = job._services.config.generation > 0
+        if is_late:
+            asks.set()
+        for _ in range(EPOCHS):
+            for batch in job.batches(numbered(), BATCH):
+                loss = float(step(batch))
+                results.append(loss)
+                with workers.lock:
+                    workers.used.setdefault(job.steps, set()).add(job.rank)
+                if job.steps == 6 and not is_late:
+                    at_six.set()
+                    assert asks.wait(30)
+                    wait_for_request(job)
+            results.append(job.evaluate(accuracy, numbered()))
+        return [round(result, 9) for result in results], weights(step)
+
+    def come_back() -> None:
+        assert at_six.wait(30)
+        workers.live(1, 1)
+
+    workers = Workers(tmp_path, 3, train, dies={GroupMember(1, 0): (5, "before")})
+    workers.run(come_back)
+    wanted = workers.results[0]
+    assert same(workers.results[2], wanted)
+    assert all(map(torch.equal, workers.results[1][1], wanted[1]))
+    assert workers.used[6] == {0, 2}
+    assert all(workers.used[step] == {0, 1, 2} for step in range(8, EPOCHS * PER_EPOCH + 1))
+
+
+def wait_for_request(job: Job) -> None:
+    assert job._elastic is not None
+    membership = job._elastic.group.membership
+    while not membership.has_newcomers():
+        threading.Event().wait(0.001)
