@@ -19,6 +19,7 @@ from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine
 from shoal.launch.remote import place, run_remote
+from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from tests.launch.helpers import Screen
@@ -184,3 +185,45 @@ def test_a_host_without_the_script_refuses_with_a_sentence(tmp_path: Path) -> No
 def test_an_unknown_engine_is_refused_in_one_sentence() -> None:
     with pytest.raises(BadInput, match="not 'nowhere'"):
         check_engine("nowhere")
+
+
+COUNTS_STEPS = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+print("out", rank)
+print("err", rank, file=sys.stderr)
+(Path(os.environ["SHOAL_HOST_DIR"]) / f"steps-{rank}").write_text("%018d" % (40 + int(rank)))
+while not Path("seen").exists():
+    time.sleep(0.02)
+"""
+
+
+def test_runs_of_other_hosts_are_shown_with_their_steps_and_logged_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(COUNTS_STEPS)
+    seen: list[RunEntry] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not seen and not over.wait(0.1):
+            seen.extend(e for e in entries() if e.script == str(script) and e.steps == 42)
+        (tmp_path / "seen").touch()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        config = RunConfig.from_environment()
+        spec = LaunchSpec([sys.executable, str(script)], 3, config, logs=tmp_path / "logs")
+        with HostsHere([2, 1]) as machines:
+            run_remote(machines, spec, Screen())
+    finally:
+        over.set()
+        watcher.join()
+    assert [entry.hosts for entry in seen] == [("h0", "h0", "h1")]
+    for rank in range(3):
+        lines = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert sorted(lines) == [f"err {rank}", f"out {rank}"]
