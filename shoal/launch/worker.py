@@ -38,7 +38,7 @@ from shoal.comm.network import HostNetwork
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_store
 from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
-from shoal.errors import BadInput, PeerLost, RunOver, StrategyError
+from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StrategyError
 from shoal.launch.device import choose_backend, choose_device
 from shoal.launch.environment import Placement
 from shoal.launch.failures import report_failure
@@ -152,7 +152,9 @@ class Worker:
         run_dir = self.config.run_dir
         if run_dir is not None and not run_dir.finished_ranks():
             doing = "coming back: all workers were lost, and with them what they had trained"
-            error = PeerLost(self.rank, None, doing)
+            error: ShoalError = PeerLost(self.rank, None, doing)
+            if self.strategy.is_elastic:  # no worker that is started again could do better
+                error = ShoalError(f"worker {self.rank}, {doing}")
             self.fail(error)
             raise error from over
 

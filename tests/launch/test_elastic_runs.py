@@ -30,6 +30,8 @@ def train(job):
                                 torch.nn.Linear(32, 3))
     step = job.step(model, torch.nn.functional.cross_entropy, exact=True,
                     optimizer=partial(torch.optim.Adam, lr=0.01))
+    with open(f"{folder}/run_dir", "w") as file:
+        file.write(os.environ.get("SHOAL_RUN_DIR", ""))
     with open(f"{folder}/pid-{job.rank}.new", "w") as file:
         file.write(str(os.getpid()))
     os.replace(f"{folder}/pid-{job.rank}.new", f"{folder}/pid-{job.rank}")
@@ -117,7 +119,7 @@ def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path) -> None:
     plain = start(tmp_path / "plain", 100, 0.0, "-n", "1")
     process = start(folder, 100, 0.1, "-n", "2", "--elastic", "1:3", waits_at=40)
     wait_for_step(folder, 40)
-    command = [sys.executable, "-m", "shoal", "join", str(_run_dir_of(folder))]
+    command = [sys.executable, "-m", "shoal", "join", (folder / "run_dir").read_text()]
     forked.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
     found, err = bits(process)
     assert found == bits(plain)[0]
@@ -131,15 +133,15 @@ def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    plain = start(tmp_path / "plain", 800, 0.0, "-n", "1")
+    plain = start(tmp_path / "plain", 2000, 0.0, "-n", "1")
     options = ("-n", "4", "-s", "ddp(elastic=True)", "--restart", "30")
-    process = start(folder, 800, 0.05, *options)
+    process = start(folder, 2000, 0.05, *options)
     wait_for_step(folder, 3)
     choose = random.Random(17)
     kills_s = []
     while len(kills_s) < 20:
         time.sleep(choose.uniform(0.2, 1.5))
-        pid = _pid(folder, choose.randrange(4))
+        pid = _take_pid(folder, choose.choice(range(4)))
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             kills_s.append(time.monotonic())
@@ -151,17 +153,12 @@ def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
     print(f"the next step had ended {max(waits_s):.2f} s after a kill, at most")
 
 
-def _pid(folder: Path, rank: int) -> int | None:
-    """Of a worker that lives and has built its step."""
-    try:
-        pid = int((folder / f"pid-{rank}").read_text())
-        (folder / f"pid-{rank}").unlink()  # one life is ended once
-        return pid
-    except FileNotFoundError:
+def _take_pid(folder: Path, rank: int) -> int | None:
+    """Of a worker that trains, where another one does, too; each life is ended once."""
+    recent = {worker for _, worker, _ in log_of(folder)[-8:]}
+    training = [worker for worker in recent if (folder / f"pid-{worker}").exists()]
+    if rank not in training or len(training) < 2:
         return None
-
-
-def _run_dir_of(folder: Path) -> Path:
-    pid = int((folder / "pid-0").read_text())
-    variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return Path(next(v for v in variables if v.startswith("SHOAL_RUN_DIR=")).partition("=")[2])
+    pid = int((folder / f"pid-{rank}").read_text())
+    (folder / f"pid-{rank}").unlink()
+    return pid
