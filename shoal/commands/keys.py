@@ -14,7 +14,7 @@ import typer
 from shoal.commands import options
 from shoal.errors import BadInput, CheckFailed
 from shoal.launch.certificates import HostNames, make_certificates
-from shoal.runtime.config import RunConfig
+from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.key_file import fingerprint, make_key_file, mode_warning
 
 app = typer.Typer(help="Keys for runs on several hosts.", no_args_is_help=True)
@@ -85,7 +85,7 @@ def show(as_json: options.Json = False) -> None:
 def _source(config: RunConfig) -> tuple[str, Path | None]:
     """Where `read_secret` looks; not in the directory of a run, which is that run's own."""
     if config.secret is not None:
-        return "SHOAL_SECRET", None
+        return variable_name("secret"), None
     if config.secret_file is not None:
         return str(config.secret_file), config.secret_file
     return str(config.own_key), config.own_key if config.own_key.exists() else None

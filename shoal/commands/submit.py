@@ -16,7 +16,7 @@ from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, manifest
 from shoal.launch.submit.send import submit_file, write_job
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
-from shoal.runtime.config import CheckpointConfig, RunConfig
+from shoal.runtime.config import CheckpointConfig, RunConfig, variable_name
 
 
 def submit(
@@ -112,7 +112,7 @@ def submit(
         program[1] = f"./{script}"  # not an option of Python
     variables = _variables(workers, strategy, seed, device, checkpoint, slurm)
     if secret_file is not None:
-        variables["SHOAL_SECRET_FILE"] = str(secret_file.absolute())
+        variables[variable_name("secret_file")] = str(secret_file.absolute())
     spec = SubmitSpec(
         command=tuple(program),
         workers=workers,

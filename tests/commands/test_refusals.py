@@ -20,7 +20,7 @@ def refused(strategy: str, workers: int = 4, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
-        ("ddp", "ps, gossip"),
+        ("ddp", "take ddp(elastic=True)"),
         ('ps(update="worker")', 'use update="server"'),
         ('ps(placement="workers")', 'use placement="servers"'),
         ('ps(mode="async", placement="workers")', 'use placement="servers"'),

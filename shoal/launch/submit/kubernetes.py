@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.errors import BadInput
 from shoal.launch.submit.spec import MARK, SubmitSpec, memory_mib, seconds_of
+from shoal.runtime.config import variable_name
 from shoal.runtime.preemption import EXIT_STATUS
 
 KINDS = ("jobset", "pytorchjob")
@@ -163,7 +164,7 @@ def _pod(
     volumes, mounts = _volumes(options)
     own = dict(spec.environ)
     if options.secret is not None:
-        own["SHOAL_SECRET_FILE"] = f"{_SECRET_FOLDER}/secret"
+        own[variable_name("secret_file")] = f"{_SECRET_FOLDER}/secret"
     container: Document = {
         "name": container_name,
         "image": options.image,

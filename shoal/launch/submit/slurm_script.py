@@ -45,6 +45,7 @@ def slurm_script(spec: SubmitSpec, options: SlurmOptions) -> str:
         *(f"export {name}={shlex.quote(value)}" for name, value in spec.environ.items()),
         *options.setup,
         "",
+        _TRAPS,
         f"srun --kill-on-bad-exit=1 {shlex.join(spec.command)} &",
         _WAIT,
         *_starting_again(spec),
@@ -54,10 +55,15 @@ def slurm_script(spec: SubmitSpec, options: SlurmOptions) -> str:
     return "\n".join(lines)
 
 
+# before srun: a signal that comes early is passed on, too
+_TRAPS = """\
+asked=0 ended=0
+trap 'interrupted=1 asked=1; kill -USR1 "$!" 2>/dev/null' USR1
+trap 'interrupted=1 ended=1; kill -TERM "$!" 2>/dev/null' TERM"""
 _WAIT = """\
-step=$! asked=0 ended=0
-trap 'interrupted=1 asked=1; kill -USR1 "$step" 2>/dev/null' USR1
-trap 'interrupted=1 ended=1; kill -TERM "$step" 2>/dev/null' TERM
+step=$!
+[ "$asked" = 0 ] || kill -USR1 "$step" 2>/dev/null
+[ "$ended" = 0 ] || kill -TERM "$step" 2>/dev/null
 while
     interrupted=0
     wait "$step"

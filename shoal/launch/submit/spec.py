@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import BadInput
+from shoal.runtime.config import variable_name
 
 MARK = "shoal-submit"  # in every file that is written
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -100,9 +101,9 @@ def read_variables(texts: Iterable[str]) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or _VARIABLE.fullmatch(name) is None:
             raise BadInput(f"--env takes NAME=VALUE, not {text!r}")
-        if name == "SHOAL_SECRET":
+        if name == variable_name("secret"):
             raise BadInput(
-                "--env SHOAL_SECRET would write the secret into a file: use --secret-file or, for "
+                f"--env {name} would write the secret into a file: use --secret-file or, for "
                 "Kubernetes, --secret"
             )
         found[name] = value
