@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from shoal.errors import StrategyError
+from shoal.runtime.syntax import parse_expression
 from shoal.strategy.constraints import clip, show
 from shoal.strategy.synonyms import hint_for
 
 MAX_TEXT = 10_000  # characters: no strategy is longer, and Python's parser has limits
 Terms = Mapping[str, type[Any]]  # dataclasses by their name in the notation
-
-_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together
 
 
 def read_terms(text: str, terms: Terms) -> list[Any]:
@@ -33,8 +31,7 @@ def read_terms(text: str, terms: Terms) -> list[Any]:
         raise StrategyError(f"the strategy is longer than {MAX_TEXT} characters")
     text = text.strip()
     try:
-        with _PARSING:
-            tree = ast.parse(text, mode="eval")
+        tree = parse_expression(text)
         return [_read_term(node, terms) for node in _operands(tree.body)]
     except SyntaxError as error:
         why = re.split(r"[.:;] ", error.msg)[0]  # the rest is advice on Python

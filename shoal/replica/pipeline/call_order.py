@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-import threading
 from functools import cache
 from typing import Any
 
 from torch import nn
 
+from shoal.runtime.syntax import parse_module
+
 _METADATA = {"dtype", "device", "shape", "size", "data"}
-_parsing = threading.Lock()  # Python's parser of syntax trees is not safe to use from two threads
 
 
 def names_in_order(module: nn.Module) -> list[str]:
@@ -46,8 +46,7 @@ def _read(module: nn.Module) -> _Reader:
 @cache
 def _read_class(kind: Any) -> _Reader:
     reader = _Reader(kind)
-    with _parsing:
-        reader.method("forward")
+    reader.method("forward")
     return reader
 
 
@@ -76,7 +75,7 @@ class _Reader(ast.NodeVisitor):
         before = self._self
         self._self = next(iter(inspect.signature(function).parameters), "self")
         try:
-            self.visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
+            self.visit(parse_module(textwrap.dedent(inspect.getsource(function))))
         except (OSError, TypeError, SyntaxError):
             pass
         finally:
