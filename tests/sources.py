@@ -20,7 +20,7 @@ SHOAL = ROOT / "shoal"
 OLDEST = (3, 10)  # Python that reads them
 Question = Callable[[Path, list[ast.AST]], Iterable[Any]]
 _ASKED_IN = (
-    *("tests.runtime.test_config", "tests.runtime.test_run_dir"),
+    *("tests.runtime.test_config", "tests.runtime.test_run_dir", "tests.runtime.test_syntax"),
     "tests.strategy.test_terms_describe_themselves",
     *("tests.test_layers", "tests.test_names", "tests.test_python_versions"),
 )
