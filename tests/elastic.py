@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from shoal.comm.call import Call
 from shoal.comm.elastic_group import ElasticGroup
@@ -28,16 +27,14 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job, RunServices
 from shoal.transport.transport import Work
 from tests.models import mlp
+from tests.numbered import Killed, numbered_samples
 
 BATCH = 24
 PER_EPOCH = 5
 EPOCHS = 3
+numbered = partial(numbered_samples, BATCH * PER_EPOCH)
 _drawing = threading.Lock()  # threads share the random numbers of torch
 Train = Callable[["Workers", Job], Any]
-
-
-class Killed(BaseException):
-    """This life of a worker is over."""
 
 
 class Mortal(Executor):
@@ -70,14 +67,6 @@ class Mortal(Executor):
 
     def close(self) -> None:
         self._executor.close()
-
-
-def numbered() -> TensorDataset:
-    """Samples that hold their number, so that it can be seen which were trained on."""
-    count = BATCH * PER_EPOCH
-    rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(3))
-    rows[:, 0] = torch.arange(count) / count
-    return TensorDataset(rows, torch.arange(count) % 3)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.executor import Executor
@@ -24,24 +23,14 @@ from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job, RunServices
 from tests.models import mlp
+from tests.numbered import Killed, numbered_samples
 
 BATCH = 12
 PER_EPOCH = 5
 EPOCHS = 4
 STEPS = PER_EPOCH * EPOCHS
+numbered = partial(numbered_samples, BATCH * PER_EPOCH)
 Style = Literal["epochs", "in the loop"]
-
-
-class Killed(BaseException):
-    """This life of a worker is over."""
-
-
-def numbered() -> TensorDataset:
-    """Samples that hold their number, so that it can be seen which were trained on."""
-    count = BATCH * PER_EPOCH
-    rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(3))
-    rows[:, 0] = torch.arange(count) / count
-    return TensorDataset(rows, torch.arange(count) % 3)
 
 
 @dataclass

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shoal.comm.call_results import CallResults, Key
 from shoal.comm.record_file import RecordFile
-from shoal.errors import CheckpointError, PeerLost
+from shoal.errors import PeerLost
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
 
 _FIRST_LOOK_S = 0.001
 _LONGEST_LOOK_S = 0.05
-Key = tuple[int, int]  # step, number among the meetings of that step
 
 
 class Meeting(NamedTuple):
@@ -74,8 +74,7 @@ class Meetings:
         self.is_away = generation > 0  # it has not taken its place yet
         self._seats = [Seat()] * size
         self._held: dict[Key, Meeting] = {}
-        self._results: dict[Key, dict[str, Any]] = {}
-        self._last_key: Key | None = None
+        self._results = CallResults(self._records)
         self._current: Meeting | None = None
 
     def take_place(self, enter: Callable[[], int]) -> int:
@@ -91,18 +90,12 @@ class Meetings:
 
     def hold(self, steps: int, act: Callable[[Meeting], Any]) -> Any:
         """What `act` returns, which has to be JSON; or what it returned to those who took part."""
-        key = self._next_key(steps)
+        key = self._results.next_key(steps)
         meeting = self._begin(key)
         if meeting is None:
-            return self._result(key)
+            return self._results.get(key)
         self._current = meeting
-        try:
-            result = act(meeting)
-        except CheckpointError as error:
-            self._conclude(key, {"error": str(error)})
-            raise
-        self._conclude(key, {"result": result})
-        return result
+        return self._results.share(key, lambda: act(meeting))
 
     def is_missing(self, rank: int) -> bool:
         """Whether nothing more comes from this rank in the present meeting."""
@@ -110,11 +103,6 @@ class Meetings:
         return generation < 0 or self._has_exited(rank, generation)
 
     # ------------------------------------------------------------------ beginning
-
-    def _next_key(self, steps: int) -> Key:
-        last = self._last_key
-        self._last_key = (steps, last[1] + 1 if last is not None and last[0] == steps else 0)
-        return self._last_key
 
     def _begin(self, key: Key) -> Meeting | None:
         """None where others hold it, or have held it, without this worker."""
@@ -156,20 +144,6 @@ class Meetings:
     def _is_deserted(self, generations: tuple[int, ...]) -> bool:
         return all(g < 0 or self._has_exited(rank, g) for rank, g in enumerate(generations))
 
-    # ------------------------------------------------------------------ results
-
-    def _conclude(self, key: Key, document: dict[str, Any]) -> None:
-        """The first one that is done writes for all."""
-        with self._records.locked():
-            if key not in self._results:
-                self._records.append({"at": key, **document})
-
-    def _result(self, key: Key) -> Any:
-        document = self._results[key]
-        if "error" in document:
-            raise CheckpointError(str(document["error"]))
-        return document["result"]
-
     # ------------------------------------------------------------------ the file
 
     def _take(self, document: dict[str, Any]) -> None:
@@ -181,4 +155,4 @@ class Meetings:
         if "generations" in document:
             self._held[key] = Meeting(key, document["attempt"], tuple(document["generations"]))
         else:
-            self._results[key] = document
+            self._results.take(document)

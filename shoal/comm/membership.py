@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from shoal.comm.call_results import CallResults
 from shoal.comm.record_file import RecordFile
-from shoal.errors import CheckpointError, PeerLost, RunOver
+from shoal.errors import PeerLost, RunOver
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
 from shoal.transport.shm.memfd import Exchange
 
 T = TypeVar("T")
-Key = tuple[int, int]  # a step, and the number of a call among those of that step
 _FIRST_LOOK_S = 0.0005
 _LONGEST_LOOK_S = 0.02
 
@@ -81,8 +81,7 @@ class GroupMembership:
         self._ready: dict[GroupMember, _Ready] = {}
         self._left: set[GroupMember] = set()
         self._said: dict[tuple[int, int, GroupMember], bytes] = {}
-        self._results: dict[Key, dict[str, Any]] = {}
-        self._last_key: Key | None = None
+        self._results = CallResults(self._records)
         self.has_begun = False  # there is a state that newcomers have to get from a member
 
     # ------------------------------------------------------------------ generations
@@ -209,40 +208,17 @@ class GroupMembership:
 
         `regroup` is called where a worker was lost meanwhile; then it is done again.
         """
-        key = self._next_key(steps)
+        key = self._results.next_key(steps)
         while True:
             self._look()
             if key in self._results:
-                return self._result(key)  # type: ignore[no-any-return]
+                return self._results.get(key)  # type: ignore[no-any-return]
             try:
-                result = act()
-            except CheckpointError as error:
-                self._conclude(key, {"error": str(error)})
-                raise
+                return self._results.share(key, act)
             except PeerLost as lost:
                 if lost.after_s is not None:
                     raise
                 regroup()
-                continue
-            self._conclude(key, {"result": result})
-            return result
-
-    def _next_key(self, steps: int) -> Key:
-        last = self._last_key
-        self._last_key = (steps, last[1] + 1 if last is not None and last[0] == steps else 0)
-        return self._last_key
-
-    def _conclude(self, key: Key, document: dict[str, Any]) -> None:
-        """The first one that is done writes for all."""
-        with self._records.locked():
-            if key not in self._results:
-                self._records.append({"at": key, **document})
-
-    def _result(self, key: Key) -> Any:
-        document = self._results[key]
-        if "error" in document:
-            raise CheckpointError(str(document["error"]))
-        return document["result"]
 
     # ------------------------------------------------------------------ the file
 
@@ -279,4 +255,4 @@ class GroupMembership:
         elif "begun" in document:
             self.has_begun = True
         else:
-            self._results[document["at"][0], document["at"][1]] = document
+            self._results.take(document)

@@ -12,7 +12,8 @@ from shoal.comm.group import Group
 from shoal.sync.kept_statistics import KeptStatistics
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.returning import PER_EPOCH, STEPS, Killed, Run, Style, numbered
+from tests.numbered import Killed
+from tests.returning import PER_EPOCH, STEPS, Run, Style, numbered
 from tests.server.helpers import launched
 
 RULES = ['mode="async"', "staleness=2", "quorum=0.9"]
