@@ -15,43 +15,26 @@ A step moves each gradient once and each parameter once (zero(3): twice), as ddp
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import Counting
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.shard import ReplicaShard
-from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, fitting, must_settle
 from shoal.strategy.terms import Zero
-from shoal.sync.base import (
-    DEFAULT_BUCKET_BYTES,
-    Ownership,
-    Replica,
-    Sync,
-    SyncPlan,
-)
-from shoal.sync.ddp_exact import ExactReduce, exact_memory
-from shoal.sync.gather_optimizer import gather_optimizer
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Ownership, Replica, Sync, SyncPlan
+from shoal.sync.ddp_exact import exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.registry import runs
-from shoal.sync.traffic import StepTraffic
-from shoal.sync.zero_buckets import (
-    bytes_of_shards,
-    gathered_bytes,
-    gradient_bytes,
-    owned_buckets,
-)
-from shoal.transport.transport import Work
+from shoal.sync.zero_buckets import bytes_of_shards, gathered_bytes, gradient_bytes
+from shoal.sync.zero_reduce import ZeroReduce
+from shoal.sync.zero_update import ExactZero
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
@@ -69,224 +52,6 @@ def sum_over_shards(flat: FlatParams, group: Group) -> Callable[[Tensor], Tensor
         return total
 
     return over
-
-
-class _Sent(NamedTuple):
-    work: Work | None  # None: its call has not begun
-    bucket: slice
-    memory: Tensor
-
-
-class ShardedUpdate:
-    """What the stages share after the gradients are agreed: who has which weights and state."""
-
-    def __init__(self, replica: Replica, group: Group):
-        self.flat = replica.flat
-        self.update = replica.update
-        self.group = group
-        self.shards = self.flat.shards(group.size)
-
-    def apply(self) -> None:
-        self.update.apply()
-        self.flat.zero_grad()
-        self.spread()
-
-    def spread(self) -> None:
-        if isinstance(self.flat, ShardedParams):
-            self.flat.reshard()
-            return
-        shards = [(r, self.flat.data[s]) for r, s in enumerate(self.shards) if s.start < s.stop]
-        for work in [self.group.broadcast(shard, root=rank) for rank, shard in shards]:
-            work.wait()
-
-    @contextmanager
-    def full_weights(self, optimizer: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            if isinstance(self.flat, ShardedParams):
-                stack.enter_context(self.flat.full_params(only=0 if optimizer else None))
-            if optimizer:
-                stack.enter_context(self._whole_optimizer())
-            yield
-
-    @contextmanager
-    def _whole_optimizer(self) -> Iterator[None]:
-        sharded = self.update.optimizer
-        self.update.optimizer = gather_optimizer(self.update, self.flat, self.group) or sharded
-        try:
-            yield
-        finally:
-            self.update.optimizer = sharded
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class ZeroReduce(Sync):
-    """Buckets lie inside shards and are reduced to their owners, in fixed order.
-
-    zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
-    other buckets get memory while they are on their way, that of two at a time, and micro-batches
-    are reduced one by one so that no whole gradient is ever kept.
-
-    On a host whose cores all compute, calls do not run beside backward: a bucket is reduced when
-    its memory is needed, or when backward has ended.
-    """
-
-    def __init__(self, replica: Replica, stage: int, bucket_bytes: int):
-        flat = replica.flat
-        self.flat = flat
-        counters = [Counting(replica.group.executor)]
-        self.group = Group(counters[0])
-        if isinstance(flat, ShardedParams):
-            counters.append(Counting(flat.group.executor))
-            flat.group = Group(counters[1])
-        self.traffic = StepTraffic(flat, *counters)
-        self.sharded = ShardedUpdate(replica, self.group)
-        self.every_microbatch = stage > 1
-        owned = owned_buckets(flat, self.group.size, bucket_bytes)
-        self._owner = {bucket.start: rank for rank, bucket in owned}
-        buckets = [bucket for _, bucket in owned]
-        self.shard = self.sharded.shards[self.group.rank]
-        kept = slice(flat.offset, flat.size) if stage == 1 else self.shard
-        self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
-        self._kept_at = kept
-        self._last = buckets[-1].start
-        self._room_elements = ON_THE_WAY * bucket_bytes // flat.dtype.itemsize
-        self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
-        self._memory: Tensor | None = None  # of the bucket that is being filled
-        self._sent: deque[_Sent] = deque()
-        self._spare: list[Tensor] = []  # memory that was lent, for the next buckets
-        flat.grads.watch(buckets, allocate=self._room)
-
-    def begin(self) -> None:
-        self._sent.clear()
-        self._taken: set[int] = set()
-        self._heads: list[tuple[Work | None, Tensor]] = []
-
-    def reduce(self, bucket: slice) -> None:
-        memory = self._memory
-        assert memory is not None
-        self._memory = None
-        work = None if self._is_deferred else self._send(bucket, memory)
-        self._sent.append(_Sent(work, bucket, memory))
-        if bucket.start == self._last:
-            head = self.flat.grads.header.clone()
-            self._heads.append((None if self._is_deferred else self.group.all_reduce(head), head))
-
-    def _send(self, bucket: slice, memory: Tensor) -> Work:
-        return self.group.reduce(memory, root=self._owner[bucket.start])
-
-    def finish(self) -> None:
-        self.collect()
-        self.sharded.apply()
-
-    def spread(self) -> None:
-        self.sharded.spread()
-
-    def collect(self) -> None:
-        while self._sent:
-            self._settle_first()
-        for work, head in self._heads:
-            (work or self.group.all_reduce(head)).wait()
-        self._head = torch.stack([head for _, head in self._heads]).sum(0)
-        arrived = self._head[1:].tolist()
-        for i in self.flat.params_in(self.shard):
-            grad = self.flat.view(i, self._kept, self._kept_at.start)
-            self.flat.params[i].grad = grad if arrived[i] > 0 else None
-        self.traffic.steps += 1
-
-    def loss(self, local_loss: Tensor) -> Tensor:
-        return self._head[0].clone()
-
-    def gradient_tensors(self) -> list[Tensor]:
-        filling = [] if self._memory is None else [self._memory]
-        return [self._kept, *self._spare, *filling, *(sent.memory for sent in self._sent)]
-
-    @contextmanager
-    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.traffic.uncounted(), self.sharded.full_weights(optimizer):
-            yield
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return self.traffic.uncounted()
-
-    def report(self) -> dict[str, Any]:
-        return self.traffic.report()
-
-    def _room(self, bucket: slice) -> Tensor:
-        """Memory for the gradients of a bucket: kept, or lent until they are with their owner."""
-        if self.every_microbatch:
-            self._make_room(bucket)
-        kept = self._kept_at
-        if kept.start <= bucket.start < kept.stop and bucket.start not in self._taken:
-            self._taken.add(bucket.start)
-            memory = self._kept_slice(bucket)
-        else:
-            memory = self._lend(bucket.stop - bucket.start)
-        self._memory = memory
-        return memory
-
-    def _make_room(self, bucket: slice) -> None:
-        """Wait until the memory of two buckets is enough, or one alone is on its way.
-
-        All ranks wait at the same bucket: they must make their calls in one order.
-        """
-        sizes = [sent.bucket.stop - sent.bucket.start for sent in self._sent]
-        while must_settle(sizes, bucket.stop - bucket.start, self._room_elements):
-            sizes.pop(0)
-            self._settle_first()
-
-    def _settle_first(self) -> None:
-        """Wait for the bucket that is on its way longest; add up what came to its owner."""
-        sent = self._sent.popleft()
-        work, bucket, memory = sent
-        (work or self._send(bucket, memory)).wait()
-        if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
-            self._kept_slice(bucket).add_(memory)
-        if not self._is_kept(sent):
-            self._take_back(memory)
-
-    def _lend(self, size: int) -> Tensor:
-        number = fitting([memory.numel() for memory in self._spare], size)
-        if number is not None:
-            return self._spare.pop(number)[:size]
-        if size * self.flat.dtype.itemsize >= REUSED_BYTES:
-            self._spare.clear()
-        return torch.empty(size, dtype=self.flat.dtype, device=self.flat.device)
-
-    def _take_back(self, memory: Tensor) -> None:
-        """Of a host; the allocator of a GPU keeps memory itself."""
-        whole = memory if memory._base is None else memory._base
-        if whole.is_cpu and whole.nbytes >= REUSED_BYTES:
-            self._spare.append(whole)
-
-    def _kept_slice(self, bucket: slice) -> Tensor:
-        start = self._kept_at.start
-        return self._kept[bucket.start - start : bucket.stop - start]
-
-    def _is_kept(self, sent: _Sent) -> bool:
-        return _storage(sent.memory) == _storage(self._kept)
-
-
-class ExactZero(ExactReduce):
-    """The same bits as on one device: gradients are added up as there, whole on every rank."""
-
-    def __init__(self, replica: Replica, microbatches: int, bucket_bytes: int):
-        super().__init__(replica, microbatches, bucket_bytes)
-        self.sharded = ShardedUpdate(replica, replica.group)
-
-    def apply(self) -> None:
-        self.sharded.apply()
-
-    def full_weights(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        return self.sharded.full_weights(optimizer)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return self.sharded.evaluating()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 @runs(Zero)

@@ -12,7 +12,8 @@ from shoal.comm.group import Group
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.base import Replica
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.zero import ZeroReduce, owned_params
+from shoal.sync.zero import owned_params
+from shoal.sync.zero_reduce import ZeroReduce
 from tests.conftest import World
 
 SGD = partial(torch.optim.SGD, lr=0.1)
