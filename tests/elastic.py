@@ -24,7 +24,8 @@ from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from shoal.transport.transport import Work
 from tests.models import mlp
 from tests.numbered import Killed, numbered_samples

@@ -11,7 +11,8 @@ import torch
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)

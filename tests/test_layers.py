@@ -31,7 +31,7 @@ LAYERS = [
     ["data", "train"],
     ["observe.throughput", "observe.progress", "observe.loss_watch"],
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
-    ["train.cut_batch"],
+    ["train.cut_batch", "train.run_services"],
     ["train.step"],
     ["train.elastic_training"],
     [
@@ -53,6 +53,9 @@ LAYERS = [
     ["train.loop_forwards"],
     ["train.own_loop"],
     ["train.loop_methods"],
+    ["train.job_state"],
+    ["train.job_meetings"],
+    ["train.job_checkpoints"],
     ["train.job"],
     ["observe.double_precision", "observe.captured_run", "observe.random_draws"],
     ["observe.double_check"],

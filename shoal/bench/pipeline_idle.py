@@ -23,7 +23,8 @@ from shoal.schedules.collectives.cost import Link
 from shoal.schedules.pipelines.actions import Pipeline
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy, parse
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from shoal.transport.threads import Mailboxes, ThreadTransport
 
 T = TypeVar("T")

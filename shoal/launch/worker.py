@@ -61,7 +61,8 @@ from shoal.runtime.step_count import StepCount
 from shoal.runtime.trust import require_protected, require_trusted_network
 from shoal.runtime.waits import Watcher, waiting
 from shoal.strategy.strategy import Strategy
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 
 _POLL_S = 0.5
 Train = Callable[[Job], Any]

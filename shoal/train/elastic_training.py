@@ -40,22 +40,27 @@ class TrainingState(Protocol):
         """Take that of another worker; `is_new`: this worker has not trained before."""
         ...
 
-    def after_regroup(self) -> None:
-        """There are other replicas than before."""
-        ...
-
 
 class ElasticTraining:
     """What a job of an elastic run does around its steps."""
 
     def __init__(
-        self, group: ElasticGroup, stream: BatchStream, steps: Sequence[Step], state: TrainingState
+        self,
+        group: ElasticGroup,
+        stream: BatchStream,
+        steps: Sequence[Step],
+        state: TrainingState,
+        after_regroup: Callable[[], None],
     ):
-        """`steps` are those of the job, also those that are added later."""
+        """`steps` are those of the job, also those that are added later.
+
+        `after_regroup` is called when there are other replicas than before.
+        """
         self.group = group
         self._stream = stream
         self._steps = steps
         self._state = state
+        self._after_regroup = after_regroup
         self._is_new = True
         self._returned: list[dict[str, Any]] = []  # by the latest steps of the worker that sent
         self._split_again: tuple[list[Tensor], AnyBatch] | None = None
@@ -154,7 +159,7 @@ class ElasticTraining:
         for step in self._steps:
             step.regroup()
         self._stream.split_again(self.group.rank, self.group.size)
-        self._state.after_regroup()
+        self._after_regroup()
 
     def _share_state(self) -> None:
         """Those who are behind get the state of the first of those who have done most steps."""

@@ -18,7 +18,8 @@ from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from tests.conftest import World
 from tests.models import samples
 

@@ -20,7 +20,8 @@ from shoal.schedules.gossip.mixing import mixing_for
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip
 from shoal.sync.gossip import MixGradients, MixWeights, Neighbours
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from shoal.train.step import Step
 from shoal.transport.threads import Mailboxes
 from tests.comm.test_counting import Metered

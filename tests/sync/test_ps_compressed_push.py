@@ -26,7 +26,7 @@ from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.compressed_push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.checkpoint import read
-from shoal.train.job import RunServices
+from shoal.train.run_services import RunServices
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples

@@ -21,7 +21,8 @@ from shoal.server.consistency import Rule
 from shoal.server.protocol.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from tests import forked
 from tests.conftest import World
 from tests.models import mlp, samples

@@ -25,7 +25,8 @@ from shoal.server.server import Server
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.relaxed import RelaxedPs
 from shoal.sync.ps.worker import PsWorker
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples

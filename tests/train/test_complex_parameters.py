@@ -37,8 +37,7 @@ class Spectral(nn.Module):
 
 
 def train(group: Group, strategy: str, model: nn.Module, path: Path | None = None) -> Any:
-    torch.manual_seed(1)
-    x = torch.randn(10, 1, 8)
+    x = torch.randn(10, 1, 8, generator=torch.Generator().manual_seed(1))  # threads share torch's
     options: Any = {"optimizer": ADAM, "clip_norm": 0.5}
     with job_of(group, strategy, model, loss=F.mse_loss, **options) as (job, step):
         if path is not None and path.exists():

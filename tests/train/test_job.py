@@ -20,7 +20,8 @@ from shoal.observe.time_shares import time_shares
 from shoal.observe.trace import Recorder
 from shoal.runtime.faults import Faults
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job, RunServices
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
 from tests.conftest import World
 from tests.jobs import CPU, SGD, Shown, job_of
 from tests.models import convnet, mlp, samples

@@ -1,0 +1,33 @@
+"""What surrounds a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal.comm.elastic import ElasticSum
+from shoal.comm.meetings import Meetings
+from shoal.observe.progress import Progress, SilentProgress
+from shoal.observe.trace import OFF, Tracer
+from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import Faults
+from shoal.runtime.preemption import Preemption
+from shoal.runtime.step_count import StepCount
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """Progress, tracing, injected faults, and sums over survivors.
+
+    `elastic_sum` and `step_count` are None if the loss of a rank ends the run, `meetings` if lost
+    ranks do not come back. A job that no launcher made reads its configuration from the
+    environment.
+    """
+
+    progress: Progress = field(default_factory=SilentProgress)
+    tracer: Tracer = OFF
+    faults: Faults | None = None
+    elastic_sum: ElasticSum | None = None
+    meetings: Meetings | None = None
+    preemption: Preemption | None = None
+    step_count: StepCount | None = None
+    config: RunConfig = field(default_factory=RunConfig.from_environment)
