@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.call import Call
 from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.membership import GroupMember, GroupMembership
+from shoal.comm.membership import GroupMembership
 from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
@@ -122,16 +123,11 @@ class Workers:
             )
             self.used.setdefault(step, set()).add(job.rank)
 
+    def board(self, member: GroupMember) -> Board:
+        return RunDirBoard(self.run_dir, 1)
+
     def _group(self, member: GroupMember) -> ElasticGroup:
-        run_dir = self.run_dir
-        membership = GroupMembership(
-            run_dir.members(1),
-            member,
-            self.size,
-            lambda other: run_dir.has_ended(*other),
-            run_dir.has_exited,
-            60.0,
-        )
+        membership = GroupMembership(self.board(member), member, self.size, 60.0)
         group = ElasticGroup(membership, 60.0)
         calls = iter(range(1_000_000))
         dies_in, when = self.dies.get(member, (-1, ""))

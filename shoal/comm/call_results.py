@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shoal.comm.record_file import RecordFile
+from shoal.comm.board import Records
 from shoal.errors import CheckpointError
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ Key = tuple[int, int]  # a step, and the number of a call among those of that st
 class CallResults:
     """The owner of `records` hands the documents of results to `take`."""
 
-    def __init__(self, records: RecordFile):
+    def __init__(self, records: Records):
         self._records = records
         self._results: dict[Key, dict[str, Any]] = {}
         self._last_key: Key | None = None
@@ -55,6 +55,4 @@ class CallResults:
         self._results[document["at"][0], document["at"][1]] = document
 
     def _conclude(self, key: Key, document: dict[str, Any]) -> None:
-        with self._records.locked():
-            if key not in self._results:
-                self._records.append({"at": key, **document})
+        self._records.append(lambda: None if key in self._results else {"at": key, **document})

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import torch
 
+from shoal.comm.board import GroupMember
 from shoal.comm.executor import Executor
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
-from shoal.comm.membership import Generation, GroupMember, GroupMembership
+from shoal.comm.membership import Generation, GroupMembership
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.cores import cores
 from shoal.transport.shm.memfd import Exchange

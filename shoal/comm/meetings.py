@@ -82,9 +82,14 @@ class Meetings:
 
         It takes part in the meetings of later steps. No meeting begins meanwhile.
         """
-        with self._records.locked():
+        step = -1
+
+        def write() -> dict[str, Any]:
+            nonlocal step
             step = enter()
-            self._records.append({"back": [self._rank, self._generation, step]})
+            return {"back": [self._rank, self._generation, step]}
+
+        self._records.append(write)
         self.is_away = False
         return step
 
@@ -110,8 +115,8 @@ class Meetings:
         start_s = time.monotonic()
         with waiting(f"rank {self._rank}", "the other workers", f"a meeting at step {key[0]}"):
             while True:
-                with self._records.locked():
-                    meeting = self._decide(key)
+                self._records.append(lambda: self._decide(key))
+                meeting = self._held.get(key)
                 if meeting is not None and meeting.generations[self._rank] == self._generation:
                     return meeting
                 if key in self._results:
@@ -122,17 +127,16 @@ class Meetings:
                     )
                 pause()
 
-    def _decide(self, key: Key) -> Meeting | None:
-        """Under the lock: who takes part, if that is known or this worker may say it."""
+    def _decide(self, key: Key) -> dict[str, Any] | None:
+        """Who takes part, where that is not known and this worker may say it."""
         held = self._held.get(key)
         if key in self._results or (held is not None and not self._is_deserted(held.generations)):
-            return held
-        attempt = 0 if held is None else held.attempt + 1
-        meeting = Meeting(key, attempt, self._choose(key[0]))
-        if meeting.generations[self._rank] != self._generation:
             return None
-        self._records.append({"at": key, "attempt": attempt, "generations": meeting.generations})
-        return meeting
+        attempt = 0 if held is None else held.attempt + 1
+        generations = self._choose(key[0])
+        if generations[self._rank] != self._generation:
+            return None
+        return {"at": key, "attempt": attempt, "generations": generations}
 
     def _choose(self, steps: int) -> tuple[int, ...]:
         """Those that were there before this step; if none of them is left, all that are here."""

@@ -7,12 +7,13 @@
                    0 leaves the group between two steps, and 1 and 3 follow
     generation 3   workers 0 1 2 3
 
-Each step is a line of one file, written under a lock. The generation that follows is decided, by
-the first worker that sees it, once every member of the last one is ready, has exited or has left
-for good. A worker that is lost while a generation forms ends that generation.
+Each step is a document on a board (`comm/board.py`), which all workers see in one order. The
+generation that follows is decided, by the first worker that sees it, once every member of the last
+one is ready, has exited or has left for good. A worker that is lost while a generation forms ends
+that generation.
 
 Survivors that are inside a call of `job.evaluate`, `job.save` or `job.load` admit no newcomer,
-which would not be in that call. The results of these calls are in the same file: a worker that was
+which would not be in that call. The results of these calls are on the same board: a worker that was
 interrupted in one which others have ended, or that comes later, takes the result from there.
 """
 
@@ -21,11 +22,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from shoal.comm.board import Board, Document, GroupMember
 from shoal.comm.call_results import CallResults
-from shoal.comm.record_file import RecordFile
 from shoal.errors import PeerLost, RunOver
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
@@ -34,13 +34,6 @@ from shoal.transport.shm.memfd import Exchange
 T = TypeVar("T")
 _FIRST_LOOK_S = 0.0005
 _LONGEST_LOOK_S = 0.02
-
-
-class GroupMember(NamedTuple):
-    """A process of a worker: the first one has the incarnation 0."""
-
-    worker: int
-    incarnation: int
 
 
 class Generation(NamedTuple):
@@ -56,27 +49,15 @@ class _Ready(NamedTuple):
 
 
 class GroupMembership:
-    """One worker's view. `has_exited(member)` tells whether that process has exited.
+    """One worker's view. `size` workers may take part."""
 
-    `is_absent(worker)` tells whether no process of that worker runs. `size` workers may take part.
-    """
-
-    def __init__(
-        self,
-        file: Path,
-        me: GroupMember,
-        size: int,
-        has_exited: Callable[[GroupMember], bool],
-        is_absent: Callable[[int], bool],
-        patience_s: float = float("inf"),
-    ):
+    def __init__(self, board: Board, me: GroupMember, size: int, patience_s: float = float("inf")):
+        self.board = board
         self.me = me
         self.size = size
         self.generation = Generation(0, ())
         self._latest = self.generation
-        self._records = RecordFile(file, self._take)
-        self._has_exited = has_exited
-        self._is_absent = is_absent
+        self._records = board.records(self._take)
         self._patience_s = patience_s
         self._ready: dict[GroupMember, _Ready] = {}
         self._left: set[GroupMember] = set()
@@ -103,56 +84,51 @@ class GroupMembership:
     def has_newcomers(self) -> bool:
         """Whether a worker asks to be admitted; one system call where nothing was written."""
         if self._records.has_grown():
-            self._look()
+            self._records.look()
         return bool(self._newcomers())
 
     def begin(self) -> None:
         """All members have the same state, which must not get lost from now on."""
         if not self.has_begun:
-            with self._records.locked():
-                if not self.has_begun:
-                    self._records.append({"begun": self.generation.number})
+            begun = {"begun": self.generation.number}
+            self._records.append(lambda: None if self.has_begun else begun)
 
     def leave(self) -> None:
         """This worker takes part in nothing more."""
-        with self._records.locked():
-            self._records.append({"left": self.me})
+        self._records.append(lambda: {"left": self.me})
 
     def _agree(self, admits: bool) -> None:
-        with self._records.locked():
-            ready = {"after": self.generation.number, "admits": admits}
-            self._records.append({"ready": self.me, **ready})
+        ready = {"ready": self.me, "after": self.generation.number, "admits": admits}
+        self._records.append(lambda: ready)
         pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
         with self._waiting("the next generation of workers") as check_patience:
             while True:
-                with self._records.locked():
-                    self._decide()
+                self._records.append(self._decide)
                 if self._latest.number > self.generation.number and self.me in self._latest.members:
                     self.generation = self._latest
                     return
                 check_patience()
                 pause()
 
-    def _decide(self) -> None:
-        """Under the lock: who forms the next generation, if that is known."""
+    def _decide(self) -> Document | None:
+        """Who forms the next generation, if that is known."""
         last = self._latest
         if last.number == 0:
             workers = {member.worker for member in self._ready}
-            if any(w not in workers and not self._is_absent(w) for w in range(self.size)):
-                return
-            self._append_generation(list(self._ready))
-            return
+            if any(w not in workers and not self.board.is_absent(w) for w in range(self.size)):
+                return None
+            return self._next_generation(list(self._ready))
         if any(not self._is_ready(m) and not self._is_gone(m) for m in last.members):
-            return
+            return None
         survivors = [m for m in last.members if self._is_ready(m) and not self._is_gone(m)]
         if not survivors:
             raise RunOver(self.me.worker)
         admitted = self._newcomers() if all(self._ready[m].admits for m in survivors) else []
-        self._append_generation(survivors + admitted)
+        return self._next_generation(survivors + admitted)
 
-    def _append_generation(self, members: list[GroupMember]) -> None:
+    def _next_generation(self, members: list[GroupMember]) -> Document:
         present = sorted(member for member in members if not self._is_gone(member))
-        self._records.append({"generation": self._latest.number + 1, "members": present})
+        return {"generation": self._latest.number + 1, "members": present}
 
     def _newcomers(self) -> list[GroupMember]:
         return [m for m in self._ready if m not in self._latest.members and not self._is_gone(m)]
@@ -162,7 +138,7 @@ class GroupMembership:
         return ready is not None and ready.after == self._latest.number
 
     def _is_gone(self, member: GroupMember) -> bool:
-        if member not in self._left and self._has_exited(member):
+        if member not in self._left and self.board.has_exited(member):
             self._left.add(member)
         return member in self._left
 
@@ -175,8 +151,7 @@ class GroupMembership:
             nonlocal rounds
             rounds += 1
             said = {"said": [generation.number, rounds, self.me], "text": message.decode()}
-            with self._records.locked():
-                self._records.append(said)
+            self._records.append(lambda: said)
             return [self._hear(generation, rounds, member) for member in generation.members]
 
         return exchange
@@ -187,7 +162,7 @@ class GroupMembership:
         with self._waiting(f"worker {member.worker}") as check_patience:
             while True:
                 gone = self._is_gone(member)  # before reading: then what it has written is final
-                self._look()
+                self._records.look()
                 if key in self._said:
                     return self._said[key]
                 if gone or self._has_given_up(generation):
@@ -210,7 +185,7 @@ class GroupMembership:
         """
         key = self._results.next_key(steps)
         while True:
-            self._look()
+            self._records.look()
             if key in self._results:
                 return self._results.get(key)  # type: ignore[no-any-return]
             try:
@@ -220,7 +195,7 @@ class GroupMembership:
                     raise
                 regroup()
 
-    # ------------------------------------------------------------------ the file
+    # ------------------------------------------------------------------ the board
 
     @contextmanager
     def _waiting(self, whom: str) -> Iterator[Callable[[], None]]:
@@ -234,12 +209,7 @@ class GroupMembership:
         with waiting(f"worker {self.me.worker}", whom, doing):
             yield check_patience
 
-    def _look(self) -> None:
-        """Read what the others have written."""
-        with self._records.locked():
-            pass
-
-    def _take(self, document: dict[str, Any]) -> None:
+    def _take(self, document: Document) -> None:
         if "ready" in document:
             member = GroupMember(*document["ready"])
             self._ready[member] = _Ready(document["after"], document["admits"])

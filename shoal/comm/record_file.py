@@ -23,26 +23,25 @@ class RecordFile:
         self._file = file
         self._take = take
         self._read_bytes = 0
-        self._handle = -1
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """While the block runs, no other process reads or appends; all documents are taken."""
-        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            self._read(handle)
-            self._handle = handle
-            yield
-        finally:
-            os.close(handle)  # and with it the lock
+    def look(self) -> None:
+        """Take what other processes have appended."""
+        with self._locked():
+            pass
 
-    def append(self, document: dict[str, Any]) -> None:
-        """Inside of `locked`."""
-        line = b"\n" + json.dumps(document).encode() + b"\n"
-        os.pwrite(self._handle, line, self._read_bytes)
-        self._read_bytes += len(line)
-        self._take_line(line)
+    def append(self, write: Callable[[], dict[str, Any] | None]) -> None:
+        """Append what `write` returns, if anything. Meanwhile no process reads or appends.
+
+        `write` is called once, when all documents are taken.
+        """
+        with self._locked() as handle:
+            document = write()
+            if document is None:
+                return
+            line = b"\n" + json.dumps(document).encode() + b"\n"
+            os.pwrite(handle, line, self._read_bytes)
+            self._read_bytes += len(line)
+            self._take_line(line)
 
     def has_grown(self) -> bool:
         """Whether there is something that was not read; one system call."""
@@ -50,6 +49,17 @@ class RecordFile:
             return os.stat(self._file).st_size > self._read_bytes
         except FileNotFoundError:
             return False
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, while no other process has it; all documents are taken."""
+        handle = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            self._read(handle)
+            yield handle
+        finally:
+            os.close(handle)  # and with it the lock
 
     def _read(self, handle: int) -> None:
         text = b""

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from shoal.comm.board import GroupMember, RunDirBoard
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.executor import Executor
@@ -33,7 +34,7 @@ from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.meetings import Meetings
-from shoal.comm.membership import GroupMember, GroupMembership
+from shoal.comm.membership import GroupMembership
 from shoal.comm.network import HostNetwork
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_store
 from shoal.comm.store_board import StoreBoard
@@ -283,11 +284,9 @@ class Worker:
     def _make_elastic_group(self, run_dir: RunDir) -> ElasticGroup:
         """A group that is formed when this worker has built its model."""
         membership = GroupMembership(
-            run_dir.members(self.number),
+            RunDirBoard(run_dir, self.number),
             GroupMember(self.rank, self.config.generation),
             self.size,
-            lambda member: run_dir.has_ended(*member),
-            run_dir.has_exited,
             self._patience_s,
         )
         return ElasticGroup(membership, self.config.wait.limit_s or DEFAULT_TIMEOUT_S)

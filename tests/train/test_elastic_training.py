@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from shoal.comm.membership import GroupMember
+from shoal.comm.board import GroupMember
 from shoal.train.job import Job
 from tests.elastic import (
     BATCH,
