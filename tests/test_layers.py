@@ -20,7 +20,7 @@ LAYERS = [
     ["comm", "compress"],
     ["replica"],
     ["embedding"],
-    ["server.protocol", "server.strangers"],
+    ["server.protocol"],
     ["coordinator"],
     ["server", "server.protocol.messages", "server.protocol.row_messages"],
     ["embedding.module"],

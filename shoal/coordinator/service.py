@@ -18,12 +18,12 @@ from shoal.coordinator.log import LogBroken
 from shoal.coordinator.records import MAX_NUMBER, Request, RequestId
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.strangers import Strangers
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN, Listener
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.hello import ErrorReply
-from shoal.server.strangers import Strangers
 
 MAX_REQUEST_BYTES = 96 << 10
 MAX_CLIENT_CONNECTIONS = 2048

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.strangers import Strangers
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.peer import Peer
@@ -40,7 +41,6 @@ from shoal.server.replicas.apply import apply
 from shoal.server.replicas.peer_link import SILENT_REPLICA_S
 from shoal.server.replicas.start import ReplicaParts, ReplicaSettings
 from shoal.server.session import Session
-from shoal.server.strangers import Strangers
 
 MAX_REASONS = 64
 _JOIN_S = 5.0

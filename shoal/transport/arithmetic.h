@@ -141,6 +141,7 @@ static void widen(int dtype, float *c, const void *a, u64 n) {
 static void combine_block(int dtype, int op, u8 *out, const u8 **in, int count, u64 n) {
     _Alignas(LINE) u8 sum[CHUNK], next[CHUNK];
     u64 bytes = n * ELEMENT_BYTES[dtype];
+    if (!n) return;
     if (dtype == F16 || dtype == BF16) {
         widen(dtype, (float *)sum, in[0], n);
         for (int j = 1; j < count; j++) {

@@ -19,11 +19,11 @@ from shoal.coordinator.records import Get, PutIf
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import ShoalError
 from shoal.runtime.run_dir import new_secret
+from shoal.runtime.strangers import MAX_UNAUTHENTICATED
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import connect
 from shoal.server.protocol.frames import FrameKind, Header, encode, pack
 from shoal.server.protocol.handshake import AuthenticationError, authenticate
-from shoal.server.strangers import MAX_UNAUTHENTICATED
 from tests.coordinator.helpers import SECRET, service, until
 
 CLIENT = 99

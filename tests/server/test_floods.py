@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.strangers import MAX_UNAUTHENTICATED, Strangers
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import PLAIN, Listener
 from shoal.server.server import Server
-from shoal.server.strangers import MAX_UNAUTHENTICATED, Strangers
 from tests.server.helpers import SECRET, client_of, fill, weights
 from tests.server.test_tls import certificate, needs_openssl
 
@@ -76,7 +76,7 @@ def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None
     honest = [ours for ours, _ in pairs[:2]]
     hosts = {ours: f"host {min(i, 2)}" for i, (ours, _) in enumerate(pairs)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.server.strangers._host_of", hosts.__getitem__)
+        patch.setattr("shoal.runtime.strangers._host_of", hosts.__getitem__)
         evicted = sum(strangers.add(ours) for ours, _ in pairs)
     assert evicted == 5
     assert [strangers.remove(ours) for ours in honest] == [True, True]

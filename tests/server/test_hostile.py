@@ -17,6 +17,7 @@ import torch
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.runtime.run_dir import new_secret
+from shoal.runtime.strangers import MAX_UNAUTHENTICATED
 from shoal.server import shared_memory as segment
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
@@ -50,7 +51,6 @@ from shoal.server.protocol.messages import (
 )
 from shoal.server.row_client import ServerStore
 from shoal.server.server import MAX_REASONS, Server
-from shoal.server.strangers import MAX_UNAUTHENTICATED
 from shoal.transport.shm import memfd
 from tests.products import few_or_all
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights

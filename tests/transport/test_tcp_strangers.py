@@ -65,6 +65,36 @@ def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
     assert results == {0: 4.0, 1: 2.0}
 
 
+def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.transport.tcp.connect._MOST_HANDSHAKES", 4)
+    monkeypatch.setattr("shoal.transport.tcp.connect._HANDSHAKE_GRACE_S", 0.02)
+    meeting = Meeting(2)
+    strangers: list[socket.socket] = []
+    results: dict[int, float] = {}
+
+    def exchange(address: bytes) -> list[bytes]:
+        host, port = address.decode().split()
+        for _ in range(20):
+            strangers.append(socket.create_connection((host, int(port))))
+        return meeting.exchange(0)(address)
+
+    def main(rank: int) -> None:
+        engine = TcpEngine(TcpSpec(rank, 2, KEY), exchange if rank == 0 else meeting.exchange(1))
+        results[rank] = swap(TcpTransport(engine))
+        engine.close()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for sock in strangers:
+        sock.close()
+    assert results == {0: 4.0, 1: 2.0}
+
+
 def test_a_rank_with_another_key_does_not_get_in() -> None:
     meeting = Meeting(2)
     raised: dict[int, ShoalError] = {}

@@ -1,4 +1,4 @@
-"""See _tcp.c. Handles are capsules, operations are addresses."""
+"""See _tcp.c and engine.h. Handles are capsules, operations are addresses."""
 
 from typing import Any
 

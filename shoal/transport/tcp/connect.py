@@ -1,7 +1,8 @@
 """The connections of all pairs of ranks: every rank listens, the higher rank of a pair connects.
 
 Each accepted connection has its own thread until it has proven the key, so one that says nothing
-holds up no other. What does not prove the key is closed and does not count.
+holds up no other. What does not prove the key is closed and does not count. Where many connections
+have not proven it, newcomers wait a moment, and then the oldest of those is ended for each.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass, field
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.strangers import Strangers
 from shoal.transport.tcp import tls
 from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, accept, prove
 
 STREAMS = 4  # of a pair: one for small messages and control, the others for large ones
 _MOST_HANDSHAKES = 256
+_HANDSHAKE_GRACE_S = 0.5  # before a connection is ended for a newcomer
 _SILENT_PEER_MS = 30_000  # a host that acknowledges nothing is lost after so long
 Exchange = Callable[[bytes], list[bytes]]  # an all-gather of bytes
 
@@ -59,11 +62,13 @@ class _Arrivals:
         }
 
     def add(self, name: StreamName, sock: socket.socket) -> bool:
-        """False for a stream that is not expected, or is there already."""
+        """False for a stream that is not expected. A second one stands for one that broke off."""
         key = (name.source, name.stream)
         with self.changed:
-            if key not in self._expected or key in self.streams:
+            if key not in self._expected:
                 return False
+            if key in self.streams:
+                self.streams[key].close()
             self.streams[key] = sock
             self.changed.notify_all()
             return True
@@ -76,10 +81,10 @@ class _Listener:
     def __init__(self, spec: TcpSpec):
         self._spec = spec
         self.arrivals = _Arrivals(spec)
+        self._tls = tls.accepting(spec.tls)
         self._sock = _listen(spec.host)
-        self._slots = threading.BoundedSemaphore(_MOST_HANDSHAKES)
+        self._strangers = Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S)
         self._handshakes: list[threading.Thread] = []
-        self._open: set[socket.socket] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._accept_all, name="shoal tcp listener")
         self._thread.start()
@@ -94,10 +99,9 @@ class _Listener:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        self._strangers.end_all()  # the thread may wait for one of them
         self._thread.join()
-        for sock in list(self._open):
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._strangers.end_all()
         for thread in self._handshakes:
             thread.join()
 
@@ -105,29 +109,27 @@ class _Listener:
         while not self._closed:
             try:
                 sock, _ = self._sock.accept()
+                sock.settimeout(HANDSHAKE_S)
+                stranger = tls.accepted(sock, self._tls)
             except OSError:
                 continue
-            if not self._slots.acquire(blocking=False):
-                sock.close()
-                continue
-            self._open.add(sock)
-            thread = threading.Thread(target=self._greet, args=(sock,), name="shoal tcp handshake")
+            self._strangers.add(stranger)
+            thread = threading.Thread(
+                target=self._greet, args=(stranger,), name="shoal tcp handshake"
+            )
             self._handshakes = [t for t in self._handshakes if t.is_alive()] + [thread]
             thread.start()
 
     def _greet(self, sock: socket.socket) -> None:
-        secured = sock
-        try:
-            sock.settimeout(HANDSHAKE_S)
-            secured = tls.accepted(sock, self._spec.tls)
-            name = accept(secured, self._spec.key, tls.own_certificate(self._spec.tls))
-            if name.target != self._spec.rank or not self.arrivals.add(name, secured):
-                secured.close()
-        except (OSError, Stranger):
-            secured.close()
-        finally:
-            self._open.discard(sock)
-            self._slots.release()
+        is_kept = False
+        with suppress(OSError, Stranger):
+            tls.shake_hands(sock)
+            name = accept(sock, self._spec.key, tls.own_certificate(self._spec.tls))
+            is_here = self._strangers.remove(sock)
+            is_kept = is_here and name.target == self._spec.rank and self.arrivals.add(name, sock)
+        self._strangers.remove(sock)
+        if not is_kept:
+            sock.close()
 
 
 def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.socket]]:

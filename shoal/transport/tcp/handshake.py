@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError
@@ -69,8 +70,12 @@ def accept(sock: socket.socket, key: bytes, certificate: bytes = b"") -> StreamN
 
 
 def _read(sock: socket.socket, num_bytes: int) -> bytes:
+    """In HANDSHAKE_S altogether: single bytes now and then do not keep a connection."""
     data = bytearray()
+    deadline_s = time.monotonic() + HANDSHAKE_S
     while len(data) < num_bytes:
+        if time.monotonic() > deadline_s:
+            raise Stranger("the handshake took too long")
         received = sock.recv(num_bytes - len(data))
         if not received:
             raise Stranger("the connection ended before the handshake did")

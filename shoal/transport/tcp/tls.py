@@ -19,10 +19,21 @@ from shoal.runtime.config import TlsConfig
 _PIECE_BYTES = 1 << 16
 
 
-def accepted(sock: socket.socket, tls: TlsConfig) -> socket.socket:
-    if not tls.is_mutual:
+def accepting(tls: TlsConfig) -> ssl.SSLContext | None:
+    """For `accepted`; BadInput where a file does not serve."""
+    return _context(tls, ssl.PROTOCOL_TLS_SERVER) if tls.is_mutual else None
+
+
+def accepted(sock: socket.socket, context: ssl.SSLContext | None) -> socket.socket:
+    """Before its handshake, so nothing is waited for."""
+    if context is None:
         return sock
-    return _context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_socket(sock, server_side=True)
+    return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+
+def shake_hands(sock: socket.socket) -> None:
+    if isinstance(sock, ssl.SSLSocket):
+        sock.do_handshake()
 
 
 def connected(sock: socket.socket, tls: TlsConfig, host: str) -> socket.socket:

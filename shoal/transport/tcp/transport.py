@@ -254,6 +254,8 @@ def descriptor_of(data: Tensor) -> bytes:
 
 
 def _described(descriptor: bytes) -> str:
+    if not descriptor:
+        return "a message without number type and shape"
     code, dims = descriptor[0], descriptor[1:]
     shape = struct.unpack(f"<{len(dims) // 8}q", dims[: len(dims) // 8 * 8])
     dtype = _TYPES[code] if code < len(_TYPES) else "an unknown type"

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
+from typing import NamedTuple
 
 MAX_UNAUTHENTICATED = 64
 _MAX_ENDING = 64  # evicted ones, until their threads have closed them
 _MAX_WAIT_S = 5.0
 
 
+class _Arrival(NamedTuple):
+    host: str
+    at_s: float
+
+
 class Strangers:
     """The oldest ones first. One too many ends the oldest of the host that has most of them.
 
-    So a flood from one host does not keep others out, and silence ends when others arrive.
+    So a flood from one host does not keep others out, and silence ends when others arrive. With
+    `grace_s` each has so long before it is ended for another, and newcomers wait: many that come
+    at once, and prove the secret, do not end each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_UNAUTHENTICATED, grace_s: float = 0.0) -> None:
+        self._most = most
+        self._grace_s = grace_s
         self._changed = threading.Condition()
-        self._hosts: dict[socket.socket, str] = {}
+        self._hosts: dict[socket.socket, _Arrival] = {}
         self._ending: set[socket.socket] = set()
 
     def __len__(self) -> int:
@@ -30,11 +41,16 @@ class Strangers:
         """Returns how many were ended for it. Waits where too many have not been closed yet."""
         with self._changed:
             evicted = 0
-            while len(self._hosts) >= MAX_UNAUTHENTICATED:
-                self._end(self._worst())
-                evicted += 1
+            while len(self._hosts) >= self._most:
+                worst = self._worst()
+                left_s = self._hosts[worst].at_s + self._grace_s - time.monotonic()
+                if left_s > 0 and self._changed.wait(left_s):
+                    continue
+                if worst in self._hosts:
+                    self._end(worst)
+                    evicted += 1
             self._changed.wait_for(lambda: len(self._ending) < _MAX_ENDING, _MAX_WAIT_S)
-            self._hosts[sock] = _host_of(sock)
+            self._hosts[sock] = _Arrival(_host_of(sock), time.monotonic())
             return evicted
 
     def remove(self, sock: socket.socket) -> bool:
@@ -49,10 +65,11 @@ class Strangers:
         with self._changed:
             for sock in list(self._hosts):
                 self._end(sock)
+            self._changed.notify_all()
 
     def _worst(self) -> socket.socket:
-        counts = Counter(self._hosts.values())
-        return max(self._hosts, key=lambda sock: counts[self._hosts[sock]])  # the first of equals
+        counts = Counter(arrival.host for arrival in self._hosts.values())
+        return max(self._hosts, key=lambda sock: counts[self._hosts[sock].host])  # first of equals
 
     def _end(self, sock: socket.socket) -> None:
         """Its thread closes it. SSLSocket.shutdown would turn it into a plain socket."""
