@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.call import Call
 from shoal.comm.elastic_group import ElasticGroup
+from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.membership import GroupMembership
@@ -89,9 +90,14 @@ class Workers:
     def run_dir(self) -> RunDir:
         return RunDir(self.folder)
 
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """What the launcher of the run does meanwhile."""
+        yield
+
     def run(self, *lives: Callable[[], Any]) -> None:
         """All workers, and further lives of them, each as a thread."""
-        with ThreadPoolExecutor(self.size + len(lives)) as pool:
+        with self.serving(), ThreadPoolExecutor(self.size + len(lives)) as pool:
             first = [pool.submit(self.live, rank) for rank in range(self.size)]
             later = [pool.submit(life) for life in lives]
             for future in [*first, *later]:
@@ -101,19 +107,27 @@ class Workers:
         """To the end, or to the call in which it dies."""
         member = GroupMember(rank, incarnation)
         if incarnation:
-            self.run_dir.note_start(rank, incarnation)
+            self.note_start(member)
         try:
-            with closing(self._group(member)) as group:
+            with self.ending(member), closing(self._group(member)) as group:
                 result = self.train(self, self._job(group))
                 self.results[rank] = result
-            self.run_dir.mark_finished(rank)
-            status = 0
         except (Killed, RunOver):
-            status = -9
-        except BaseException:
-            self.run_dir.note_exit(rank, 1)
-            raise
-        self.run_dir.note_exit(rank, status)
+            pass
+
+    @contextmanager
+    def ending(self, member: GroupMember) -> Iterator[None]:
+        """The exit of this process is noted when it has closed what it had."""
+        try:
+            yield
+        finally:
+            self.note_exit(member)
+
+    def note_start(self, member: GroupMember) -> None:
+        self.run_dir.note_start(*member)
+
+    def note_exit(self, member: GroupMember) -> None:
+        self.run_dir.note_exit(member.worker, -9)
 
     def note(self, job: Job, step: int, rows: Tensor) -> None:
         """These rows were trained on in this step."""
@@ -126,9 +140,12 @@ class Workers:
     def board(self, member: GroupMember) -> Board:
         return RunDirBoard(self.run_dir, 1)
 
+    def hosts(self, member: GroupMember) -> ElasticHosts | None:
+        return None
+
     def _group(self, member: GroupMember) -> ElasticGroup:
         membership = GroupMembership(self.board(member), member, self.size, 60.0)
-        group = ElasticGroup(membership, 60.0)
+        group = ElasticGroup(membership, 60.0, self.hosts(member))
         calls = iter(range(1_000_000))
         dies_in, when = self.dies.get(member, (-1, ""))
 

@@ -6,11 +6,13 @@ and its optimizer without waiting for others, whether it comes at the start or l
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 
 from shoal.comm.board import GroupMember
+from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.executor import Executor
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.solo import Solo
@@ -20,18 +22,27 @@ from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.cores import cores
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
+from shoal.transport.tcp.transport import TcpEngine
 
 
 class ElasticGroup(Group):
     """Also the groups that were duplicated from it change with it."""
 
-    def __init__(self, membership: GroupMembership, timeout_s: float):
+    def __init__(
+        self, membership: GroupMembership, timeout_s: float, hosts: ElasticHosts | None = None
+    ):
+        """`hosts`: its members are on several."""
         super().__init__(Solo())
         self.membership = membership
+        self._hosts = hosts
+        self._connecting = threading.Lock()
+        self._engine: TcpEngine | None = None  # between hosts
+        self._formed: tuple[GroupMember, ...] = ()
         self.wrap: Callable[[Executor], Executor] = lambda executor: executor
         self._timeout_of_operations_s = timeout_s
         self._copies: list[Group] = []
         self._could_not_share: tuple[GroupMember, ...] = ()
+        membership.board.watch(self._lose)
 
     @property
     def has_formed(self) -> bool:
@@ -47,6 +58,7 @@ class ElasticGroup(Group):
 
         Members that wait for this one get a PeerLost, and come as well.
         """
+        self._connected(None, ())
         self.executor.close()
         executor = self.wrap(self.membership.regroup(admits, self._form))
         self.bind(executor)
@@ -55,15 +67,55 @@ class ElasticGroup(Group):
             assert split is not None
             copy.bind(split)
 
+    def close(self) -> None:
+        self._connected(None, ())
+        super().close()
+        self.membership.board.close()
+
     def _form(self, generation: Generation, exchange: Exchange) -> Executor:
-        size = len(generation.members)
+        members = generation.members
+        size = len(members)
         if size == 1:
             return Solo()
-        rank = generation.members.index(self.membership.me)
+        rank = members.index(self.membership.me)
+        if self._hosts is not None:
+            return self._form_over_hosts(self._hosts, exchange, rank, members)
         segment = join(exchange, rank, size, self._timeout_of_operations_s, explains=False)
         if segment is None:
-            raise self._not_shared(generation.members)
+            raise self._not_shared(members)
         return SharedMemory(segment, size * torch.get_num_threads() >= cores())
+
+    def _form_over_hosts(
+        self, hosts: ElasticHosts, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
+    ) -> Executor:
+        check = self.membership.check_forming
+        limit_s = self._timeout_of_operations_s
+        formed = hosts.form(exchange, rank, len(members), limit_s, check)
+        if formed is None:
+            raise self._not_shared(members)
+        self._connected(formed.engine, members)
+        try:
+            check()  # what was lost before the engine was known
+        except PeerLost:
+            self._connected(None, ())
+            formed.executor.close()
+            raise
+        return formed.executor
+
+    def _connected(self, engine: TcpEngine | None, members: tuple[GroupMember, ...]) -> None:
+        with self._connecting:
+            self._engine, self._formed = engine, members
+
+    def _lose(self, member: GroupMember) -> None:
+        """From a thread: a process has exited, or its host is silent, or this one is cut off."""
+        with self._connecting:
+            engine, formed = self._engine, self._formed
+            if engine is None or member not in formed:
+                return
+            is_own = member == self.membership.me
+            for rank, _ in enumerate(formed):
+                if is_own or formed[rank] == member:
+                    engine.lose(rank)
 
     def _not_shared(self, members: tuple[GroupMember, ...]) -> ShoalError:
         """One of them may have been lost meanwhile; the same ones a second time cannot."""

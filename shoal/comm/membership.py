@@ -63,6 +63,7 @@ class GroupMembership:
         self._left: set[GroupMember] = set()
         self._said: dict[tuple[int, int, GroupMember], bytes] = {}
         self._results = CallResults(self._records)
+        self.has_finished = False  # a worker has come to the end of the script
         self.has_begun = False  # there is a state that newcomers have to get from a member
 
     # ------------------------------------------------------------------ generations
@@ -171,6 +172,15 @@ class GroupMembership:
                 check_patience()
                 pause()
 
+    def check_forming(self) -> None:
+        """PeerLost where a member of this generation is lost before it has formed."""
+        self._records.look()
+        generation = self.generation
+        lost = [member.worker for member in generation.members if self._is_gone(member)]
+        if lost or self._has_given_up(generation):
+            doing = f"forming generation {generation.number}"
+            raise PeerLost(self.me.worker, lost[0] if lost else None, doing)
+
     def _has_given_up(self, generation: Generation) -> bool:
         """Whether a member has left this generation, since another one was lost."""
         ready = [self._ready.get(member) for member in generation.members]
@@ -222,6 +232,7 @@ class GroupMembership:
             self._said[generation, round_number, GroupMember(*member)] = document["text"].encode()
         elif "left" in document:
             self._left.add(GroupMember(*document["left"]))
+            self.has_finished = True
         elif "begun" in document:
             self.has_begun = True
         else:

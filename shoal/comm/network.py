@@ -8,7 +8,7 @@ SHOAL_HOST_ORDER  names of hosts in the order of the ring, so that neighbours sh
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -122,9 +122,13 @@ def open_links(
 
 
 def open_engine(
-    topology: Topology, exchange: Exchange, timeout_s: float, network: HostNetwork
-) -> TcpEngine:
-    """TCP connections between all ranks of different hosts; all ranks call it."""
+    topology: Topology, exchange: Exchange, timeout_s: float, network: HostNetwork,
+    check: Callable[[], None] = lambda: None,
+) -> TcpEngine:  # fmt: skip
+    """TCP connections between all ranks of different hosts; all ranks call it.
+
+    `check` is called while it waits, and raises where others are not waited for any more.
+    """
     key = network.key(topology.rank)
     drawn = exchange(fresh_nonce().hex().encode())
     spec = TcpSpec(
@@ -135,6 +139,7 @@ def open_engine(
         peers=[r for ranks in topology.hosts if topology.rank not in ranks for r in ranks],
         tls=network.tls,
         timeout_s=min(timeout_s, _CONNECT_S),
+        check=check,
     )
     return TcpEngine(spec, exchange)
 

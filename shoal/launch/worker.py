@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shoal.comm.board import GroupMember, RunDirBoard
+from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.elastic_group import ElasticGroup
+from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
@@ -36,6 +37,7 @@ from shoal.comm.group import Group
 from shoal.comm.meetings import Meetings
 from shoal.comm.membership import GroupMembership
 from shoal.comm.network import HostNetwork
+from shoal.comm.network_board import open_board
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_store
 from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
@@ -85,6 +87,7 @@ class Worker:
         strategy.require_built()
         strategy.layout(self.size)
         self.device = choose_device(config.device, placement)
+        self._membership: GroupMembership | None = None  # of an elastic run
         _check_host(strategy, placement, self.device)
 
     def run(self, train: Train) -> Any:
@@ -137,10 +140,10 @@ class Worker:
                 raise
             except RunOver as over:
                 self._check_finished(over)
-                if self.run_dir is None:
+                if self.report_dir is None:
                     print(f"shoal: {over}", file=sys.stderr, flush=True)
                 else:  # the launcher knows whether it was there before, and says so
-                    self.run_dir.mark_too_late(self.rank, self.config.generation)
+                    self.report_dir.mark_too_late(self.rank, self.config.generation)
                 return None
             except Exception as error:
                 self.fail(error)
@@ -152,7 +155,10 @@ class Worker:
     def _check_finished(self, over: RunOver) -> None:
         """PeerLost where the others have not finished, but were lost."""
         run_dir = self.config.run_dir
-        if run_dir is not None and not run_dir.finished_ranks():
+        have_finished = run_dir is None or bool(run_dir.finished_ranks())
+        if self._membership is not None:
+            have_finished = self._membership.has_finished
+        if not have_finished:
             doing = "coming back: all workers were lost, and with them what they had trained"
             error: ShoalError = PeerLost(self.rank, None, doing)
             if self.strategy.is_elastic:  # no worker that is started again could do better
@@ -255,7 +261,7 @@ class Worker:
         run_dir = self.run_dir
         if self.placement is None or not self.strategy.sync_for(self.size).communicates:
             yield solo_group()
-        elif run_dir is not None and self.strategy.is_elastic:
+        elif self.strategy.is_elastic and (run_dir is not None or self.config.board is not None):
             with closing(self._make_elastic_group(run_dir)) as elastic:
                 yield elastic
         elif run_dir is not None and (self.strategy.starts_apart or self._comes_back):
@@ -281,15 +287,20 @@ class Worker:
                     run_dir.mark_all_joined()
                 yield group
 
-    def _make_elastic_group(self, run_dir: RunDir) -> ElasticGroup:
+    def _make_elastic_group(self, run_dir: RunDir | None) -> ElasticGroup:
         """A group that is formed when this worker has built its model."""
-        membership = GroupMembership(
-            RunDirBoard(run_dir, self.number),
-            GroupMember(self.rank, self.config.generation),
-            self.size,
-            self._patience_s,
-        )
-        return ElasticGroup(membership, self.config.wait.limit_s or DEFAULT_TIMEOUT_S)
+        me = GroupMember(self.rank, self.config.generation)
+        hosts = None
+        board: Board
+        if run_dir is not None:
+            board = RunDirBoard(run_dir, self.number)
+        else:
+            hosts = ElasticHosts(HostNetwork(self.config), self.config.host_id)
+            hosts.check()
+            board = open_board(self.config, me, self.number)
+        membership = GroupMembership(board, me, self.size, self._patience_s)
+        self._membership = membership
+        return ElasticGroup(membership, self.config.wait.limit_s or DEFAULT_TIMEOUT_S, hosts)
 
     @contextmanager
     def _agreeing(self, preemption: Preemption, group: Group) -> Iterator[None]:

@@ -187,6 +187,7 @@ class RunConfig:
     grace_s: float = variable("SHOAL_GRACE", SECONDS, 30.0)  # from SIGTERM to SIGKILL
     run_dir: RunDir | None = variable("SHOAL_RUN_DIR", RUN_DIR)
     host_dir: RunDir | None = variable("SHOAL_HOST_DIR", RUN_DIR)  # of the agent of this host
+    board: str | None = variable("SHOAL_BOARD", TEXT)  # HOST:PORT, of an elastic run over hosts
     launcher_pid: int | None = variable("SHOAL_LAUNCHER_PID", COUNT)
     progress_fd: int | None = variable("SHOAL_PROGRESS_FD", COUNT)
     trace_dir: Path | None = variable("SHOAL_TRACE_DIR", PATH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from tests.elastic import (
     numbered,
     weights,
 )
+from tests.elastic_hosts import HostWorkers
 from tests.models import convnet
+from tests.numbered import Killed
 
 KILLS = [(0, 1, "before"), (2, 11, "before"), (3, 16, "after")]
+ON_HOSTS = {0: HostWorkers, 2: Workers, 3: partial(HostWorkers, per_host=2)}  # by the lost rank
 
 
 def train_plainly(workers: Workers, job: Job) -> Any:
@@ -45,7 +49,8 @@ def same(found: Any, wanted: Any) -> bool:
 def test_the_bits_are_those_of_an_undisturbed_run(
     tmp_path: Path, rank: int, call: int, when: str
 ) -> None:
-    workers = Workers(tmp_path, 4, train_plainly, dies={GroupMember(rank, 0): (call, when)})
+    dies = {GroupMember(rank, 0): (call, when)}
+    workers = ON_HOSTS[rank](tmp_path, 4, train_plainly, dies=dies)
     workers.run()
     wanted = alone(train_plainly, tmp_path)
     assert sorted(workers.results) == [r for r in range(4) if r != rank]
@@ -61,7 +66,8 @@ def test_workers_are_lost_at_any_call_of_a_run(tmp_path: Path, seed: int) -> Non
         GroupMember(rank, 0): (choose.randrange(60), choose.choice(("before", "after")))
         for rank in ranks
     }
-    workers = Workers(tmp_path, 4, train_with_evaluations, dies=dies)
+    kind: type[Workers] = HostWorkers if seed % 2 else Workers
+    workers = kind(tmp_path, 4, train_with_evaluations, dies=dies)
     workers.run()
     wanted = alone(train_with_evaluations, tmp_path)
     assert set(workers.results) >= set(range(4)) - set(ranks)
@@ -129,8 +135,12 @@ def test_batches_that_the_script_makes_are_split_again(tmp_path: Path) -> None:
     assert all(same(workers.results[rank], wanted) for rank in (1, 2))
 
 
-def test_a_worker_that_comes_back_is_used(tmp_path: Path) -> None:
-    """It comes when the others are at step 6, and they go on when it has asked to join."""
+@pytest.mark.parametrize("comes_to", [None, "host 2"])
+def test_a_worker_that_comes_back_is_used(tmp_path: Path, comes_to: str | None) -> None:
+    """It comes when the others are at step 6, and they go on when it has asked to join.
+
+    It comes to the one host of all workers, or to another one than before.
+    """
     at_six = threading.Event()
     asks = threading.Event()
 
@@ -157,13 +167,39 @@ def test_a_worker_that_comes_back_is_used(tmp_path: Path) -> None:
         assert at_six.wait(30)
         workers.live(1, 1)
 
-    workers = Workers(tmp_path, 3, train, dies={GroupMember(1, 0): (5, "before")})
+    dies = {GroupMember(1, 0): (5, "before")}
+    workers = Workers(tmp_path, 3, train, dies=dies)
+    if comes_to is not None:
+        moved = {GroupMember(1, 1): comes_to}
+        workers = HostWorkers(tmp_path, 3, train, dies=dies, moved=moved)
     workers.run(come_back)
     wanted = workers.results[0]
     assert same(workers.results[2], wanted)
     assert all(map(torch.equal, workers.results[1][1], wanted[1]))
     assert workers.used[6] == {0, 2}
     assert all(workers.used[step] == {0, 1, 2} for step in range(8, EPOCHS * PER_EPOCH + 1))
+
+
+def test_a_silent_host_is_lost_when_the_launcher_says_so(tmp_path: Path) -> None:
+    """Its connections stay open: only the board knows of it."""
+    others = threading.Semaphore(0)  # that have ended
+
+    def train(workers: Workers, job: Job) -> Any:
+        step = exact_step(job)
+        losses = []
+        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            if job.rank == 1 and job.steps == 4:
+                workers.note_exit(GroupMember(1, 0))
+                assert all(others.acquire(timeout=60) for _ in range(2))
+                raise Killed
+            losses.append(float(step(batch)))
+        others.release()
+        return losses, weights(step)
+
+    workers = HostWorkers(tmp_path, 3, train)
+    workers.run()
+    wanted = alone(train, tmp_path)
+    assert same(workers.results[0], wanted) and same(workers.results[2], wanted)
 
 
 def wait_for_request(job: Job) -> None:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
-from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from shoal.comm.guarded_store.session import (
-    GREETING_BYTES,
-    LENGTH_BYTES,
-    PROOF_BYTES,
-    BadFrame,
-    ClientGreeting,
-    Operation,
-    StoreReply,
-    StoreRequest,
-    frame_bytes,
-)
-from shoal.errors import BadInput, ShoalError
-from shoal.runtime.backoff import Backoff
-
-_HANDSHAKE_S = 5.0
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.5
+from shoal.comm.guarded_store.link import StoreLink, connect
+from shoal.comm.guarded_store.session import BadFrame, Operation, StoreReply, StoreRequest
 
 
 class GuardedStore(Store):
@@ -46,7 +28,7 @@ class GuardedStore(Store):
         self._secret = secret
         self._lock = threading.Lock()
         self._clones: list[Store] = []
-        self._free = [_connect(self._address, secret, timeout_s)]
+        self._free = [connect(self._address, secret, timeout_s)]
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", [key], _bytes(value))
@@ -125,79 +107,15 @@ class GuardedStore(Store):
             raise DistStoreError(f"the rendezvous at {self._name}: {reply.refusal}")
         return reply
 
-    def _take(self) -> _Link:
+    def _take(self) -> StoreLink:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return _connect(self._address, self._secret, self.timeout.total_seconds())
+        return connect(self._address, self._secret, self.timeout.total_seconds())
 
     @property
     def _name(self) -> str:
         return f"{self._address[0]}:{self._address[1]}"
-
-
-class _Link:
-    """One connection, after its handshake."""
-
-    def __init__(self, sock: socket.socket, secret: bytes):
-        self._sock = sock
-        greeting = ClientGreeting(secret, self._receive(GREETING_BYTES))
-        sock.sendall(greeting.answer)
-        self._session = greeting.finish(self._receive(PROOF_BYTES))
-
-    def ask(self, request: StoreRequest, limit_s: float) -> StoreReply:
-        """TimeoutError where no answer comes: then the link cannot be used again."""
-        self._sock.settimeout(limit_s)
-        self._sock.sendall(self._session.pack(request))
-        frame = self._receive(frame_bytes(self._receive(LENGTH_BYTES)))
-        return self._session.unpack_reply(frame[:-PROOF_BYTES], frame[-PROOF_BYTES:])
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _receive(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = self._sock.recv(count - len(data))
-            if not part:
-                raise ConnectionResetError("the other side has ended")
-            data += part
-        return bytes(data)
-
-
-def _connect(address: tuple[str, int], secret: bytes, limit_s: float) -> _Link:
-    """BadInput where another key listens there; tried again where nothing does."""
-    deadline_s = time.monotonic() + limit_s
-    pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-    while True:
-        try:
-            return _connect_once(address, secret)
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                where = f"{address[0]}:{address[1]}"
-                raise ShoalError(
-                    f"no rendezvous at {where} after {limit_s:g} s ({error}): is rank 0 started, "
-                    "and do its host and port have this address?"
-                ) from error
-        pause()
-
-
-def _connect_once(address: tuple[str, int], secret: bytes) -> _Link:
-    sock = socket.create_connection(address, _HANDSHAKE_S)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return _Link(sock, secret)
-    except BadFrame as error:
-        sock.close()
-        raise BadInput(
-            f"the process that listens at {address[0]}:{address[1]} is not the rendezvous of this "
-            f"run: {error} (`shoal keys show` tells keys apart)"
-        ) from error
-    except BaseException:
-        with suppress(OSError):
-            sock.close()
-        raise
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -11,7 +11,8 @@ import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.comm.guarded_store.session import (
@@ -26,6 +27,8 @@ from shoal.comm.guarded_store.session import (
     StoreRequest,
     frame_bytes,
 )
+from shoal.comm.guarded_store.silence import notice_silence
+from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
 
 HANDSHAKE_S = 5.0
@@ -35,63 +38,27 @@ _CHUNK_BYTES = 256 * 1024
 _MAX_UNSENT_BYTES = 64 << 20
 
 
-class StoreTable:
-    """The keys and values; without sockets."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def answer(self, request: StoreRequest) -> StoreReply | None:
-        """None as long as a key is not there that the request waits for."""
-        keys = request.keys
-        if request.operation == "count":
-            return StoreReply(number=len(self._values))
-        if request.operation == "check":
-            return StoreReply(number=int(all(key in self._values for key in keys)))
-        if request.operation == "wait":
-            return StoreReply() if all(key in self._values for key in keys) else None
-        if len(keys) != 1:
-            return StoreReply(refusal=f"{request.operation} takes one key, not {len(keys)}")
-        return self._of_one(request, keys[0])
-
-    def _of_one(self, request: StoreRequest, key: str) -> StoreReply | None:
-        if request.operation == "get":
-            return StoreReply(self._values[key]) if key in self._values else None
-        if request.operation == "delete":
-            return StoreReply(number=int(self._values.pop(key, None) is not None))
-        if request.operation == "add":
-            return self._add(key, request.number)
-        if request.operation == "compare_set":
-            return self._compare_set(key, request.expected, request.value)
-        self._values[key] = request.value
-        return StoreReply()
-
-    def _add(self, key: str, number: int) -> StoreReply:
-        text = self._values.get(key, b"0")
-        try:
-            total = int(text) + number
-        except ValueError:
-            return StoreReply(refusal=f"{key!r} is not a counter")
-        self._values[key] = b"%d" % total
-        return StoreReply(number=total)
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> StoreReply:
-        """As TCPStore: a key that is not there is set where nothing is expected."""
-        now = self._values.get(key)
-        if now is None and expected:
-            return StoreReply(expected)
-        if now is None or now == expected:
-            self._values[key] = desired
-        return StoreReply(self._values[key])
-
-
 class StoreService:
-    """Listens from the moment it is made until `close`, or the end of the process."""
+    """Listens from the moment it is made until `close`, or the end of the process.
 
-    def __init__(self, host: str, port: int, secret: bytes):
+    `listener` is a socket that listens already. `on_gone` is called, from the thread of this
+    service, with the name of a process that was `present` and whose connection has broken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        listener: socket.socket | None = None,
+        on_gone: Callable[[str], None] = lambda name: None,
+    ):
         self._secret = secret
         self._table = StoreTable()
-        self._listener = _listen(host, port, bool(secret))
+        self._on_gone = on_gone
+        self._posted: deque[StoreRequest] = deque()
+        self._listener = listener or _listen(host, port, bool(secret))
+        self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._strangers: OrderedDict[_Client, None] = OrderedDict()  # the oldest first
         self._waiting: dict[_Client, StoreRequest] = {}
@@ -103,6 +70,11 @@ class StoreService:
         self._thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
         self._thread.start()
 
+    def post(self, request: StoreRequest) -> None:
+        """A request of this process, from any thread, to which it needs no reply."""
+        self._posted.append(request)
+        self._wake.send(b"\0")
+
     def close(self) -> None:
         """Ranks that still wait find their connection closed."""
         self._wake.close()
@@ -113,12 +85,14 @@ class StoreService:
         while is_open:
             for key, events in self._selector.select(self._patience_s()):
                 if key.fileobj is self._woken:
-                    is_open = False
+                    is_open = bool(self._woken.recv(_CHUNK_BYTES))
+                    self._take_posted()
                 elif key.fileobj is self._listener:
                     self._accept()
                 elif key.data in self._clients:
                     self._serve(key.data, events)
             self._close_late()
+        self._on_gone = lambda name: None
         for client in list(self._clients):
             self._drop(client)
         self._selector.close()
@@ -189,15 +163,26 @@ class StoreService:
         del self._strangers[client]
         self._send(client, answer)
 
+    def _take_posted(self) -> None:
+        while self._posted:
+            request = self._posted.popleft()
+            self._table.answer(request)
+            self._wake_waiting(request.keys)
+
     def _handle(self, client: _Client, request: StoreRequest) -> None:
         if client in self._waiting:
             raise BadFrame("a request while another one waits")
+        if request.operation == "present":
+            client.name = request.keys[0] if request.keys else None
+            notice_silence(client.sock)
+            self._reply(client, StoreReply())
+            return
         reply = self._table.answer(request)
         if reply is None:
             self._waiting[client] = request
             return
         self._reply(client, reply)
-        if request.operation in ("set", "add", "compare_set"):
+        if request.operation in ("set", "add", "compare_set", "append"):
             self._wake_waiting(request.keys)
 
     def _wake_waiting(self, changed: list[str]) -> None:
@@ -236,6 +221,8 @@ class StoreService:
         self._clients.discard(client)
         self._selector.unregister(client.sock)
         client.sock.close()
+        if client.name is not None:
+            self._on_gone(client.name)
 
 
 class _Client:
@@ -245,6 +232,7 @@ class _Client:
         self.sock = sock
         self.greeting = greeting
         self.session: FrameSession | None = None
+        self.name: str | None = None  # of the process whose presence it shows
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.deadline_s = time.monotonic() + HANDSHAKE_S

@@ -28,7 +28,10 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_KEYS = 4096
 NO_KEY = b""  # at loopback, where a run without a key meets
 
-Operation = Literal["set", "get", "wait", "check", "add", "delete", "count", "compare_set"]
+KeyOperation = Literal["set", "get", "wait", "check", "add", "delete", "count", "compare_set"]
+LogOperation = Literal["append", "read"]
+Operation = KeyOperation | LogOperation | Literal["present"]
+AT_THE_END = -1  # for `append`: wherever the end of the log is
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +50,7 @@ class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     value: bytes = b""
     number: int = 0
     refusal: str = ""
+    values: list[bytes] = []
 
 
 class BadFrame(Exception):

@@ -136,6 +136,24 @@ static PyObject *py_abort(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* A peer that is known to be lost, though its connections say nothing. */
+static PyObject *py_lose(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int peer;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &peer)) return NULL;
+    Engine *e = engine_of(capsule);
+    if (!e) return NULL;
+    enter(e);
+    if (!e->closing && peer >= 0 && peer < e->size && !e->peers[peer].is_lost) {
+        e->peers[peer].why = EHOSTUNREACH;
+        e->peers[peer].deadline_ns = 1; /* the serving thread closes it: it may poll it now */
+        wake(e);
+    }
+    leave(e);
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_stop(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -153,6 +171,7 @@ static PyMethodDef methods[] = {
     {"post", py_post, METH_VARARGS, NULL},     {"state", py_state, METH_VARARGS, NULL},
     {"wait", py_wait, METH_VARARGS, NULL},     {"forget", py_forget, METH_VARARGS, NULL},
     {"abort", py_abort, METH_VARARGS, NULL},   {"stop", py_stop, METH_VARARGS, NULL},
+    {"lose", py_lose, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_tcp", NULL, -1, methods,

@@ -25,6 +25,7 @@ from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, acc
 STREAMS = 4  # of a pair: one for small messages and control, the others for large ones
 _MOST_HANDSHAKES = 256
 _HANDSHAKE_GRACE_S = 0.5  # before a connection is ended for a newcomer
+_CHECK_S = 0.1
 _SILENT_PEER_MS = 30_000  # a host that acknowledges nothing is lost after so long
 Exchange = Callable[[bytes], list[bytes]]  # an all-gather of bytes
 
@@ -41,6 +42,7 @@ class TcpSpec:
     streams: int = STREAMS
     tls: TlsConfig = field(default_factory=TlsConfig)
     timeout_s: float = 60.0
+    check: Callable[[], None] = lambda: None  # raises where the others are not waited for any more
 
     @property
     def others(self) -> list[int]:
@@ -164,11 +166,12 @@ def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.sock
 
 def _await_arrivals(spec: TcpSpec, arrivals: _Arrivals, deadline_s: float) -> None:
     with arrivals.changed:
-        arrivals.changed.wait_for(
-            lambda: not arrivals.missing(), max(0.0, deadline_s - time.monotonic())
-        )
-        if late := arrivals.missing():
-            raise PeerLost(spec.rank, late[0], "connecting over TCP", spec.timeout_s)
+        while late := arrivals.missing():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise PeerLost(spec.rank, late[0], "connecting over TCP", spec.timeout_s)
+            arrivals.changed.wait(min(left_s, _CHECK_S))
+            spec.check()
 
 
 def _connect(
@@ -184,6 +187,7 @@ def _connect(
             if isinstance(error, ssl.SSLError) or time.monotonic() > deadline_s:
                 raise ShoalError(f"{where}: {error}") from error
             last = error
+        spec.check()
         pause()
         if time.monotonic() > deadline_s:
             raise ShoalError(f"{where}: {last}") from last

@@ -139,6 +139,11 @@ class TcpEngine:
         """This rank leaves a group: operations of it fail here, and with this rank elsewhere."""
         _tcp.abort(self._handle, space)
 
+    def lose(self, peer: int) -> None:
+        """Operations with this rank fail: its host is silent, and no connection shows it yet."""
+        if self._is_open:
+            _tcp.lose(self._handle, peer)
+
     def close(self) -> None:
         """What was sent before still arrives; every operation that is not done fails."""
         if not self._is_open:
