@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from shoal.comm.executors.scheduled.executor import Scheduled
@@ -24,6 +25,7 @@ from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.cores import one_core
 from tests.forked import zygotes
 from tests.products import WHOLE_SUITE, covering
+from tests.seeds import begin_rank, manual_seed
 
 # a shell that starts the tests in the background ignores Ctrl-C, and nohup ignores the end of the
 # terminal; so would all that tests start
@@ -86,11 +88,17 @@ def whole_suite(request: pytest.FixtureRequest) -> bool:
 World = Callable[[int, Callable[[Group], Any]], list[Any]]
 
 
+@pytest.fixture(autouse=True)
+def _no_seeds_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "manual_seed", manual_seed)
+
+
 def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:
     """Run `body(group)` on `size` ranks as threads; results by rank, or the first real error."""
     boxes = Mailboxes(size)
 
     def rank_body(rank: int) -> Any:
+        begin_rank(size)
         try:
             return body(Group(Scheduled(ThreadTransport(boxes, rank), link=Link())))
         except BaseException:

@@ -95,9 +95,9 @@ class Run:
         )
 
     def _train(self, job: Job, generation: int) -> None:
-        torch.manual_seed(job.rank + 10 * generation)  # all start from what the first one has
         sgd = partial(torch.optim.SGD, lr=0.05)
-        step = job.step(mlp(), F.cross_entropy, optimizer=sgd)
+        model = mlp(job.rank + 10 * generation)  # all start from what the first one has
+        step = job.step(model, F.cross_entropy, optimizer=sgd)
         data = numbered()
         if self.style == "epochs":
             for _ in range(EPOCHS):

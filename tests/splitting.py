@@ -23,29 +23,30 @@ from shoal.train.job import Job
 from shoal.train.state import gather_model
 from shoal.train.step import Step
 from tests.conftest import World
+from tests.seeds import seeded
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 ADAMW = partial(adamw, lr=1e-2)
 CPU = torch.device("cpu")
 
 
+@seeded(0)
 def mlp() -> nn.Module:
-    torch.manual_seed(0)
     widths = [6, 10, 8, 9, 7, 8, 6, 9, 3]
     layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 
+@seeded(0)
 def normed() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 7)),
         *(nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3)),
     )
 
 
+@seeded(0)
 def gpt(layers: int = 4) -> nn.Module:
-    torch.manual_seed(0)
     return GPT(Size(layers, 8, 2, 6, 1e-2))
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from tests.conftest import World
 from tests.models import samples
+from tests.seeds import seeded
 from tests.splitting import SGD, assert_equal, job_of, whole
 
 images = partial(samples, shape=(3, 8, 8))
@@ -60,9 +61,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
+    @seeded(0)
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.stem = nn.Conv2d(3, 6, 3)
         self.blocks = nn.Sequential(
             Basic(6, 10, nn.BatchNorm2d),
@@ -86,9 +87,9 @@ class UNet(nn.Module):
     Its widths choose what is split: the layers inside of a level, or those between levels.
     """
 
+    @seeded(0)
     def __init__(self, inner: int = 8, outer: int = 5):
         super().__init__()
-        torch.manual_seed(0)
         self.down = self.level(3, inner, outer)
         self.below = self.level(outer, inner, outer)
         self.up = nn.ConvTranspose2d(outer, outer, 2, stride=2)

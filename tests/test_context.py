@@ -13,14 +13,15 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from tests.conftest import World
+from tests.seeds import seeded
 from tests.splitting import ADAMW, assert_equal, assert_own_loop_equal, job_of, mlp, texts
 
 CONTEXT = 24
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
 
 
+@seeded(0)
 def gpt() -> nn.Module:
-    torch.manual_seed(0)
     return GPT(Size(2, 8, 2, CONTEXT, 1e-2))
 
 

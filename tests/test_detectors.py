@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from tests.conftest import World
 from tests.models import samples
+from tests.seeds import seeded
 from tests.splitting import assert_equal, job_of
 
 
@@ -45,9 +46,9 @@ class Detector(nn.Module):
 
 
 class Losses(nn.Module):
+    @seeded(0)
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.detector = Detector()
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:

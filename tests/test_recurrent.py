@@ -19,15 +19,16 @@ from tests.conftest import World
 from tests.models import samples
 from tests.models.vision import GruClassifier, LstmLanguageModel, labelled_words, own, words
 from tests.models.zoo import logits_loss, token_loss
+from tests.seeds import seeded
 from tests.splitting import assert_equal, job_of, whole
 
 sequences = partial(samples, shape=(5, 4))
 
 
 class Recurrent(nn.Module):
+    @seeded(0)
     def __init__(self, kind: type[nn.RNNBase], **options: Any):
         super().__init__()
-        torch.manual_seed(0)
         self.rnn = kind(4, 7, batch_first=True, **options)
         self.head = nn.Linear(7 * (1 + self.rnn.bidirectional), 3)
 
@@ -55,9 +56,9 @@ def test_hidden_units(world: World, size: int, strategy: str, options: dict[str,
 class Bridged(nn.Module):
     """An encoder whose last state becomes the first one of a decoder, by a layer between them."""
 
+    @seeded(0)
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.enc = kind(4, 8, batch_first=True, bidirectional=True)
         self.br = nn.Linear(16, 8)
         self.dec = kind(4, 8, batch_first=True)

@@ -18,6 +18,7 @@ from shoal.replica.context.rules import sequence_context
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.context.stage import in_full
 from tests.conftest import World
+from tests.seeds import seeded
 
 LENGTH = 10
 sdpa = F.scaled_dot_product_attention
@@ -169,16 +170,11 @@ def test_changing_some_positions_in_place_is_refused(world: World) -> None:
 
 def test_dropout_differs_between_ranks_and_a_common_draw_does_not(world: World) -> None:
     def body(group: Group) -> tuple[list[float], float]:
-        torch.manual_seed(0)  # the threads of this test share one generator: one after the other
-        for turn in range(2):
-            group.barrier().wait()
-            if turn == group.rank:
-                torch.manual_seed(0)
-                x = sequence_context(group).shard(torch.ones(1, 64, 1), 1)
-                dropped = F.dropout(x, 0.5)
-                assert isinstance(dropped, SequenceShard)
-                result = dropped.local.flatten().tolist(), float(torch.rand(()))
-        return result
+        x = sequence_context(group).shard(torch.ones(1, 64, 1), 1)
+        with seeded(0):
+            dropped = F.dropout(x, 0.5)
+            assert isinstance(dropped, SequenceShard)
+            return dropped.local.flatten().tolist(), float(torch.rand(()))
 
     (first, common), (second, same) = world(2, body)
     assert first != second and common == same

@@ -20,6 +20,7 @@ from shoal.server.server import Server
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.seeds import seeded
 from tests.server.helpers import launched
 
 CPU = torch.device("cpu")
@@ -31,9 +32,9 @@ OPTIMIZERS = {
 
 
 class Clicks(nn.Module):
+    @seeded(0)
     def __init__(self, optimizer: Any, **options: Any) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.rows = shoal.Embedding(50, 4, padding_idx=3, optimizer=optimizer, **options)
         self.out = nn.Linear(4, 3)
 

@@ -16,15 +16,16 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from tests.conftest import World
+from tests.seeds import seeded
 from tests.splitting import job_of
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 
 
 class Spectral(nn.Module):
+    @seeded(0)
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.lift = nn.Conv1d(1, 4, 1)
         self.weight = nn.Parameter(torch.randn(4, 4, 3, dtype=torch.cfloat) * 0.1)
         self.out = nn.Conv1d(4, 1, 1)

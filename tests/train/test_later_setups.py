@@ -18,6 +18,7 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, samples
+from tests.seeds import seeded
 from tests.train.test_own_loop import SYNCHRONOUS, assert_equal_to_single, run
 
 STRATEGIES = [*SYNCHRONOUS, "tp(2)"]
@@ -25,8 +26,8 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=0.02, eps=1e-3)
 
 
+@seeded(0)
 def two_layers() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 

@@ -14,12 +14,13 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from tests.conftest import World
 from tests.models import samples
+from tests.seeds import seeded
 from tests.splitting import job_of
 from tests.train.test_own_loop import assert_equal_to_single, run
 
 
+@seeded(0)
 def two_layers() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
