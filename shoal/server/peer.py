@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from shoal.server.model.membership import ActiveConnection, Member
@@ -18,9 +19,38 @@ from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import RECONNECT_S
 from shoal.server.protocol.messages import Channel, ErrorReply
-from shoal.server.replicas.operations import EMPTY, ChainAccess, Operation, Payload
+from shoal.server.replicas.operations import (
+    EMPTY,
+    ChainAccess,
+    OnCommitted,
+    Operation,
+    Payload,
+)
 
 T = TypeVar("T")
+
+
+class EarlyReply:
+    """An answer that the thread which hears of a commitment sends: no other has to be woken."""
+
+    def __init__(self, peer: Peer, encoded: Callable[[Any], bytes | None]):
+        """`encoded` is None where the answer is not known yet."""
+        self._peer = peer
+        self._encoded = encoded
+        self._rest: memoryview | None = None  # None: nothing was sent
+
+    def send(self, answer: Any) -> None:
+        """Without waiting: the worker may not read."""
+        meta = self._encoded(answer)
+        if meta is not None and not self._peer.host.slowness.is_slow:
+            with suppress(Closed):  # the thread that serves the worker notices it, too
+                self._rest = self._peer.connection.send_now(self._peer.ok, meta)
+
+    def finish(self) -> bool:
+        """Whether it was sent; what is left of it is sent now."""
+        if self._rest is not None and self._rest.nbytes:
+            self._peer.connection.send_rest(self._rest)
+        return self._rest is not None
 
 
 class Peer:
@@ -42,6 +72,7 @@ class Peer:
         self.model_id = header.model
         self.model: ServedModel | None = None
         self.member: Member | None = None
+        self.ok = Header(FrameKind.OK, self.worker, self.model_id)
         self.has_reconnected = False
         self.table_reader = TableReader()
         self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
@@ -53,9 +84,20 @@ class Peer:
             raise Refused(f"worker {self.worker} was started again: its former process is refused")
         return self.model, self.member
 
-    def execute(self, operation: Operation, payload: Payload = EMPTY) -> Any:
-        """Let an operation take effect; returns its answer."""
-        return self.host.execute(operation, payload)
+    def execute(
+        self,
+        operation: Operation,
+        payload: Payload = EMPTY,
+        on_committed: OnCommitted | None = None,
+    ) -> Any:
+        """Let an operation take effect; returns its answer.
+
+        The chain of a replicated server may call `on_committed` with the answer before.
+        """
+        chain = self.host.chain
+        if chain is None or on_committed is None:
+            return self.host.execute(operation, payload)
+        return chain.execute(operation, payload, on_committed)
 
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
         """Once all that the answer may follow from is committed."""
@@ -66,7 +108,7 @@ class Peer:
     def reply_committed(self, meta: bytes = b"", *payload: memoryview) -> None:
         """With what `execute` or `read` returned, and nothing else of the state."""
         self.host.slowness.pay()
-        self.connection.send(Header(FrameKind.OK, self.worker, self.model_id), meta, *payload)
+        self.connection.send(self.ok, meta, *payload)
 
     def reply_error(self, error: ErrorReply) -> None:
         self.connection.send(Header(FrameKind.ERROR, self.worker, self.model_id), encode(error))

@@ -22,13 +22,17 @@ class Slowness:
         self.factor = 1.0
         self._of_thread = threading.local()
 
+    @property
+    def is_slow(self) -> bool:
+        return self.factor > 1
+
     def begin(self) -> None:
-        if self.factor > 1:
+        if self.is_slow:
             self._of_thread.paid_s = busy_s()
 
     def pay(self) -> None:
         """What was paid before is not paid twice."""
-        if self.factor <= 1:
+        if not self.is_slow:
             return
         now_s = busy_s()
         paid_s = getattr(self._of_thread, "paid_s", now_s)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from shoal.runtime.failpoints import failpoint
 from shoal.server.handlers.dispatch import handles
 from shoal.server.model.membership import Member
-from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush
-from shoal.server.peer import Peer
+from shoal.server.model.push_buffer import PushBuffer, RowPush
+from shoal.server.model.served_model import ServedModel
+from shoal.server.peer import EarlyReply, Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
 from shoal.server.replicas.operations import Payload, Pushed
-from shoal.server.replicas.payloads import memory_of
+from shoal.server.replicas.payloads import lent, memory_of
 from shoal.server.shared_memory import bytes_of
 
 
@@ -44,32 +45,39 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     model.membership.check()
     request = decode(meta, Commit)
     pushes = member.pushes
-    loss_flags = bytes_of(pushes.arriving.loss_flags)
-    if header.payload_bytes != loss_flags.nbytes:
-        raise Refused(
-            f"expected {loss_flags.nbytes} bytes of loss and flags, got {header.payload_bytes}"
-        )
+    flag_bytes = pushes.loss_flags.nbytes
+    if header.payload_bytes != flag_bytes:
+        raise Refused(f"expected {flag_bytes} bytes of loss and flags, got {header.payload_bytes}")
     failpoint("push.validated")
     catch_up(peer, pushes, header.sequence)
+    is_lent = _is_lent(peer, member)
+    flags = memoryview(bytearray(flag_bytes)) if is_lent else pushes.arriving_flags
     if pushes.is_repeated(header.sequence):
-        peer.connection.skip(loss_flags.nbytes)
+        peer.connection.skip(flag_bytes)
         if peer.host.chain is not None:
             peer.reply(encode(model.repeat(member, header.sequence)))
             return
     else:
         model.check_push(member, header.sequence)
-        peer.connection.read_into(loss_flags)
+        peer.connection.read_into(flags)
     failpoint("push.deduplicated")
     rows = pushes.take_rows()
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    operation = Pushed(*identity, request, batches, _is_lent(peer, member))
-    ack: Ack = peer.execute(operation, _payload(peer, operation, member, rows))
-    if ack.verdict == "staged" and model.is_leader:
+    operation = Pushed(*identity, request, batches, is_lent)
+    payload = _payload(peer, operation, member, flags, rows)
+    early = EarlyReply(peer, lambda ack: None if _is_open(ack, model) else encode(ack))
+    ack: Ack = peer.execute(operation, payload, early.send)
+    if _is_open(ack, model):
         peer.reply(encode(model.verdict(member, header.sequence)))
-    else:
+    elif not early.finish():
         peer.reply_committed(encode(ack))
     failpoint("push.acknowledged")
+
+
+def _is_open(ack: Ack, model: ServedModel) -> bool:
+    """The leader's answer waits for others."""
+    return ack.verdict == "staged" and model.is_leader
 
 
 def _is_lent(peer: Peer, member: Member) -> bool:
@@ -78,15 +86,16 @@ def _is_lent(peer: Peer, member: Member) -> bool:
     return chain is not None and not chain.acknowledges_at_once and member.out is not None
 
 
-def _payload(peer: Peer, operation: Pushed, member: Member, rows: tuple[RowPush, ...]) -> Payload:
+def _payload(
+    peer: Peer, operation: Pushed, member: Member, flags: memoryview, rows: tuple[RowPush, ...]
+) -> Payload:
     pushes = member.pushes
     chain = peer.host.chain
     if chain is None or member.out is None:
         return Payload(rows=rows, push=pushes.take_arrived())
     source = None if chain.acknowledges_at_once else memory_of(operation, member)
     if operation.is_lent:
-        tensors = PushTensors(member.out, pushes.arriving.loss_flags.clone())
-        return Payload(rows=rows, push=tensors, source=source, is_lent=True)
+        return lent(member, member.out, flags, rows, source)
     pushes.arriving.gradients.copy_(member.out)
     return Payload(rows=rows, push=pushes.take_arrived(), source=source)
 

@@ -44,8 +44,8 @@ def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
     with model.lock:
         if payload.push is not None and not member.pushes.is_repeated(operation.sequence):
             member.pushes.expect(operation.sequence)
-            if payload.is_lent:
-                member.pushes.borrow(payload.push)
+            if payload.is_lent and payload.flags is not None:
+                member.pushes.borrow(payload.push.gradients, payload.flags)
             else:
                 # an eventual head may have pushes of this worker that are not sent yet
                 is_needed = host.keeps_payloads or host.may_lose

@@ -1,7 +1,10 @@
-"""One replica under one lock: its chain node, and how the effects of the node are carried out.
+"""One replica: its chain node, and how the effects of the node are carried out.
 
-Operations are applied under this lock, too. So no thread that holds the lock of a model may wait
-for this one.
+    changed       guards the node and all that belongs to it; held for microseconds
+    applying      held while operations are applied, one after the other, in the order of the log
+
+A thread that takes both takes `applying` first. No thread that holds the lock of a model may wait
+for one of them.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from shoal.errors import ShoalError
 from shoal.runtime.failpoints import failpoint
@@ -39,6 +43,7 @@ from shoal.server.replicas.payloads import mapped_memories
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.snapshots import snapshot_sender
+from shoal.server.replicas.unapplied import Unapplied
 from shoal.server.replicas.waiters import Outcome, Waiters
 from shoal.server.replicas.wire import Proposed
 
@@ -54,6 +59,7 @@ class ReplicaCore:
         self.place = place
         self.host = host
         self.changed = threading.Condition()
+        self.applying = threading.Lock()
         self.links: dict[int, PeerLink] = {}
         self.lease = ReadLease()
         self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
@@ -62,6 +68,7 @@ class ReplicaCore:
         self.waiters = Waiters()
         self.is_closed = False
         self._on_reset = on_reset
+        self._unapplied = Unapplied()
         self._uncommitted: deque[tuple[int, Operation]] = deque()  # that are applied
         self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
         self._new_node(time.time_ns())
@@ -85,19 +92,27 @@ class ReplicaCore:
             for link in self.links.values():
                 link.post(Mapped(mapped_memories(self.host)))
 
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Under both locks: all that is logged is applied."""
+        with self.applying, self.changed:
+            while (entry := self._unapplied.take()) is not None:
+                self._apply(entry.position, entry.op)
+            yield
+
     def link_up(self, peer: int) -> None:
-        with self.changed:
+        with self.settled():
             self.links[peer].post(Mapped(mapped_memories(self.host)))
             self.run(self.node.link_up(peer))
 
     def link_lost(self, peer: int) -> None:
-        with self.changed:
+        with self.settled():
             self.run(self.node.link_lost(peer))
         self.poke()
 
     def reconfigure(self, change: Callable[[ChainManager], list[Effect]]) -> None:
         """The keeper has an answer of the coordinator."""
-        with self.changed:
+        with self.settled():
             before = self.node.config
             self.run(change(self.manager))
             if self.node.config != before:
@@ -108,16 +123,16 @@ class ReplicaCore:
     # ------------------------------------------------------------------ effects, under the lock
 
     def run(self, effects: list[Effect]) -> None:
-        """Messages first: others can go on while operations are applied here.
+        """Operations are applied later, by `apply_upto`: others can go on meanwhile.
 
-        A tail acknowledges a push that is lent when it has applied it. The others have by then
-        passed it on and applied it under this lock, before they hear of its commitment: so none of
-        them reads the memory of its worker any more.
+        A push that is lent is acknowledged to the predecessor when it is applied here. So when the
+        head hears of its commitment, no replica reads the memory of its worker any more.
         """
-        if len(effects) > 1 and not any(map(_keeps_order, effects)):
-            effects = sorted(effects, key=lambda effect: not isinstance(effect, Send))
         for effect in effects:
             self._carry_out(effect)
+        self._note_news()
+
+    def _note_news(self) -> None:
         self._note_committed()
         self._share_entries()
         self.changed.notify_all()
@@ -139,14 +154,10 @@ class ReplicaCore:
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
-            link = self.links.get(effect.to)
-            if link is not None:
-                if isinstance(effect.message, Teach):
-                    effect.message.op.payload.keep()
-                link.post(effect.message)
+            if not self._unapplied.holds(effect):
+                self._send(effect)
         elif isinstance(effect, Apply):
-            self._apply(effect.entry.position, effect.entry.op)
-            self.on_applied()
+            self._unapplied.add(effect.entry)
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):
@@ -161,10 +172,33 @@ class ReplicaCore:
             self.manager.look()
             self.poke()
 
+    def _send(self, effect: Send) -> None:
+        link = self.links.get(effect.to)
+        if link is not None:
+            if isinstance(effect.message, Teach):
+                effect.message.op.payload.keep()
+            link.post(effect.message)
+
+    # ------------------------------------------------------------------ applying
+
+    def apply_upto(self, position: int) -> None:
+        """Apply what is logged up to there, without the lock."""
+        with self.applying:
+            while (entry := self._unapplied.take(position)) is not None:
+                self._apply(entry.position, entry.op)
+
     def _apply(self, position: int, proposed: Proposed) -> None:
-        outcome = Outcome()
         if self.host.keeps_payloads or self.node.is_teaching:
-            proposed.payload.keep()
+            with self.changed:
+                proposed.payload.keep()
+        outcome = self._outcome_of(proposed)
+        with self.changed:
+            self._note_applied(position, proposed.operation, outcome)
+            self._note_news()
+        self.on_applied()
+
+    def _outcome_of(self, proposed: Proposed) -> Outcome:
+        outcome = Outcome()
         try:
             outcome.answer = apply(self.host, proposed.operation, proposed.payload)
         except (Refused, ModelFailure) as error:
@@ -173,11 +207,16 @@ class ReplicaCore:
             outcome.error = Refused(str(error))
         except Exception as error:  # of an optimizer: the same in all replicas
             outcome.error = self._failed(proposed.operation, error)
+        return outcome
+
+    def _note_applied(self, position: int, operation: Operation, outcome: Outcome) -> None:
         self.applied = position
-        self._uncommitted.append((position, proposed.operation))
-        self._note_unshared(position, proposed.operation)
-        pass_push("push.applied", proposed.operation)
+        self._uncommitted.append((position, operation))
+        self._note_unshared(position, operation)
+        pass_push("push.applied", operation)
         self.waiters.applied(position, outcome)
+        for effect in self._unapplied.applied(position):
+            self._send(effect)
 
     def _note_unshared(self, position: int, operation: Operation) -> None:
         model = self.host.models.get(operation.model)
@@ -195,6 +234,7 @@ class ReplicaCore:
         """It has lost its place: begin again without state, as a learner."""
         incarnation = max(time.time_ns(), self.node.incarnation + 1)
         self.waiters.end_all()
+        self._unapplied.clear()
         self._unshared.clear()
         self._uncommitted.clear()
         self.applied = 0
@@ -222,11 +262,3 @@ def pass_push(name: str, operation: Operation) -> None:
 
 def _kept_bytes(proposed: Proposed) -> int:
     return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
-
-
-def _keeps_order(effect: Effect) -> bool:
-    """A snapshot is of this moment. A push that is lent is acknowledged when it is applied."""
-    if not isinstance(effect, Apply):
-        return isinstance(effect, SendSnapshot)
-    operation = effect.entry.op.operation
-    return isinstance(operation, Pushed) and operation.is_lent

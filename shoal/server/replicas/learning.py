@@ -33,7 +33,7 @@ class Learning:
             if self._incoming.get(sender) is incoming:
                 del self._incoming[sender]
             failpoint("snapshot.fsync")
-            with self._core.changed:
+            with self._core.settled():
                 self._install(sender, incoming)
                 failpoint("snapshot.rename")
 

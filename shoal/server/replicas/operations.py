@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+import torch
 
 from shoal.embedding.spec import TableSpec
 from shoal.server.consistency import Count
@@ -31,6 +32,7 @@ from shoal.server.protocol.messages import (
 from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.memory import PushMemory
 from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.shared_memory import bytes_of
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
@@ -161,7 +163,8 @@ class Payload:
 
     Without `push` the gradients, loss and flags of a push are in its worker's buffer already.
     `source`: until it is acknowledged its gradients are in that memory of its worker, too; or
-    there alone, if they are lent.
+    there alone, if they are lent. Loss and flags of a push that is lent are in `flags`, and `push`
+    has a tensor of their form.
     """
 
     data: bytearray = field(default_factory=bytearray)
@@ -169,12 +172,14 @@ class Payload:
     push: PushTensors | None = None
     source: PushMemory | None = None
     is_lent: bool = False
-    flags: memoryview | None = None  # the bytes of loss and flags, where they are known
+    flags: memoryview | None = None  # loss and flags as bytes
 
     def keep(self) -> None:
         """Copy what is lent: it is needed after its worker may have overwritten it."""
-        if self.is_lent and self.push is not None:
-            self.push = self.push._replace(gradients=self.push.gradients.clone())
+        if self.is_lent and self.push is not None and self.flags is not None:
+            loss_flags = torch.empty_like(self.push.loss_flags)
+            bytes_of(loss_flags)[:] = self.flags
+            self.push = PushTensors(self.push.gradients.clone(), loss_flags)
             self.is_lent = False
 
     @property
@@ -186,6 +191,7 @@ class Payload:
 
 EMPTY = Payload()
 Execute = Callable[[Operation, Payload], Any]
+OnCommitted = Callable[[Any], None]  # gets the answer
 
 
 T = TypeVar("T")
@@ -205,6 +211,9 @@ class ChainAccess(Protocol):
     @property
     def acknowledges_at_once(self) -> bool: ...
     def await_committed(self) -> None: ...
+    def execute(
+        self, operation: Operation, payload: Payload, on_committed: OnCommitted | None = None
+    ) -> Any: ...
     def announce(self) -> None: ...
     def read(self, action: Callable[[], T]) -> T: ...
     def receive_snapshot(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shoal.embedding.chunks import chunk_columns, entry_bytes
 from shoal.server.model.membership import Member
@@ -78,27 +79,36 @@ def _read_push(
     if is_here and source is None:
         raise Refused(f"worker {operation.worker} shares no memory with this replica")
     dims = [model.tables.table(rows.table).spec.dim for rows in operation.rows]
-    expected = pushes.loss_flags.nbytes + (0 if is_here else pushes.gradients.nbytes)
+    flag_bytes = pushes.loss_flags.nbytes
+    expected = flag_bytes + (0 if is_here else pushes.gradients.nbytes)
     expected += sum(r.count * (8 + 4 * dim) for r, dim in zip(operation.rows, dims, strict=True))
     if header.payload_bytes != expected:
         raise _misfit(operation, expected, header.payload_bytes)
-    is_lent = operation.is_lent and is_here
-    tensors = pushed_tensors(member, is_lent)
+    if operation.is_lent and is_here and member.out is not None:
+        flags = memoryview(bytearray(flag_bytes))
+        connection.read_into(flags)
+        return lent(member, member.out, flags, _read_rows(operation, dims, connection), source)
+    tensors = pushes.new_tensors()
     if not is_here:
         connection.read_into(bytes_of(tensors.gradients))
-    elif member.out is not None and not is_lent:
+    elif member.out is not None:
         tensors.gradients.copy_(member.out)
     flags = bytes_of(tensors.loss_flags)
     connection.read_into(flags)
     rows = _read_rows(operation, dims, connection)
-    return Payload(rows=rows, push=tensors, source=source, is_lent=is_lent, flags=flags)
+    return Payload(rows=rows, push=tensors, source=source, flags=flags)
 
 
-def pushed_tensors(member: Member, is_lent: bool) -> PushTensors:
-    """Memory for a push; its gradients are in that of the worker if they are lent."""
-    if is_lent and member.out is not None:
-        return PushTensors(member.out, torch.empty_like(member.pushes.loss_flags))
-    return member.pushes.new_tensors()
+def lent(
+    member: Member,
+    gradients: Tensor,
+    flags: memoryview,
+    rows: tuple[RowPush, ...],
+    source: PushMemory | None,
+) -> Payload:
+    """A push whose gradients are in the memory of its worker alone."""
+    tensors = PushTensors(gradients, member.pushes.loss_flags)
+    return Payload(rows=rows, push=tensors, source=source, is_lent=True, flags=flags)
 
 
 def memory_of(operation: ops.Pushed, member: Member) -> PushMemory | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.server.chain.messages import Append, ChainMessage, Teach
+from shoal.server.chain.messages import Acked, Append, Ask, ChainMessage, Confirm, Teach
 from shoal.server.chain.node import ChainNode
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
@@ -10,6 +10,8 @@ from shoal.server.replicas.core import ReplicaCore, pass_push
 from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.payloads import IN_MEMORY, read_payload
 from shoal.server.replicas.wire import Proposed, decode_message, with_op
+
+_WHILE_APPLYING = (Append, Acked, Ask, Confirm, Teach)  # are served while operations are applied
 
 
 class PeerFrames:
@@ -60,6 +62,10 @@ class PeerFrames:
 
     def deliver(self, sender: int, message: ChainMessage) -> None:
         core = self._core
+        if not isinstance(message, _WHILE_APPLYING):
+            with core.settled():
+                core.run(core.node.receive(sender, message))
+            return
         with core.changed:
             node = core.node
             if _is_missed(message, node):
@@ -68,6 +74,9 @@ class PeerFrames:
             effects = node.receive(sender, message)
             _pass_message("push.logged", message)
             core.run(effects)
+            logged = node.position
+        if not isinstance(message, Acked):
+            core.apply_upto(logged)
             _pass_message("push.acknowledged", message)
 
     def _hear(self, sender: int, message: Mapped) -> None:

@@ -14,7 +14,7 @@ from shoal.server.chain.node import ChainNode
 from shoal.server.chain.state import Fenced, NotHead
 from shoal.server.model.membership import ModelFailure
 from shoal.server.replicas.core import ReplicaCore, pass_push
-from shoal.server.replicas.operations import EARLY, EMPTY, Operation, Payload
+from shoal.server.replicas.operations import EARLY, EMPTY, OnCommitted, Operation, Payload
 from shoal.server.replicas.waiters import Waiter
 from shoal.server.replicas.waits import await_change, await_outcome, whom
 from shoal.server.replicas.wire import Proposed
@@ -30,10 +30,20 @@ class Proposals:
         self._whom = partial(whom, core)
         self._is_eventual = core.place.consistency == "eventual"
 
-    def execute(self, operation: Operation, payload: Payload = EMPTY) -> Any:
-        """Propose, wait until it is committed and applied here, return the answer."""
+    def execute(
+        self,
+        operation: Operation,
+        payload: Payload = EMPTY,
+        on_committed: OnCommitted | None = None,
+    ) -> Any:
+        """Propose, wait until it is committed and applied here, return the answer.
+
+        `on_committed(answer)` is called before, by the thread that notices it; it may not wait. It
+        is not called where the answer is an error, or eventual.
+        """
         with self._core.changed:
-            waiter = self._propose(Proposed(operation, payload))
+            waiter = self._propose(Proposed(operation, payload), on_committed)
+        self._core.apply_upto(waiter.position)
         with waiting(self._in_words, self._whom, f"the commitment of {type(operation).__name__}"):
             outcome = await_outcome(self._core, waiter)
             if outcome.error is None and not isinstance(operation, EARLY):
@@ -44,7 +54,7 @@ class Proposals:
             self._confirm(waiter.node)
         return outcome.answer
 
-    def _propose(self, proposed: Proposed) -> Waiter:
+    def _propose(self, proposed: Proposed, on_committed: OnCommitted | None) -> Waiter:
         core = self._core
         node = core.node
         if core.is_closed:
@@ -54,7 +64,9 @@ class Proposals:
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise core.elsewhere("is not the head of its chain") from error
-        waiter = core.waiters.add(Waiter(node, position, self._is_eventual))
+        if self._is_eventual:
+            on_committed = None
+        waiter = core.waiters.add(Waiter(node, position, self._is_eventual, on_committed))
         pass_push("push.logged", proposed.operation)
         core.run(effects)
         return waiter

@@ -19,7 +19,7 @@ from shoal.server.protocol.frames import Header
 from shoal.server.replicas.core import ReplicaCore
 from shoal.server.replicas.learning import Learning
 from shoal.server.replicas.lost_workers import LostWorkers
-from shoal.server.replicas.operations import EMPTY, Operation, Payload
+from shoal.server.replicas.operations import EMPTY, OnCommitted, Operation, Payload
 from shoal.server.replicas.peer_frames import PeerFrames
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.place import ReplicaPlace
@@ -92,8 +92,13 @@ class ChainRuntime(ReplicaCore):
 
     # ------------------------------------------------------------------ workers ask
 
-    def execute(self, operation: Operation, payload: Payload = EMPTY) -> Any:
-        return self._proposals.execute(operation, payload)
+    def execute(
+        self,
+        operation: Operation,
+        payload: Payload = EMPTY,
+        on_committed: OnCommitted | None = None,
+    ) -> Any:
+        return self._proposals.execute(operation, payload, on_committed)
 
     def read(self, action: Callable[[], T]) -> T:
         return self.reads.read(action)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.server.chain.node import ChainNode
+from shoal.server.replicas.operations import OnCommitted
 
 
 @dataclass
@@ -22,11 +23,18 @@ class Waiter:
     node: ChainNode
     position: int
     is_early: bool  # it is answered before it is committed
+    on_committed: OnCommitted | None = None
     outcome: Outcome | None = None
     woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
 
     def __post_init__(self) -> None:
         self.woken.acquire()
+
+    def wake(self) -> None:
+        outcome = self.outcome
+        if self.on_committed is not None and outcome is not None and outcome.error is None:
+            self.on_committed(outcome.answer)
+        self.woken.release()
 
 
 class Waiters:
@@ -53,7 +61,7 @@ class Waiters:
     def wake(self, position: int) -> None:
         waiter = self._by_position.pop(position, None)
         if waiter is not None:
-            waiter.woken.release()
+            waiter.wake()
 
     def end_all(self) -> None:
         """This replica was removed: what it has applied and not committed counts for nothing."""
