@@ -31,6 +31,7 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
+from shoal.server.chain.unapplied import Unapplied
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
@@ -43,7 +44,6 @@ from shoal.server.replicas.payloads import mapped_memories
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.snapshots import snapshot_sender
-from shoal.server.replicas.unapplied import Unapplied
 from shoal.server.replicas.waiters import Outcome, Waiters
 from shoal.server.replicas.wire import Proposed
 
@@ -157,7 +157,7 @@ class ReplicaCore:
             if not self._unapplied.holds(effect):
                 self._send(effect)
         elif isinstance(effect, Apply):
-            self._unapplied.add(effect.entry)
+            self._unapplied.add(effect.entry, effect.entry.op.payload.is_lent)
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):

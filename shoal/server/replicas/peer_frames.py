@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.server.chain.messages import Acked, Append, Ask, ChainMessage, Confirm, Teach
+from shoal.server.chain.messages import Acked, Append, ChainMessage, Teach
 from shoal.server.chain.node import ChainNode
+from shoal.server.chain.unapplied import WHILE_APPLYING
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas.core import ReplicaCore, pass_push
 from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.payloads import IN_MEMORY, read_payload
 from shoal.server.replicas.wire import Proposed, decode_message, with_op
-
-_WHILE_APPLYING = (Append, Acked, Ask, Confirm, Teach)  # are served while operations are applied
 
 
 class PeerFrames:
@@ -62,7 +61,7 @@ class PeerFrames:
 
     def deliver(self, sender: int, message: ChainMessage) -> None:
         core = self._core
-        if not isinstance(message, _WHILE_APPLYING):
+        if not isinstance(message, WHILE_APPLYING):
             with core.settled():
                 core.run(core.node.receive(sender, message))
             return

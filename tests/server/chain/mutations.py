@@ -13,8 +13,9 @@ from shoal.server.chain.messages import Ask, ChainMessage, Confirm, Effect, Lear
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
 from shoal.server.chain.teaching import Teaching
+from shoal.server.chain.unapplied import Unapplied
 from tests.server.chain.counters import Counters, Push, Resume
-from tests.server.chain.replica import PendingRead, Replica
+from tests.server.chain.replica import Answer, PendingRead, Replica
 
 
 class HeadCommits(ChainNode):
@@ -131,6 +132,21 @@ def replica(**parts: Any) -> type[Replica]:
     return type("MutatedReplica", (Replica,), parts)
 
 
+class _HoldsNothing(Unapplied):
+    def holds(self, effect: Send) -> bool:
+        return False
+
+
+class ReadsBeforeItApplies(Replica):
+    """A read does not wait until what is logged is applied."""
+
+    def read(self, key: int, answer: Answer) -> None:
+        super().read(key, answer)
+        for read in self.reads:
+            read.after = 0
+        self.advance_waiting()
+
+
 class ComesBackAsItself(Replica):
     """A replica that has lost its memory takes itself for the member that it was."""
 
@@ -180,6 +196,8 @@ MUTATIONS: dict[str, type[Replica]] = {
     "a new lease counts at once": replica(manager_type=TrustsNewLease),
     "pushes are not deduplicated": replica(state_type=CountsAgain),
     "a snapshot lacks the table of pushes": replica(state_type=SnapshotWithoutTable),
+    "a push is acknowledged before it is applied": replica(unapplied_type=_HoldsNothing),
+    "a read does not wait for what is logged": ReadsBeforeItApplies,
     "a restarted replica is a member at once": ComesBackAsItself,
     "a read shows what is not committed": ReadsDirty,
     "reads need no lease": ReadsAlone,

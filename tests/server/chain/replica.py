@@ -22,6 +22,7 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.state import Fenced, NotHead, TooFarAhead
+from shoal.server.chain.unapplied import WHILE_APPLYING, Unapplied
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.loop import Process
 from tests.server.chain.network import MESSAGE_S
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 TICK_S = TTL_S / 4
 APART_S = TTL_S
 SNAPSHOT_S = 8 * MESSAGE_S
+APPLY_S = MESSAGE_S
 Answer = Callable[[Any], None]
 
 
@@ -42,8 +44,9 @@ class PendingRead:
 
     key: int
     answer: Answer
+    after: int  # logged when it arrived: it is read when that is applied
     value: int | None = None
-    upto: int = 0  # applied when it was read
+    upto: int = 0  # logged when it was read
     is_checked: bool = False  # its thread goes on
     round: int | None = None
 
@@ -54,6 +57,7 @@ class Replica:
     node_type = ChainNode
     manager_type = ChainManager
     state_type = Counters
+    unapplied_type = Unapplied
 
     def __init__(self, world: World, me: int):
         self.world = world
@@ -83,6 +87,8 @@ class Replica:
         self.node.max_weight = world.max_weight
         self.manager = self.manager_type(self.node, world.founders)
         self.state = self.state_type()
+        self.unapplied = self.unapplied_type()
+        self.applied = 0
         self.has_lease = False
         self.is_asking = False
         self.waiting: dict[int, Answer] = {}
@@ -149,6 +155,7 @@ class Replica:
         def answered(answer: Any) -> None:
             if incarnation == self.incarnation:
                 self.is_asking = False
+                self.settle()
                 self.do(self.report(request, answer))
                 self.pump()
 
@@ -176,6 +183,8 @@ class Replica:
     # ------------------------------------------------------------------ the chain
 
     def receive(self, sender: int, message: ChainMessage) -> None:
+        if not isinstance(message, WHILE_APPLYING):
+            self.settle()
         self.do(self.node.receive(sender, message))
 
     def unreachable(self) -> tuple[int, ...]:
@@ -187,18 +196,24 @@ class Replica:
             self.down_since_s.pop(peer, None)
         else:
             self.down_since_s.setdefault(peer, self.clock_s)
+        self.settle()
         self.do(self.node.link_up(peer) if is_up else self.node.link_lost(peer))
 
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                self.world.network.send(self.me, effect.to, effect.message)
+                if not self.unapplied.holds(effect):
+                    self.world.network.send(self.me, effect.to, effect.message)
             elif isinstance(effect, Apply):
-                self.apply(effect.entry)
+                # a learner gets copies
+                self.unapplied.add(effect.entry, is_lent=self.node.is_member)
+                delay_s = self.world.loop.soon(APPLY_S)
+                self.process.after(delay_s, self.apply_upto, self.incarnation, effect.entry)
             elif isinstance(effect, Reset):
                 self.start_again()
                 return
             elif isinstance(effect, SendSnapshot):
+                assert self.applied == effect.position
                 self.world.send_snapshot(self.me, effect, self.state.copy())
             elif isinstance(effect, Refetch | ChangeConfig):
                 self.look()
@@ -224,10 +239,29 @@ class Replica:
     def install(self, incarnation: int, position: int, state: Counters) -> None:
         if incarnation == self.incarnation and self.node.takes_snapshot:
             self.state = state
+            self.applied = position
             self.do(self.node.install(position))
+
+    def settle(self) -> None:
+        """Apply all that is logged."""
+        while (entry := self.unapplied.take()) is not None:
+            self.apply(entry)
+
+    def apply_upto(self, incarnation: int, last: Entry) -> None:
+        """What a thread does that has logged an operation."""
+        while incarnation == self.incarnation:
+            entry = self.unapplied.take(last.position)
+            if entry is None:
+                return
+            self.apply(entry)
+            self.note_committed()
+            self.advance_waiting()
 
     def apply(self, entry: Entry) -> None:
         is_counted = self.state.apply(entry.op)
+        self.applied = entry.position
+        for effect in self.unapplied.applied(entry.position):
+            self.world.network.send(self.me, effect.to, effect.message)
         self.uncommitted.append((entry, is_counted))
         answer = self.waiting.pop(entry.position, None)
         if answer is not None:
@@ -264,7 +298,7 @@ class Replica:
         if not self.node.is_member:
             answer(self.node.config.head)
             return
-        self.reads.append(PendingRead(key, answer))
+        self.reads.append(PendingRead(key, answer, self.node.position))
         self.advance_waiting()
 
     def advance_waiting(self) -> None:
@@ -272,6 +306,8 @@ class Replica:
             if read not in self.reads:
                 continue
             if read.value is None:
+                if self.applied < read.after:
+                    continue
                 read.value = self.state.sums[read.key]
                 read.upto = self.node.position
                 # a thread may be stopped between the two
@@ -284,6 +320,7 @@ class Replica:
             if self.node.committed >= position:
                 self.acks.remove((position, answer))
                 self.world.acknowledged(self)
+                self.world.released(position)
                 answer(True)
 
     def may_show(self, read: PendingRead) -> bool:

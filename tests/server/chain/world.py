@@ -124,6 +124,12 @@ class World:
         if self.heads.setdefault(epoch, replica.me) != replica.me:
             raise Broken(f"{self.heads[epoch]} and {replica.me} acknowledge in epoch {epoch}")
 
+    def released(self, position: int) -> None:
+        """A worker overwrites its push when it is acknowledged."""
+        for replica in self.replicas:
+            if self.is_sound(replica.me) and replica.unapplied.needs(position):
+                raise Broken(f"replica {replica.me} still needs the memory of push {position}")
+
     def note_acknowledged(self, op: Push) -> None:
         self.loop.note(f"acknowledged: {op}")
         self.pushes[op] = (self.pushes[op][0], self.loop.now_s)
@@ -163,6 +169,7 @@ class World:
         nodes = [replica.node for replica in self.replicas]
         places = {(n.epoch, n.position, n.committed) for n in nodes}
         is_settled = all(n.is_member and not n.is_dirty and not n.asked for n in nodes)
+        is_settled &= all(replica.applied == replica.node.position for replica in self.replicas)
         are_done = all(w.is_done for w in self.workers) and not any(r.reads for r in self.replicas)
         return are_done and is_settled and len(places) == 1
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections import deque
 
 from shoal.server.chain.config import Entry
-from shoal.server.chain.messages import Acked, At, Send
+from shoal.server.chain.messages import Acked, Append, Ask, At, Confirm, Send, Teach
+
+# these messages are served while operations are applied; others when all that is logged is
+WHILE_APPLYING = (Append, Acked, Ask, Confirm, Teach)
 
 
 class Unapplied:
@@ -21,9 +24,9 @@ class Unapplied:
         self._lent: deque[int] = deque()  # positions of those that are lent
         self._held: list[Send] = []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry, is_lent: bool) -> None:
         self._entries.append(entry)
-        if entry.op.payload.is_lent:
+        if is_lent:
             self._lent.append(entry.position)
 
     def take(self, upto: int | None = None) -> Entry | None:
@@ -31,6 +34,10 @@ class Unapplied:
         if not self._entries or (upto is not None and self._entries[0].position > upto):
             return None
         return self._entries.popleft()
+
+    def needs(self, position: int) -> bool:
+        """Whether the memory of a worker is needed for this one."""
+        return position in self._lent
 
     def holds(self, effect: Send) -> bool:
         """Whether a message has to wait for a push that is lent; then it is kept here."""
