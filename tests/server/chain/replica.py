@@ -205,8 +205,7 @@ class Replica:
                 if not self.unapplied.holds(effect):
                     self.world.network.send(self.me, effect.to, effect.message)
             elif isinstance(effect, Apply):
-                # a learner gets copies
-                self.unapplied.add(effect.entry, is_lent=self.node.is_member)
+                self.unapplied.add(effect.entry, self.is_lent(effect.entry.op))
                 delay_s = self.world.loop.soon(APPLY_S)
                 self.process.after(delay_s, self.apply_upto, self.incarnation, effect.entry)
             elif isinstance(effect, Reset):
@@ -241,6 +240,10 @@ class Replica:
             self.state = state
             self.applied = position
             self.do(self.node.install(position))
+
+    def is_lent(self, op: Push | Resume) -> bool:
+        """Every other push is in the memory of its worker; a learner gets copies."""
+        return self.node.is_member and op.sequence % 2 == 0
 
     def settle(self) -> None:
         """Apply all that is logged."""
