@@ -110,9 +110,10 @@ class WorkersFailed(ShoalError):
 
 
 class ServerFailed(ShoalError):
-    """A server process exited while workers needed it."""
+    """A server process exited while workers needed it; `is_loss`: it was killed."""
 
-    def __init__(self, server: int, how: str):
+    def __init__(self, server: int, how: str, is_loss: bool = False):
+        self.is_loss = is_loss
         self.server = server
         super().__init__(f"server {server} {how}")
 
@@ -121,5 +122,6 @@ class ShardLost(ServerFailed):
     """No server has the state of a shard any more; `server` is the last one that was lost."""
 
     def __init__(self, server: int, sentence: str):
+        self.is_loss = True
         self.server = server
         ShoalError.__init__(self, sentence)

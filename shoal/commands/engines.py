@@ -10,25 +10,25 @@ from collections.abc import Callable
 
 from shoal.errors import BadInput
 from shoal.launch.machines import Machines
-from shoal.runtime.config import set_default_variables
+from shoal.runtime.config import RunConfig, set_default_variables
 
 
-def _ray(address: str) -> Machines:
+def _ray(address: str, config: RunConfig) -> Machines:
     # Ray reads them when it is imported
     set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
     from shoal.launch.ray_machines import RayMachines
 
-    return RayMachines(address)
+    return RayMachines(address, config)
 
 
-def _lab(address: str) -> Machines:
+def _lab(address: str, config: RunConfig) -> Machines:
     from shoal.lab.machines import LabMachines  # each engine is loaded only where it is used
 
     return LabMachines(address or None)
 
 
-# called with ADDRESS, which is empty without one
-ENGINES: dict[str, Callable[[str], Machines]] = {"lab": _lab, "ray": _ray}
+# called with ADDRESS, which is empty without one, and the configuration of the run
+ENGINES: dict[str, Callable[[str, RunConfig], Machines]] = {"lab": _lab, "ray": _ray}
 
 
 def check_engine(text: str) -> None:
@@ -43,8 +43,8 @@ def check_engine(text: str) -> None:
     raise BadInput(f"--on takes {' or '.join(ENGINES)}, not {text!r}{hint}")
 
 
-def open_engine(text: str) -> Machines:
+def open_engine(text: str, config: RunConfig) -> Machines:
     """The hosts of an engine, as a block."""
     check_engine(text)
     name, _, address = text.partition("://")
-    return ENGINES[name](address)
+    return ENGINES[name](address, config)

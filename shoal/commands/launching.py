@@ -231,18 +231,18 @@ def _launch(
     on_progress: OnProgress | None = None,
     on: str | None = None,
 ) -> RunResult:
+    strategy = as_strategy(spec.config.strategy or "single")
+    servers = strategy.servers(spec.workers)
+    replication = replication_of(strategy, spec.workers, spec.config.restarts)
+    spec = replace(spec, servers=servers, replication=replication)
     if on is not None:
         from shoal.launch.attempts import run_attempts  # only where it is needed
 
-        with open_engine(on) as machines:
+        with open_engine(on, spec.config) as machines:
             return run_attempts(machines, spec, write, on_progress)
     workers, config = spec.workers, spec.config
-    strategy = as_strategy(config.strategy or "single")
-    servers = strategy.servers(workers)
-    replication = replication_of(strategy, workers, config.restarts)
     tolerance = tolerance_of(strategy, workers, config.restarts, config.start, config.min_workers)
-    spec = replace(spec, servers=servers, tolerance=tolerance, replication=replication)
-    return launch(spec, write, on_progress)
+    return launch(replace(spec, tolerance=tolerance), write, on_progress)
 
 
 def check_folder(file: Path | None, what: str) -> None:

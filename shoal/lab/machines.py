@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from shoal.lab.lab import find_lab
 from shoal.lab.namespaces import require
 from shoal.launch.host_process import HostProcess
-from shoal.launch.machines import Machine
+from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
+from shoal.launch.replication import Replication
 from shoal.runtime.cores import cores
 
 
@@ -30,6 +32,12 @@ class LabMachines:
             Machine(host.name, host.address, each + (number < more), share)
             for number, host in enumerate(hosts)
         ]
+
+    def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
+        return servers_in_turn(self.hosts(0), servers, replication)
+
+    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
+        return machine
 
     def start(
         self,

@@ -18,13 +18,10 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-
-import msgspec
 
 from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
@@ -37,6 +34,7 @@ from shoal.launch.agent_messages import (
     WorkerOutput,
     WorkerProgress,
 )
+from shoal.launch.agent_pipe import AgentPipe
 from shoal.launch.failures import read_failure
 from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
@@ -47,7 +45,7 @@ from shoal.runtime.cores import cores
 from shoal.runtime.decoders import lax_json_decoder
 from shoal.runtime.run_dir import RunDir, host_run_dir, parse_secret
 
-_MAX_TASK_BYTES = 16 << 20
+MAX_TASK_BYTES = 16 << 20
 _SIOCGIFADDR = 0x8915
 _STEPS_S = 2.0  # how often the launcher hears how far workers are
 
@@ -61,7 +59,7 @@ class Agent:
         self.events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
             queue.SimpleQueue()
         )
-        self._sending = threading.Lock()
+        self._pipe = AgentPipe()
         self._sent_steps: dict[int, int] = {}
 
     def run(self) -> None:
@@ -69,7 +67,7 @@ class Agent:
         self.check_files()
         port = self.task.master_port
         if port is None:
-            port = _free_port()
+            port = free_port()
             self.send(FoundPort(port))
         config = self._config(port)
         with Processes(self.events.put) as workers, OutputPump(self.events.put) as pump:
@@ -87,11 +85,7 @@ class Agent:
             raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
 
     def send(self, message: AgentMessage) -> None:
-        """A launcher that is gone cannot read it: then this agent is killed soon."""
-        data = msgspec.json.encode(message) + b"\n"
-        with self._sending, suppress(BrokenPipeError):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+        self._pipe.send(message)
 
     # ------------------------------------------------------------------ starting
 
@@ -198,7 +192,8 @@ def _command(task: HostTask) -> list[str]:
     return [sys.executable if is_python else task.command[0], *task.command[1:]]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this host."""
     with socket.socket() as sock:
         sock.bind(("", 0))
         return int(sock.getsockname()[1])
@@ -225,7 +220,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def main() -> None:
-    given = sys.stdin.buffer.read(_MAX_TASK_BYTES)
+    given = sys.stdin.buffer.read(MAX_TASK_BYTES)
     task = lax_json_decoder(HostTask).decode(given)
     with suppress(OSError):
         os.chdir(task.folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.errors import WorkersFailed
+from shoal.errors import ServerFailed, WorkersFailed
 from shoal.launch.local import LaunchSpec, RunResult
 from shoal.launch.machines import Machines
 from shoal.launch.output import OnProgress, Write, print_lines
@@ -30,7 +30,7 @@ def run_attempts(
     for count in range(1, restarts + 1):
         try:
             return run_remote(machines, spec, write, on_progress)
-        except WorkersFailed as error:
+        except (WorkersFailed, ServerFailed) as error:
             if not error.is_loss:
                 raise
             write(
@@ -41,10 +41,12 @@ def run_attempts(
     return run_remote(machines, spec, write, on_progress)
 
 
-def _loss(error: WorkersFailed) -> str:
+def _loss(error: WorkersFailed | ServerFailed) -> str:
     """Its last line, where a worker has reported the loss of a peer with a traceback."""
-    lines = error.report.strip().splitlines()
-    return lines[0] if len(lines) == 1 else f"worker {error.rank} failed: {lines[-1]}"
+    lines = str(error).strip().splitlines()
+    if len(lines) == 1 or isinstance(error, ServerFailed):
+        return lines[0]
+    return f"worker {error.rank} failed: {lines[-1]}"
 
 
 def _after_loss(config: RunConfig) -> RunConfig:

@@ -28,7 +28,15 @@ T = TypeVar("T")
 class ChainMembers:
     """Thread-safe. Before the coordinator has answered, all servers of the start are members."""
 
-    def __init__(self, replication: Replication, servers: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        replication: Replication,
+        servers: int,
+        say: Callable[[str], None],
+        are_here: bool = True,
+    ):
+        """`are_here`: servers are processes of this host."""
+        self._are_here = are_here
         self._replication = replication
         self._say = say
         self._pids: dict[int, int] = {}
@@ -105,7 +113,7 @@ class ChainMembers:
 
     def _lives(self, server: int) -> bool:
         """Also where its exit has not been handled yet."""
-        pid = self._pids.get(server)
+        pid = self._pids.get(server) if self._are_here else None
         return server in self._running and (pid is None or state_of(pid) != "Z")
 
     def _replicas(self) -> range:
@@ -114,16 +122,7 @@ class ChainMembers:
     # ------------------------------------------------------------------ the coordinator
 
     def follow(self, coordinator: Coordinator, over: threading.Event) -> None:
-        """Until `over`; a coordinator that does not answer is asked again."""
-        while not over.is_set():
-            try:
-                listing = coordinator.list("")
-                self.see(listing)
-                coordinator.watch("", listing.revision)
-            except Compacted:
-                continue
-            except (CoordinatorError, OSError):
-                over.wait(_PAUSE_S)
+        follow(coordinator, self.see, over)
 
     def see(self, listing: Listing) -> None:
         """What the coordinator holds; changes are said."""
@@ -176,6 +175,19 @@ class ChainMembers:
         self._heads[shard] = head
         who = self._replication.in_words(self._replication.server_of(shard, head))
         self._tell(f"{who} is the head of shard {shard} now")
+
+
+def follow(coordinator: Coordinator, see: Callable[[Listing], None], over: threading.Event) -> None:
+    """See what it holds until `over`; a coordinator that does not answer is asked again."""
+    while not over.is_set():
+        try:
+            listing = coordinator.list("")
+            see(listing)
+            coordinator.watch("", listing.revision)
+        except Compacted:
+            continue
+        except (CoordinatorError, OSError):
+            over.wait(_PAUSE_S)
 
 
 def listed(replicas: list[int]) -> str:

@@ -165,7 +165,9 @@ def _server_failed(failure: ProcessFailure) -> ServerFailed:
     if failure.sentence:
         of_last = "" if _is_kill(failure) else f"\nserver {failure.rank} {how}{tail}"
         return ShardLost(failure.rank, f"{failure.sentence}{of_last}")
-    return ServerFailed(failure.rank, f"{how} while workers needed it{tail}")
+    where = f"on {failure.host} " if failure.host else ""
+    text = f"{where}{how} while workers needed it{tail}"
+    return ServerFailed(failure.rank, text, is_loss=code < 0)
 
 
 def _failed(failure: ProcessFailure, report: FailureReport) -> str:

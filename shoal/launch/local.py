@@ -216,13 +216,17 @@ def launch(
         raise launch_error(first_failure(failures), finished)
     for returned in (*result.returned, *result.joined):
         write(f"shoal: {returned}\n", True)
+    say_lost_servers(result, write)
+    for sentence in losses_at_end(result.lost, spec.workers, result.reports):
+        write(f"shoal: {sentence}\n", True)
+    return result
+
+
+def say_lost_servers(result: RunResult, write: Write) -> None:
     if result.lost_servers or result.servers_removed:
         removed = result.servers_removed
         losses = summarize_server_losses(result.lost_servers, removed, result.reports)
         write(f"shoal: {losses}\n", True)
-    for sentence in losses_at_end(result.lost, spec.workers, result.reports):
-        write(f"shoal: {sentence}\n", True)
-    return result
 
 
 def enter(spec: LaunchSpec, run_dir: RunDir, hosts: Sequence[str], write: Write) -> None:

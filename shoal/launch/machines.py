@@ -1,19 +1,23 @@
 """Hosts that an engine lends: the seam between a run and the lab, Ray, or another engine.
 
     run_remote ── Machines.hosts(8)            which hosts, and how many workers each takes
-               ── Machines.start(host, …)      one agent on each of them (launch/agent.py)
+               ── Machines.server_hosts(…)     a host for each server, and for the coordinator
+               ── Machines.start(host, …)      agents on them (launch/agent.py, server_agent.py)
                         │ stdin    what to run, and the secret of the run
                         └ on_line  what the agent reports: output, progress, exits
 
-An engine is a class with these two methods, and a line in `commands/engines.py`.
+An engine is a class with these methods, and a line in `commands/engines.py`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
+
+from shoal.launch.replication import Replication
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,25 @@ class Machine:
     address: str  # by which the others reach it
     slots: int  # workers that it takes at most
     cores: int | None = None  # of which its workers get equal shares; None: all that it has
+    reserved: str = ""  # what the engine has reserved there for one server, by its own name
+
+
+@dataclass(frozen=True)
+class ServerHosts:
+    """Where servers run, by their number, and their coordinator, if they have replicas."""
+
+    servers: tuple[Machine, ...]
+    coordinator: Machine | None = None
+
+
+def servers_in_turn(
+    hosts: Sequence[Machine], servers: int, replication: Replication
+) -> ServerHosts:
+    """On hosts in turn, copies of a shard on different ones; the coordinator on the first."""
+    copies = replication.replicas
+    numbers = [sum(divmod(server, copies)) % len(hosts) for server in range(servers)]
+    chosen = tuple(hosts[number] for number in numbers)
+    return ServerHosts(chosen, hosts[0] if replication.is_on else None)
 
 
 class MachineProcess(Protocol):
@@ -57,6 +80,17 @@ class Machines(Protocol):
         """Hosts with slots for so many workers, in the order in which ranks are placed.
 
         BadInput where there are not enough.
+        """
+        ...
+
+    def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
+        """After `hosts`: copies of a shard are on different hosts where that is possible."""
+        ...
+
+    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
+        """Where a server of this host, which may be lost, is to start again.
+
+        Waits for the engine to find one, but not once the run is over.
         """
         ...
 

@@ -1,6 +1,7 @@
 """Run a command as many workers on hosts that an engine lends, and supervise them.
 
-    run_remote ── RemoteWorkers ── an agent on each host ── its workers      (launch/agent.py)
+    run_remote ── RemoteServers ── an agent for each server                  (remote_servers.py)
+               ── RemoteWorkers ── an agent on each host ── its workers      (launch/agent.py)
                ── Supervisor: the same decisions as on one host              (launch/supervisor.py)
 
 Ranks are placed block by block: those of a host are neighbours. The agent of the first host finds
@@ -13,9 +14,8 @@ from __future__ import annotations
 import queue
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,17 +33,19 @@ from shoal.launch.agent_messages import (
     WorkerProgress,
     read_message,
 )
+from shoal.launch.agent_processes import AgentProcesses, OutputSink
 from shoal.launch.failures import FailureReport, first_failure, launch_error, write_failure
-from shoal.launch.local import LaunchSpec, RunResult, enter
+from shoal.launch.local import LaunchSpec, RunResult, enter, say_lost_servers
 from shoal.launch.log_files import LogFiles
-from shoal.launch.machines import Machine, MachineProcess, Machines
+from shoal.launch.machines import Machine, Machines, ServerHosts
 from shoal.launch.output import LineForwarder, OnProgress, Write, print_lines
-from shoal.launch.processes import ProcessExit
-from shoal.launch.supervisor import TERM_S, Event, SignalEvents, Supervisor
-from shoal.runtime.run_dir import RunDir, new_run_dir, new_secret
+from shoal.launch.processes import ProcessExit, Role
+from shoal.launch.remote_run import RemoteRun
+from shoal.launch.remote_servers import RemoteServers
+from shoal.launch.supervisor import Event, SignalEvents, Supervisor
+from shoal.runtime.run_dir import new_run_dir, new_secret
 
 AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.agent")
-_END_S = TERM_S + 3.0  # an agent gives its workers TERM_S, kills them and removes its files
 
 
 @dataclass(frozen=True)
@@ -80,30 +82,62 @@ def run_remote(
     write: Write = print_lines,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """As `launch`, on other hosts. Servers of a strategy are started by the workers themselves."""
+    """As `launch`, on other hosts."""
     spec.check()
     _check_local_options(spec)
     placed = place(machines.hosts(spec.workers), spec.workers)
+    server_hosts = _server_hosts(machines, spec)
     supervisor = Supervisor(spec.workers, grace_s=spec.config.grace_s)
+    put = supervisor.events.put
     start_s = time.monotonic()
     with LogFiles(spec.logs, spec.appends_logs) as logs, new_run_dir() as run_dir:
-        workers = RemoteWorkers(machines, placed, spec, run_dir, supervisor.events.put)
-        workers.show(write, on_progress, logs)
+        secret = spec.config.read_secret() or new_secret()
+        run = RemoteRun(machines, spec, run_dir, secret, put, write, logs, OutputSink(put))
+        servers = RemoteServers(run, server_hosts)
+        workers = RemoteWorkers(run, placed, on_progress)
         enter(spec, run_dir, [workers.host_of(rank) for rank in range(spec.workers)], write)
-        with SignalEvents(workers.put) as signals, workers:
-            supervisor.workers = workers.start_all()
-            supervisor.run(workers, workers, lambda exit: exit.returncode == 0, run_dir)
-        failures = supervisor.failures(run_dir, {"worker": workers.stderr, "server": []})
+
+        def put_signal(event: Event) -> None:
+            put(event)
+            servers.end_start()
+            workers.end_start()
+
+        with SignalEvents(put_signal) as signals, servers, workers:
+            servers.supervise(supervisor)
+            supervisor.workers = workers.start_all(servers) if servers.start_all() else 0
+            supervisor.run(workers, servers, lambda exit: exit.returncode == 0, run_dir)
+        stderr: dict[Role, list[LineForwarder]] = {
+            "worker": workers.stderr,
+            "server": servers.stderr,
+        }
+        failures = supervisor.failures(run_dir, stderr)
         finished = run_dir.finished_ranks()
         reports = tuple(run_dir.read_reports(spec.workers))
-        result = RunResult(time.monotonic() - start_s, (), reports, bool(finished))
+        result = RunResult(
+            time.monotonic() - start_s,
+            (),
+            reports,
+            bool(finished),
+            lost_servers=tuple(servers.policy.lost),
+            servers_removed=servers.policy.removed,
+        )
     signals.raise_first()
     if supervisor.output_error is not None:
         raise supervisor.output_error
     if failures:
         failure = first_failure(failures)
-        raise launch_error(replace(failure, host=workers.host_of(failure.rank)), finished)
+        of_role = servers.host_of if failure.role == "server" else workers.host_of
+        raise launch_error(replace(failure, host=of_role(failure.rank)), finished)
+    say_lost_servers(result, write)
     return result
+
+
+def _server_hosts(machines: Machines, spec: LaunchSpec) -> ServerHosts:
+    if not spec.servers:
+        return ServerHosts(())
+    hosts = machines.server_hosts(spec.servers, spec.replication)
+    is_named = spec.config.coordinator is not None  # by SHOAL_COORDINATOR
+    return replace(hosts, coordinator=None) if is_named else hosts
 
 
 def _check_local_options(spec: LaunchSpec) -> None:
@@ -118,47 +152,36 @@ class RemoteWorkers:
     """The agents of all hosts. Use as a block: at its end they, and their workers, are gone."""
 
     def __init__(
-        self,
-        machines: Machines,
-        placed: Sequence[PlacedRanks],
-        spec: LaunchSpec,
-        run_dir: RunDir,
-        on_event: Callable[[Event], None],
+        self, run: RemoteRun, placed: Sequence[PlacedRanks], on_progress: OnProgress | None
     ):
-        self._machines = machines
+        self._run = run
         self._placed = placed
-        self._spec = spec
-        self._run_dir = run_dir
-        self._on_event = on_event
-        self._on_progress: OnProgress | None = None
-        self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
-        self._agents: list[MachineProcess] = []
-        self._waiters: list[threading.Thread] = []
-        self._exited: set[int] = set()
-        self._handling = threading.Lock()  # one line at a time, and in order for each host
-        self._output_failed = False
-        self._secret = spec.config.read_secret() or new_secret()
-
-    def show(self, write: Write, on_progress: OnProgress | None, logs: LogFiles) -> None:
-        """Where output and progress go; before the start."""
+        self._spec = run.spec
+        self._run_dir = run.run_dir
         self._on_progress = on_progress
-        names = [self.host_of(rank) for rank in range(self._spec.workers)]
-        shown = [(f"[{rank} {name}] ", logs.of("rank", rank)) for rank, name in enumerate(names)]
-        self.stdout = [LineForwarder(write, prefix, False, log) for prefix, log in shown]
-        self.stderr = [LineForwarder(write, prefix, True, log) for prefix, log in shown]
+        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
+        self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
+        self._exited: set[int] = set()
+        self._config = run.spec.config
+        self.stdout, self.stderr = ([self._show(r, e) for r in self._ranks] for e in (False, True))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._spec.workers)
+
+    def _show(self, rank: int, is_stderr: bool) -> LineForwarder:
+        prefix = f"[{rank} {self.host_of(rank)}] "
+        log = self._run.logs.of("rank", rank)
+        return self._agents.forward(LineForwarder(self._run.write, prefix, is_stderr, log))
 
     def host_of(self, rank: int) -> str:
         return next(on.machine.name for on in self._placed if rank in on.ranks)
 
-    def put(self, event: Event) -> None:
-        """An event of the run; a start that still waits for a port ends."""
-        self._on_event(event)
-        self._starting.put(None)
-
     # ------------------------------------------------------------------ starting and ending
 
-    def start_all(self) -> int:
+    def start_all(self, servers: RemoteServers) -> int:
         """Returns how many workers were started: less than all where something ended the start."""
+        self._config = servers.for_workers(replace(self._spec.config, servers=None))
         self._start(self._placed[0], None)
         port = self._starting.get()
         if port is None:
@@ -167,22 +190,18 @@ class RemoteWorkers:
             self._start(placed, port)
         return self._spec.workers
 
-    def _start(self, placed: PlacedRanks, port: int | None) -> None:
-        def on_line(line: str) -> None:
-            self._take(placed, line)
+    def end_start(self) -> None:
+        """A start that still waits for a port ends."""
+        self._starting.put(None)
 
-        given = msgspec.json.encode(self._task(placed, port))
-        environ = self._spec.config.environ
-        agent = self._machines.start(placed.machine, AGENT_COMMAND, environ, given, on_line)
-        self._agents.append(agent)
-        waiter = threading.Thread(
-            target=self._wait,
-            args=(placed, agent),
-            name=f"shoal-wait-{placed.machine.name}",
-            daemon=True,
+    def _start(self, placed: PlacedRanks, port: int | None) -> None:
+        self._agents.start(
+            placed.machine,
+            AGENT_COMMAND,
+            self._task(placed, port),
+            lambda line: self._take(placed, line),
+            lambda status: self._end_host(placed, status),
         )
-        waiter.start()
-        self._waiters.append(waiter)
 
     def _task(self, placed: PlacedRanks, port: int | None) -> HostTask:
         spec = self._spec
@@ -190,8 +209,8 @@ class RemoteWorkers:
             command=list(spec.command),
             python=sys.executable,
             folder=str(Path.cwd()),
-            variables=self._variables(placed.machine),
-            secret=self._secret.hex(),
+            variables=self._run.variables(placed.machine, self._config),
+            secret=self._run.secret.hex(),
             address=placed.machine.address,
             first_rank=placed.first,
             workers=placed.count,
@@ -203,63 +222,33 @@ class RemoteWorkers:
             shows_progress=self._on_progress is not None,
         )
 
-    def _variables(self, machine: Machine) -> dict[str, str]:
-        """Those of Shoal; what only this host has is left out."""
-        config = self._spec.config
-        trusted = config.tls.trusted_network or self._machines.is_private
-        return replace(
-            config,
-            secret=None,
-            secret_file=None,
-            servers=None,
-            run_dir=None,
-            host_id=f"{self._run_dir.path.name}-{machine.name}",
-            tls=replace(config.tls, trusted_network=trusted),
-            environ={},
-        ).to_environment()
-
     def __enter__(self) -> RemoteWorkers:
+        self._agents.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.signal(signal.SIGTERM)
-        self._join()
-        for agent, waiter in zip(self._agents, self._waiters, strict=True):
-            if waiter.is_alive():
-                agent.kill()
-        self._join()
-        if not any(waiter.is_alive() for waiter in self._waiters):  # or one blocks in `write`
-            for forwarder in (*self.stdout, *self.stderr):
-                self._call_sink(forwarder.close)
-
-    def _join(self) -> None:
-        deadline_s = time.monotonic() + _END_S
-        for waiter in self._waiters:
-            waiter.join(max(0.0, deadline_s - time.monotonic()))
+        self._agents.__exit__()
 
     def signal_alone(self, number: signal.Signals) -> None:
-        self.signal(number)
+        self._agents.signal(number)
 
     def signal(self, number: signal.Signals) -> None:
         """SIGTERM reaches the workers through their agents."""
-        for agent in self._agents:
-            agent.kill() if number == signal.SIGKILL else agent.terminate()
+        self._agents.signal(number)
 
     # ------------------------------------------------------------------ what agents report
 
-    def _wait(self, placed: PlacedRanks, agent: MachineProcess) -> None:
+    def _end_host(self, placed: PlacedRanks, status: int) -> None:
         """An agent that was killed takes its workers with it."""
-        status = agent.wait() or -signal.SIGKILL
         for rank in placed.ranks:
             if rank not in self._exited:
-                self._note_exit(rank, status, time.monotonic_ns())
+                self._note_exit(rank, status or -signal.SIGKILL, time.monotonic_ns())
 
     def _take(self, placed: PlacedRanks, line: str) -> None:
         try:
             message = read_message(line)
         except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            text = f"{line}\n".encode()
-            self._call_sink(lambda: self.stderr[placed.first].feed(text))
+            self._agents.feed(self.stderr[placed.first], f"{line}\n")
             return
         self._handle(placed, message)
 
@@ -271,7 +260,7 @@ class RemoteWorkers:
         elif isinstance(message, WorkerProgress):
             show = self._on_progress
             if show is not None:
-                self._call_sink(lambda: show(message.record))
+                self._run.sink.call(lambda: show(message.record))
         elif isinstance(message, StepsDone):
             for rank in placed.ranks:
                 self._run_dir.write_steps(rank, message.steps.get(rank, 0))
@@ -279,7 +268,7 @@ class RemoteWorkers:
             return  # not a worker of this host
         elif isinstance(message, WorkerOutput):
             streams = self.stderr if message.is_stderr else self.stdout
-            self._call_sink(lambda: streams[message.rank].feed(message.text.encode()))
+            self._agents.feed(streams[message.rank], message.text)
         else:
             self._end(message)
 
@@ -304,15 +293,5 @@ class RemoteWorkers:
     def _note_exit(self, rank: int, returncode: int, time_ns: int) -> None:
         self._exited.add(rank)
         self._run_dir.note_exit(rank, returncode)
-        self.put(ProcessExit(rank, returncode, time_ns))
-
-    def _call_sink(self, act: Callable[[], None]) -> None:
-        """As OutputPump does: an error of `write` ends the run, and the rest is discarded."""
-        with self._handling:
-            if self._output_failed:
-                return
-            try:
-                act()
-            except Exception as error:
-                self._output_failed = True
-                self.put(error)
+        self._run.put(ProcessExit(rank, returncode, time_ns))
+        self.end_start()

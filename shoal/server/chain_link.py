@@ -35,6 +35,7 @@ from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.hello import Channel, Moved
 from shoal.server.protocol.messages import SetUp, Stats
+from shoal.server.replica_addresses import ReplicaAddresses
 from shoal.server.replica_watch import ReplicaWatch
 from shoal.server.request import Reply, Request
 
@@ -76,7 +77,7 @@ class ChainLink(ServerLink):
         tracer: Tracer = OFF,
         tls: TlsConfig = PLAIN,
     ):
-        self.addresses = tuple(addresses)
+        self.addresses = addresses
         self.view = ChainView(len(addresses), header.worker)
         self.interruptions = Interruptions(self.view)
         self.find_head_s = FIND_HEAD_S
@@ -281,9 +282,17 @@ class ChainLink(ServerLink):
     def _connected(self, channel: Channel, replica: int, timeout_s: float) -> Connection:
         if replica != self._set_up_at:
             self._watch.attach(replica, timeout_s)
-        connection = self._authenticated(self.addresses[replica], channel, timeout_s)
+        connection = self._reach(replica, channel, timeout_s)
         connection.sock.settimeout(None)
         return connection
+
+    def _reach(self, replica: int, channel: Channel, timeout_s: float) -> Connection:
+        try:
+            return self._authenticated(self.addresses[replica], channel, timeout_s)
+        except (OSError, Broken):
+            if isinstance(self.addresses, ReplicaAddresses):
+                self.addresses.look_again()
+            raise
 
     # ------------------------------------------------------------------ finding the head
 
@@ -340,7 +349,7 @@ class ChainLink(ServerLink):
 
     def set_up(self, replica: int, timeout_s: float) -> Connection:
         """A control connection to a replica that knows this worker and its memory."""
-        connection = self._authenticated(self.addresses[replica], "control", timeout_s)
+        connection = self._reach(replica, "control", timeout_s)
         sequence, step = self._acknowledged
         header = self._header._replace(
             kind=FrameKind.SETUP, sequence=sequence, argument=step, epoch=self.view.epoch

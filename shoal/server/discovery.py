@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.comm import objects
-from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.launched_server import LaunchedServer
 from shoal.runtime.run_dir import RunDir
 from shoal.server.introduction import Announcer, Introduction, introduce
+from shoal.server.replica_addresses import ReplicaAddresses
 from shoal.server.server import Server
 from shoal.server.started import ServerAddress, StartedServers
 from shoal.strategy.terms import Ps
@@ -44,7 +46,7 @@ class ServerSet:
         """The worker is on `host`; `started` are the servers that it has started."""
         self.announcer = announcer
         self.secret = announcer.secret
-        self.addresses: list[str | tuple[str, ...]] = [s.seen_from(host) for s in servers]
+        self.addresses: list[str | Sequence[str]] = [s.seen_from(host) for s in servers]
         self._servers = list(servers)
         self._leader = servers[0]
         self._started = started
@@ -57,7 +59,7 @@ class ServerSet:
     @property
     def has_replicas(self) -> bool:
         """Whether each server is a chain of replicas, with an address each."""
-        return any(isinstance(address, tuple) for address in self.addresses)
+        return any(not isinstance(address, str) for address in self.addresses)
 
     def seen_by(self, index: int) -> list[str]:
         """The addresses of all servers, as server `index` reaches them."""
@@ -116,8 +118,21 @@ def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Se
     needed = term.servers * term.replicas
     if len(addresses) < needed:
         raise BadInput(f"{term} needs {needed} servers, and there are {len(addresses)}")
-    all_of_them = [ServerAddress("", address, "") for address in addresses[:needed]]
-    return _set_of(term, Announcer(secret), all_of_them)
+    named = [LaunchedServer.decode(text) for text in addresses[:needed]]
+    host = host_id(config.host_id).decode()
+    found = _set_of(term, Announcer(secret), [_address_of(server) for server in named], host)
+    if term.replicas > 1:
+        found.addresses = [
+            ReplicaAddresses(of_shard, shard * term.replicas, config)
+            for shard, of_shard in enumerate(found.addresses)
+        ]
+    return found
+
+
+def _address_of(server: LaunchedServer) -> ServerAddress:
+    if not server.local:
+        return ServerAddress("", server.remote, "")
+    return ServerAddress(host_id(server.host).decode(), server.local, server.remote)
 
 
 def _set_of(

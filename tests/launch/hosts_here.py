@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from shoal.launch.host_process import HostProcess
-from shoal.launch.machines import Machine
+from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
+from shoal.launch.replication import Replication
 
 
 class HostsHere:
@@ -21,6 +23,12 @@ class HostsHere:
 
     def hosts(self, workers: int) -> Sequence[Machine]:
         return self.machines
+
+    def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
+        return servers_in_turn(self.machines, servers, replication)
+
+    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
+        return machine
 
     def start(
         self,

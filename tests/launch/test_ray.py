@@ -16,6 +16,7 @@ import pytest
 
 from shoal.commands.engines import open_engine
 from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
 from tests.coordinator.helpers import until
 from tests.launch.ray_nodes import RayNodes, ray_nodes
 
@@ -55,9 +56,10 @@ shoal.run(train)
 
 def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "shoal.launch.ray_machines", raising=False)
+    for name in ("machines", "cluster", "slots"):
+        monkeypatch.delitem(sys.modules, f"shoal.launch.ray_{name}", raising=False)
     with pytest.raises(BadInput, match=r"pip install 'shoal\[ray\]'"):
-        open_engine("ray")
+        open_engine("ray", RunConfig())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,128 @@
+"""Agents on the hosts of an engine, as processes of this launcher: started, signalled, waited for.
+
+A thread for each agent waits for its exit. What agents print is handed on by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.errors import BadInput
+from shoal.launch.machines import Machine, MachineProcess, Machines
+from shoal.launch.output import LineForwarder
+from shoal.launch.supervisor import TERM_S
+
+_END_S = TERM_S + 3.0  # an agent gives its processes TERM_S, kills them and removes its files
+
+
+class OutputSink:
+    """As OutputPump does: an error of `write` ends the run, and the rest is discarded."""
+
+    def __init__(self, on_error: Callable[[Exception], None]):
+        self._on_error = on_error
+        self._handling = threading.Lock()
+        self._has_failed = False
+
+    def call(self, act: Callable[[], None]) -> None:
+        """`act` hands lines to `write`, or a record to `on_progress`."""
+        with self._handling:
+            if self._has_failed:
+                return
+            try:
+                act()
+            except Exception as error:
+                self._has_failed = True
+                self._on_error(error)
+
+
+class AgentProcesses:
+    """Use as a block: at its end all agents, and what they have started, are gone."""
+
+    def __init__(self, machines: Machines, environ: Mapping[str, str], sink: OutputSink):
+        self._machines = machines
+        self._environ = environ
+        self._sink = sink
+        self._agents: list[MachineProcess] = []
+        self._waiters: list[threading.Thread] = []
+        self._forwarders: list[LineForwarder] = []
+        self._starting = threading.Lock()
+        self._is_over = False
+
+    def start(
+        self,
+        machine: Machine,
+        command: Sequence[str],
+        task: Any,
+        on_line: Callable[[str], None],
+        on_end: Callable[[int], None],
+    ) -> None:
+        """It reads `task` at its stdin; `on_end` is called with its exit status, from a thread.
+
+        At the end of the block nothing is started any more.
+        """
+        given = msgspec.json.encode(task)
+        started: queue.SimpleQueue[BadInput | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                agent = self._machines.start(machine, command, self._environ, given, on_line)
+            except BadInput as error:
+                started.put(error)
+                return
+            self._agents.append(agent)
+            started.put(None)
+            on_end(agent.wait())
+
+        with self._starting:
+            if self._is_over:
+                return
+            # The kernel kills a process of this host with the thread that has started it.
+            waiter = threading.Thread(target=run, name=f"shoal-wait-{machine.name}", daemon=True)
+            self._waiters.append(waiter)
+            waiter.start()
+            error = started.get()
+        if error is not None:
+            raise error
+
+    def forward(self, forwarder: LineForwarder) -> LineForwarder:
+        """It is closed at the end of the block."""
+        self._forwarders.append(forwarder)
+        return forwarder
+
+    def feed(self, forwarder: LineForwarder, text: str) -> None:
+        self._sink.call(lambda: forwarder.feed(text.encode()))
+
+    def signal_alone(self, number: signal.Signals) -> None:
+        self.signal(number)
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGTERM reaches the processes of agents through them."""
+        for agent in list(self._agents):
+            agent.kill() if number == signal.SIGKILL else agent.terminate()
+
+    def __enter__(self) -> AgentProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._starting:
+            self._is_over = True
+        self.signal(signal.SIGTERM)
+        self._join()
+        if any(waiter.is_alive() for waiter in self._waiters):
+            self.signal(signal.SIGKILL)
+        self._join()
+        if not any(waiter.is_alive() for waiter in self._waiters):  # or one blocks in `write`
+            for forwarder in self._forwarders:
+                self._sink.call(forwarder.close)
+
+    def _join(self) -> None:
+        deadline_s = time.monotonic() + _END_S
+        for waiter in self._waiters:
+            waiter.join(max(0.0, deadline_s - time.monotonic()))

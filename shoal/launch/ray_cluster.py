@@ -1,0 +1,128 @@
+"""A Ray cluster: how this process joins it, and what it has."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import BadInput
+from shoal.runtime.config import set_default_variables
+from shoal.runtime.cores import cores
+from shoal.runtime.run_dir import new_secret
+
+try:
+    import ray
+    from ray.exceptions import AuthenticationError
+except ImportError as missing:
+    raise BadInput("--on ray needs Ray: pip install 'shoal[ray]'") from missing
+
+_REACH_S = 10.0
+_HEAD = "node:__internal_head__"  # a resource that the head node alone has
+_TOKEN = (
+    "every node needs RAY_AUTH_MODE=token and the same token (ray get-auth-token --generate), or "
+    "set RAY_AUTH_MODE=disabled for a cluster without tokens"
+)
+Bundle = Mapping[str, float]  # resources by their name
+
+
+def connect(address: str, num_cpus: int) -> None:
+    """To the cluster of the address, of this host, or to one that is started here."""
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        _check_reachable(address)
+    try:
+        with suppress(ConnectionError):
+            ray.init(address=address or "auto", **quiet)
+            return
+        if address:
+            raise BadInput(
+                f"there is no Ray cluster at {address} that this host is a node of "
+                f"(ray start --address={address}) and has the token of: {_TOKEN}"
+            )
+        set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
+        num_cpus = max(cores(), num_cpus)
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    except AuthenticationError:
+        raise BadInput(f"this host has no token of a Ray cluster: {_TOKEN}") from None
+
+
+def leave() -> None:
+    """Also ends a cluster that was started here."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise BadInput(f"--on ray://{address} has to name host and port: --on ray://HOST:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise BadInput(f"cannot reach a Ray cluster at {address}: {error}") from None
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """What a node of the cluster has, used or not."""
+
+    node_id: str
+    hostname: str
+    resources: Bundle
+
+    @property
+    def is_head(self) -> bool:
+        return _HEAD in self.resources
+
+    def room_for(self, bundle: Bundle) -> int:
+        """How many such bundles fit where nothing else runs."""
+        return min(math.floor(self.resources.get(name, 0) / n) for name, n in bundle.items())
+
+
+def nodes_now() -> list[RayNode]:
+    """Those that live."""
+    found: list[dict[str, Any]] = ray.nodes()
+    return [
+        RayNode(node["NodeID"], node["NodeManagerHostname"], node["Resources"])
+        for node in found
+        if node["Alive"]
+    ]
+
+
+def room_for(nodes: Sequence[RayNode], bundle: Bundle) -> int:
+    return sum(node.room_for(bundle) for node in nodes)
+
+
+def head_bundle(memory_bytes: int) -> Bundle:
+    """On the head node, without which there is no cluster."""
+    return {"memory": memory_bytes, _HEAD: 0.001}
+
+
+def idle_head(nodes: Sequence[RayNode]) -> str | None:
+    """The head node, where it was started without CPUs: nothing is to run there."""
+    heads = [node.node_id for node in nodes if node.is_head and not node.resources.get("CPU")]
+    return heads[0] if heads and len(nodes) > 1 else None
+
+
+def resources_in_words(nodes: Sequence[RayNode]) -> str:
+    """ "2 nodes with 4 CPUs (1 free) and 0 GPUs"; nodes without CPUs are not counted."""
+    free = ray.available_resources()
+    useful = [node for node in nodes if node.resources.get("CPU")]
+    count = f"{len(useful)} node{'' if len(useful) == 1 else 's'}"
+    amounts = []
+    for name in ("CPU", "GPU"):
+        total = int(sum(node.resources.get(name, 0) for node in useful))
+        left = f" ({int(free.get(name, 0))} free)" if total else ""
+        amounts.append(f"{total} {name}{'' if total == 1 else 's'}{left}")
+    return f"{count} with {' and '.join(amounts)}"
+
+
+def bundle_in_words(bundle: Bundle) -> str:
+    words = [f"{int(n)} {name}{'' if n == 1 else 's'}" for name, n in bundle.items()]
+    return " and ".join(words)

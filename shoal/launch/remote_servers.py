@@ -1,0 +1,231 @@
+"""Servers of a run on hosts that an engine lends, and their coordinator: started, replaced, ended.
+
+    RemoteServers ── an agent for each server ──────── python -m shoal.server.main
+                  ── an agent for the coordinator ──── python -m shoal.coordinator.main
+
+Workers start while servers load: an agent says at once where its server is going to listen. A
+server that is lost is started again where the engine says, in the background; the others, and
+workers, find it through the coordinator.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import BadInput
+from shoal.launch.agent_messages import HostRefused
+from shoal.launch.agent_processes import AgentProcesses
+from shoal.launch.chain_members import ChainMembers
+from shoal.launch.lost_servers import ServerPolicy
+from shoal.launch.machines import Machine, ServerHosts
+from shoal.launch.output import LineForwarder
+from shoal.launch.process_config import server_config
+from shoal.launch.processes import ProcessExit
+from shoal.launch.remote_run import RemoteRun
+from shoal.launch.server_messages import (
+    ChainsChanged,
+    ServerExited,
+    ServerListens,
+    ServerOutput,
+    ServerTask,
+    read_server_message,
+)
+from shoal.launch.supervisor import Supervisor
+from shoal.runtime.config import RunConfig
+from shoal.runtime.launched_server import LaunchedServer
+
+SERVER_AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.server_agent")
+COORDINATOR = -1  # its number among the servers
+
+
+class RemoteServers:
+    """Use as a block: at its end they, and their agents, are gone."""
+
+    def __init__(self, run: RemoteRun, hosts: ServerHosts):
+        self._run = run
+        self._hosts = dict(enumerate(hosts.servers))
+        if hosts.coordinator is not None:
+            self._hosts[COORDINATOR] = hosts.coordinator
+        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
+        self._listening: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: it ends
+        self._addresses: dict[int, LaunchedServer] = {}
+        self._exited: dict[int, int] = {}
+        self._over = threading.Event()
+        self._restarting: list[threading.Thread] = []
+        spec = run.spec
+        self.members = ChainMembers(spec.replication, spec.servers, run.say, are_here=False)
+        self.policy = ServerPolicy(
+            spec.servers, spec.replication, run.say, self.members, spec.config.server_checkpoint
+        )
+        self._output: dict[int, tuple[LineForwarder, LineForwarder]] = {}
+        for index in self._hosts:
+            self._show(index)
+
+    def host_of(self, index: int) -> str:
+        return self._hosts[index].name
+
+    @property
+    def stderr(self) -> list[LineForwarder]:
+        return [self._output[index][1] for index in range(self._run.spec.servers)]
+
+    def __enter__(self) -> RemoteServers:
+        self._agents.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._agents.__exit__()
+        for thread in self._restarting:
+            thread.join()
+
+    def signal_alone(self, number: signal.Signals) -> None:
+        self._agents.signal(number)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._agents.signal(number)
+
+    # ------------------------------------------------------------------ starting
+
+    def start_all(self) -> bool:
+        """False where something has ended the start."""
+        if COORDINATOR in self._hosts:
+            self._start(COORDINATOR)
+            if self._listening.get() is None:
+                return False
+        for index in range(self._run.spec.servers):
+            self._start(index)
+        return all(self._listening.get() is not None for _ in range(self._run.spec.servers))
+
+    def end_start(self) -> None:
+        """From another thread, or a signal handler."""
+        self._listening.put(None)
+
+    def for_workers(self, config: RunConfig) -> RunConfig:
+        """The same with the addresses of servers, and of the coordinator."""
+        if not self._run.spec.servers:
+            return config
+        found = [self._addresses[index] for index in range(self._run.spec.servers)]
+        if self._run.spec.replication.is_on:  # one that starts again may be on another host
+            found = [replace(server, local="") for server in found]
+        config = replace(config, servers=tuple(server.encode() for server in found))
+        return self._with_coordinator(config)
+
+    def supervise(self, supervisor: Supervisor) -> None:
+        """Let it decide about lost servers."""
+        supervisor.servers = self._run.spec.servers
+        supervisor.server_policy = self.policy
+        supervisor.start_server = self._start_again
+
+    def _start(self, index: int) -> None:
+        machine = self._hosts[index]
+        self._exited.pop(index, None)
+        self._agents.start(
+            machine,
+            SERVER_AGENT_COMMAND,
+            self._task(index, machine),
+            lambda line: self._take(index, line),
+            lambda status: self._end(index, status),
+        )
+
+    def _task(self, index: int, machine: Machine) -> ServerTask:
+        run = self._run
+        spec = run.spec
+        config = self._with_coordinator(spec.config)
+        if index in self._addresses:  # another one takes its place
+            config = replace(config, failpoints=())
+        server = max(0, index)
+        counts = (spec.workers, spec.servers, spec.replication)
+        config = server_config(config, run.run_dir, server, *counts)
+        return ServerTask(
+            role="coordinator" if index == COORDINATOR else "server",
+            folder=str(Path.cwd()),
+            variables=run.variables(machine, config),
+            secret=run.secret.hex(),
+            address=machine.address,
+            index=server,
+            servers=spec.servers,
+        )
+
+    def _with_coordinator(self, config: RunConfig) -> RunConfig:
+        found = self._addresses.get(COORDINATOR)
+        return config if found is None else replace(config, coordinator=found.remote)
+
+    def _start_again(self, index: int) -> None:
+        thread = threading.Thread(
+            target=self._find_and_start, args=(index,), name=f"shoal-server-{index}", daemon=True
+        )
+        self._restarting.append(thread)
+        thread.start()
+
+    def _find_and_start(self, index: int) -> None:
+        before = self._hosts[index]
+        try:
+            self._hosts[index] = self._run.machines.find_again(before, self._over)
+            if self._over.is_set():
+                return
+            if self._hosts[index] != before:
+                where = f"starts again on {self._hosts[index].name}"
+                self._run.say(f"{self._run.spec.replication.in_words(index)} {where}")
+            self._show(index)
+            self._start(index)
+        except BadInput as error:
+            self._run.say(f"server {index}: {error}")
+            self._note_exit(index, -signal.SIGKILL)
+
+    # ------------------------------------------------------------------ what agents report
+
+    def _show(self, index: int) -> None:
+        run = self._run
+        is_server = index != COORDINATOR
+        name = f"server {index}" if is_server else "coordinator"
+        log = run.logs.of("server", index) if is_server else run.logs.of("coordinator")
+        prefix = f"[{name} {self._hosts[index].name}] "
+        out, err = (LineForwarder(run.write, prefix, is_err, log) for is_err in (False, True))
+        self._output[index] = (self._agents.forward(out), self._agents.forward(err))
+
+    def _take(self, index: int, line: str) -> None:
+        try:
+            message = read_server_message(line)
+        except msgspec.DecodeError:  # an error of the interpreter, or of the engine
+            message = ServerOutput(True, f"{line}\n")
+        if isinstance(message, ServerOutput):
+            self._agents.feed(self._output[index][message.is_stderr], message.text)
+        elif isinstance(message, ServerListens):
+            self._listens(index, message)
+        elif isinstance(message, ChainsChanged):
+            self.members.see(message.listing)
+        elif isinstance(message, ServerExited):
+            self._exited[index] = message.returncode
+        else:
+            self._refused(index, message)
+
+    def _listens(self, index: int, message: ServerListens) -> None:
+        host = self._run.host_id(self._hosts[index])
+        self._addresses[index] = LaunchedServer(message.remote, message.local, host)
+        if index != COORDINATOR:
+            self.policy.started(index, message.pid)
+        self._listening.put(index)
+
+    def _refused(self, index: int, message: HostRefused) -> None:
+        self._agents.feed(self._output[index][1], f"shoal: {message.sentence}\n")
+        self._exited[index] = 2
+
+    def _end(self, index: int, status: int) -> None:
+        """An agent that was killed takes its server with it."""
+        returncode = self._exited.get(index, status or -signal.SIGKILL)
+        if index != COORDINATOR:
+            self._note_exit(index, returncode)
+        elif not self._over.is_set():
+            self._run.say("the coordinator is lost: no server that is lost can be replaced now")
+
+    def _note_exit(self, index: int, returncode: int) -> None:
+        self._run.put(ProcessExit(index, returncode, time.monotonic_ns(), "server"))
+        self._listening.put(None)

@@ -1,0 +1,171 @@
+"""Servers on hosts that an engine lends: where they are placed, and what follows from a loss."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.errors import BadInput
+from shoal.launch.agent_processes import OutputSink
+from shoal.launch.local import LaunchSpec
+from shoal.launch.log_files import LogFiles
+from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
+from shoal.launch.processes import ProcessExit
+from shoal.launch.remote_run import RemoteRun
+from shoal.launch.remote_servers import RemoteServers
+from shoal.launch.replication import Replication
+from shoal.launch.server_messages import ServerListens, ServerTask
+from shoal.launch.server_slots import spread_copies
+from shoal.launch.supervisor import Event, Supervisor
+from shoal.runtime.config import RunConfig
+from shoal.runtime.launched_server import LaunchedServer
+from shoal.runtime.run_dir import RunDir
+from tests.launch.helpers import Screen
+
+TWO_COPIES = Replication(replicas=2)
+HOSTS = [Machine(name, f"10.0.0.{n}", 1) for n, name in enumerate("abc", 1)]
+
+
+def test_copies_of_a_shard_are_on_different_nodes() -> None:
+    nodes = ["a", "b", "a", "b"]
+    slots = spread_copies(nodes, TWO_COPIES)
+    assert sorted(slots) == [0, 1, 2, 3]
+    placed = [nodes[slot] for slot in slots]
+    assert placed[0] != placed[1] and placed[2] != placed[3]
+    uneven = [list("aaab")[slot] for slot in spread_copies(list("aaab"), TWO_COPIES)]
+    assert uneven[0] != uneven[1]
+
+
+def test_hosts_take_servers_in_turn_and_the_first_has_the_coordinator() -> None:
+    hosts = servers_in_turn(HOSTS[:2], 4, TWO_COPIES)
+    assert [host.name for host in hosts.servers] == ["a", "b", "b", "a"]
+    assert hosts.coordinator == HOSTS[0]
+    assert servers_in_turn(HOSTS, 2, Replication()).coordinator is None
+
+
+def test_a_server_is_named_by_one_address_or_two() -> None:
+    for server in (LaunchedServer("tcp:a:1"), LaunchedServer("tcp:a:1", "unix:/s", "h0")):
+        assert LaunchedServer.decode(server.encode()) == server
+    with pytest.raises(BadInput, match=r"use ADDRESS or ADDRESS\|SOCKET\|HOST"):
+        LaunchedServer.decode("tcp:a:1|unix:/s")
+
+
+class SaidServer:
+    """A server that says where it listens, and is there until it is killed."""
+
+    def __init__(self) -> None:
+        self._returncode: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def wait(self) -> int:
+        return self._returncode.get()
+
+    def terminate(self) -> None:
+        self._returncode.put(0)
+
+    def kill(self) -> None:
+        self._returncode.put(-int(signal.SIGKILL))
+
+
+class MovingHosts:
+    """The next host takes what one has lost."""
+
+    is_private = True
+
+    def __init__(self) -> None:
+        self.tasks: list[ServerTask] = []
+        self.processes: list[SaidServer] = []
+
+    def hosts(self, workers: int) -> Sequence[Machine]:
+        return HOSTS
+
+    def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
+        return servers_in_turn(HOSTS[:2], servers, replication)
+
+    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
+        return HOSTS[HOSTS.index(machine) + 1]
+
+    def start(
+        self,
+        machine: Machine,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        on_line: Callable[[str], None],
+    ) -> SaidServer:
+        task = msgspec.json.decode(given, type=ServerTask)
+        self.tasks.append(task)
+        port = 7000 + len(self.tasks)
+        listens = ServerListens(port, "unix:/s", f"tcp:{task.address}:{port}")
+        on_line(msgspec.json.encode(listens).decode())
+        self.processes.append(SaidServer())
+        return self.processes[-1]
+
+    def __enter__(self) -> MovingHosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+@contextmanager
+def started(
+    tmp_path: Path, replication: Replication, shown: Screen
+) -> Iterator[tuple[RemoteServers, MovingHosts, Supervisor, queue.SimpleQueue[Event]]]:
+    spec = LaunchSpec(
+        [sys.executable], 2, RunConfig(), 2 * replication.replicas, replication=replication
+    )
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with MovingHosts() as machines:
+        run = RemoteRun(
+            *(machines, spec, RunDir(tmp_path), bytes(32), events.put, shown, LogFiles(None)),
+            OutputSink(events.put),
+        )
+        hosts = machines.server_hosts(spec.servers, replication)
+        with RemoteServers(run, hosts) as servers:
+            supervisor = Supervisor(2)
+            servers.supervise(supervisor)
+            assert servers.start_all()
+            yield servers, machines, supervisor, events
+
+
+def test_workers_of_its_host_reach_a_server_by_its_socket(tmp_path: Path) -> None:
+    with started(tmp_path, Replication(), Screen()) as (servers, machines, _, _):
+        addresses = servers.for_workers(RunConfig()).servers
+        name = tmp_path.name
+        assert addresses == (
+            f"tcp:10.0.0.1:7001|unix:/s|{name}-a",
+            f"tcp:10.0.0.2:7002|unix:/s|{name}-b",
+        )
+        assert "secret" not in str(machines.tasks[0].variables).lower()
+
+
+def test_a_lost_replica_starts_again_on_another_host(tmp_path: Path) -> None:
+    shown = Screen()
+    with started(tmp_path, TWO_COPIES, shown) as (servers, machines, supervisor, events):
+        config = servers.for_workers(RunConfig())
+        assert config.coordinator == "tcp:10.0.0.1:7001"
+        assert config.servers == tuple(
+            f"tcp:10.0.0.{host}:700{n}" for n, host in zip((2, 3, 4, 5), (1, 2, 2, 1), strict=True)
+        )
+        assert machines.tasks[1].variables["SHOAL_COORDINATOR"] == "tcp:10.0.0.1:7001"
+        machines.processes[2].kill()  # server 1, on b; process 0 is the coordinator
+        exit = events.get(timeout=10)
+        assert isinstance(exit, ProcessExit)
+        assert (exit.rank, exit.returncode, exit.role) == (1, -9, "server")
+        assert servers.policy.note(exit) and servers.policy.survives(exit)
+        assert servers.policy.replaces(exit) and supervisor.start_server is not None
+        supervisor.start_server(1)
+        for thread in servers._restarting:
+            thread.join()
+        assert machines.tasks[-1].index == 1 and machines.tasks[-1].address == "10.0.0.3"
+        assert servers.host_of(1) == "c"
+    assert "server 1 (shard 0, replica 1) starts again on c" in shown.err
