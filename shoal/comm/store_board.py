@@ -33,7 +33,7 @@ class StoreBoard:
         self._announced_s: float | None = None
         self._has_heard = self._all_heard = False
         self._wake = threading.Event()
-        self._is_closed = False
+        self._is_closed = self._is_lost = False
         self._thread = threading.Thread(target=self._watch, name="shoal-preempted", daemon=True)
 
     def __enter__(self) -> StoreBoard:
@@ -48,7 +48,7 @@ class StoreBoard:
     def announce(self) -> bool:
         self._announced_s = self._announced_s or time.monotonic()
         self._wake.set()
-        return True
+        return not self._is_lost
 
     def all_heard(self) -> bool:
         return self._all_heard
@@ -77,6 +77,7 @@ class StoreBoard:
                 if not self._is_closed:
                     self._wake.clear()
         except RuntimeError:  # the store is gone, and its host with it
+            self._is_lost = True
             if self._announced_s is not None:
                 die()
 

@@ -45,6 +45,7 @@ from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StrategyError
 from shoal.launch.device import choose_backend, choose_device
 from shoal.launch.environment import Placement
 from shoal.launch.failures import report_failure
+from shoal.launch.orphan import ending_with_agent, require_agent_store
 from shoal.launch.rendezvous import open_rendezvous
 from shoal.launch.uncaught import add_line_of_script
 from shoal.observe.capture import Capture, StopTraining
@@ -94,6 +95,7 @@ class Worker:
         """Call `train(job)`, and return what it returns."""
         die_with_launcher(self.config.launcher_pid)
         with ExitStack() as stack:
+            stack.enter_context(ending_with_agent(self.rank, self.config.environ))
             stack.enter_context(Watcher(self.config.wait))
             preemption = Preemption(self.run_dir, self.rank, self.size)
             stack.enter_context(preemption)
@@ -318,6 +320,7 @@ class Worker:
     @contextmanager
     def _open_full_group(self, placement: Placement) -> Iterator[Group]:
         """A group of all ranks; all of them have joined when the block begins."""
+        require_agent_store(placement, self.config.environ)
         with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
             spec = GroupSpec(
                 rank=self.rank,

@@ -1,6 +1,7 @@
 """sbatch, srun and scontrol for one machine: enough of Slurm to run a job and to requeue it.
 
-A job is one folder: `requeue` in it asks for another start, `signal` for SIGUSR1 to the script.
+A job is one folder. Files in it are requests: `requeue` for another start, `signal` for the one
+that `--signal` names, `preempt` for SIGTERM and, with `--requeue`, another start.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ for restart in range(5):
         if os.path.exists("signal") and "signal" in options:
             os.remove("signal")
             batch.send_signal(getattr(signal, "SIG" + re.match(r"B:(\\w+)@", options["signal"])[1]))
+        if os.path.exists("preempt"):
+            os.rename("preempt", "requeue" if "requeue" in options else "preempted")
+            batch.terminate()
         time.sleep(0.02)
     if not os.path.exists("requeue"):
         sys.exit(batch.returncode)

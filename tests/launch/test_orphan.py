@@ -1,0 +1,51 @@
+"""Ranks of a torchrun that was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.launch import orphan
+from shoal.launch.environment import Placement
+from tests.launch.helpers import ROOT
+from tests.launch.resuming import free_port
+
+RANK = """
+import time
+from shoal.launch.orphan import ending_with_agent
+with ending_with_agent(3, {"TORCHELASTIC_RUN_ID": "7"}):
+    print("ready", flush=True)
+    while True:
+        time.sleep(60)
+"""
+AGENT = """
+import os, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+rank.stdout.readline()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_rank_whose_agent_was_killed_says_so_and_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AGENT, RANK],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,  # its end is the end of the rank
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == "shoal: rank 3 ends: torchrun, which has started it, was killed\n"
+
+
+def test_a_rank_that_comes_after_the_end_of_the_agent_does_not_wait_for_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(orphan, "_CONNECT_S", 0.0)
+    placement = Placement("torchrun", 1, 2, 1, 2, "env://")
+    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    with pytest.raises(ShoalError, match="rank 1: torchrun's agent does not answer at localhost:"):
+        orphan.require_agent_store(placement, environ)
