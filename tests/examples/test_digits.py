@@ -22,8 +22,9 @@ SHORT = digits.read_options(["--epochs", "1"])
 
 
 def make_job(group: Group | None = None, seed: int = 0) -> Job:
-    torch.manual_seed(seed)
-    group = group or solo_group()
+    if group is None:  # ranks that are threads share torch's generator, and load their weights
+        group = solo_group()
+        torch.manual_seed(seed)
     strategy = parse("ddp" if group.size > 1 else "single")
     return Job(strategy, group, device=torch.device("cpu"), seed=seed)
 

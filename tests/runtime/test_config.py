@@ -80,6 +80,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     checkpoint=st.builds(CheckpointConfig, maybe(path), positive),
     coordinator=maybe(st.sampled_from(["unix:/tmp/c", "etcd://a:1,b:2"])),
     coordinator_beyond=maybe(text),
+    board=maybe(text),
     etcd=st.builds(EtcdConfig, maybe(text), maybe(text), maybe(text)),
     lease_s=maybe(st.floats(0.5, 1e8)),
     failpoints=words,
