@@ -158,8 +158,11 @@ class ChainLink(ServerLink):
     def _exchange(self, channel: Channel, request: Request) -> Reply:
         if not request.is_answered:
             return super()._exchange(channel, request)
-        with self._watch.waiting(channel):
+        self._watch.begin(channel)
+        try:
             return super()._exchange(channel, request)
+        finally:
+            self._watch.end(channel)
 
     @property
     def _resends(self) -> bool:
@@ -206,8 +209,11 @@ class ChainLink(ServerLink):
         self._reading[channel] = is_read
         if channel == "control":
             self._use_fresh_control()
-        elif self._targets(is_read)[:1] != [self._channels[channel].replica]:
+        elif self._first_target(is_read) != self._channels[channel].replica:
             self._move(channel, is_read, None)
+
+    def _first_target(self, is_read: bool) -> int | None:
+        return next(iter(self._targets(is_read)), None) if is_read else self.view.head
 
     def open(self, channel: Channel) -> None:
         """The first connection of a channel; servers may still be starting."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from shoal.errors import ShoalError
@@ -64,14 +63,12 @@ class ReplicaWatch:
         for connection in [*self._attached.values(), *self._detached]:
             connection.close()
 
-    @contextmanager
-    def waiting(self, channel: Channel) -> Iterator[None]:
-        """While the block runs, an answer is waited for."""
+    def begin(self, channel: Channel) -> None:
+        """From now on an answer is waited for."""
         self._since_s[channel] = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since_s.pop(channel, None)
+
+    def end(self, channel: Channel) -> None:
+        self._since_s.pop(channel, None)
 
     # ------------------------------------------------------------------ members
 

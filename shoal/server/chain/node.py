@@ -84,20 +84,22 @@ class ChainNode(ChainState):
         return self.position, effects
 
     def receive(self, sender: int, message: ChainMessage) -> list[Effect]:
-        if message.epoch > self.epoch:
+        epoch = self._config.epoch
+        if message.epoch > epoch:
             self._ahead.add(sender)
             return [Refetch()]
         if isinstance(message, Stale):
             return []
-        if message.epoch < self.epoch:
-            return [Send(sender, Stale(self.epoch))]
-        if isinstance(message, Ask | Confirm):
+        if message.epoch < epoch:
+            return [Send(sender, Stale(epoch))]
+        if isinstance(message, (Ask, Confirm)):
             return self._from_member(sender, message)
-        if sender == self.predecessor:
+        place = self._place
+        if sender == place.predecessor:
             return self._from_predecessor(sender, message)
-        if sender == self.successor:
+        if sender == place.successor:
             return self._from_successor(message)
-        if self.is_tail:
+        if place.is_tail:
             return self._from_learner(sender, message)
         if sender == self.config.tail and not self.is_member:
             return self._from_teacher(sender, message)
@@ -174,19 +176,17 @@ class ChainNode(ChainState):
         return effects
 
     def _from_predecessor(self, sender: int, message: ChainMessage) -> list[Effect]:
-        if isinstance(message, Greet):
-            return self._at(sender)
-        if not isinstance(message, Append):
-            return []
-        return self._append_in_order(message) + self._commit(message.committed)
+        if isinstance(message, Append):
+            return self._append_in_order(message) + self._commit(message.committed)
+        return self._at(sender) if isinstance(message, Greet) else []
 
     def _append_in_order(self, message: Append | Teach) -> list[Effect]:
         """What comes too early waits; what is known is ignored. Over TCP nothing comes early."""
-        if message.position > self.position:
+        if message.position > self._log.end:
             self._early[message.position] = message.op
         effects: list[Effect] = []
-        while self.position + 1 in self._early:
-            effects += self._append(self._early.pop(self.position + 1))
+        while self._early and (following := self._log.end + 1) in self._early:
+            effects += self._append(self._early.pop(following))
         return effects
 
     def _from_successor(self, message: ChainMessage) -> list[Effect]:

@@ -149,10 +149,11 @@ class ChainState:
     # ------------------------------------------------------------------ log and commitment
 
     def _append(self, op: Any) -> list[Effect]:
-        entry = Entry(self.position + 1, op)
+        entry = Entry(self._log.end + 1, op)
         self._log.append(entry, self.weigh(op))
         effects = self._forward((entry,)) if self._successor_is_known else []
-        return [*effects, Apply(entry), *self._commit_alone()]
+        effects.append(Apply(entry))
+        return effects + self._commit_alone() if self.is_tail else effects
 
     def _commit_alone(self) -> list[Effect]:
         """A tail commits what it has, unless it is adding a member."""
@@ -162,17 +163,22 @@ class ChainState:
 
     def _commit(self, upto: int) -> list[Effect]:
         """Every member has all up to `upto`."""
-        entries = self._log.between(self.committed, upto)
-        if not entries:
+        before = self.committed
+        upto = min(upto, self._log.end)
+        if upto <= before:
             return []
-        self.committed = entries[-1].position
+        self.committed = upto
+        predecessor = self._place.predecessor
         effects: list[Effect] = []
-        if self.predecessor is not None:
-            effects.append(Send(self.predecessor, Acked(self.epoch, self.committed)))
+        if predecessor is not None:
+            effects.append(Send(predecessor, Acked(self._config.epoch, upto)))
+        if not self._teaching.has_learners:
+            self._log.drop(upto)
+            return effects
+        entries = self._log.between(before, upto)
         for learner in self._teaching.listeners():
             effects += self._teach(learner, entries)
-        effects += self._give_up_slow()
-        return effects
+        return effects + self._give_up_slow()
 
     def _give_up_slow(self) -> list[Effect]:
         """The log is no longer kept for learners that are too far behind: they begin again."""
@@ -196,9 +202,11 @@ class ChainState:
         return [Send(predecessor, At(self.epoch, self.position, self.committed))]
 
     def _forward(self, entries: tuple[Entry, ...]) -> list[Effect]:
-        assert self.successor is not None
+        successor = self._place.successor
+        epoch = self._config.epoch
+        assert successor is not None
         return [
-            Send(self.successor, Append(self.epoch, entry.position, self.committed, entry.op))
+            Send(successor, Append(epoch, entry.position, self.committed, entry.op))
             for entry in entries
         ]
 

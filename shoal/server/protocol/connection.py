@@ -102,6 +102,9 @@ class Connection:
 
     def _read(self, count: int) -> bytes:
         """In chunks: an announced length alone allocates nothing."""
+        if self._ahead is not None and self._ahead.has(count):
+            self.received_bytes += count
+            return self._ahead.take_bytes(count)
         if count <= _CHUNK_BYTES:
             chunk = bytearray(count)
             self.read_into(memoryview(chunk))
@@ -222,6 +225,15 @@ class _ReadAhead:
 
     def suits(self, size: int) -> bool:
         return size < self._buffer.nbytes
+
+    def has(self, count: int) -> bool:
+        return self._left.nbytes >= count
+
+    def take_bytes(self, count: int) -> bytes:
+        """As many as there are at least."""
+        taken = bytes(self._left[:count])
+        self._left = self._left[count:]
+        return taken
 
     def take(self, view: memoryview) -> int:
         """How many bytes of `view` are filled."""

@@ -185,8 +185,12 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """What it takes up in memory."""
-        tensors = [*(self.push or ()), *(t for rows in self.rows for t in (rows.ids, rows.grads))]
-        return len(self.data) + sum(int(tensor.nbytes) for tensor in tensors)
+        count = len(self.data)
+        for tensor in self.push or ():
+            count += tensor.nbytes
+        for rows in self.rows:
+            count += rows.ids.nbytes + rows.grads.nbytes
+        return count
 
 
 EMPTY = Payload()

@@ -44,20 +44,13 @@ class PeerFrames:
         self.deliver(sender, with_op(message, Proposed(operation, payload)))
 
     def _expects(self, sender: int, message: Append | Teach) -> bool:
-        """Whether this message would be appended; what it knows to be committed is applied."""
-        core = self._core
-        with core.changed:
-            node = core.node
-            if message.epoch != node.epoch or message.position != node.position + 1:
-                return False
-            if isinstance(message, Teach):
-                return not node.is_member and sender == node.config.tail
-            if sender != node.predecessor:
-                return False
-            if message.committed <= node.committed:
-                return True
-            core.run(node.receive(sender, _committed_alone(message, node.position)))
-            return node is core.node
+        """Whether this message would be appended, as far as can be said without the lock."""
+        node = self._core.node
+        if message.epoch != node.epoch or message.position != node.position + 1:
+            return False
+        if isinstance(message, Teach):
+            return not node.is_member and sender == node.config.tail
+        return sender == node.predecessor
 
     def deliver(self, sender: int, message: ChainMessage) -> None:
         core = self._core
@@ -95,8 +88,3 @@ def _is_missed(message: ChainMessage, node: ChainNode) -> bool:
     if not isinstance(message, Append | Teach) or message.op is not None:
         return False
     return message.epoch == node.epoch and message.position > node.position
-
-
-def _committed_alone(message: Append, position: int) -> Append:
-    """The same news of what is committed, with an entry that is known already."""
-    return Append(message.epoch, position, message.committed, None)
