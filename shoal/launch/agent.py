@@ -2,6 +2,7 @@
 
     stdin    a HostTask: command, variables, ranks, the secret of the run
     stdout   AgentMessages: output, progress, exits
+    SIGUSR1  the workers get SIGTERM alone: a preemption, after which they save and exit
     SIGTERM  the workers get SIGTERM, 2 s, and SIGKILL; the agent exits
 
 Workers have the variables of torchrun, so that a script may use them, too. The secret and the
@@ -63,7 +64,8 @@ class Agent:
         self._sent_steps: dict[int, int] = {}
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: self.events.put(signal.SIGTERM))
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda got, _: self.events.put(signal.Signals(got)))
         self.check_files()
         port = self.task.master_port
         if port is None:
@@ -155,7 +157,9 @@ class Agent:
             if isinstance(event, ProcessExit):
                 left -= 1
                 self._report(event)
-            elif isinstance(event, signal.Signals) and deadline_s is None:
+            elif event == signal.SIGUSR1:
+                workers.signal_alone(signal.SIGTERM)
+            elif event == signal.SIGTERM and deadline_s is None:
                 deadline_s = time.monotonic() + TERM_S
                 workers.signal(signal.SIGTERM)
 

@@ -99,6 +99,11 @@ class AgentProcesses:
     def feed(self, forwarder: LineForwarder, text: str) -> None:
         self._sink.call(lambda: forwarder.feed(text.encode()))
 
+    def preempt(self) -> None:
+        """Processes of agents save and end by themselves, as long as they are not signalled."""
+        for agent in list(self._agents):
+            agent.preempt()
+
     def signal_alone(self, number: signal.Signals) -> None:
         self.signal(number)
 

@@ -61,6 +61,9 @@ class HostProcess:
         self._reader.join()
         return self._process.wait()
 
+    def preempt(self) -> None:
+        self._process.send_signal(signal.SIGUSR1)
+
     def terminate(self) -> None:
         self._process.terminate()
 

@@ -59,6 +59,10 @@ class MachineProcess(Protocol):
         """
         ...
 
+    def preempt(self) -> None:
+        """SIGUSR1, on which an agent lets its workers save and end; nothing if it has exited."""
+        ...
+
     def terminate(self) -> None:
         """SIGTERM, on which an agent ends its workers; nothing if it has exited."""
         ...

@@ -60,6 +60,10 @@ class PolledProcess:
             self._changed.notify_all()
             return lines, self._returncode
 
+    def preempt(self) -> None:
+        if self._process is not None:
+            self._process.preempt()
+
     def terminate(self) -> None:
         if self._process is not None:
             self._process.terminate()

@@ -79,6 +79,9 @@ class RayProcess:
                 self._on_line(line)
         return int(returncode)
 
+    def preempt(self) -> None:
+        self._actor.preempt.remote()
+
     def terminate(self) -> None:
         self._actor.terminate.remote()
 

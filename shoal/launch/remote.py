@@ -230,7 +230,8 @@ class RemoteWorkers:
         self._agents.__exit__()
 
     def signal_alone(self, number: signal.Signals) -> None:
-        self._agents.signal(number)
+        """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
+        self._agents.preempt()
 
     def signal(self, number: signal.Signals) -> None:
         """SIGTERM reaches the workers through their agents."""

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +20,14 @@ from shoal.launch.agent_messages import HostTask
 from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine
+from shoal.launch.output import Write
 from shoal.launch.remote import place, run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
+from tests.launch.resuming import environ, undisturbed, write_script
 
 NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR SHOAL_HOST"
 
@@ -124,6 +128,89 @@ def test_a_signal_ends_all_workers(tmp_path: Path, number: signal.Signals) -> No
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def after_both_have_started(act: Callable[[], None], shown: Screen) -> Write:
+    """What is written goes to `shown`, too; `act` is called once two workers have said `up`."""
+
+    def write(text: str, is_stderr: bool) -> None:
+        shown(text, is_stderr)
+        if "up" in text and shown.out.count("up") == 2:
+            act()
+
+    return write
+
+
+def test_preempted_workers_have_the_time_that_they_need(tmp_path: Path) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(2.5)\n"  # longer than after Ctrl-C
+        "    print('saved')\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('up')\n"
+        "time.sleep(60)\n"
+    )
+    shown = Screen()
+    write = after_both_have_started(lambda: os.kill(os.getpid(), signal.SIGTERM), shown)
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path, program, [1, 1], 2, write=write)
+    assert end.value.code == 143
+    assert shown.out.count("saved") == 2
+
+
+def test_a_second_signal_ends_workers_that_save(tmp_path: Path) -> None:
+    program = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked'))\n"
+        "print('up')\n"
+        "while True: time.sleep(60)\n"
+    )
+    shown = Screen()
+    first = after_both_have_started(lambda: os.kill(os.getpid(), signal.SIGTERM), shown)
+
+    def write(text: str, is_stderr: bool) -> None:
+        first(text, is_stderr)
+        if "asked" in text and shown.out.count("asked") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        run(tmp_path, program, [1, 1], 2, write=write)  # and not after the 30 s of SHOAL_GRACE
+
+
+@pytest.mark.whole
+def test_a_preempted_run_saves_and_goes_on_with_more_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed(tmp_path / "plain")
+    write_script(tmp_path / "job")
+
+    def attempt(workers: int) -> Screen:
+        command = [sys.executable, str(tmp_path / "job" / "train.py"), "file-struck", "any"]
+        config = RunConfig.from_environment(
+            environ(SHOAL_CHECKPOINT=str(tmp_path / "saved"), TMPDIR=str(tmp_path))
+        )
+        shown = Screen()
+        with HostsHere([1, 2]) as machines:
+            run_remote(machines, LaunchSpec(command, workers, config), shown)
+        return shown
+
+    def preempt() -> None:
+        while not (tmp_path / "job" / "struck").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.chdir(tmp_path / "job")
+    preempting = threading.Thread(target=preempt)
+    preempting.start()
+    with pytest.raises(SystemExit) as end:
+        attempt(2)
+    preempting.join()
+    assert end.value.code == 143
+    shown = attempt(3)
+    assert "resuming from" in shown.err
+    assert f"final {expected} 3" in shown.out
 
 
 def test_after_a_loss_hosts_are_asked_for_again_and_all_workers_start(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ class SaidServer:
     def wait(self) -> int:
         return self._returncode.get()
 
+    def preempt(self) -> None:
+        pass
+
     def terminate(self) -> None:
         self._returncode.put(0)
 
