@@ -64,10 +64,13 @@ check-native:
 	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread tests/transport/shm_driver.c -o build/shm-thread
 	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all $(TCP) -o build/tcp-address
 	$(CC) $(SANITIZED) -Wno-tsan -fsanitize=thread $(TCP) -o build/tcp-thread
+	$(CC) $(SANITIZED) -fsanitize=address,undefined -fno-sanitize-recover=all \
+		tests/embedding/rows_driver.c -o build/rows-address
 	build/shm-address
 	build/shm-thread
 	build/tcp-address
 	build/tcp-thread
+	build/rows-address
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

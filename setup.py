@@ -3,11 +3,10 @@
 from setuptools import Extension, setup
 
 
-def native(name: str, *files: str, headers: tuple[str, ...] = ()) -> Extension:
-    folder = f"shoal/transport/{name}"
+def native(folder: str, name: str, *files: str, headers: tuple[str, ...] = ()) -> Extension:
     return Extension(
-        f"shoal.transport.{name}._{name}",
-        [f"{folder}/{file}" for file in (f"_{name}.c", *files)],
+        f"{folder.replace('/', '.')}.{name}",
+        [f"{folder}/{file}" for file in (f"{name}.c", *files)],
         depends=["shoal/transport/arithmetic.h", *(f"{folder}/{file}" for file in headers)],
         extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-strict-aliasing", "-pthread"],
         extra_link_args=["-pthread"],
@@ -16,4 +15,11 @@ def native(name: str, *files: str, headers: tuple[str, ...] = ()) -> Extension:
 
 
 TCP = ("engine.c", "frames.c", "messages.c", "endings.c")
-setup(ext_modules=[native("shm"), native("tcp", *TCP, headers=("engine.h",))])
+setup(
+    ext_modules=[
+        native("shoal/transport/shm", "_shm"),
+        native("shoal/transport/tcp", "_tcp", *TCP, headers=("engine.h",)),
+        native("shoal/embedding", "_rows"),
+        native("shoal/server/protocol", "_frames"),
+    ]
+)

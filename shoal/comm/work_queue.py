@@ -108,6 +108,7 @@ class WorkQueue:
         self._release = self._lock.release  # faster than `with`
         self._changed = threading.Condition(self._lock)
         self._sleepers = 0  # a notification costs more than a light operation: only if needed
+        self._callers = 0  # those of them that wait for an operation
         self._waiting: deque[QueuedWork] = deque()
         self._working = False
         self._urged = False
@@ -151,7 +152,9 @@ class WorkQueue:
             self._acquire()
             try:
                 while self._working and not work.is_done:
+                    self._callers += 1
                     self._sleep()
+                    self._callers -= 1
                 if work.is_done or not self._waiting:
                     return
                 self._working = True
@@ -159,6 +162,17 @@ class WorkQueue:
             finally:
                 self._release()
             self._execute(next_)
+
+    def try_take(self) -> bool:
+        """Whether the caller may act in place of the next operation, until `give_back`."""
+        with self._lock:
+            is_free = not self._waiting and not self._working and not self._closing
+            self._working |= is_free
+        return is_free
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._end_work()
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the thread. Operations that have not been begun are abandoned.
@@ -184,14 +198,18 @@ class WorkQueue:
             work.end_ns = time.monotonic_ns()
         self._acquire()
         work.is_done = True
-        self._working = False
-        if self._urged and not self._waiting:
-            self._urged = False
-        if self._sleepers:
-            self._changed.notify_all()
+        self._end_work()
         self._release()
         if work._callbacks is not None:
             self._call_back(work)
+
+    def _end_work(self) -> None:
+        """With the lock. The thread sleeps on where there is nothing for it to do."""
+        self._working = False
+        self._urged &= bool(self._waiting)
+        is_awaited = self._callers or self._urged or self._idle_s is not None
+        if self._sleepers and is_awaited:
+            self._changed.notify_all()
 
     def _call_back(self, work: QueuedWork) -> None:
         """The thread leaves its place for as long as callbacks run."""

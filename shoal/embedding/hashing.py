@@ -8,6 +8,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    from shoal.embedding._rows import locate as _native
+except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
+    _native = None  # type: ignore[assignment]
+
 Words = NDArray[np.uint64]
 Ids = NDArray[np.int64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -46,13 +51,30 @@ class Permutation:
         self.size = size
         self._height = math.isqrt(max(0, size - 1)) + 1
         self._width = max(1, -(-size // self._height))
-        self._keys = [np.uint64(key_of(key, i)) for i in range(_ROUNDS)]
+        self._keys = np.array([key_of(key, i) for i in range(_ROUNDS)], np.uint64)
 
     def __call__(self, numbers: Ids) -> Ids:
         shuffled = self._shuffle(numbers)
         while (outside := np.flatnonzero(shuffled >= self.size)).size:
             shuffled[outside] = self._shuffle(shuffled[outside])
         return shuffled
+
+    def deal(self, numbers: Ids, shards: int) -> tuple[Ids, Ids]:
+        """The permuted numbers dealt to shards in turn: shard and slot of each.
+
+        An IndexError if a number is out of range.
+        """
+        if _native is None:
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.size:
+                raise IndexError(f"a number of {len(numbers)} is out of range")
+            slots, owners = np.divmod(self(numbers), shards)
+            return owners, slots
+        owners, slots = np.empty_like(numbers), np.empty_like(numbers)
+        pairs = (self.size, self._height, self._width, self._keys)
+        wrong = _native(*pairs, np.ascontiguousarray(numbers), shards, owners, slots)
+        if wrong >= 0:
+            raise IndexError(f"number {wrong} of {len(numbers)} is out of range")
+        return owners, slots
 
     def _shuffle(self, numbers: Ids) -> Ids:
         left, right = np.divmod(numbers, self._width)

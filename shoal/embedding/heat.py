@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.embedding.hashing import Ids
+from shoal.embedding.id_counts import IdCounts
 
 Numbers = NDArray[np.int64]
 _NONE: Numbers = np.zeros(0, np.int64)
 _MIN_BATCH = 1 << 15
-_WIDE = 8  # times as many possible ids as ids: then sorting them is faster than counting
 
 
 class Hottest(NamedTuple):
@@ -41,22 +41,24 @@ class Hottest(NamedTuple):
 
 
 class SpaceSaving:
-    """Counts of the most frequent ids of a stream, with at most `capacity` counters."""
+    """Counts of the most frequent ids of a stream, with at most `capacity` counters.
 
-    def __init__(self, capacity: int):
+    `num_rows`: ids are below it. If they are few, a batch lasts until counts are asked for.
+    """
+
+    def __init__(self, capacity: int, num_rows: int | None = None):
         self.capacity = capacity
         self._total = 0
         self._ids: Ids = _NONE  # in ascending order
         self._counts: Numbers = _NONE
         self._errors: Numbers = _NONE
         self._floor = 0  # no id without a counter came more often
-        self._batch: list[Ids] = []
-        self._batched = 0
+        self._batch = IdCounts(num_rows)
 
     @property
     def total(self) -> int:
         """The number of ids that came."""
-        return self._total + self._batched
+        return self._total + self._batch.size
 
     @property
     def error_bound(self) -> int:
@@ -66,9 +68,8 @@ class SpaceSaving:
 
     def add(self, ids: Ids) -> None:
         """These ids came, each as often as it is among them."""
-        self._batch.append(ids)
-        self._batched += len(ids)
-        if self._batched >= max(_MIN_BATCH, self.capacity):
+        self._batch.add(ids)
+        if not self._batch.is_direct and self._batch.size >= max(_MIN_BATCH, self.capacity):
             self._settle()
 
     def merge(self, other: SpaceSaving) -> None:
@@ -90,11 +91,9 @@ class SpaceSaving:
         return Hottest(self._ids[order], self._counts[order], self._errors[order])
 
     def _settle(self) -> None:
-        if self._batched:
-            ids, counts = _count(np.concatenate(self._batch))
-            self._total += self._batched
-            self._batch = []
-            self._batched = 0
+        if self._batch.size:
+            self._total += self._batch.size
+            ids, counts = self._batch.take()
             self._join(ids, counts, np.zeros(len(ids), np.int64), 0)
 
     def _join(self, ids: Ids, counts: Numbers, errors: Numbers, floor: int) -> None:
@@ -118,17 +117,6 @@ class SpaceSaving:
         self._ids = joined[kept]
         self._counts = all_counts[kept]
         self._errors = all_errors[kept]
-
-
-def _count(ids: Ids) -> tuple[Ids, Numbers]:
-    """Each id once, in ascending order, and how often it is among these."""
-    low, high = int(ids.min()), int(ids.max())
-    if high - low < _WIDE * len(ids):
-        counts = np.bincount(ids - low)
-        found = np.flatnonzero(counts)
-        return found + low, counts[found]
-    unique, counts = np.unique(ids, return_counts=True)
-    return unique, counts.astype(np.int64)
 
 
 def _look_up(ordered: Ids, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:

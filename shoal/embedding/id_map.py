@@ -15,17 +15,17 @@ class IdMap:
 
     def __init__(self, ids: Ids, num_rows: int):
         self.ids = ids
-        self._direct: NDArray[np.int32] | None = None
+        self.direct: NDArray[np.int32] | None = None  # -1 for rows that are not in the set
         if num_rows <= MAX_DIRECT_ROWS and len(ids):
-            self._direct = np.full(num_rows, -1, np.int32)
-            self._direct[ids] = np.arange(len(ids), dtype=np.int32)
+            self.direct = np.full(num_rows, -1, np.int32)
+            self.direct[ids] = np.arange(len(ids), dtype=np.int32)
 
     def find(self, ids: Ids) -> Ids:
         """Positions of ids of the table; -1 for those that are not in the set."""
         if not len(self.ids):
             return np.full(len(ids), -1)
-        if self._direct is not None:
-            return self._direct.take(ids).astype(np.int64)
+        if self.direct is not None:
+            return self.direct.take(ids).astype(np.int64)
         places = self.ids.searchsorted(ids)
         np.minimum(places, len(self.ids) - 1, out=places)
         places[self.ids[places] != ids] = -1

@@ -167,13 +167,17 @@ class TableSpec:
     def _permutation(self) -> Permutation:
         return Permutation(self.num_rows, key_of("owner", self.name))
 
-    def check(self, ids: Tensor) -> None:
-        """Refuse ids that are out of range."""
+    def check_type(self, ids: Tensor) -> None:
+        """Refuse what is no list of ids."""
         if ids.dtype != torch.int64 or ids.dim() != 1 or ids.device.type != "cpu":
             raise BadInput(
                 f"ids of {self} must be a 1-d int64 tensor on the CPU, not "
                 f"{tuple(ids.shape)} of {ids.dtype} on {ids.device}"
             )
+
+    def check(self, ids: Tensor) -> None:
+        """Refuse ids that are out of range."""
+        self.check_type(ids)
         if ids.numel():
             numbers = ids.numpy()
             low = int(numbers.min())
@@ -194,8 +198,7 @@ class TableSpec:
             width = -(-self.num_rows // shards)
             owners = ids.numpy() // width
             return owners, ids.numpy() - owners * width
-        slots, owners = np.divmod(self._permutation(ids.numpy()), shards)
-        return owners, slots
+        return self._permutation.deal(ids.numpy(), shards)
 
     def owner(self, ids: Tensor, shards: int) -> Tensor:
         """The shard of each id, [n] int64."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.id_map import IdMap
@@ -32,11 +31,6 @@ class HotSet:
     @property
     def ids(self) -> Ids:
         return self.known.ids
-
-    def contains(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which of these ids of the table are hot."""
-        is_hot: NDArray[np.bool_] = self.known.find(ids) >= 0
-        return is_hot
 
 
 NO_ROWS = HotSet(0, IdMap(np.zeros(0, np.int64), 0))

@@ -21,7 +21,7 @@ from shoal.errors import PeerLost, ShoalError
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.waits import waiting
-from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.connection import Closed, Connection, pack_frame
 from shoal.server.protocol.endpoint import CONNECT_S, PLAIN, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
@@ -32,7 +32,7 @@ from shoal.server.request import Reply, Request
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02
 CLOSE_TIMEOUT_S = 5.0
-_PATIENCE = 1.5  # times the limit of the run
+PATIENCE = 1.5  # times the limit of the run
 MAX_RECONNECTS = 100  # while one request is carried out
 
 _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
@@ -190,6 +190,14 @@ class ServerLink:
         queue.submit(posted)
         return posted
 
+    def take(self, channel: Channel) -> Connection | None:
+        """The connection for the caller alone, until `give_back`; None if it is in use."""
+        taken = self._channels[channel]
+        return taken.connection if not self._resends and taken.queue.try_take() else None
+
+    def give_back(self, channel: Channel) -> None:
+        self._channels[channel].queue.give_back()
+
     def send_ahead(self, channel: Channel, request: Request) -> bool:
         """Send a request whose answer is read later; False where it may have to be sent again."""
         if self._resends:
@@ -236,7 +244,7 @@ class ServerLink:
             self.connection("control").send_descriptor(header, meta, descriptor)
             return self._receive("control", Request(kind))
         except Closed as error:
-            raise self._broken(kind, error) from error
+            raise self.broken(kind, error) from error
 
     def close(self) -> None:
         self._is_closing = True
@@ -268,26 +276,36 @@ class ServerLink:
         try:
             return self._receive(channel, request)
         except Closed as error:
-            raise self._broken(request.kind, error) from error
+            raise self.broken(request.kind, error) from error
 
     def _waiting(self, channel: Channel, request: Request) -> waiting:
         """The server says which worker it waits for itself, so this side is more patient."""
 
         def give_up(seconds: float) -> None:
-            doing = f"{self._doing(request.kind)} (no answer)"
-            self._failure = self._failure or PeerLost(self.rank, None, doing, round(seconds, 1))
-            self.connection(channel).break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
+            self.give_up(self.connection(channel), request.kind, seconds)
 
         whom = f"server {self.index}"
-        return waiting(f"rank {self.rank}", whom, request.kind.name, give_up, _PATIENCE)
+        return waiting(f"rank {self.rank}", whom, request.kind.name, give_up, PATIENCE)
 
-    def _send(self, channel: Channel, request: Request) -> None:
-        header = self._header._replace(
+    def give_up(self, connection: Connection, kind: FrameKind, seconds: float) -> None:
+        doing = f"{self._doing(kind)} (no answer)"
+        self._failure = self._failure or PeerLost(self.rank, None, doing, round(seconds, 1))
+        connection.break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
+
+    def head_of(self, request: Request) -> bytes:
+        """Header and metadata of a request, for one who has taken the connection."""
+        return pack_frame(self._header_of(request), request.meta, request.payload)
+
+    def _header_of(self, request: Request) -> Header:
+        return self._header._replace(
             kind=request.kind,
             sequence=request.sequence,
             argument=request.argument,
             epoch=self._epoch,
         )
+
+    def _send(self, channel: Channel, request: Request) -> None:
+        header = self._header_of(request)
         try:
             if request.descriptor is None:
                 self.connection(channel).send(header, request.meta, *request.payload)
@@ -296,7 +314,7 @@ class ServerLink:
         except Closed as error:
             with suppress(Closed):  # the server may have sent the reason
                 self._receive_header(channel, request.kind)
-            raise self._broken(request.kind, error) from error
+            raise self.broken(request.kind, error) from error
 
     def _receive(self, channel: Channel, request: Request) -> Reply:
         header, meta = self._receive_header(channel, request.kind)
@@ -322,6 +340,11 @@ class ServerLink:
     def _receive_from(self, connection: Connection, kind: FrameKind) -> tuple[Header, bytes]:
         """The header of an answer to a request of this kind; raises what the server says."""
         header, meta = connection.receive(MAX_META_BYTES)
+        self.check_answer(header, meta, kind)
+        return header, meta
+
+    def check_answer(self, header: Header, meta: bytes, kind: FrameKind) -> None:
+        """Raises what the server says."""
         if header.kind is FrameKind.ERROR:
             error = decode(meta, ErrorReply)
             doing = self._doing(kind)
@@ -332,13 +355,12 @@ class ServerLink:
             if error.is_loss:
                 raise PeerLost(self.rank, None, f"{doing} ({error.reason})")
             raise ShoalError(f"rank {self.rank}, {doing}: {error.reason}")
-        return header, meta
 
     @property
     def _epoch(self) -> int:
         return 0  # a server without replicas has one epoch
 
-    def _broken(self, kind: FrameKind, error: Exception) -> Broken:
+    def broken(self, kind: FrameKind, error: Exception) -> Broken:
         return Broken(self.rank, None, f"{self._doing(kind)} ({error})")
 
     def _doing(self, kind: FrameKind) -> str:

@@ -5,61 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from shoal.embedding.chunks import chunk_columns, cursor_after, entry_bytes, fit_chunks
 from shoal.embedding.hashing import Ids
 from shoal.embedding.pool import Column
-from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
 from shoal.observe.trace import WAIT
 from shoal.server.client import Client
 from shoal.server.handlers.rows import MAX_ROW_BYTES
 from shoal.server.hot_set import NO_ROWS, HotSet, fetch_hot, refresh_hot
-from shoal.server.link import PostedRequest, ServerLink
+from shoal.server.link import ServerLink
 from shoal.server.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.server.protocol.messages import RowBatch, RowChunk
-from shoal.server.protocol.row_messages import RowsPulled, ShareRows
+from shoal.server.protocol.row_messages import ShareRows
 from shoal.server.request import Reply, Request
 from shoal.server.row_cache import RowCache
 from shoal.server.row_memory import PulledRows, RowMemories
-from shoal.server.row_routing import spread
+from shoal.server.row_requests import Answered, RowRequests
+from shoal.server.row_routing import route
 from shoal.server.shared_memory import bytes_of
-
-
-class _Asked(NamedTuple):
-    """Rows that one server is asked for."""
-
-    link: ServerLink
-    start: int  # of them in the order of the requests
-    reply: PostedRequest
-
-
-class _Requests(NamedTuple):
-    """The rows of a pull in the order in which servers are asked for them."""
-
-    asked: list[_Asked]
-    order: Ids  # their positions in the pull
-    places: Ids  # where they go
-    received: Tensor | None  # where they come to first; None: servers put them into their places
-
-    def put_into(self, rows: Tensor) -> None:
-        if self.received is not None:
-            copy_rows(self.received, None, rows, self.places)
-
-
-class _Latest(NamedTuple):
-    """The number of a set of hot rows, and a server that has it."""
-
-    hot: int
-    link: ServerLink
 
 
 @dataclass(frozen=True)
@@ -122,122 +90,84 @@ class ServerStore(RowStore):
             self._wants_latest = False
 
     def pull(self, table: str, ids: Tensor) -> Tensor:
-        self.specs[table].check(ids)
+        spec = self.specs[table]
+        cache = self.caches.get(table)
+        if cache is None or self._wants_latest or not torch.is_grad_enabled():
+            spec.check_type(ids)  # `route` checks the range
+            cache = None
+        else:
+            spec.check(ids)
         wanted = ids.contiguous().numpy()
-        with self._memories.take(len(wanted), self.specs[table].dim) as pulled:
-            cache = self.caches.get(table)
-            if cache is None or self._wants_latest or not torch.is_grad_enabled():
-                self._begin(table, wanted, np.arange(len(wanted)), pulled)()
+        with self._memories.take(len(wanted), spec.dim) as pulled:
+            if cache is None:
+                self._begin(spec, wanted, None, pulled, [])()
             else:
-                fetch = partial(self._begin_some, table, wanted, pulled)
-                cache.pull(wanted, self._steps[table], pulled.rows, fetch)
+                self._pull_and_keep(spec, cache, wanted, pulled)
         return pulled.rows
 
-    def _begin_some(
-        self, table: str, ids: Ids, pulled: PulledRows, places: Ids
-    ) -> Callable[[], None]:
-        return self._begin(table, ids[places], places, pulled)
+    def _pull_and_keep(
+        self, spec: TableSpec, cache: RowCache, ids: Ids, pulled: PulledRows
+    ) -> None:
+        """Pull what the cache does not keep."""
+        begun: list[RowRequests] = []
 
-    def _begin(self, table: str, ids: Ids, places: Ids, pulled: PulledRows) -> Callable[[], None]:
+        def fetch(places: Ids) -> Callable[[], None]:
+            return self._begin(spec, ids[places], places, pulled, begun)
+
+        try:
+            cache.pull(ids, self._steps[spec.name], pulled.rows, fetch)
+        except BaseException as error:
+            for requests in begun:
+                requests.abandon(error)
+            raise
+
+    def _begin(
+        self,
+        spec: TableSpec,
+        ids: Ids,
+        places: Ids | None,
+        pulled: PulledRows,
+        begun: list[RowRequests],
+    ) -> Callable[[], None]:
         """Ask for rows that go to these places; returns what waits until they are there."""
-        owners = self.specs[table].locate(torch.from_numpy(ids), len(self.client.links))[0]
-        targets = self._targets(table, ids, owners)
-        requests = self._ask_for(table, ids, owners, targets, places, pulled)
+        links = self.client.links
+        hot = self._known(spec.name).known
+        self._pulls += 1
+        routed = route(spec, ids, places, len(links), hot, self._pulls)
+        version = self._version()
+        requests = RowRequests(links, spec.name, routed, pulled, version)
+        begun.append(requests)
 
         def wait() -> None:
-            with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {table}"):
-                missing, latest, refresh = _take(requests)
-                requests.put_into(pulled.rows)
-                if len(missing):
-                    owned = owners[missing]
-                    rest = self._ask_for(table, ids[missing], owned, owned, places[missing], pulled)
-                    _take(rest)
-                    rest.put_into(pulled.rows)
-            self._follow_hot(table, latest, refresh)
+            with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {spec.name}"):
+                answered = requests.wait()
+                if len(answered.missing):
+                    rest = routed.ids[answered.missing], routed.places[answered.missing]
+                    of_owners = route(spec, *rest, len(links), NO_ROWS.known, 0)
+                    RowRequests(links, spec.name, of_owners, pulled, version).wait()
+            self._follow_hot(spec.name, answered)
 
         return wait
 
-    def _follow_hot(self, table: str, latest: _Latest | None, refresh: bool) -> None:
+    def _follow_hot(self, table: str, answered: Answered) -> None:
         """Choose a set of hot rows if this worker is asked to; learn a newer one."""
         if self._rules is None or not self.copies_rows:
             return
-        spec = self.specs[table]
         known = self._known(table)
-        if refresh:
+        if answered.refresh:
+            spec = self.specs[table]
             self._hot[table] = refresh_hot(self.client, spec, known, self._rules.seen_by)
-        elif latest is not None and latest.hot > known.number:
-            self._hot[table] = fetch_hot(latest.link, spec)
+        elif answered.hot > known.number:
+            self._hot[table] = fetch_hot(answered.link, self.specs[table])
 
     def _known(self, table: str) -> HotSet:
         return self._hot.get(table, NO_ROWS)
-
-    def _targets(self, table: str, ids: Ids, owners: Ids) -> Ids:
-        """The server to ask for each row."""
-        hot = self._known(table)
-        if self._rules is None or not len(hot.ids):
-            return owners
-        self._pulls += 1
-        return spread(owners, hot.contains(ids), len(self.client.links), self._pulls)
 
     def _version(self) -> int:
         """The version that copies have at least."""
         if self._rules is None:
             return 0
         return max(0, self._rules.version() - (0 if self._wants_latest else self._rules.copy_lag))
-
-    def _ask_for(
-        self, table: str, ids: Ids, owners: Ids, targets: Ids, places: Ids, pulled: PulledRows
-    ) -> _Requests:
-        """Ask for rows, each of its target; copies come before rows that it owns."""
-        servers = len(self.client.links)
-        keys = 2 * targets + (owners == targets)
-        counts = np.bincount(keys, minlength=2 * servers).reshape(servers, 2).tolist()
-        order = np.argsort(keys.astype(np.uint16), kind="stable")
-        ids, places = ids[order], places[order]
-        received = (
-            None if pulled.memory is not None else torch.empty(len(ids), pulled.rows.shape[1])
-        )
-        requests = _Requests([], order, places, received)
-        start = 0
-        for link, (copies, own) in zip(self.client.links, counts, strict=True):
-            stop = start + copies + own
-            batch = RowBatch(table, 0, copies=copies, version=self._version())
-            requests.asked.extend(self._ask(link, batch, ids, requests, pulled, start, stop))
-            start = stop
-        return requests
-
-    def _ask(
-        self,
-        link: ServerLink,
-        batch: RowBatch,
-        ids: Ids,
-        requests: _Requests,
-        pulled: PulledRows,
-        start: int,
-        stop: int,
-    ) -> Iterator[_Asked]:
-        """The requests to one server, of which the first rows are copies."""
-        count, dim = pulled.rows.shape
-        max_rows = max(1, MAX_ROW_BYTES // (16 + 4 * dim))
-        for first in range(start, stop, max_rows):
-            part = slice(first, min(stop, first + max_rows))
-            copied = max(0, min(part.stop - first, batch.copies - (first - start)))
-            payload = [_bytes(ids[part])]
-            into: tuple[memoryview, ...] = ()
-            message = replace(batch, count=part.stop - first, copies=copied)
-            if requests.received is None:
-                message = replace(message, memory=pulled.memory, places=count)
-                payload.append(_bytes(requests.places[part]))
-            else:
-                into = (bytes_of(requests.received[part]),)
-            request = Request(
-                FrameKind.TABLE_PULL,
-                encode(message),
-                payload=tuple(payload),
-                into=into,
-                is_light=requests.received is None,
-            )
-            yield _Asked(link, first, link.post("rows", request))
 
     def _share_memory(self, number: int, descriptor: int) -> None:
         request = Request(FrameKind.SHARE_ROWS, encode(ShareRows(number)), descriptor=descriptor)
@@ -312,21 +242,6 @@ class ServerStore(RowStore):
                 _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
 
 
-def _take(requests: _Requests) -> tuple[Ids, _Latest | None, bool]:
-    """Take the answers: positions without a row, the newest hot set, and whether to choose one."""
-    missing = []
-    latest: _Latest | None = None
-    refresh = False
-    for each in requests.asked:
-        answer = decode(each.reply.result().meta, RowsPulled)
-        if answer.missing:
-            missing.append(requests.order[each.start + np.array(answer.missing)])
-        if latest is None or answer.hot > latest.hot:
-            latest = _Latest(answer.hot, each.link)
-        refresh |= answer.refresh
-    return np.concatenate([np.zeros(0, np.int64), *missing]), latest, refresh
-
-
 def _read_columns(columns: dict[str, Column], count: int, payload: bytearray) -> dict[str, Tensor]:
     """The tensors of a chunk that lie in a payload one after the other."""
     tensors = {}
@@ -337,11 +252,6 @@ def _read_columns(columns: dict[str, Column], count: int, payload: bytearray) ->
         tensors[key] = flat if column.width is None else flat.view(count, column.width)
         offset += numbers * column.dtype.itemsize
     return tensors
-
-
-def _bytes(numbers: Any) -> memoryview:
-    """The memory of contiguous numbers."""
-    return memoryview(numbers)
 
 
 def _ask(link: ServerLink, request: Request) -> Reply:

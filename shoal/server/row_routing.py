@@ -1,15 +1,72 @@
-"""Which server is asked for which row: the owner, or for a hot row the least loaded one."""
+"""Which server is asked for which row: the owner, or for a hot row the least loaded one.
+
+`route` is one native call, and the same in numpy where there is none.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shoal.embedding.hashing import Ids
+from shoal.embedding.id_map import IdMap
+from shoal.embedding.spec import TableSpec
 
+try:
+    from shoal.embedding._rows import route as _native
+except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
+    _native = None  # type: ignore[assignment]
+
+MAX_NATIVE_SERVERS = 1024
 Numbers = NDArray[np.int64]
 _AS_GOOD = 0.97  # of the pulls that a new set would have
 _AS_SMALL = 1.25  # times as many rows
+
+
+class Routed(NamedTuple):
+    """The rows of a pull in the order in which servers are asked for them."""
+
+    ids: Ids
+    places: Ids  # where they go
+    counts: list[int]  # of each server in turn: copies, and then rows that it owns
+
+
+def route(
+    spec: TableSpec, ids: Ids, places: Ids | None, servers: int, hot: IdMap, turn: int
+) -> Routed:
+    """The requests of a pull. `places=None`: 0, 1, 2, …; BadInput for ids out of range."""
+    if _native is None or servers > MAX_NATIVE_SERVERS:
+        spec.check(torch.from_numpy(ids))
+        return _routed(spec, ids, places, servers, hot, turn)
+    owners = None
+    width = -(-spec.num_rows // servers)
+    if spec.placement == "hash" and servers > 1:
+        spec.check(torch.from_numpy(ids))
+        owners = spec.locate(torch.from_numpy(ids), servers)[0]
+    is_hot = None
+    if len(hot.ids) and hot.direct is None:
+        spec.check(torch.from_numpy(ids))
+        is_hot = hot.find(ids) >= 0
+    ordered, ordered_places = np.empty_like(ids), np.empty_like(ids)
+    counts = np.empty(2 * servers, np.int64)
+    rows = (ids, places, spec.num_rows, width, owners, hot.direct, is_hot, turn)
+    if _native(*rows, ordered, ordered_places, counts) >= 0:
+        spec.check(torch.from_numpy(ids))
+    return Routed(ordered, ordered_places, counts.tolist())
+
+
+def _routed(
+    spec: TableSpec, ids: Ids, places: Ids | None, servers: int, hot: IdMap, turn: int
+) -> Routed:
+    owners = spec.locate(torch.from_numpy(ids), servers)[0]
+    targets = spread(owners, hot.find(ids) >= 0, servers, turn) if len(hot.ids) else owners
+    keys = 2 * targets + (owners == targets)
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    counts = np.bincount(keys, minlength=2 * servers).tolist()
+    return Routed(ids[order], order if places is None else places[order], counts)
 
 
 def spread(owners: Ids, is_hot: NDArray[np.bool_], servers: int, turn: int) -> Numbers:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.heat import Hottest, SpaceSaving
+from shoal.embedding.id_counts import IdCounts
 from shoal.embedding.id_map import MAX_DIRECT_ROWS, IdMap
 from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import TableSpec
@@ -29,7 +30,7 @@ MIN_COUNTERS = 4096
 MAX_COUNTERS = 1 << 17
 NO_VERSION = -1
 _NO_IDS: Ids = np.zeros(0, np.int64)
-_COUNTED_AT_ONCE = 64  # pulls
+_COUNTED_AT_ONCE = 1 << 16  # copies of rows
 _MOST_DOUBLINGS = 6
 _REPORTED = 1024  # at least: a row that is hot in sum may not be among the hottest of one server
 
@@ -76,10 +77,10 @@ class HotTable:
         self.number = 0
         self.is_published = False
         self.total = SpaceSaving(counters_of(self.spec))
-        self.recent = SpaceSaving(counters_of(self.spec))
+        self.recent = SpaceSaving(counters_of(self.spec), self.spec.num_rows)
         self.served = 0  # rows, since there are copies
         self._by_owner = np.zeros(table.shards, np.int64)
-        self._copies_served: list[Ids] = []  # that are not in `_by_owner` yet
+        self._copies_served = IdCounts(self.spec.num_rows)  # that are not in `_by_owner` yet
         self._own_served = 0  # that are not in `_by_owner` yet
         self.before = 0  # rows that were served before there were copies
         self.has_copies = False  # whether there was a hot set
@@ -98,10 +99,10 @@ class HotTable:
         self.served += len(ids) - len(missing)
         self._own_served += len(ids) - copies
         if copies:
-            self._copies_served.append(
+            self._copies_served.add(
                 np.delete(ids[:copies], missing) if len(missing) else ids[:copies]
             )
-            if len(self._copies_served) >= _COUNTED_AT_ONCE:
+            if not self._copies_served.is_direct and self._copies_served.size >= _COUNTED_AT_ONCE:
                 self._count_owners()
 
     @property
@@ -112,11 +113,10 @@ class HotTable:
 
     def _count_owners(self) -> None:
         """Whose copies were served."""
-        ids = np.concatenate([_NO_IDS, *self._copies_served])
+        ids, counts = self._copies_served.take()
         owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
-        self._by_owner += np.bincount(owners, minlength=self.table.shards)
+        np.add.at(self._by_owner, owners, counts)
         self._by_owner[self.index] += self._own_served
-        self._copies_served = []
         self._own_served = 0
 
     def asks(self) -> bool:
@@ -133,7 +133,7 @@ class HotTable:
         found = self.recent.counted()
         total = self.recent.total
         self.total.merge(self.recent)
-        self.recent = SpaceSaving(self.recent.capacity)
+        self.recent = SpaceSaving(self.recent.capacity, self.spec.num_rows)
         self._choices = min(self._choices + 1, _MOST_DOUBLINGS)
         self._asks_at = self._period()
         return found, total

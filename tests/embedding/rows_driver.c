@@ -1,0 +1,109 @@
+/* Runs the native parts of rows under sanitizers: random ids, wrong ids, answers in pieces. */
+#define SHOAL_WITHOUT_PYTHON
+#include "../../shoal/embedding/_rows.c"
+#include "../../shoal/server/protocol/_frames.c"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#define CHECK(what)                                                        \
+    do {                                                                   \
+        if (!(what)) {                                                     \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #what);     \
+            exit(1);                                                       \
+        }                                                                  \
+    } while (0)
+
+enum { ROWS = 100, MOST = 300 };
+
+static int go_on(void) { return 1; }
+
+static void routes(u64 servers, u64 count, u64 turn, const int32_t *hot) {
+    u64 ids[MOST], ordered[MOST], places[MOST], counts[2 * MAX_SERVERS], sum = 0;
+    for (u64 i = 0; i < count; i++) ids[i] = (u64)rand() % ROWS;
+    Pull pull = {.ids = ids, .hot = hot, .count = count, .num_rows = ROWS,
+                 .width = (ROWS + servers - 1) / servers, .servers = servers, .turn = turn};
+    CHECK(route(&pull, ordered, places, counts) == ALL_FINE);
+    for (u64 key = 0; key < 2 * servers; key++) {
+        for (u64 i = sum; i < sum + counts[key]; i++) {
+            CHECK(ordered[i] == ids[places[i]]);
+            CHECK((key % 2 == 1) == (ordered[i] / pull.width == key / 2));
+            CHECK(key % 2 == 1 || hot[ordered[i]] >= 0);
+        }
+        sum += counts[key];
+    }
+    CHECK(sum == count);
+    if (!count) return;
+    ids[count - 1] = ROWS;
+    CHECK(route(&pull, ordered, places, counts) == (int64_t)count - 1);
+    ids[count - 1] = (u64)-1;
+    CHECK(route(&pull, ordered, places, counts) == (int64_t)count - 1);
+}
+
+static void places_and_counts(void) {
+    Permutation p = {ROWS, 10, 10, {1, 2, 3, ~0ull}};
+    u64 ids[ROWS], owners[ROWS], slots[ROWS];
+    int64_t counts[ROWS] = {0};
+    for (u64 i = 0; i < ROWS; i++) ids[i] = i;
+    CHECK(locate(&p, ids, ROWS, 3, owners, slots) == ALL_FINE);
+    for (u64 i = 0; i < ROWS; i++) ids[i] = slots[i] * 3 + owners[i];
+    CHECK(count_ids(counts, ROWS, ids, ROWS) == ALL_FINE);
+    for (u64 i = 0; i < ROWS; i++) CHECK(counts[i] == 1);
+    ids[7] = ~0ull;
+    CHECK(count_ids(counts, ROWS, ids, ROWS) == 7 && locate(&p, ids, ROWS, 3, owners, slots) == 7);
+}
+
+static int ends[2];
+static uint8_t frame[HEADER + 9000];
+
+static void *answer(void *unused) {
+    for (size_t at = 0; at < sizeof frame; at += 1000) {
+        size_t rest = sizeof frame - at;
+        CHECK(write(ends[1], frame + at, rest < 1000 ? rest : 1000) > 0);
+    }
+    return unused;
+}
+
+static void answers(void) {
+    pthread_t thread;
+    int64_t awaited = -1;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+    frame[META_AT] = 9000 & 255;
+    frame[META_AT + 1] = 9000 >> 8;
+    Exchange e = {.fd = ends[0], .parts = {{"", 0}, {"abc", 3}}, .num_parts = 2, .answer = malloc(FIRST)};
+    send_all(&e, 1);
+    CHECK(!e.error);
+    CHECK(pthread_create(&thread, NULL, answer, NULL) == 0);
+    receive_all(&e, 1, &awaited);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(!e.error && !awaited && e.answer_bytes == sizeof frame && !memcmp(e.answer, frame, sizeof frame));
+    frame[PAYLOAD_AT] = 1;
+    CHECK(write(ends[1], frame, HEADER) == HEADER);
+    e.answer_bytes = 0;
+    CHECK(!receive_answer(&e) && e.error == EPROTO);
+    close(ends[1]);
+    e.answer_bytes = 0;
+    CHECK(!receive_answer(&e) && e.error == ECONNRESET);
+    e.num_parts = 1;
+    e.parts[0] = (struct iovec){"abc", 3};
+    CHECK(!send_request(&e) && e.error == EPIPE);
+    free(e.answer);
+    close(ends[0]);
+}
+
+int main(void) {
+    int32_t hot[ROWS];
+    goes_on = go_on;
+    for (int i = 0; i < ROWS; i++) hot[i] = i % 3 ? -1 : i;
+    for (u64 servers = 1; servers <= 7; servers++)
+        for (u64 count = 0; count <= MOST; count += 25)
+            for (u64 turn = 0; turn < 5; turn++) {
+                routes(servers, count, turn * 13, hot);
+                routes(servers, count, turn, NULL);
+            }
+    places_and_counts();
+    answers();
+    puts("rows: fine");
+    return 0;
+}

@@ -1,0 +1,121 @@
+"""Counting, placing and routing of ids: the native calls do what numpy does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.embedding import hashing, id_counts
+from shoal.embedding.hashing import Permutation
+from shoal.embedding.id_counts import IdCounts
+from shoal.embedding.id_map import MAX_DIRECT_ROWS, IdMap
+from shoal.embedding.spec import TableSpec
+from shoal.errors import BadInput
+from shoal.server import row_routing
+from shoal.server.row_routing import Routed, route
+
+if row_routing._native is None or hashing._native is None or id_counts._native is None:
+    pytest.skip("the native part is not built", allow_module_level=True)
+
+
+def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (row_routing, hashing, id_counts):
+        monkeypatch.setattr(module, "_native", None)
+
+
+def as_lists(routed: Routed) -> tuple[list[int], list[int], list[int]]:
+    return routed.ids.tolist(), routed.places.tolist(), routed.counts
+
+
+@given(
+    ids=st.lists(st.integers(0, 39), max_size=60),
+    hot=st.sets(st.integers(0, 39)),
+    servers=st.integers(1, 6),
+    turn=st.integers(0, 100),
+    placement=st.sampled_from(["hash", "range"]),
+    is_large=st.booleans(),
+    has_places=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_pull_is_routed_alike(
+    ids: list[int],
+    hot: set[int],
+    servers: int,
+    turn: int,
+    placement: str,
+    is_large: bool,
+    has_places: bool,
+) -> None:
+    num_rows = 40 * MAX_DIRECT_ROWS if is_large else 40
+    scale = num_rows // 40
+    spec = TableSpec("t", num_rows, 1, placement=placement)  # type: ignore[arg-type]
+    wanted = np.array(ids, np.int64) * scale
+    known = IdMap(np.array(sorted(hot), np.int64) * scale, num_rows)
+    places = np.arange(100, 100 + len(ids)) if has_places else None
+    found = route(spec, wanted, places, servers, known, turn)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        in_numpy(monkeypatch)
+        assert as_lists(found) == as_lists(route(spec, wanted, places, servers, known, turn))
+
+
+@pytest.mark.parametrize("wrong", [-1, 40, 2**62])
+@pytest.mark.parametrize("placement", ["hash", "range"])
+def test_an_id_that_is_no_row_is_refused(wrong: int, placement: str) -> None:
+    spec = TableSpec("t", 40, 1, placement=placement)  # type: ignore[arg-type]
+    known = IdMap(np.array([3]), 40)
+    with pytest.raises(BadInput, match="has no row"):
+        route(spec, np.array([3, wrong]), None, 4, known, 0)
+    with pytest.raises(IndexError):
+        Permutation(40, 1).deal(np.array([3, wrong]), 4)
+    counts = IdCounts(40)
+    with pytest.raises(IndexError):
+        counts.add(np.array([3, wrong]))
+    assert counts.size == 0 and counts.take()[0].tolist() == []
+
+
+@given(size=st.integers(1, 500), shards=st.integers(1, 7), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=40, deadline=None)
+def test_rows_are_dealt_alike_and_each_slot_is_used_once(size: int, shards: int, key: int) -> None:
+    shuffled = Permutation(size, key)
+    owners, slots = shuffled.deal(np.arange(size), shards)
+    assert sorted((slots * shards + owners).tolist()) == list(range(size))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        in_numpy(monkeypatch)
+        again = shuffled.deal(np.arange(size), shards)
+    assert (owners == again[0]).all() and (slots == again[1]).all()
+
+
+def test_owners_of_a_large_table_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TableSpec("t", 2**62, 1)
+    ids = torch.arange(1000) * (2**52 - 1)
+    found = spec.locate(ids, 7)
+    in_numpy(monkeypatch)
+    again = spec.locate(ids, 7)
+    assert (found[0] == again[0]).all() and (found[1] == again[1]).all()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=8),
+    st.sampled_from([31, 2 * MAX_DIRECT_ROWS, None]),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_ids_are_counted(batches: list[list[int]], num_rows: int | None, is_native: bool) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not is_native:
+            in_numpy(monkeypatch)
+        counts = IdCounts(num_rows)
+        for batch in batches:
+            memory = np.array(batch, np.int64)
+            counts.add(memory)
+            memory[:] = 7  # the caller uses it again
+        exact = Counter(row for batch in batches for row in batch)
+        assert counts.size == exact.total()
+        ids, numbers = counts.take()
+        assert dict(zip(ids.tolist(), numbers.tolist(), strict=True)) == exact
+        assert ids.tolist() == sorted(exact) and not len(counts.take()[0])
