@@ -1,10 +1,6 @@
 """All-reduce between hosts: one rank of `shoal bench hosts`, which starts one on each host.
 
-ring           over Shoal's TCP transport, in the order of the hosts
-crossed ring   the same, in an order in which every neighbour is in another rack
-star           everything through rank 0
-hierarchical   reduce-scatter inside a rack, all-reduce between racks, all-gather inside
-gloo           torch's
+The schedules of `host_schedules` over Shoal's TCP transport, and Gloo.
 """
 
 from __future__ import annotations
@@ -22,36 +18,26 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.bench.alternate import Timing, alternate
+from shoal.bench.host_schedules import GLOO, host_schedule
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.comm.select import exchange_over
 from shoal.runtime.parent_death import die_with_parent
 from shoal.runtime.proof import fresh_nonce, proof
 from shoal.schedules.collectives.cost import Link
-from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
 from shoal.transport.tcp.connect import TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 
 _TIMEOUT_S = 300.0
 
 
-def crossed(size: int, rack: int) -> list[int]:
-    """Ranks in an order in which neighbours are in different racks: 0 2 1 3 for racks of two."""
-    return [rank for index in range(rack) for rank in range(index, size, rack)]
-
-
 def ways_of(
     names: list[str], engine: TcpEngine, store: Store, rank: int, size: int, rack: int
 ) -> dict[str, Callable[[Tensor], None]]:
     def scheduled(name: str) -> Callable[[Tensor], None]:
-        order = crossed(size, rack) if name == "crossed ring" else list(range(size))
-        transport = TcpTransport(engine, order, name, _TIMEOUT_S)
-        if name == "hierarchical":
-            executor = Scheduled(transport, lambda p: hierarchical_all_reduce(p, rack), Link())
-        else:
-            algorithm = "star" if name == "star" else "ring"
-            executor = Scheduled(transport, {"all_reduce": algorithm}, Link())
-        group = Group(executor)
+        way = host_schedule(name, size, rack)
+        transport = TcpTransport(engine, way.order, name, _TIMEOUT_S)
+        group = Group(Scheduled(transport, lambda _: way.collective, Link()))
         return lambda data: group.all_reduce(data).wait()
 
     def gloo() -> Callable[[Tensor], None]:
@@ -59,7 +45,7 @@ def ways_of(
         group: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, limit)
         return lambda data: group.allreduce([data]).wait()
 
-    return {name: gloo() if name == "gloo" else scheduled(name) for name in names}
+    return {name: gloo() if name == GLOO else scheduled(name) for name in names}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Timing]:

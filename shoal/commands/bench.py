@@ -74,8 +74,8 @@ def hosts(
 ) -> None:
     """Seconds of an all-reduce between the hosts of a lab.
 
-    Ring, star and, with racks, hierarchical over TCP, against Gloo and against the rate of the
-    links.
+    Ring, star, tree and, with racks, hierarchical and a badly ordered ring over TCP, against
+    Gloo, against the rate of the links, and against what the lab's cluster file predicts.
     """
     from shoal.commands.bench_hosts import measure, print_table
 

@@ -1,4 +1,7 @@
-"""How `shoal bench hosts` starts a rank on each host of a lab, and prints the results."""
+"""How `shoal bench hosts` starts a rank on each host of a lab, and prints the results.
+
+Predictions are of the lab's cluster file, with contention and in segments (`host_schedules`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.host_schedules import PLAIN, WITH_RACKS, host_schedule
+from shoal.cluster.toml_file import read_cluster
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.commands.bench_harness import say
 from shoal.commands.output import plain_table, wide_console
@@ -17,6 +22,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.lab.lab import Lab, LabHost, find_lab
 from shoal.lab.namespaces import require
 from shoal.runtime.config import RunConfig
+from shoal.runtime.lab_files import LabFiles
 from shoal.runtime.scratch import scratch_folder
 
 _LIMIT_S = 1800.0
@@ -26,23 +32,31 @@ def measure(lab_name: str | None, ranks: str, size: str, rounds: int) -> dict[st
     lab = find_lab(lab_name)
     require()
     num_bytes = parse_bytes(size) // 4 * 4
+    cluster = read_cluster(LabFiles(lab.design.name).cluster)
     results = []
     for count in _counts(ranks, lab.design.hosts):
-        ways = ["ring", "gloo", "star"]
-        rack = lab.design.hosts_per_rack
-        if count == lab.design.hosts and lab.design.racks > 1 and rack > 1:
-            ways += ["crossed ring", "hierarchical"]
+        ways = _ways(lab, count)
         say(f"measuring {', '.join(ways)} on {count} hosts")
         found = _measure(lab, count, num_bytes, rounds, ways)
-        bandwidth = lab.design.link_bytes_per_s * lab.design.efficiency
-        bound_s = 2 * (count - 1) / count * num_bytes / bandwidth
-        results += [{"way": w, "ranks": count, "bound_s": bound_s, **found[w]} for w in ways]
+        bound_s = 2 * (count - 1) / count * num_bytes / cluster.node_bytes_per_s
+        for way in ways:
+            schedule = host_schedule(way, count, lab.design.hosts_per_rack)
+            predicted_s = schedule.predicted_s(cluster, num_bytes)
+            error = found[way]["median_s"] / predicted_s - 1
+            row = {"way": way, "ranks": count, "bound_s": bound_s, "predicted_s": predicted_s}
+            results.append({**row, "error": error, **found[way]})
     return {
         "lab": lab.design.name,
         "bytes": num_bytes,
-        "bytes_per_s": lab.design.link_bytes_per_s * lab.design.efficiency,
+        "bytes_per_s": cluster.node_bytes_per_s,
+        "largest_error": max(abs(row["error"]) for row in results),
         "results": results,
     }
+
+
+def _ways(lab: Lab, count: int) -> list[str]:
+    has_racks = lab.design.racks > 1 and lab.design.hosts_per_rack > 1
+    return [*PLAIN, *(WITH_RACKS if has_racks and count == lab.design.hosts else ())]
 
 
 def _counts(text: str, hosts: int) -> list[int]:
@@ -111,7 +125,8 @@ def _last_line(process: subprocess.Popen[str]) -> str:
 
 def print_table(found: dict[str, Any]) -> None:
     title = f"all-reduce of {show_bytes(found['bytes'])}, seconds (quartiles)"
-    heads = ["ranks", "algorithm", "seconds", "2(p-1)/p V/B", "of it", "of gloo"]
+    heads = ["ranks", "algorithm", "seconds", "predicted", "error", "2(p-1)/p V/B", "of it"]
+    heads.append("of gloo")
     table = plain_table(title, heads, left=2)
     gloo = {r["ranks"]: r["median_s"] for r in found["results"] if r["way"] == "gloo"}
     for r in found["results"]:
@@ -119,8 +134,11 @@ def print_table(found: dict[str, Any]) -> None:
             str(r["ranks"]),
             r["way"],
             f"{r['median_s']:.3f} ({r['low_s']:.3f}–{r['high_s']:.3f})",
+            f"{r['predicted_s']:.3f}",
+            f"{100 * r['error']:+.1f}%",
             f"{r['bound_s']:.3f}",
             f"{100 * r['bound_s'] / r['median_s']:.1f}%",
             f"{gloo[r['ranks']] / r['median_s']:.2f}x",
         )
     wide_console().print(table)
+    print(f"largest error of a prediction: {100 * found['largest_error']:.1f}%")

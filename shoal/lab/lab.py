@@ -93,6 +93,7 @@ class Lab:
             self._connect(end, port, design.link_bytes_per_s)
             port.attach()
             host.namespace.set_address(host.device, host.address, _BITS)
+            host.namespace.set_congestion_control(host.device, host.address, _BITS)
             host.namespace.write_hosts({one.name: one.address for one in self.hosts})
 
     def _connect(self, one: CableEnd, other: CableEnd, bytes_per_s: float) -> None:

@@ -9,6 +9,7 @@ Everything goes through `ip` and `tc` of iproute2, which need root.
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from typing import NamedTuple, TypeVar
 from shoal.errors import BadInput, ShoalError
 
 T = TypeVar("T")
+CONGESTION_CONTROL = "cubic"
 BRIDGE = "switch"  # the name of the bridge in a switch's namespace
 _FOLDER = Path("/run/netns")
 _FILES = Path("/etc/netns")  # `ip netns exec` shows files of a namespace in place of those in /etc
@@ -118,6 +120,14 @@ class Namespace:
     def set_address(self, device: str, address: str, bits: int) -> None:
         self.ip("address", "add", f"{address}/{bits}", "dev", device)
 
+    def set_congestion_control(self, device: str, address: str, bits: int) -> None:
+        """Linux's default, whatever this machine has: figures of labs are to be comparable."""
+        if CONGESTION_CONTROL not in _congestion_controls():
+            return
+        network = str(ipaddress.ip_interface(f"{address}/{bits}").network)
+        words = ("dev", device, "src", address, "congctl", CONGESTION_CONTROL)
+        self.ip("route", "replace", network, "proto", "kernel", "scope", "link", *words)
+
 
 class CableEnd(NamedTuple):
     """An interface in a namespace."""
@@ -157,6 +167,12 @@ def join(
 
 def _mtu(mtu: int | None) -> tuple[str, ...]:
     return () if mtu is None else ("mtu", str(mtu))
+
+
+def _congestion_controls() -> list[str]:
+    with suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    return []
 
 
 def namespaces_of(prefix: str) -> list[Namespace]:

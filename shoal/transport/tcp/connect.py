@@ -26,6 +26,7 @@ STREAMS = 4  # of a pair: one for small messages and control, the others for lar
 _MOST_HANDSHAKES = 256
 _HANDSHAKE_GRACE_S = 0.5  # before a connection is ended for a newcomer
 _CHECK_S = 0.1
+_UNSENT_BYTES = 256 << 10  # more would wait in one stream while another one is free
 _SILENT_PEER_MS = 30_000  # a host that acknowledges nothing is lost after so long
 Exchange = Callable[[bytes], list[bytes]]  # an all-gather of bytes
 
@@ -226,6 +227,7 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         ("TCP_USER_TIMEOUT", _SILENT_PEER_MS),
+        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
         ("TCP_KEEPIDLE", 10),
         ("TCP_KEEPINTVL", 5),
         ("TCP_KEEPCNT", 4),

@@ -21,6 +21,11 @@ static void detach(Engine *e, Op *op) {
             if (m->op != op) continue;
             m->op = NULL;
             m->dropped = 1;
+            op->incoming = NULL;
+            if (m->head.kind == RTS && !m->granted) { /* it need not come */
+                say(e, peer, new_frame(REFUSED, 0, 0, m->head.message, 0));
+                remove_message(e, p, m);
+            }
         }
         for (int i = 0; i < p->streams; i++) {
             Frame **at = &p->stream[i].out, *before = NULL;
@@ -78,8 +83,9 @@ void lose(Engine *e, int peer) {
     }
     for (Message *m = p->messages, *next; m; m = next) {
         next = m->next;
-        if (m->head.kind == RTS || !is_whole(m)) remove_message(p, m);
+        if (m->head.kind == RTS || !is_whole(m)) remove_message(e, p, m);
     }
+    grant(e);
     int left = 0;
     for (int i = 0; i < e->size; i++) left += e->peers[i].streams && !e->peers[i].is_lost;
     if (left) return;

@@ -178,7 +178,7 @@ void stop(Engine *e) {
     for (int peer = 0; peer < e->size; peer++) {
         Peer *p = &e->peers[peer];
         if (p->streams && !p->is_lost) lose(e, peer);
-        while (p->messages) remove_message(p, p->messages);
+        while (p->messages) remove_message(e, p, p->messages);
     }
     close(e->wake[0]);
     close(e->wake[1]);

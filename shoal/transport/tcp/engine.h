@@ -11,7 +11,8 @@
  *   DATA message 7, offset, bytes         ->    from the socket into the tensor, or added to it
  *
  * So a large message never lies in memory of its own: it is sent from the sender's tensor and
- * received into the receiver's. Where it is to be added, each piece is added while it is in the
+ * received into the receiver's. CTS is said in the order of the receives and for few bytes at a time,
+ * so that of many senders none is far ahead of the others. Where a message is to be added, each piece is added while it is in the
  * cache and the next one is on the wire. A small message that came before its receive is kept.
  *
  * Files: frames.c sends, messages.c receives, endings.c gives up and loses, engine.c serves, posts
@@ -48,6 +49,7 @@ typedef uint64_t u64;
 #define KEPT_BYTES (256ull << 20) /* of messages that no receive has asked for, per peer */
 #define READS_PER_TURN 4
 #define GRACE_NS 1000000000ull /* from the end of one stream to the loss of the peer */
+#define GRANTED_BYTES (16ull << 20) /* of large messages that may come at a time, of all peers */
 #define SLICE_NS 100000000ull
 #define MAX_ABORTS 65536u
 #define COPY (-1)
@@ -68,6 +70,7 @@ struct Op {
     Op *prev, *next;
     int is_send, peer, source, phase, state, why; /* state: -1 under way, or an outcome */
     int dtype, operator;
+    struct Message *incoming; /* of a receive: the large message that it has met */
     u32 space, descriptor_bytes;
     u64 tag, message, bytes, handed; /* handed: bytes that streams have taken */
     u64 sent;
@@ -92,7 +95,7 @@ struct Message { /* that comes */
     Op *op;
     u8 *kept;
     u64 got, claimed; /* bytes that were read, and those of fragments that have begun */
-    int dropped;
+    int dropped, granted; /* granted: CTS was said, and not all has come */
 };
 
 typedef struct {
@@ -108,7 +111,7 @@ typedef struct {
 typedef struct {
     Stream stream[MAX_STREAMS];
     int streams, is_lost, why;
-    u64 next_message, deadline_ns, kept_bytes;
+    u64 next_message, deadline_ns, kept_bytes, granted_bytes;
     Message *messages, *last;
 } Peer;
 
@@ -118,7 +121,7 @@ typedef struct {
     Op *ops, *last_op;
     u32 *aborted; /* pairs (peer, space) */
     u64 aborts;
-    u64 close_ns;
+    u64 close_ns, granted_bytes;
     int closing;
     _Atomic int wanted;
     pthread_mutex_t lock;
@@ -163,7 +166,8 @@ int can_combine(int dtype, int operator);
 void match(Engine *e, int peer, Message *m, Op *op);
 Message *unmatched(const Peer *p, const Op *op);
 int is_whole(const Message *m);
-void remove_message(Peer *p, Message *m);
+void remove_message(Engine *e, Peer *p, Message *m);
+void grant(Engine *e);
 void read_stream(Engine *e, int peer, int number);
 
 /* endings.c */

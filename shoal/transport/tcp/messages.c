@@ -25,7 +25,28 @@ static void store(const Op *op, u64 offset, const u8 *data, u64 bytes) {
 /* Of memory that a message takes here, so that one that no receive asks for is not free. */
 static u64 held_bytes(const Message *m) { return sizeof *m + (m->kept ? m->head.bytes : 0); }
 
-void remove_message(Peer *p, Message *m) {
+static void take_grant_back(Engine *e, Peer *p, Message *m) {
+    if (!m->granted) return;
+    m->granted = 0;
+    p->granted_bytes -= m->head.bytes;
+    e->granted_bytes -= m->head.bytes;
+}
+
+/* Let large messages come: those of the oldest receives, and at least one of each peer. */
+void grant(Engine *e) {
+    for (Op *op = e->ops; op; op = op->next) {
+        Message *m = op->incoming;
+        if (!m || m->granted) continue;
+        Peer *p = &e->peers[op->source];
+        if (p->granted_bytes && e->granted_bytes + m->head.bytes > GRANTED_BYTES) continue;
+        m->granted = 1;
+        p->granted_bytes += m->head.bytes;
+        e->granted_bytes += m->head.bytes;
+        say(e, op->source, new_frame(CTS, 0, 0, m->head.message, 0));
+    }
+}
+
+void remove_message(Engine *e, Peer *p, Message *m) {
     Message **at = &p->messages, *before = NULL;
     while (*at && *at != m) {
         before = *at;
@@ -34,6 +55,7 @@ void remove_message(Peer *p, Message *m) {
     if (*at) *at = m->next;
     if (p->last == m) p->last = before;
     p->kept_bytes -= held_bytes(m);
+    take_grant_back(e, p, m);
     free(m->kept);
     free(m);
 }
@@ -43,9 +65,11 @@ int is_whole(const Message *m) { return m->got == m->head.bytes; }
 static void message_done(Engine *e, Peer *p, Message *m) {
     if (m->op) {
         if (m->kept) store(m->op, 0, m->kept, m->head.bytes);
+        m->op->incoming = NULL;
         finish(e, m->op, FINE);
     }
-    remove_message(p, m);
+    remove_message(e, p, m);
+    grant(e);
 }
 
 static int fits(const Op *op, const Message *m) {
@@ -63,12 +87,16 @@ void match(Engine *e, int peer, Message *m, Op *op) {
         finish(e, op, MISMATCH);
         m->dropped = 1;
         if (m->head.kind == RTS) say(e, peer, new_frame(REFUSED, 0, 0, m->head.message, 0));
-        if (m->head.kind == RTS || is_whole(m)) remove_message(&e->peers[peer], m);
+        if (m->head.kind == RTS || is_whole(m)) remove_message(e, &e->peers[peer], m);
         return;
     }
     m->op = op;
-    if (m->head.kind == RTS) say(e, peer, new_frame(CTS, 0, 0, m->head.message, 0));
-    else if (is_whole(m)) message_done(e, &e->peers[peer], m);
+    if (m->head.kind == RTS) {
+        op->incoming = m;
+        grant(e);
+    } else if (is_whole(m)) {
+        message_done(e, &e->peers[peer], m);
+    }
 }
 
 static Op *receive_for(const Engine *e, int peer, const Head *h) {
@@ -137,15 +165,18 @@ static void drop_message(Engine *e, int peer, Message *m) {
     Op *op = m->op;
     m->op = NULL;
     m->dropped = 1;
+    take_grant_back(e, &e->peers[peer], m);
     if (!op) return;
     op->source = peer;
+    op->incoming = NULL;
     finish(e, op, LOST);
+    grant(e);
 }
 
 /* Bytes of a message that a fragment brings: none twice, and none that was not asked for. So a
  * message is whole only when no stream is in the middle of it. */
 static int claim(Message *m, u64 bytes) {
-    if ((!m->op && !m->dropped) || bytes > m->head.bytes - m->claimed) return 0;
+    if ((!m->granted && !m->dropped) || bytes > m->head.bytes - m->claimed) return 0;
     m->claimed += bytes;
     return 1;
 }

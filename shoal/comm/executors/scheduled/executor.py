@@ -12,7 +12,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.scheduled.binding import Binding, bind
 from shoal.comm.executors.scheduled.buffers import SlotBuffers
 from shoal.comm.executors.scheduled.calibration import measure_link
-from shoal.comm.executors.scheduled.interpreter import SEGMENT_BYTES, Interpreter, segments_for
+from shoal.comm.executors.scheduled.interpreter import Interpreter
 from shoal.comm.executors.scheduled.program import Program, compile_for
 from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector
 from shoal.comm.piece_counts import check_counts, counts_row, counts_table
@@ -22,6 +22,7 @@ from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.cost import Link
+from shoal.schedules.collectives.segments import SEGMENT_BYTES, segments_for
 from shoal.transport.subset import SubsetTransport
 from shoal.transport.threads import PendingWork
 from shoal.transport.transport import ClosableTransport, Transport, Work

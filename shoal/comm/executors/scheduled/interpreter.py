@@ -26,9 +26,6 @@ from shoal.comm.executors.scheduled.program import Program, ProgramStep
 from shoal.errors import PeerLost
 from shoal.transport.transport import ReducingTransport, Transport, Work
 
-SEGMENT_BYTES = 4 << 20  # smaller ones cost more in messages than they hide
-_MOST_SEGMENTS = 64
-
 
 @dataclass
 class _Flight:
@@ -155,7 +152,3 @@ class Interpreter:
             self.op.combine(total, value)
         if total is not into:
             into.copy_(total)
-
-
-def segments_for(chunk_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> int:
-    return max(1, min(_MOST_SEGMENTS, -(-chunk_bytes // segment_bytes)))
