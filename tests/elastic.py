@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,10 @@ class Workers:
 
     def note_exit(self, member: GroupMember) -> None:
         self.run_dir.note_exit(member.worker, -9)
+
+    def die(self) -> NoReturn:
+        """End the life of the worker that calls it."""
+        raise Killed
 
     def note(self, job: Job, step: int, rows: Tensor) -> None:
         """These rows were trained on in this step."""

@@ -33,6 +33,7 @@ LAYERS = [
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
     ["train.cut_batch", "train.run_services"],
     ["train.step"],
+    ["train.sharded_state"],
     ["train.elastic_training"],
     [
         *("train.build_step", "train.evaluate", "train.state", "train.restore"),
@@ -46,7 +47,10 @@ LAYERS = [
         "train.torch_clipping",
         "train.untrained_models",
     ],
-    ["train.loop_optimizer", "train.reached_parts", "train.tensor_plans"],
+    [
+        *("train.loop_optimizer", "train.reached_parts", "train.tensor_plans"),
+        "train.unsharded_state",
+    ],
     ["train.earlier_setups"],
     ["train.setup_loop"],
     ["train.loop_proof"],

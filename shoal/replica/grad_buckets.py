@@ -47,6 +47,7 @@ class GradBuckets:
         self.before_flush: BeforeFlush | None = None  # then nothing is reported before `flush`
         self._on_bucket: OnBucket | None = None
         self._allocate: Allocate | None = None
+        self._has_hooks = False
 
     # ------------------------------------------------------------------ setting up
 
@@ -76,8 +77,10 @@ class GradBuckets:
             bucket.start: list(self._runs_of(bucket, [i for i in members if i in self._in_place]))
             for bucket, members in zip(self.buckets, self._members, strict=True)
         }
-        for i, p in enumerate(self.layout.params):
-            p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+        if not self._has_hooks:  # it is called again when a group has changed
+            self._has_hooks = True
+            for i, p in enumerate(self.layout.params):
+                p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
 
     def _make_buffer(self, memory: Tensor | None) -> None:
         layout = self.layout

@@ -143,7 +143,7 @@ class SyncTerm(Term, role="sync", abstract=True):
             return self
         raise StrategyError(
             f"--elastic: workers of {self} cannot leave and join between two steps; those of ddp, "
-            'ps(mode="async"), gossip(mode="async") and hogwild can'
+            'zero, ps(mode="async"), gossip(mode="async") and hogwild can'
         )
 
     @property

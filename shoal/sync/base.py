@@ -42,6 +42,38 @@ class Comeback(NamedTuple):
     lost_at: int
 
 
+class ShardProgress(NamedTuple):
+    """How far a rank is with the shards of one model, for the others when the group has changed.
+
+    A layout is the number of the group that shards are for, and the rank and size in it.
+    """
+
+    is_new: bool  # it has not trained, and holds nothing that others need
+    steps: int
+    layout: tuple[int, int, int]
+    staged: tuple[int, int, int]  # what it is ready to change to; group -1: nothing
+
+
+class Movable(Protocol):
+    """Shards of an elastic run (`sync/movable_shards.py`)."""
+
+    def progress(self, is_new: bool) -> ShardProgress:
+        """What the other ranks have to know."""
+        ...
+
+    def settle(self, rows: Sequence[ShardProgress], rank: int) -> None:
+        """End what this rank was interrupted in, if others have ended it."""
+        ...
+
+    def stage(self, rows: Sequence[ShardProgress], group: Group, generation: int) -> None:
+        """Get the shards of this rank in `group`, and go on holding those of the last one."""
+        ...
+
+    def swap(self) -> None:
+        """All ranks have staged: hold the new shards alone."""
+        ...
+
+
 class PeriodicSaves(Protocol):
     """Checkpoints that servers write by themselves (`sync/ps/saves.py`)."""
 
@@ -88,6 +120,7 @@ class Sync(Protocol):
     lowest_survivor: int = 0
     """The lowest surviving replica, as far as known here: it saves and prints for all."""
 
+    movable: Movable | None = None  # in elastic runs, where each replica holds shards
     saves: PeriodicSaves | None = None  # where servers write checkpoints by themselves
 
     def begin(self) -> None:
@@ -267,6 +300,11 @@ class SyncPlan(Generic[T]):
             raise BadInput(
                 f"exact=True adds up every gradient in full, which {self.term} does not do: "
                 "take ddp"
+            )
+        if self.term.is_elastic and options.precision == "fp16":
+            raise BadInput(
+                f'{self.term} does not train with "fp16", whose gradient scaler would have to be '
+                'undone after a loss: take "bf16"'
             )
 
     def shards_parameters(self, replicas: int) -> bool:

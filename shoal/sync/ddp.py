@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from shoal.strategy.terms import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compression import refuse_scaled
@@ -103,11 +102,6 @@ class DdpPlan(SyncPlan[Ddp]):
         super().check(options, replicas)
         if self.term.compress is not None:
             refuse_scaled(self.term, options)
-        if self.term.elastic and options.precision == "fp16":
-            raise BadInput(
-                'ddp(elastic=True) does not train with "fp16", whose gradient scaler would have '
-                'to be undone after a loss: take "bf16"'
-            )
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)

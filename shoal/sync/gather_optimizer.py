@@ -6,6 +6,7 @@ each other rank ──▶ rank 0    {"groups": parameter groups, "names": of par
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -24,36 +25,37 @@ State = dict[str, Any]
 
 
 def gather_optimizer(
-    update: OptimizerStep, flat: FlatParams, group: Group
+    update: OptimizerStep, flat: FlatParams, group: Group, own: slice
 ) -> torch.optim.Optimizer | None:
     """On rank 0 an optimizer of all parameters with the state of all ranks; None elsewhere.
 
-    All ranks call it. It takes memory for the state of the whole model on rank 0.
+    All ranks call it, each with its `own` shard: it may also have state of others. It takes memory
+    for the state of the whole model on rank 0.
     """
     channel = PytreeChannel(group, flat.device, header_device=flat.device)
     if group.rank != 0:
-        _send(update, channel)
+        _send(update, {flat.named[i][0] for i in flat.params_in(own)}, channel)
         return None
     optimizer = make_optimizer(update.factory, flat.named)
-    groups = _parameter_groups(update)
+    groups = parameter_groups(update)
     for p in update.params:
         if p in update.optimizer.state:
             optimizer.state[p] = update.optimizer.state[p]
     for peer in range(1, group.size):
         groups += _receive(optimizer, flat, channel, peer)
-    _take_values(optimizer, {id(p): name for name, p in flat.named}, groups)
+    take_values(optimizer, {id(p): name for name, p in flat.named}, groups)
     return optimizer
 
 
-def _send(update: OptimizerStep, channel: PytreeChannel) -> None:
+def _send(update: OptimizerStep, own: Set[str], channel: PytreeChannel) -> None:
     """Values that cannot be sent stay here."""
-    names = {id(p): name for name, p in update.named}
+    names = {id(p): name for name, p in update.named if name in own}
     states = {names[id(p)]: s for p, s in update.optimizer.state.items() if id(p) in names}
-    header = {"groups": _parameter_groups(update), "names": list(states)}
+    header = {"groups": parameter_groups(update), "names": list(states)}
     channel.send(header, 0, _TAG).wait()
     for state in states.values():
-        sendable = {key: _sendable(value) for key, value in state.items() if _can_be_sent(value)}
-        on_device = map_tensors(lambda t: t.detach().to(channel.device), sendable)
+        sent = {key: sendable(value) for key, value in state.items() if can_be_sent(value)}
+        on_device = map_tensors(lambda t: t.detach().to(channel.device), sent)
         channel.send(on_device, 0, _TAG).wait()
 
 
@@ -74,7 +76,7 @@ def _receive(
     return groups
 
 
-def _parameter_groups(update: OptimizerStep) -> list[State]:
+def parameter_groups(update: OptimizerStep) -> list[State]:
     """The groups with names of parameters instead of parameters; plain values only."""
     if not update.named:
         return []
@@ -82,7 +84,7 @@ def _parameter_groups(update: OptimizerStep) -> list[State]:
     return [
         {
             "params": [names[id(p)] for p in group["params"]],
-            **{k: _sendable(v) for k, v in group.items() if k not in _PARAMS and _is_plain(v)},
+            **{k: sendable(v) for k, v in group.items() if k not in _PARAMS and _is_plain(v)},
         }
         for group in update.optimizer.param_groups
     ]
@@ -94,21 +96,21 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _can_be_sent(value: Any) -> bool:
+def can_be_sent(value: Any) -> bool:
     return isinstance(value, Tensor) or _is_plain(value)
 
 
-def _sendable(value: Any) -> Any:
+def sendable(value: Any) -> Any:
     """Subclasses of plain types, such as numpy's floats, become plain."""
     if isinstance(value, (list, tuple)):
-        return [_sendable(item) for item in value]
+        return [sendable(item) for item in value]
     for kind in (int, float, str):
         if isinstance(value, kind) and not isinstance(value, bool):
             return kind(value)
     return value
 
 
-def _take_values(
+def take_values(
     optimizer: torch.optim.Optimizer, names: dict[int, str], groups: list[State]
 ) -> None:
     """Learning rates and the like are those of the rank that trains the parameters of a group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,13 +25,15 @@ class GradNorm:
     """Whose gradients `clip_norm` looks at, where the optimizer of this rank owns a shard of them.
 
     `over_shards` makes the sum of squares of this rank's gradients that of all shards; or `params`
-    names all parameters, where their gradients are here. `over_replica` adds the shards of a
-    replica that is split over workers.
+    names all parameters, where their gradients are here. `counted` are those of this rank, where
+    it also has gradients of others. `over_replica` adds the shards of a replica that is split over
+    workers.
     """
 
     over_shards: SumOfSquares | None = None
     params: list[nn.Parameter] | None = None
     over_replica: ReplicaGradNorm | None = None
+    counted: list[nn.Parameter] | None = None
 
 
 class OptimizerStep:
@@ -63,6 +65,7 @@ class OptimizerStep:
         self.tracer = tracer
         self.steps = 0
         self._ratios = ratios(self.optimizer)
+        self._scheduler = scheduler
         self.schedule = self._make_schedule(scheduler)
 
     def hand_over(self, factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -72,19 +75,42 @@ class OptimizerStep:
         self.optimizer = make_optimizer(factory, named) if named else _idle()
         self._ratios = ratios(self.optimizer)
 
+    def take_shard(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        counted: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Update other parameters from now on, by an optimizer that `factory` made for them."""
+        self.named = named
+        self.params = [p for _, p in named]
+        self.optimizer = _idle() if optimizer is None else optimizer
+        self._ratios = ratios(self.optimizer)
+        self.schedule = self._make_schedule(self._scheduler)
+        if self.grad_norm.counted is not None:
+            self.grad_norm = replace(self.grad_norm, counted=counted)
+
     def apply(self) -> None:
         with self.tracer.span("update"):
-            self.take_settings(self.steps)
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            if self.clip_norm is not None:
-                self._clip(self.clip_norm)
-            if self.scaler is not None:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
-            self.steps += 1
+            self.prepare()
+            self.commit()
+
+    def prepare(self) -> None:
+        """Unscale and clip the gradients, which may communicate."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
+
+    def commit(self) -> None:
+        """Update by gradients that are prepared."""
+        self.take_settings(self.steps)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.steps += 1
 
     def take_settings(self, step: int) -> None:
         """Give the optimizer the learning rate of a step, if that depends on the step."""
@@ -134,7 +160,8 @@ class OptimizerStep:
         if scope.over_shards is None:
             nn.utils.clip_grad_norm_(params, bound)
             return
-        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        counted = params if scope.counted is None else scope.counted
+        norm = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
         total = scope.over_shards(norm.double().square()).sqrt().to(norm.dtype)
         nn.utils.clip_grads_with_norm_(params, bound, total)
 

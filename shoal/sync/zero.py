@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.shard import ReplicaShard
 from shoal.strategy.terms import Zero
@@ -32,9 +33,9 @@ from shoal.sync.ddp_exact import exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm
 from shoal.sync.registry import runs
-from shoal.sync.zero_buckets import bytes_of_shards, gathered_bytes, gradient_bytes
+from shoal.sync.zero_buckets import gathered_bytes, gradient_bytes
 from shoal.sync.zero_reduce import ZeroReduce
-from shoal.sync.zero_update import ExactZero
+from shoal.sync.zero_update import ElasticUpdate, ExactZero, ShardedUpdate
 
 
 def owned_params(flat: FlatParams, group: Group) -> list[tuple[str, nn.Parameter]]:
@@ -59,43 +60,58 @@ class ZeroPlan(SyncPlan[Zero]):
     can_be_exact = True
 
     def shards_parameters(self, replicas: int) -> bool:
-        return self.term.stage == 3 and replicas > 1
+        return self.term.stage == 3 and (replicas > 1 or self.term.elastic)
 
     def layout(
         self, shard: ReplicaShard, dp: Group, device: torch.device, deferred: DeferredInit
     ) -> FlatParams:
         if not self.shards_parameters(dp.size):
             return super().layout(shard, dp, device, deferred)
-        flat = ShardedParams(shard.model, dp, device, deferred, shard.named, shard.compute_module)
+        flat = ShardedParams(
+            shard.model,
+            dp,
+            device,
+            deferred,
+            shard.named,
+            shard.compute_module,
+            self.term.shard_copies,
+        )
         if shard.compute_module is None:  # else it is on the device, and the rest has no memory
             move_untrained(shard.model, flat, device)
         return flat
 
     def owns(self, flat: FlatParams, dp: Group, exact: bool) -> Ownership:
-        named = owned_params(flat, dp)
+        held = HeldShards(flat, dp.rank, dp.size, self.term.shard_copies)
+        named = [flat.named[i] for i in held.params]
         if exact:  # every rank has the full gradient
             return Ownership(named, GradNorm(params=flat.params))
-        return Ownership(named, GradNorm(sum_over_shards(flat, dp)))
+        counted = [p for _, p in owned_params(flat, dp)] if self.term.elastic else None
+        return Ownership(named, GradNorm(sum_over_shards(flat, dp), counted=counted))
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)
         if sizes.exact_microbatches is not None:
             plain = exact_memory(plain, sizes, rank, replicas)
         else:
-            plain = replace(plain, gradients=gradient_bytes(self.term.stage, sizes, rank, replicas))
-        shard = sizes.flat.shards(replicas)[rank]
-        names = [sizes.flat.named[i][0] for i in sizes.flat.params_in(shard)]
+            gradients = gradient_bytes(self.term, sizes, rank, replicas)
+            plain = replace(plain, gradients=gradients)
+        held = HeldShards(sizes.flat, rank, replicas, self.term.shard_copies)
+        names = [sizes.flat.named[i][0] for i in held.params]
         plain = replace(plain, optimizer=sum(sizes.state[name] for name in names))
         if not self.shards_parameters(replicas):
             return plain
-        held = (shard.stop - shard.start) * sizes.width + sizes.untrained
-        return replace(plain, parameters=held, gathered=gathered_bytes(sizes, shard))
+        parameters = held.size * sizes.width + sizes.untrained
+        return replace(plain, parameters=parameters, gathered=gathered_bytes(sizes, held))
 
     def build(self, replica: Replica) -> Sync:
+        sharded = (
+            ElasticUpdate(replica, self.term.copies)
+            if self.term.elastic
+            else ShardedUpdate(replica)
+        )
         if replica.exact_microbatches is not None:
-            return ExactZero(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES)
-        bucket_bytes = bytes_of_shards(replica.flat, replica.group.size)
-        return ZeroReduce(replica, self.term.stage, bucket_bytes)
+            return ExactZero(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES, sharded)
+        return ZeroReduce(replica, self.term.stage, sharded)
 
 
 def move_untrained(model: nn.Module, flat: FlatParams, device: torch.device) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 
 from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, FilledBucket, most_lent
+from shoal.strategy.terms import Zero
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shoal.sync.memory import ModelSizes
 
@@ -28,8 +30,9 @@ def bytes_of_shards(flat: FlatLayout, replicas: int) -> int:
     return min(DEFAULT_BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, shard_bytes // 16))
 
 
-def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> int:
+def gradient_bytes(term: Zero, sizes: ModelSizes, rank: int, replicas: int) -> int:
     """The buffer that is kept, buckets on their way, and what waits at parameters."""
+    stage = term.stage
     flat = sizes.flat
     bucket_bytes = bytes_of_shards(flat, replicas)
     owned = owned_buckets(flat, replicas, bucket_bytes)
@@ -38,7 +41,7 @@ def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> i
         waiting = [sum(waiting[k:]) for k in range(len(waiting))]
     if stage == 1:
         return int(flat.size - flat.offset + max(waiting)) * sizes.width
-    kept = flat.shards(replicas)[rank]
+    kept = HeldShards(flat, rank, replicas, term.shard_copies).size
     passes = 2 if sizes.accumulates and not sizes.is_stage else 1
     filled = [
         FilledBucket(bucket.stop - bucket.start, waits, owner == rank)
@@ -46,17 +49,17 @@ def gradient_bytes(stage: int, sizes: ModelSizes, rank: int, replicas: int) -> i
     ]
     room = ON_THE_WAY * bucket_bytes // sizes.width
     most = most_lent(filled, passes, room, REUSED_BYTES / sizes.width)
-    return int(kept.stop - kept.start + most) * sizes.width
+    return int(kept + most) * sizes.width
 
 
-def gathered_bytes(sizes: ModelSizes, shard: slice) -> int:
+def gathered_bytes(sizes: ModelSizes, held: HeldShards) -> int:
     """Bytes of others' parameters: of the root unit, of one that computes, and of the next."""
     flat = sizes.flat
     index = {name: i for i, (name, _) in enumerate(flat.named)}
+    here = set(held.params)
     elements = []
     for unit in sizes.units:
-        ranges = [flat.ranges[index[name]] for name in unit]
-        others = [r for r in ranges if not shard.start <= r.start < shard.stop]
+        others = [flat.ranges[index[name]] for name in unit if index[name] not in here]
         elements.append(sum(flat.round_up(r.stop) - r.start for r in others))
     root, *blocks = elements
     pairs = [a + b for a, b in itertools.pairwise([0, *blocks, 0])]

@@ -16,7 +16,7 @@ from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, fitting, must_settle
 from shoal.sync.base import Replica, Sync
 from shoal.sync.traffic import StepTraffic
-from shoal.sync.zero_buckets import owned_buckets
+from shoal.sync.zero_buckets import bytes_of_shards, owned_buckets
 from shoal.sync.zero_update import ShardedUpdate
 from shoal.transport.transport import Work
 
@@ -38,24 +38,58 @@ class ZeroReduce(Sync):
     its memory is needed, or when backward has ended.
     """
 
-    def __init__(self, replica: Replica, stage: int, bucket_bytes: int):
-        flat = replica.flat
-        self.flat = flat
-        counters = [Counting(replica.group.executor)]
-        self.group = Group(counters[0])
-        if isinstance(flat, ShardedParams):
-            counters.append(Counting(flat.group.executor))
-            flat.group = Group(counters[1])
-        self.traffic = StepTraffic(flat, *counters)
-        self.sharded = ShardedUpdate(replica, self.group)
+    def __init__(
+        self,
+        replica: Replica,
+        stage: int,
+        sharded: ShardedUpdate,
+        bucket_bytes: int | None = None,
+    ):
+        """`bucket_bytes`: by default they follow from the sizes of shards."""
+        self.flat = replica.flat
+        self._bucket_bytes = bucket_bytes
+        self.sharded = sharded
+        self.movable = sharded.movable
         self.every_microbatch = stage > 1
+        self._replicas = replica.group
+        self._gathering = self.flat.group if isinstance(self.flat, ShardedParams) else None
+        self._counters: list[Counting] = []
+        self._count_bytes()
+        self.traffic = StepTraffic(self.flat, *self._counters)
+        self._lay_out()
+
+    def regroup(self) -> None:
+        self._count_bytes()
+        self.traffic.recount(self.flat, *self._counters)
+        self._lay_out()
+
+    def _count_bytes(self) -> None:
+        """Go on counting what the groups send, in their present executors."""
+        groups = [self._replicas] + ([] if self._gathering is None else [self._gathering])
+        counters = [Counting(group.executor) for group in groups]
+        for counter, before in zip(counters, self._counters, strict=False):
+            counter.sent = before.sent
+        self._counters = counters
+        self.group = Group(counters[0])
+        if isinstance(self.flat, ShardedParams):
+            self.flat.group = Group(counters[1])
+        self.sharded.regroup(self.group)
+
+    def _lay_out(self) -> None:
+        flat = self.flat
+        bucket_bytes = self._bucket_bytes or bytes_of_shards(flat, self.group.size)
         owned = owned_buckets(flat, self.group.size, bucket_bytes)
         self._owner = {bucket.start: rank for rank, bucket in owned}
         buckets = [bucket for _, bucket in owned]
         self.shard = self.sharded.shards[self.group.rank]
-        kept = slice(flat.offset, flat.size) if stage == 1 else self.shard
-        self._kept = torch.zeros(kept.stop - kept.start, dtype=flat.dtype, device=flat.device)
+        keeps_all = not self.every_microbatch
+        kept = slice(flat.offset, flat.size) if keeps_all else self.shard
+        self._kept = self._zeros(kept)
         self._kept_at = kept
+        self._copies = [
+            self._kept_slice(where) if keeps_all else self._zeros(where)
+            for where in self.sharded.copied
+        ]
         self._last = buckets[-1].start
         self._room_elements = ON_THE_WAY * bucket_bytes // flat.dtype.itemsize
         self._is_deferred = flat.device.type == "cpu" and self.group.executor.takes_cores
@@ -63,6 +97,10 @@ class ZeroReduce(Sync):
         self._sent: deque[_Sent] = deque()
         self._spare: list[Tensor] = []  # memory that was lent, for the next buckets
         flat.grads.watch(buckets, allocate=self._room)
+
+    def _zeros(self, where: slice) -> Tensor:
+        length = where.stop - where.start
+        return torch.zeros(length, dtype=self.flat.dtype, device=self.flat.device)
 
     def begin(self) -> None:
         self._sent.clear()
@@ -95,10 +133,14 @@ class ZeroReduce(Sync):
         for work, head in self._heads:
             (work or self.group.all_reduce(head)).wait()
         self._head = torch.stack([head for _, head in self._heads]).sum(0)
+        own = self._kept_slice(self.shard)
+        self.sharded.copy_gradients(own, self._copies)
+        held = zip([self.shard, *self.sharded.copied], [own, *self._copies], strict=True)
         arrived = self._head[1:].tolist()
-        for i in self.flat.params_in(self.shard):
-            grad = self.flat.view(i, self._kept, self._kept_at.start)
-            self.flat.params[i].grad = grad if arrived[i] > 0 else None
+        for where, memory in held:
+            for i in self.flat.params_in(where):
+                grad = self.flat.view(i, memory, where.start)
+                self.flat.params[i].grad = grad if arrived[i] > 0 else None
         self.traffic.steps += 1
 
     def loss(self, local_loss: Tensor) -> Tensor:
@@ -106,7 +148,8 @@ class ZeroReduce(Sync):
 
     def gradient_tensors(self) -> list[Tensor]:
         filling = [] if self._memory is None else [self._memory]
-        return [self._kept, *self._spare, *filling, *(sent.memory for sent in self._sent)]
+        kept = [self._kept, *self._copies]
+        return [*kept, *self._spare, *filling, *(sent.memory for sent in self._sent)]
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:

@@ -81,6 +81,11 @@ class StepContext:
     before_build: Sequence[Callable[[nn.Module], None]] = ()
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether there are several replicas, or will be: an elastic group forms later."""
+        return self.mesh.dp.size > 1 or self.strategy.is_elastic
+
+    @property
     def is_split(self) -> bool:
         """Whether a replica is split over several workers."""
         return self.mesh.replica_group.size > 1
@@ -127,12 +132,12 @@ def prepare_model(
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.faults is not None:
         context.faults.at_start()
-    is_sharded = context.mesh.dp.size > 1 and term.with_whole_parameters() != term
+    is_sharded = context.has_replicas and term.with_whole_parameters() != term
     check_modules(model, context.strategy if is_sharded or context.is_split else None)
     if (
         is_sharded
         or context.is_split
-        or (context.mesh.dp.size > 1 and not term.trains_complex_parameters)
+        or (context.has_replicas and not term.trains_complex_parameters)
     ):
         refuse_complex(model, context.strategy)
     for change in context.before_build:
@@ -311,7 +316,8 @@ def _optimizer_step(
 def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContext) -> None:
     """Refuse an optimizer that looks at more than this worker has, on all workers alike."""
     groups = _sharing_groups(update.grad_norm, context.mesh)
-    if not groups:
+    is_elastic = context.strategy.is_elastic and _is_sharded(update.grad_norm)
+    if not groups and not is_elastic:
         return
     found = torch.zeros((), device=context.device)
     if update.named:
@@ -330,9 +336,13 @@ def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
 
 def _sharing_groups(norm: GradNorm, mesh: Mesh) -> list[Group]:
     """Groups whose workers update other parameters, or other slices of them."""
-    is_sharded = norm.over_shards is not None or norm.params is not None
-    groups = [mesh.tp, mesh.pp, mesh.ep, *([mesh.dp] if is_sharded else [])]
+    groups = [mesh.tp, mesh.pp, mesh.ep, *([mesh.dp] if _is_sharded(norm) else [])]
     return [group for group in groups if group.size > 1]
+
+
+def _is_sharded(norm: GradNorm) -> bool:
+    """Whether each replica updates a shard."""
+    return norm.over_shards is not None or norm.params is not None
 
 
 def _replica(
@@ -397,7 +407,7 @@ def _share_batchnorm(
         )
     if options.exact:
         return use_microbatch_norm(model)
-    is_shared = dp.size > 1 or context.strategy.is_elastic
+    is_shared = dp.size > 1 or context.has_replicas
     return use_global_batchnorm(model, dp.duplicate()) if is_shared else ForwardState()
 
 

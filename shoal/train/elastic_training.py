@@ -24,12 +24,13 @@ from shoal.data.batch import AnyBatch, BatchPart
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of
+from shoal.train.sharded_state import Interrupted, ShardedState, UnshardedState
 from shoal.train.step import Step
 
 T = TypeVar("T")
 
 
-class TrainingState(Protocol):
+class TrainingState(UnshardedState, Protocol):
     """The state of a job, which one worker sends to others."""
 
     def pack(self) -> dict[str, Any]:
@@ -61,6 +62,7 @@ class ElasticTraining:
         self._steps = steps
         self._state = state
         self._after_regroup = after_regroup
+        self._shards = ShardedState(group, steps, state)
         self._is_new = True
         self._returned: list[dict[str, Any]] = []  # by the latest steps of the worker that sent
         self._split_again: tuple[list[Tensor], AnyBatch] | None = None
@@ -80,10 +82,15 @@ class ElasticTraining:
                 if error.after_s is not None:
                     raise
                 lost = error
-            step.abandon(buffers)
             steps = step.steps
-            self._regroup(admits=True)
+            if self._is_sharded:
+                self._shards.interrupted = Interrupted(step, buffers)
+            else:
+                step.abandon(buffers)
+            self._regroup(admits=len({other.steps for other in self._steps}) == 1)
             if step.steps > steps:  # others had ended it, and their state is here now
+                if self._is_sharded:
+                    return step.result()
                 return step.adopt(self._returned[self._steps.index(step)])
             again = self._again(step, batch, lost)
             if again is None:
@@ -150,7 +157,10 @@ class ElasticTraining:
         while True:
             try:
                 self.group.regroup(admits)
-                self._share_state()
+                if self._is_sharded:
+                    self._shards.share()
+                else:
+                    self._share_state()
                 break
             except PeerLost as lost:
                 if lost.after_s is not None:
@@ -160,6 +170,10 @@ class ElasticTraining:
             step.regroup()
         self._stream.split_again(self.group.rank, self.group.size)
         self._after_regroup()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(step.sync.movable is not None for step in self._steps)
 
     def _share_state(self) -> None:
         """Those who are behind get the state of the first of those who have done most steps."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.train.checkpoint import Checkpoint
 from shoal.train.named_tensors import copy_into, fit_model
@@ -36,12 +36,12 @@ class Ema:
         self.decay = decay
         self.steps = [step for step in steps if step.model is model]
         self._check()
-        self._averages = [weights.clone() for weights in self._weights()]
+        self.averages = [weights.clone() for weights in self._weights()]
 
     @torch.no_grad()
     def update(self) -> None:
         """average = decay · average + (1 - decay) · weights"""
-        for average, weights in zip(self._averages, self._weights(), strict=True):
+        for average, weights in zip(self.averages, self._weights(), strict=True):
             average.lerp_(weights, 1 - self.decay)
 
     @contextmanager
@@ -71,7 +71,7 @@ class Ema:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for average, weights in zip(self._averages, self._weights(), strict=True):
+        for average, weights in zip(self.averages, self._weights(), strict=True):
             before = weights.clone()
             weights.copy_(average)
             average.copy_(before)
@@ -89,6 +89,11 @@ class Ema:
         if not self.steps:
             raise BadInput("job.ema takes a model that job.setup or job.step was given before")
         for step in self.steps:
+            if step.term.is_elastic and isinstance(step.flat, ShardedParams):
+                raise NotBuilt(
+                    f"job.ema is not built for {step.term}, whose workers hold other shards when "
+                    "one is lost: take zero(2, elastic=True)"
+                )
             is_shared = step.term.has_servers and not step.is_own_loop
             if is_shared or not step.sync.synchronous:
                 raise BadInput(

@@ -21,6 +21,7 @@ from shoal.train.restore import fit
 from shoal.train.run_services import RunServices
 from shoal.train.state import snapshot
 from shoal.train.step import Step
+from shoal.train.unsharded_state import pack_unsharded, unpack_unsharded
 
 Averages = list[tuple[dict[str, Tensor], dict[str, str]]]
 
@@ -116,6 +117,14 @@ class JobState:
         for ema, tensors in zip(self.emas, averages, strict=True):
             ema.load(tensors)
         self._start_late(saved.document["steps"])
+
+    def pack_unsharded(self) -> dict[str, Any]:
+        """See `UnshardedState`."""
+        return pack_unsharded(self.models, self.emas, self.steps)
+
+    def unpack_unsharded(self, state: dict[str, Any]) -> None:
+        """See `UnshardedState`."""
+        self._start_late(unpack_unsharded(state, self.models, self.emas))
 
     def _start_late(self, steps: int) -> None:
         """Go on after these steps of the others."""

@@ -71,7 +71,10 @@ class Step:
         return self.attempt(batch) if self.around is None else self.around(self, batch)
 
     def attempt(self, batch: Any) -> Any:
-        """Train on a batch. Where it raises PeerLost, weights and optimizer are as before."""
+        """Train on a batch. Where it raises PeerLost, weights and optimizer are as before.
+
+        Where replicas hold shards they may also be those after it: `sync.movable` knows.
+        """
         start_ns = time.monotonic_ns()
         self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
@@ -109,6 +112,12 @@ class Step:
         self._names = document["names"]
         self._numbers = numbers
         return self._conclude(loss)
+
+    def end_interrupted(self) -> None:
+        """The update is done; this worker was interrupted before it could return."""
+        loss = self.sync.loss(torch.zeros((), device=self.flat.device))
+        self._count(1)
+        self._conclude(loss)
 
     def abandon(self, buffers: Sequence[Tensor]) -> None:
         """Undo what an interrupted attempt has left; `buffers` are those of the model before it."""

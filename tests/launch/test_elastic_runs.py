@@ -1,7 +1,8 @@
-"""Runs of processes whose workers are killed, come back and join, under elastic ddp."""
+"""Runs of processes whose workers are killed, come back and join."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from shoal.train import checkpoint
 from tests import forked
 from tests.launch.helpers import ROOT
 
 SCRIPT = """
-import hashlib, os, sys, time, torch, shoal
+import os, sys, time, torch, shoal
 from functools import partial
 
 folder, steps, pause_s, waits_at = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
@@ -44,8 +46,7 @@ def train(job):
         time.sleep(pause_s)
         while job.steps == int(waits_at) and not os.path.exists(f"{folder}/late"):
             time.sleep(0.01)
-    bits = b"".join(tensor.numpy().tobytes() for tensor in step.model.state_dict().values())
-    job.print("bits", hashlib.sha256(bits).hexdigest())
+    job.save(f"{folder}/saved")
 
 shoal.run(train)
 """
@@ -65,13 +66,14 @@ def start(
     return forked.Popen(command, cwd=ROOT, text=True, **pipes)
 
 
-def bits(process: forked.Popen) -> tuple[str, str]:
-    """The digest of the weights that a run ended with, and what it wrote to stderr."""
-    out, err = process.communicate(timeout=500)
+def bits(process: forked.Popen, folder: Path) -> tuple[str, str]:
+    """The digest of the checkpoint that a run ended with, and what it wrote to stderr."""
+    _, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
-    found = re.findall(r"bits (\w+)", out)
-    assert len(found) == 1, out
-    return found[0], err
+    saved = checkpoint.read(folder / "saved")
+    tensors = [*saved.model.values(), *saved.optimizer.values()]
+    bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(bits).hexdigest(), err
 
 
 def log_of(folder: Path) -> list[tuple[float, int, int]]:
@@ -89,12 +91,19 @@ def wait_for_step(folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_worker_and_its_return_change_no_bit(tmp_path: Path) -> None:
+SHARDED = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp(elastic=True)", *(pytest.param(text, marks=pytest.mark.whole) for text in SHARDED)],
+)
+def test_a_killed_worker_and_its_return_change_no_bit(tmp_path: Path, strategy: str) -> None:
     plain = start(tmp_path / "plain", 40, 0.0, "-n", "1")
-    options = ("-n", "3", "-s", "ddp(elastic=True)", "--kill", "1@9", "--restart", "1")
+    options = ("-n", "3", "-s", strategy, "--kill", "1@9", "--restart", "1")
     hit = start(tmp_path / "hit", 40, 0.05, *options, waits_at=12)
-    wanted, _ = bits(plain)
-    found, err = bits(hit)
+    wanted, _ = bits(plain, tmp_path / "plain")
+    found, err = bits(hit, tmp_path / "hit")
     assert found == wanted
     assert "worker 1 was lost at step 9 and came back after" in err
     document = json.loads((tmp_path / "hit" / "report.json").read_text())
@@ -114,15 +123,17 @@ def test_a_run_of_too_few_workers_ends_with_one_sentence(tmp_path: Path) -> None
 
 @pytest.mark.whole
 @pytest.mark.timeout(900)
-def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero(3)"])
+def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path, strategy: str) -> None:
     folder = tmp_path / "run"
     plain = start(tmp_path / "plain", 100, 0.0, "-n", "1")
-    process = start(folder, 100, 0.1, "-n", "2", "--elastic", "1:3", waits_at=40)
+    options = ("-n", "2", "--elastic", "1:3", "-s", strategy)
+    process = start(folder, 100, 0.1, *options, waits_at=40)
     wait_for_step(folder, 40)
     command = [sys.executable, "-m", "shoal", "join", (folder / "run_dir").read_text()]
     forked.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
-    found, err = bits(process)
-    assert found == bits(plain)[0]
+    found, err = bits(process, folder)
+    assert found == bits(plain, tmp_path / "plain")[0]
     joined = re.search(r"worker 2 joined at step (\d+)", err)
     assert joined is not None
     used = {step for _, worker, step in log_of(folder) if worker == 2}
@@ -131,10 +142,12 @@ def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
-def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", *SHARDED])
+def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path, strategy: str) -> None:
+    """Of workers that hold shards, one is killed when the loss of the last one is overcome."""
     folder = tmp_path / "run"
     plain = start(tmp_path / "plain", 2000, 0.0, "-n", "1")
-    options = ("-n", "4", "-s", "ddp(elastic=True)", "--restart", "30")
+    options = ("-n", "4", "-s", strategy, "--restart", "30")
     process = start(folder, 2000, 0.05, *options)
     wait_for_step(folder, 3)
     choose = random.Random(17)
@@ -145,8 +158,10 @@ def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             kills_s.append(time.monotonic())
-    found, err = bits(process)
-    assert found == bits(plain)[0]
+            if strategy in SHARDED:
+                wait_for_step(folder, max(step for _, _, step in log_of(folder)) + 2)
+    found, err = bits(process, folder)
+    assert found == bits(plain, tmp_path / "plain")[0]
     assert err.count("was killed by SIGKILL") == 20
     times_s = sorted(time_s for time_s, _, _ in log_of(folder))
     waits_s = [min(t for t in times_s if t > kill_s) - kill_s for kill_s in kills_s]

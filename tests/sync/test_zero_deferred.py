@@ -14,6 +14,7 @@ from shoal.sync.base import Replica
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.zero import owned_params
 from shoal.sync.zero_reduce import ZeroReduce
+from shoal.sync.zero_update import ShardedUpdate
 from tests.conftest import World
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -33,7 +34,8 @@ def test_a_call_that_would_take_a_core_waits_while_there_is_room(
         weights = [nn.Parameter(torch.zeros(numbers)) for _ in range(4)]
         flat = FlatParams([(f"weight{i}", weight) for i, weight in enumerate(weights)])
         update = OptimizerStep(owned_params(flat, group), SGD)
-        sync = ZeroReduce(Replica(flat, update, group), stage=2, bucket_bytes=1 << 20)
+        replica = Replica(flat, update, group)
+        sync = ZeroReduce(replica, 2, ShardedUpdate(replica), bucket_bytes=1 << 20)
         sync.begin()
         flat.grads.arm(sync.reduce)
         loss = torch.stack([(i + 1) * weight.sum() for i, weight in enumerate(weights)]).sum()

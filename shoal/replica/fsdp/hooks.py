@@ -158,8 +158,8 @@ class UnitHooks:
         address = tensor.untyped_storage().data_ptr()
         offset = int(tensor.storage_offset())
         if address == flat.shard_data.untyped_storage().data_ptr():
-            number, run = self._run_at(offset + flat.shard.start)
-            offset -= run.where.start - flat.shard.start
+            number, run = self._run_at(flat.held.position_of(offset))
+            offset -= flat.held.offset_of(run.where.start)
         elif address in self._gather.by_storage:
             number, run = self._gather.by_storage[address]
         else:

@@ -1,6 +1,6 @@
 """Fully sharded parameters: each lives on one rank and is gathered where the model uses it.
 
-    of this rank's shard    a view of the shard, always
+    of this rank's shard    a view of the shard, always; also of shards that it has copies of
     of other shards         gathered: a view of memory that their owner has broadcast
                             resharded: a placeholder of the right shape that holds one nan
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.hooks import UnitHooks
 from shoal.replica.fsdp.unit_gather import UnitGather
 from shoal.replica.fsdp.wrapping import wrap_modules
@@ -42,8 +43,11 @@ class ShardedParams(FlatParams):
         deferred: DeferredInit,
         named: Sequence[tuple[str, nn.Parameter]] | None = None,
         stage: nn.Module | None = None,
+        copies: int = 0,
     ):
+        """`copies`: on how many ranks a shard is, besides its owner."""
         self.model = model
+        self.copies = copies
         self._target_device = device
         self.group: Group = group.duplicate()
         self._deferred = deferred
@@ -64,7 +68,11 @@ class ShardedParams(FlatParams):
 
     def is_released(self, i: int) -> bool:
         """Whether the values of a parameter are on another rank."""
-        return not self.is_full and self.owners[i] != self.group.rank
+        return not self.is_full and not self.is_held(i)
+
+    def is_held(self, i: int) -> bool:
+        """Whether a parameter is in this rank's shard, or in one that it has a copy of."""
+        return self.owners[i] in self.held.shards
 
     def reshard(self) -> None:
         """Release everything that was gathered."""
@@ -98,30 +106,37 @@ class ShardedParams(FlatParams):
         return self.shard_data.nbytes + self.data.nbytes + self.unit_gather.gathered_bytes()
 
     def shard_view(self, where: slice) -> Tensor:
-        """A slice of the flat buffer that lies in this rank's shard."""
-        start = self.shard.start
-        return self.shard_data[where.start - start : where.stop - start]
+        """A slice of the flat buffer that lies in a shard which this rank holds."""
+        offset = self.held.offset_of(where.start)
+        return self.shard_data[offset : offset + where.stop - where.start]
 
     def reshard_param(self, i: int) -> None:
         p = self.params[i]
-        is_owned = self.owners[i] == self.group.rank
-        p.data = (
-            self.view(i, self.shard_data, self.shard.start)
-            if is_owned
-            else self._nan.expand(p.shape)
-        )
+        p.data = self.held_view(i) if self.is_held(i) else self._nan.expand(p.shape)
+
+    def held_view(self, i: int) -> Tensor:
+        """A parameter of a shard that this rank holds."""
+        return self.held.view(i, self.shard_data)
+
+    def take_shards(self, held: HeldShards, data: Tensor) -> None:
+        """The group has other ranks: this one holds these shards now, with values in `data`.
+
+        What was being gathered is dropped.
+        """
+        self.is_full = False
+        self.data = data.new_zeros(0)
+        self._hold(held, data)
+        self.unit_gather.lay_out()
+        for i in range(len(self.params)):
+            self.reshard_param(i)
 
     # ------------------------------------------------------------------ at the start
 
     def _move(self) -> Tensor:
         """Take over this rank's shard, module by module, as rank 0 has it."""
         self.device = self._target_device
-        self.shard_slices = self.shards(self.group.size)
-        self.shard = self.shard_slices[self.group.rank]
-        self.owners = [self._owner_of(param.start) for param in self.ranges]
-        self.shard_data = torch.zeros(
-            self.shard.stop - self.shard.start, dtype=self.dtype, device=self.device
-        )
+        held = HeldShards(self, self.group.rank, self.group.size, self.copies)
+        self._hold(held, torch.zeros(held.size, dtype=self.dtype, device=self.device))
         self._nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
         index_of = {id(p): i for i, p in enumerate(self.params)}
         for module in self.model.modules():
@@ -134,19 +149,21 @@ class ShardedParams(FlatParams):
     def _shard_param(self, i: int) -> None:
         values = self.params[i].data.to(self.device).contiguous()
         self.group.broadcast(values).wait()
-        if self.owners[i] == self.group.rank:
-            self.view(i, self.shard_data, self.shard.start).copy_(values)
+        if self.is_held(i):
+            self.held_view(i).copy_(values)
         self.reshard_param(i)
 
-    def _owner_of(self, start: int) -> int:
-        slices = enumerate(self.shard_slices)
-        return next(rank for rank, where in slices if where.start <= start < where.stop)
+    def _hold(self, held: HeldShards, data: Tensor) -> None:
+        self.held = held
+        self.shard_slices = held.slices
+        self.shard = held.own
+        self.owners = held.owners
+        self.shard_data = data
 
     # ------------------------------------------------------------------ all parameters at once
 
     def _gather_on_all(self) -> None:
-        if self.shard_data.numel():
-            self.data[self.shard].copy_(self.shard_data)
+        self.data[self.shard].copy_(self._own_data())
         works = [
             self.group.broadcast(self.data[where], root=rank)
             for rank, where in enumerate(self.shard_slices)
@@ -157,9 +174,12 @@ class ShardedParams(FlatParams):
 
     def _gather_on(self, root: int) -> None:
         if self.group.rank == root:
-            self.data[self.shard].copy_(self.shard_data)
+            self.data[self.shard].copy_(self._own_data())
             for rank, where in enumerate(self.shard_slices):
                 if rank != root and where.start < where.stop:
                     self.group.recv(self.data[where], rank).wait()
-        elif self.shard_data.numel():
-            self.group.send(self.shard_data, root).wait()
+        elif self.shard.start < self.shard.stop:
+            self.group.send(self._own_data(), root).wait()
+
+    def _own_data(self) -> Tensor:
+        return self.shard_data[: self.shard.stop - self.shard.start]

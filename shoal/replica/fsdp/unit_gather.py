@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.replica.flat_layout import ParamRange
+from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.wrapping import WrappedModule
 from shoal.transport.transport import Work
 
@@ -56,13 +57,15 @@ class ShardHolder(Protocol):
     params: list[nn.Parameter]
     ranges: list[ParamRange]
     owners: list[int]
-    shard: slice
+    held: HeldShards
     shard_data: Tensor
     splits_backward: bool
 
     def round_up(self, elements: int) -> int: ...
 
     def view(self, i: int, memory: Tensor, start: int) -> Tensor: ...
+
+    def is_held(self, i: int) -> bool: ...
 
     def shard_view(self, where: slice) -> Tensor: ...
 
@@ -132,6 +135,15 @@ class UnitGather:
             self.reshard(unit)
             unit.missing_grads = len(unit.members)
 
+    def lay_out(self) -> None:
+        """Parameters have other owners. What was being gathered is dropped: its group is closed."""
+        for unit in self.units:
+            unit.runs = self._runs_of(unit.members)
+            unit.works = []
+            unit.is_requested = unit.is_gathered = False
+        self.by_storage.clear()
+        self._latest = {True: None, False: None}
+
     def reshard_all(self) -> None:
         for unit in self.units:
             self.reshard(unit)
@@ -163,7 +175,7 @@ class UnitGather:
             return
         unit.is_requested = True
         for run in unit.runs:
-            if run.owner != self._flat.group.rank:
+            if not self._flat.is_held(run.members[0]):
                 run.memory = self._flat.shard_data.new_empty(run.where.stop - run.where.start)
             unit.works.append(self._flat.group.broadcast(self.memory_of(run), root=run.owner))
 

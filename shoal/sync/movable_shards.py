@@ -1,0 +1,231 @@
+"""The shards of one model in an elastic run: kept on several ranks, and moved when ranks change.
+
+a step     gradients of a shard are on its owner and on its copies; a barrier; then each of
+           them makes the same update, and none communicates
+a loss     before the barrier none has updated: the step is done again. Behind it all have the
+           gradients: those that have not updated do so now. No update is undone
+a change   the shards of the present ranks are staged beside the ones before; a barrier; swap.
+           Who was interrupted has the staged ones if another rank has swapped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.group import Group
+from shoal.comm.objects import PytreeChannel
+from shoal.errors import BadInput, ShoalError
+from shoal.pytree import map_tensors
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.fsdp.held_shards import HeldShards
+from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.schedules.shard_copies import shard_transfers, surviving_holders
+from shoal.sync.base import Replica, ShardProgress
+from shoal.sync.gather_optimizer import (
+    State,
+    can_be_sent,
+    parameter_groups,
+    sendable,
+    take_values,
+)
+from shoal.sync.optimizer_step import make_optimizer
+
+_TAG = 0
+NOTHING_STAGED = (-1, 0, 1)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StagedShards:
+    """What a rank will hold: complete, and not in use yet."""
+
+    generation: int
+    held: HeldShards
+    optimizer: torch.optim.Optimizer | None  # None: these shards have no parameter
+    groups: list[State]
+    data: Tensor | None  # of parameters, where they are sharded
+
+
+class MovableShards:
+    """`copies`: on how many ranks a shard is, besides its owner."""
+
+    def __init__(self, replica: Replica, copies: int):
+        self.flat: FlatParams = replica.flat
+        self.update = replica.update
+        self.copies = copies
+        group = replica.group
+        self.held = HeldShards(self.flat, group.rank, group.size, copies)
+        self._generation = 0  # of the group that these shards are for
+        self._staged: StagedShards | None = None
+        self._is_prepared = False  # gradients are here, and all ranks are about to update
+
+    # ------------------------------------------------------------------ a step
+
+    def update_together(self, group: Group) -> None:
+        """All ranks update, or none of those that survive."""
+        with self.update.tracer.span("update"):
+            self.update.prepare()
+            self._is_prepared = True
+            group.barrier().wait()
+            self._commit()
+
+    def _commit(self) -> None:
+        self.update.commit()
+        self._is_prepared = False
+        self.flat.zero_grad()
+
+    # ------------------------------------------------------------------ after a change
+
+    def progress(self, is_new: bool) -> ShardProgress:
+        staged = self._staged
+        return ShardProgress(
+            is_new,
+            self.update.steps,
+            (self._generation, self.held.rank, self.held.ranks),
+            NOTHING_STAGED if staged is None else _layout(staged.generation, staged.held),
+        )
+
+    def settle(self, rows: Sequence[ShardProgress], rank: int) -> None:
+        """Be as far as the others: those that have updated, or taken their present shards."""
+        trained = [row for row in rows if not row.is_new]
+        mine = rows[rank]
+        if not mine.is_new and mine.steps < max(row.steps for row in trained):
+            if not self._is_prepared:
+                raise ShoalError(f"rank {rank} has no gradients of a step that others have done")
+            self._commit()
+        self._is_prepared = False
+        latest = max(row.layout[0] for row in trained)
+        if self._generation != latest and mine.staged[0] == latest:
+            self.swap()
+
+    def stage(self, rows: Sequence[ShardProgress], group: Group, generation: int) -> None:
+        """Get the shards that this rank will hold; `rows` are as `settled` has them."""
+        trained = [row for row in rows if not row.is_new]
+        ranks = trained[0].layout[2]
+        earlier_ranks = [None if row.is_new else row.layout[1] for row in rows]
+        owners = HeldShards(self.flat, 0, ranks, self.copies).owners
+        held_by = surviving_holders(owners, ranks, self.copies, earlier_ranks)
+        self._refuse_lost(held_by)
+        held = HeldShards(self.flat, group.rank, group.size, self.copies)
+        if not isinstance(self.flat, ShardedParams):
+            self._broadcast(held_by, group)
+        kept = [i for i in held.params if group.rank in held_by[i]]
+        self._staged = self._stage_kept(held, kept, generation)
+        channel = PytreeChannel(group, _CPU)
+        for source, target, i in shard_transfers(held_by, held.owners, group.size, self.copies):
+            if source == group.rank:
+                channel.send(self._pack(i), target, _TAG).wait()
+            elif target == group.rank:
+                self._unpack(self._staged, i, channel.recv(source, _TAG))
+
+    def swap(self) -> None:
+        """Use what was staged."""
+        staged = self._staged
+        assert staged is not None
+        held = staged.held
+        named = [self.flat.named[i] for i in held.params]
+        counted = [self.flat.params[i] for i in self.flat.params_in(held.own)]
+        self.update.take_shard(named, counted, staged.optimizer)
+        take_values(self.update.optimizer, {id(p): name for name, p in named}, staged.groups)
+        if isinstance(self.flat, ShardedParams) and staged.data is not None:
+            self.flat.take_shards(held, staged.data)
+        self.held = held
+        self._generation = staged.generation
+        self._staged = None
+
+    def _refuse_lost(self, held_by: Sequence[Sequence[int]]) -> None:
+        lost = [self.flat.named[i][0] for i, ranks in enumerate(held_by) if not ranks]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            workers = "worker" if self.copies == 1 else "workers"
+            raise ShoalError(
+                f"too many workers were lost at once: all that had the optimizer state of "
+                f"{lost[0]}{more}, which copies={self.copies} keeps on {self.copies} other "
+                f"{workers}; start again from the latest checkpoint, or with more copies"
+            )
+
+    def _broadcast(self, held_by: Sequence[Sequence[int]], group: Group) -> None:
+        """Parameters that all ranks have, from those that have updated them."""
+        works = [
+            group.broadcast(self.flat.data[param.start : param.stop], root=sources[0])
+            for param, sources in zip(self.flat.ranges, held_by, strict=True)
+        ]
+        for work in works:
+            work.wait()
+
+    # ------------------------------------------------------------------ one parameter
+
+    def _stage_kept(self, held: HeldShards, kept: Sequence[int], generation: int) -> StagedShards:
+        """With the parameters that this rank has held before."""
+        named = [self.flat.named[i] for i in held.params]
+        optimizer = make_optimizer(self.update.factory, named) if named else None
+        data = None
+        if isinstance(self.flat, ShardedParams):
+            data = torch.zeros(held.size, dtype=self.flat.dtype, device=self.flat.device)
+        for i in kept:
+            p = self.flat.params[i]
+            if optimizer is not None and p in self.update.optimizer.state:
+                optimizer.state[p] = self.update.optimizer.state[p]
+            if isinstance(self.flat, ShardedParams) and data is not None:
+                held.view(i, data).copy_(self.flat.held_view(i))
+        return StagedShards(generation, held, optimizer, parameter_groups(self.update), data)
+
+    def _pack(self, i: int) -> State:
+        name, p = self.flat.named[i]
+        state = self.update.optimizer.state.get(p, {})
+        for key, value in state.items():
+            if not can_be_sent(value):
+                raise BadInput(
+                    f"{type(self.update.optimizer).__name__} keeps {key} of {name} as a "
+                    f"{type(value).__name__}, which workers of an elastic run cannot send each "
+                    "other: use ddp(elastic=True)"
+                )
+        groups = parameter_groups(self.update)
+        message: State = {
+            "group": next(group for group in groups if name in group["params"]),
+            "state": map_tensors(_to_cpu, {key: sendable(value) for key, value in state.items()}),
+            "on_host": [k for k, v in state.items() if isinstance(v, Tensor) and v.is_cpu],
+        }
+        if isinstance(self.flat, ShardedParams):
+            message["value"] = _to_cpu(self.flat.held_view(i))
+        return message
+
+    def _unpack(self, staged: StagedShards, i: int, message: Any) -> None:
+        name, p = self.flat.named[i]
+        match message:
+            case {"group": dict(group), "state": dict(state), "on_host": list(on_host)}:
+                pass
+            case _:
+                raise ShoalError(f"expected the state of {name} from another worker")
+        assert staged.optimizer is not None
+        staged.groups.append({**group, "params": [name]})
+        staged.optimizer.state[p] = {
+            key: value if not isinstance(value, Tensor) or key in on_host else value.to(p.device)
+            for key, value in state.items()
+        }
+        if not state:
+            staged.optimizer.state.pop(p)
+        if staged.data is not None:
+            staged.held.view(i, staged.data).copy_(message["value"])
+
+
+def settled(rows: Sequence[ShardProgress]) -> list[ShardProgress]:
+    """These rows after `settle`: a rank whose shards are staged for the present group has them."""
+    latest = max(row.layout[0] for row in rows if not row.is_new)
+    return [
+        row._replace(is_new=False, layout=row.staged) if row.staged[0] == latest else row
+        for row in rows
+    ]
+
+
+def _layout(generation: int, held: HeldShards) -> tuple[int, int, int]:
+    return generation, held.rank, held.ranks
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()

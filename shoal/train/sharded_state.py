@@ -1,0 +1,139 @@
+"""What workers of an elastic run do about their state, where each of them holds shards of it.
+
+    compare    which steps are done, and for which group the shards are that each worker holds
+    settle     end the update, or the change of shards, that others have ended; else undo it
+    stage      get the shards of the present group; newcomers also get what is not sharded
+    barrier    all have staged
+    swap       hold these shards alone
+
+A worker may be lost at any of these moments: then they begin again, with the next generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.comm.elastic_group import ElasticGroup
+from shoal.comm.objects import broadcast_object
+from shoal.errors import RunOver
+from shoal.sync.base import Movable, ShardProgress
+from shoal.sync.movable_shards import settled
+from shoal.train.step import Step
+
+_NUMBERS = 8  # of one `ShardProgress`
+
+
+class UnshardedState(Protocol):
+    """What each worker holds alike, besides shards and parameters."""
+
+    def pack_unsharded(self) -> dict[str, Any]:
+        """All of it."""
+        ...
+
+    def unpack_unsharded(self, state: dict[str, Any]) -> None:
+        """Take that of another worker, in a worker that has not trained before."""
+        ...
+
+
+class Interrupted(NamedTuple):
+    """A step that a loss has interrupted, and the buffers of its model before it."""
+
+    step: Step
+    buffers: Sequence[Tensor]
+
+
+class ShardedState:
+    """One worker's side."""
+
+    def __init__(self, group: ElasticGroup, steps: Sequence[Step], state: UnshardedState):
+        self._group = group
+        self._steps = steps
+        self._state = state
+        self._unsharded: dict[str, Any] | None = None  # staged in a newcomer
+        self.interrupted: Interrupted | None = None
+        self.is_new = True
+
+    def share(self) -> None:
+        """All workers call it; PeerLost where it has to begin again."""
+        rows = self._compare()
+        self._settle(rows)
+        rows = [settled(row) for row in rows]
+        self._stage(rows)
+        self._group.barrier().wait()
+        self._swap()
+
+    def _compare(self) -> list[list[ShardProgress]]:
+        """For each model how far each rank is."""
+        mine = [shards.progress(self.is_new) for shards in self._shards]
+        numbers = torch.tensor([_numbers(progress) for progress in mine]).view(-1)
+        gathered = numbers.new_empty(self._group.size, numbers.numel())
+        self._group.all_gather(gathered, numbers).wait()
+        rows = [
+            [_progress(row) for row in ranks] for ranks in zip(*_by_model(gathered), strict=True)
+        ]
+        if all(progress.is_new for progress in rows[0]):
+            if self._group.membership.has_begun:
+                raise RunOver(self._group.membership.me.worker)
+            for row in rows:  # all start from what the first one has
+                row[0] = row[0]._replace(is_new=False)
+        return rows
+
+    def _settle(self, rows: Sequence[Sequence[ShardProgress]]) -> None:
+        rank = self._group.rank
+        for shards, row in zip(self._shards, rows, strict=True):
+            shards.settle(row, rank)
+        if self.is_new and not settled(rows[0])[rank].is_new and rows[0][rank].is_new:
+            self._take_unsharded()
+        for step in self._steps:
+            if not self.is_new and step.update.steps > step.steps:
+                step.end_interrupted()
+            elif self.interrupted is not None and self.interrupted.step is step:
+                step.abandon(self.interrupted.buffers)
+        self.interrupted = None
+
+    def _stage(self, rows: Sequence[Sequence[ShardProgress]]) -> None:
+        group = self._group
+        newcomers = [progress.is_new for progress in rows[0]]
+        if any(newcomers):
+            source = newcomers.index(False)
+            mine = self._state.pack_unsharded() if group.rank == source else {}
+            received = broadcast_object(group, mine, source)
+            self._unsharded = received if newcomers[group.rank] else None
+        for shards, row in zip(self._shards, rows, strict=True):
+            shards.stage(row, group, group.membership.generation.number)
+
+    def _swap(self) -> None:
+        for shards in self._shards:
+            shards.swap()
+        if self.is_new:
+            self._take_unsharded()
+
+    def _take_unsharded(self) -> None:
+        self.is_new = False
+        if self._unsharded is not None:  # else this is the worker that the others start from
+            self._state.unpack_unsharded(self._unsharded)
+            self._unsharded = None
+
+    @property
+    def _shards(self) -> list[Movable]:
+        return [step.sync.movable for step in self._steps if step.sync.movable is not None]
+
+
+def _numbers(progress: ShardProgress) -> list[int]:
+    return [int(progress.is_new), progress.steps, *progress.layout, *progress.staged]
+
+
+def _by_model(gathered: Tensor) -> list[list[list[int]]]:
+    """For each rank the numbers of each model."""
+    found: list[list[list[int]]] = gathered.view(len(gathered), -1, _NUMBERS).tolist()
+    return found
+
+
+def _progress(numbers: Sequence[int]) -> ShardProgress:
+    is_new, steps, *layouts = numbers
+    layout, staged = tuple(layouts[:3]), tuple(layouts[3:])
+    return ShardProgress(bool(is_new), steps, layout, staged)  # type: ignore[arg-type]

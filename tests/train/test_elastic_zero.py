@@ -1,0 +1,169 @@
+"""Workers that leave and join between two steps, each of which holds shards of the state."""
+
+from __future__ import annotations
+
+import random
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.comm.membership import GroupMember
+from shoal.errors import ShoalError
+from shoal.train import checkpoint
+from shoal.train.job import Job
+from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Workers, alone, exact_step, numbered
+from tests.train.test_elastic_training import accuracy, wait_for_request
+
+STAGES = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
+SIZE = 4
+
+
+def train_and_save(workers: Workers, job: Job) -> list[float]:
+    step = exact_step(job)
+    losses = []
+    for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+        losses.append(float(step(batch)))
+        if job.steps % 4 == 0:
+            losses.append(round(job.evaluate(accuracy, numbered()), 9))
+    job.save(workers.folder / "saved")
+    return losses
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights, and the state of the optimizer."""
+    saved = checkpoint.read(folder / "saved")
+    return {**saved.model, **{f"optimizer {name}": t for name, t in saved.optimizer.items()}}
+
+
+@cache
+def undisturbed(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    losses: list[float] = alone(train_and_save, folder)
+    return losses, saved_tensors(folder)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, Tensor]]:
+    return undisturbed(tmp_path_factory.mktemp("alone"))
+
+
+def assert_same_bits(workers: Workers, wanted: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert all(losses == wanted[0] for losses in workers.results.values())
+    found = saved_tensors(workers.folder)
+    assert list(found) == list(wanted[1])
+    assert all(torch.equal(found[name], wanted[1][name]) for name in found)
+
+
+KILLS = [
+    (0, 1, "before"),  # before any step
+    (3, 12, "before"),  # in a step
+    (1, 17, "after"),
+]
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize(("rank", "call", "when"), KILLS)
+def test_a_loss_changes_no_bit(
+    tmp_path: Path, wanted: Any, strategy: str, rank: int, call: int, when: str
+) -> None:
+    dies = {GroupMember(rank, 0): (call, when)}
+    workers = Workers(tmp_path, SIZE, train_and_save, strategy, dies=dies)
+    workers.run()
+    assert sorted(workers.results) == [r for r in range(SIZE) if r != rank]
+    assert_same_bits(workers, wanted)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_a_worker_is_lost_at_any_call_of_a_run(
+    tmp_path: Path, wanted: Any, strategy: str, rank: int
+) -> None:
+    for call in range(80):
+        folder = tmp_path / str(call)
+        folder.mkdir()
+        when = ("before", "after")[(call + rank) % 2]
+        dies = {GroupMember(rank, 0): (call, when)}
+        workers = Workers(folder, SIZE, train_and_save, strategy, dies=dies)
+        workers.run()
+        assert len(workers.results) >= SIZE - 1
+        assert_same_bits(workers, wanted)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_two_workers_are_lost_where_there_are_two_copies(
+    tmp_path: Path, wanted: Any, stage: int, seed: int
+) -> None:
+    choose = random.Random(seed)
+    ranks = choose.sample(range(SIZE), 2)
+    dies = {
+        GroupMember(rank, 0): (choose.randrange(60), choose.choice(("before", "after")))
+        for rank in ranks
+    }
+    strategy = f"zero({stage}, elastic=True, copies=2)"
+    workers = Workers(tmp_path, SIZE, train_and_save, strategy, dies=dies)
+    workers.run()
+    assert set(workers.results) >= set(range(SIZE)) - set(ranks)
+    assert_same_bits(workers, wanted)
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_neighbours_that_are_lost_at_once_end_the_run(tmp_path: Path, strategy: str) -> None:
+    """Both workers that hold a shard die in the first step."""
+    both = threading.Barrier(2)
+
+    def train(workers: Workers, job: Job) -> None:
+        step = exact_step(job)
+        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            if job.steps == 3 and job.rank in (1, 2):
+                both.wait(30)
+                workers.die()
+            step(batch)
+
+    workers = Workers(tmp_path, SIZE, train, strategy)
+    with pytest.raises(ShoalError, match="too many workers were lost at once"):
+        workers.run()
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_a_worker_that_comes_back_gets_its_shards(
+    tmp_path: Path, wanted: Any, strategy: str
+) -> None:
+    """It comes when the others are at step 6, and they go on when it has asked to join."""
+    at_six = threading.Event()
+    asks = threading.Event()
+
+    def train(workers: Workers, job: Job) -> list[float]:
+        step = exact_step(job)
+        is_late = job._services.config.generation > 0
+        if is_late:
+            asks.set()
+        losses = []
+        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            losses.append(float(step(batch)))
+            with workers.lock:
+                workers.used.setdefault(job.steps, set()).add(job.rank)
+            if job.steps % 4 == 0:
+                losses.append(round(job.evaluate(accuracy, numbered()), 9))
+            if job.steps == 6 and not is_late:
+                at_six.set()
+                assert asks.wait(30)
+                wait_for_request(job)
+        job.save(workers.folder / "saved")
+        return wanted[0] if is_late else losses
+
+    def come_back() -> None:
+        assert at_six.wait(30)
+        workers.live(1, 1)
+
+    workers = Workers(tmp_path, SIZE, train, strategy, dies={GroupMember(1, 0): (5, "before")})
+    workers.run(come_back)
+    assert_same_bits(workers, wanted)
+    assert workers.used[6] == {0, 2, 3}
+    assert all(workers.used[step] == {0, 1, 2, 3} for step in range(8, EPOCHS * PER_EPOCH + 1))
