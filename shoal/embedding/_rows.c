@@ -154,12 +154,59 @@ done:
     return wrong;
 }
 
+/* ------------------------------------------------------------------ rows of a pull, on a server */
+
+/* Rows by id: index[id - low] is the position + 1 of a row, and 0 or less if there is none. */
+typedef struct {
+    const int32_t *index;
+    u64 entries, low;
+    const u8 *rows;
+    u64 num_rows;
+} Source;
+
+/* Row places[i] of the target (i, without places) becomes that of ids[i]. The first `copies` ids are of `copied`,
+ * the others of `owned`. With `counts`, each id is counted there; with `copy_counts`, each copy there. */
+typedef struct {
+    const u64 *ids, *places;
+    u64 count, copies, row_bytes, target_rows, counted;
+    u8 *target;
+    int64_t *counts, *copy_counts;
+    Source copied, owned;
+} Gather;
+
+static const u8 *row_of(const Gather *g, u64 i) {
+    const Source *source = i < g->copies ? &g->copied : &g->owned;
+    return source->rows + (u64)(source->index[g->ids[i] - source->low] - 1) * g->row_bytes;
+}
+
+/* Returns the first position that has no row, no place or no counter, before anything is copied or counted. */
+static int64_t gather(const Gather *g) {
+    for (u64 i = 0; i < g->count; i++) {
+        const Source *source = i < g->copies ? &g->copied : &g->owned;
+        u64 slot = g->ids[i] - source->low;
+        if (slot >= source->entries || source->index[slot] <= 0 || (u64)source->index[slot] > source->num_rows)
+            return (int64_t)i;
+        if ((g->places ? g->places[i] : i) >= g->target_rows) return (int64_t)i;
+        if ((g->counts || g->copy_counts) && g->ids[i] >= g->counted) return (int64_t)i;
+    }
+    for (u64 i = 0; i < g->count; i++) {
+        if (i + 4 < g->count) {
+            const u8 *next = row_of(g, i + 4);
+            for (u64 line = 0; line < g->row_bytes && line < 512; line += 64) __builtin_prefetch(next + line);
+        }
+        memcpy(g->target + (g->places ? g->places[i] : i) * g->row_bytes, row_of(g, i), g->row_bytes);
+    }
+    for (u64 i = 0; g->counts && i < g->count; i++) g->counts[g->ids[i]]++;
+    for (u64 i = 0; g->copy_counts && i < g->copies; i++) g->copy_counts[g->ids[i]]++;
+    return ALL_FINE;
+}
+
 /* ------------------------------------------------------------------ Python */
 
 #ifndef SHOAL_WITHOUT_PYTHON
 #define ARGS PyObject *self, PyObject *const *args, Py_ssize_t count
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
-enum { MAX_BUFFERS = 8 };
+enum { MAX_BUFFERS = 12 };
 
 /* The buffers of one call; released together. */
 typedef struct {
@@ -266,7 +313,54 @@ static PyObject *py_route(ARGS) {
     return finish(&buffers, wrong);
 }
 
-static PyMethodDef methods[] = {METHOD(count_ids), METHOD(locate), METHOD(route), {NULL, NULL, 0, NULL}};
+/* An index and its rows, (index int32, low, rows), or None. */
+static Source take_source(Buffers *buffers, PyObject *object, u64 row_bytes) {
+    Source source = {0};
+    int64_t entries = -1, rows = -1;
+    if (object == Py_None || PyErr_Occurred()) return source;
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 3) {
+        PyErr_SetString(PyExc_TypeError, "an index, its lowest id and rows are needed");
+        return source;
+    }
+    source.low = number(PyTuple_GET_ITEM(object, 1));
+    source.index = take(buffers, PyTuple_GET_ITEM(object, 0), PyBUF_SIMPLE, 4, &entries);
+    source.rows = take(buffers, PyTuple_GET_ITEM(object, 2), PyBUF_SIMPLE, row_bytes, &rows);
+    if (!source.index || !source.rows) return (Source){0};
+    source.entries = (u64)entries;
+    source.num_rows = (u64)rows;
+    return source;
+}
+
+/* ids int64, places int64 or None, copies, row_bytes, target, copied or None, owned, counts and copy_counts int64 or
+ * None */
+static PyObject *py_gather(ARGS) {
+    (void)self;
+    if (!has_arguments(count, 9)) return NULL;
+    Buffers buffers = {.taken = 0};
+    Gather g = {.copies = number(args[2]), .row_bytes = number(args[3])};
+    int64_t ids = -1, rows = -1, counted = -1, wrong = ALL_FINE;
+    if (!PyErr_Occurred() && (!g.row_bytes || g.row_bytes > PY_SSIZE_T_MAX))
+        PyErr_SetString(PyExc_ValueError, "a row has at least one byte");
+    g.ids = take(&buffers, args[0], PyBUF_SIMPLE, 8, &ids);
+    g.places = take(&buffers, args[1], PyBUF_SIMPLE, 8, &ids);
+    g.target = take(&buffers, args[4], PyBUF_WRITABLE, g.row_bytes, &rows);
+    g.copied = take_source(&buffers, args[5], g.row_bytes);
+    g.owned = take_source(&buffers, args[6], g.row_bytes);
+    g.counts = take(&buffers, args[7], PyBUF_WRITABLE, 8, &counted);
+    g.copy_counts = take(&buffers, args[8], PyBUF_WRITABLE, 8, &counted);
+    if (!PyErr_Occurred() && (!g.ids || !g.target || g.copies > (u64)ids))
+        PyErr_SetString(PyExc_ValueError, "ids, at least as many as copies, and a target are needed");
+    if (PyErr_Occurred()) return finish(&buffers, wrong);
+    g.count = (u64)ids;
+    g.target_rows = (u64)rows;
+    g.counted = counted < 0 ? 0 : (u64)counted;
+    Py_BEGIN_ALLOW_THREADS
+    wrong = gather(&g);
+    Py_END_ALLOW_THREADS
+    return finish(&buffers, wrong);
+}
+
+static PyMethodDef methods[] = {METHOD(count_ids), METHOD(gather), METHOD(locate), METHOD(route), {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_rows", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__rows(void) { return PyModule_Create(&module); }

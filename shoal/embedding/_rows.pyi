@@ -1,6 +1,18 @@
 from typing import Any
 
 def count_ids(counts: Any, ids: Any, /) -> int: ...
+def gather(
+    ids: Any,
+    places: Any,
+    copies: int,
+    row_bytes: int,
+    target: Any,
+    copied: tuple[Any, int, Any] | None,
+    owned: tuple[Any, int, Any],
+    counts: Any,
+    copy_counts: Any,
+    /,
+) -> int: ...
 def locate(
     size: int,
     height: int,

@@ -69,6 +69,19 @@ class SpaceSaving:
     def add(self, ids: Ids) -> None:
         """These ids came, each as often as it is among them."""
         self._batch.add(ids)
+        self._settle_if_long()
+
+    @property
+    def array(self) -> Numbers | None:
+        """The count of each id that waits to be counted (`IdCounts.array`)."""
+        return self._batch.array
+
+    def note(self, ids: Ids) -> None:
+        """These ids came, and are counted in the array if there is one."""
+        self._batch.note(ids)
+        self._settle_if_long()
+
+    def _settle_if_long(self) -> None:
         if not self._batch.is_direct and self._batch.size >= max(_MIN_BATCH, self.capacity):
             self._settle()
 

@@ -9,7 +9,11 @@ to time: a row stays in memory at most a quarter longer than its `ttl_steps`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.embedding.chunks import row_columns, waiting_columns
@@ -19,6 +23,14 @@ from shoal.embedding.pool import RowPool
 from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
+
+
+class DirectRows(NamedTuple):
+    """`positions[id - low]` is the position + 1 of a row; 0: it was not used yet."""
+
+    positions: NDArray[np.int32]
+    low: int
+    rows: Rows
 
 
 class HeldRows:
@@ -38,6 +50,10 @@ class HeldRows:
         waiting = capacity if spec.min_count > 1 else 0
         self.waiting = RowPool(waiting, waiting_columns(spec), gives_back=True)
         self._rows_array: Rows = self.rows["rows"].numpy()
+        self._direct: DirectRows | None = None
+        if spec.keeps_rows and spec.placement == "range":
+            low = shard * -(-spec.num_rows // shards)
+            self._direct = DirectRows(self._index, low, self._rows_array)
 
     def set_optimizer(self, optimizer: RowOptimizer | None) -> None:
         """Begin with the initial state of an optimizer, and at step 0."""
@@ -73,13 +89,19 @@ class HeldRows:
         self.copy(ids.contiguous().numpy(), step, rows.numpy(), None)
         return rows
 
+    @property
+    def direct(self) -> DirectRows | None:
+        """How to find rows without a hash; None if rows come and go, or are placed by hash."""
+        return self._direct
+
     def copy(self, numbers: Ids, step: int, target: Rows, places: Ids | None) -> None:
         """The same, into the rows of `target` at these places."""
         spec = self._spec
-        if spec.keeps_rows and spec.placement == "range":
-            low = self._shard * -(-spec.num_rows // self._shards)
-            if take_rows(self._index, low, numbers, self._rows_array, target, places):
-                return
+        direct = self._direct
+        if direct is not None and take_rows(
+            direct.positions, direct.low, numbers, direct.rows, target, places
+        ):
+            return
         ids = torch.from_numpy(numbers)
         slots = self.slots(ids)
         if not spec.keeps_rows:

@@ -34,15 +34,25 @@ class IdCounts:
 
     def add(self, ids: Ids) -> None:
         """These ids came. An IndexError if one is not of the table."""
+        if self.is_direct:
+            self._count(ids)
+        self.note(ids)
+
+    @property
+    def array(self) -> Numbers | None:
+        """The count of each id, for one that counts by itself (`note`); None for large tables."""
+        if self.is_direct and not len(self._counts):
+            self._counts = np.zeros(self._num_rows, np.int64)  # takes memory where ids come
+        return self._counts if self.is_direct else None
+
+    def note(self, ids: Ids) -> None:
+        """These ids came, and are counted in the array if there is one."""
         if not self.is_direct:
             self._kept.append(ids.copy())
-        else:
-            self._count(ids)
         self.size += len(ids)
 
     def _count(self, ids: Ids) -> None:
-        if not len(self._counts):
-            self._counts = np.zeros(self._num_rows, np.int64)  # takes memory where ids come
+        assert self.array is not None
         if _native is None:
             if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_rows:
                 raise IndexError(f"an id of {len(ids)} is not of the table")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.embedding.chunks import WAITING, Chunk, check_rows, fit_chunks, is_behind
 from shoal.embedding.hashing import Ids
-from shoal.embedding.held import HeldRows
+from shoal.embedding.held import DirectRows, HeldRows
 from shoal.embedding.pool import RowPool
 from shoal.embedding.row_copy import Rows
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
@@ -73,6 +73,11 @@ class RowTable:
     def copy(self, ids: Ids, target: Rows, places: Ids | None = None) -> None:
         """Rows into `target`, [m, dim], at these places; None: one after the other."""
         self._held.copy(ids, self.steps, target, places)
+
+    @property
+    def direct(self) -> DirectRows | None:
+        """How to find rows that were used, where they are placed by range and stay."""
+        return self._held.direct
 
     def push(
         self, ids: Tensor, grads: Tensor, lr: float | None = None, step: int | None = None

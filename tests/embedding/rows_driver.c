@@ -54,6 +54,32 @@ static void places_and_counts(void) {
     CHECK(count_ids(counts, ROWS, ids, ROWS) == 7 && locate(&p, ids, ROWS, 3, owners, slots) == 7);
 }
 
+static void gathers(void) {
+    enum { HELD = 6 };
+    const int32_t index[] = {1, 0, 3, 6, -2, 7}, copied[ROWS] = {[4] = 2, [9] = 1};
+    float rows[HELD], copies[2] = {20, 21}, target[4] = {0};
+    u64 ids[] = {4, 9, 50, 53}, places[] = {3, 2, 1, 0};
+    int64_t counts[ROWS] = {0}, copy_counts[ROWS] = {0};
+    for (int i = 0; i < HELD; i++) rows[i] = (float)i;
+    Gather g = {.ids = ids, .places = places, .count = 4, .copies = 2, .row_bytes = 4, .target_rows = 4, .counted = ROWS,
+                .target = (u8 *)target, .counts = counts, .copy_counts = copy_counts,
+                .copied = {copied, ROWS, 0, (const u8 *)copies, 2}, .owned = {index, 6, 50, (const u8 *)rows, HELD}};
+    CHECK(gather(&g) == ALL_FINE);
+    CHECK(target[3] == 21 && target[2] == 20 && target[1] == 0 && target[0] == 5);
+    CHECK(counts[4] == 1 && counts[50] == 1 && copy_counts[9] == 1 && !copy_counts[50]);
+    static const u64 WRONG[] = {51, 54, 55, 56, 49, 0, (u64)-1};
+    for (size_t i = 0; i < sizeof WRONG / sizeof *WRONG; i++) {
+        ids[3] = WRONG[i];
+        CHECK(gather(&g) == 3);
+    }
+    ids[3] = 52;
+    places[0] = 4;
+    CHECK(gather(&g) == 0 && counts[4] == 1);
+    places[0] = 3;
+    g.counted = 52;
+    CHECK(gather(&g) == 3);
+}
+
 static int ends[2];
 static uint8_t frame[HEADER + 9000];
 
@@ -103,6 +129,7 @@ int main(void) {
                 routes(servers, count, turn, NULL);
             }
     places_and_counts();
+    gathers();
     answers();
     puts("rows: fine");
     return 0;

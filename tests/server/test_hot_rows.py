@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
+from shoal.server.model import hot_table
 from shoal.server.model.hot_table import HotTable
 from shoal.server.protocol.frames import Refused
 from shoal.server.row_cache import RowCache
@@ -165,6 +167,48 @@ def test_loads_are_counted_by_owner_and_as_they_were_served() -> None:
     report = reader.report()
     assert report["served"] == 5 and report["by_owner"] == [2, 3]
     assert report["ids"][0] == 30 and report["counts"][0] == 2
+
+
+@given(
+    owned=st.lists(st.integers(0, 45), max_size=12),
+    copied=st.lists(st.integers(0, 45), max_size=12),
+    version=st.integers(0, 3),
+    has_places=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_one_native_call_serves_what_is_found_row_by_row(
+    owned: list[int], copied: list[int], version: int, has_places: bool
+) -> None:
+    """Or it serves nothing: a row that is not here, not used yet, or not new enough."""
+    if hot_table._native is None:
+        pytest.skip("the native part is not built")
+    owner, reader = pair()
+    used = [20, 25, 30, 39]
+    owner.table.push(torch.tensor([1, 3]), torch.ones(2, 2))
+    reader.table.push(torch.tensor(used), torch.ones(4, 2))
+    reader.install(0, owner.changes((0, 0), version=2))
+    ids = np.array(copied + owned, np.int64)
+    places = np.arange(len(ids))[::-1].copy() if has_places else None
+    target = np.zeros((len(ids), 2), np.float32)
+    is_served = reader.serve(ids, len(copied), version, target, places)
+    is_here = set(owned) <= set(used) and set(copied) <= {1, 3}
+    assert is_served == (is_here and (version <= 2 or not copied))
+    if not is_served:
+        assert not target.any() and reader.report()["served"] == 0
+        return
+    rows = torch.cat(
+        [
+            owner.table.pull(torch.tensor(copied, dtype=torch.int64)),
+            reader.table.pull(torch.tensor(owned, dtype=torch.int64)),
+        ]
+    )
+    assert torch.equal(
+        torch.from_numpy(target).flip(0) if has_places else torch.from_numpy(target), rows
+    )
+    report = reader.report()
+    assert report["by_owner"] == [len(copied), len(owned)] and report["served"] == len(ids)
+    exact = Counter(copied + owned)
+    assert dict(zip(report["ids"], report["counts"], strict=True)) == exact
 
 
 # ------------------------------------------------------------------------------ kept rows

@@ -26,9 +26,15 @@ from shoal.embedding.table import RowTable
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.row_messages import MAX_HOT_ROWS
 
+try:
+    from shoal.embedding._rows import gather as _native
+except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
+    _native = None  # type: ignore[assignment]
+
 MIN_COUNTERS = 4096
 MAX_COUNTERS = 1 << 17
 NO_VERSION = -1
+_ANY_VERSION = 2**62  # where no copies are needed
 _NO_IDS: Ids = np.zeros(0, np.int64)
 _COUNTED_AT_ONCE = 1 << 16  # copies of rows
 _MOST_DOUBLINGS = 6
@@ -93,17 +99,19 @@ class HotTable:
     def note(self, ids: Ids, copies: int = 0, missing: Ids = _NO_IDS) -> None:
         """These rows are served; the first of them are copies, but for those that are missing."""
         self.recent.add(ids)
+        if copies and self.has_copies:
+            copied = ids[:copies]
+            self._copies_served.add(np.delete(copied, missing) if len(missing) else copied)
+        self._add_served(len(ids) - len(missing), len(ids) - copies)
+
+    def _add_served(self, served: int, owned: int) -> None:
         if not self.has_copies:
-            self.before += len(ids)
+            self.before += served
             return
-        self.served += len(ids) - len(missing)
-        self._own_served += len(ids) - copies
-        if copies:
-            self._copies_served.add(
-                np.delete(ids[:copies], missing) if len(missing) else ids[:copies]
-            )
-            if not self._copies_served.is_direct and self._copies_served.size >= _COUNTED_AT_ONCE:
-                self._count_owners()
+        self.served += served
+        self._own_served += owned
+        if not self._copies_served.is_direct and self._copies_served.size >= _COUNTED_AT_ONCE:
+            self._count_owners()
 
     @property
     def by_owner(self) -> NDArray[np.int64]:
@@ -215,6 +223,8 @@ class HotTable:
         self._owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
         others = np.unique(self._owners)
         self._other_owners = others[others != self.index]
+        self._copies = (self._copied, 0, rows.numpy())
+        self._note_versions()
         self._own_ids = torch.from_numpy(ids[self._owners == self.index])
         self._published = torch.zeros(len(self._own_ids), self.spec.dim)
         self._changed_at = torch.full((len(self._own_ids),), NO_VERSION)
@@ -241,6 +251,28 @@ class HotTable:
 
     # ------------------------------------------------------------------ as a reader
 
+    def serve(self, ids: Ids, copies: int, version: int, target: Rows, places: Ids | None) -> bool:
+        """Fill in and count all rows of a pull in one native call; the first ones are copies.
+
+        False, and nothing is done, if this is not possible: then rows are looked for one by one.
+        """
+        owned = self.table.direct
+        if _native is None or owned is None or (copies and self._fresh < max(0, version)):
+            return False
+        counts, copy_counts = self.recent.array, self._copies_served.array if copies else None
+        rows = (ids, places, copies, 4 * self.spec.dim, target)
+        if _native(*rows, self._copies, owned, counts, copy_counts) >= 0:
+            return False
+        self.recent.note(ids)
+        if copies:
+            self._copies_served.note(ids[:copies])
+        self._add_served(len(ids), len(ids) - copies)
+        return True
+
+    def _note_versions(self) -> None:
+        """The version that all copies have at least."""
+        self._fresh = int(self._versions[self._other_owners].min(initial=_ANY_VERSION))
+
     def install(self, owner: int, copied: RowChanges) -> None:
         """Rows of another server; those of an older set are skipped."""
         if copied.number != self.number:
@@ -254,10 +286,12 @@ class HotTable:
             self._copied[copied.ids.numpy()] = positions + 1
         self._has_row[positions] = True
         self._versions[owner] = copied.version
+        self._note_versions()
 
     def lose(self, owner: int) -> None:
         """Nothing comes from that server any more: its copies are not used."""
         self._versions[owner] = NO_VERSION
+        self._note_versions()
 
     def look(self, ids: Ids, version: int) -> FoundCopies:
         """Copies of these rows of the table that are not older than `version`."""
@@ -271,8 +305,8 @@ class HotTable:
 
     def read_all(self, ids: Ids, version: int, target: Rows, places: Ids | None = None) -> bool:
         """Fill in copies of all these rows at once; False if one is not here or not new enough."""
-        is_new = bool((self._versions[self._other_owners] >= max(0, version)).all())
-        return is_new and take_rows(self._copied, 0, ids, self._rows.numpy(), target, places)
+        is_new = self._fresh >= max(0, version)
+        return is_new and take_rows(*self._copies[:2], ids, self._copies[2], target, places)
 
     def read(self, found: FoundCopies, target: Rows, places: Ids | None = None) -> None:
         """Fill in those copies that are new enough, at their places; None: 0, 1, 2, …"""
