@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from shoal.cli import main
 from shoal.errors import BadInput
 from shoal.launch.submit import spec as spec_module
-from shoal.launch.submit.kubernetes import KubernetesOptions, escaped, manifest
+from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, escaped, manifest
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
+from tests.launch.kubernetes_schema import LABEL, faults
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 HOSTILE = ("a b", "it's", '"$(touch x)"', "`id`", "two\nlines", "-rf", "$HOME", "\\", "é;&|*?[", "")
@@ -220,6 +221,79 @@ def test_words_survive_kubernetes(words: list[str]) -> None:
     assert escaped("$(HOME)") == "$$(HOME)"
 
 
+OPTIONAL = {
+    "cpus": st.integers(1, 64),
+    "memory": st.sampled_from(["512", "64G", "2T"]),
+    "time": st.sampled_from(["90", "1-12"]),
+    "gpus_per_node": st.integers(1, 8),
+    "environ": st.dictionaries(st.from_regex(r"\A[A-Z]{3}\Z"), TEXTS),
+    "requeue": st.booleans(),
+    "restarts": st.integers(0, 3),
+    "notice_s": st.integers(1, 65535),
+}
+ASKED = {
+    "namespace": st.from_regex(r"\A[a-z][a-z-]{0,20}[a-z]\Z"),
+    "secret": st.sampled_from(["key", "team.key"]),
+    "claims": st.sampled_from([("data:/data",), ("a:/x", "b.c:/y/z")]),
+}
+
+
+@given(
+    st.fixed_dictionaries({"nodes": st.sampled_from([1, 2, 4])}, optional=OPTIONAL),
+    st.fixed_dictionaries({"kind": st.sampled_from(KINDS)}, optional=ASKED),
+    st.sampled_from(["a", "x" * 40]),
+)
+def test_a_manifest_has_only_fields_and_values_that_are_accepted(
+    spec: dict[str, Any], options: dict[str, Any], name: str
+) -> None:
+    text = manifest(spec_of(name=name, **spec), KubernetesOptions("shoal:1", **options))
+    assert faults(json.loads(text)) == []
+
+
+def test_what_would_be_refused_is_found() -> None:
+    text = manifest(spec_of(requeue=True), KubernetesOptions("shoal:1", claims=("a:/x",)))
+    document = json.loads(text)
+    del document["spec"]["replicatedJobs"][0]["replicas"]
+    document["metadata"]["name"] = "A"
+    document["spec"]["extra"] = 1
+    assert faults(document) == [
+        f"manifest.metadata.name is 'A', against {LABEL.pattern}",
+        "manifest.spec.replicatedJobs[0].replicas is missing",
+        "manifest.spec.extra is unknown",
+    ]
+    document = json.loads(text)
+    pod = pod_of(document)
+    pod["restartPolicy"] = "OnFailure"
+    pod["containers"][0]["volumeMounts"] *= 2
+    assert [fault.split(":")[0] for fault in faults(document)] == [
+        "a mount path is there twice",
+        *["a podFailurePolicy needs the restart policy Never"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "limit"),
+    [
+        ({"workers": 2, "requeue": True}, "ExitCode", None),  # 143 starts it again, 1 does not
+        ({"workers": 2, "requeue": True, "restarts": 3}, "OnFailure", 3),
+        ({"workers": 4, "requeue": True}, "Never", None),  # torchrun ends with 1
+        ({"workers": 2}, "Never", None),
+    ],
+)
+def test_a_pytorchjob_starts_again_after_a_preemption(
+    options: dict[str, Any], policy: str, limit: int | None
+) -> None:
+    text = manifest(spec_of(nodes=2, **options), KubernetesOptions("shoal:1", kind="pytorchjob"))
+    job = json.loads(text)["spec"]
+    assert {r["restartPolicy"] for r in job["pytorchReplicaSpecs"].values()} == {policy}
+    assert job["runPolicy"].get("backoffLimit") == limit
+
+
+def test_variables_that_the_job_sets_are_refused() -> None:
+    with pytest.raises(BadInput, match="--env RANK: the job gives each pod its own"):
+        manifest(spec_of(environ={"RANK": "0"}), KubernetesOptions("shoal:1"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,6 +303,12 @@ def test_words_survive_kubernetes(words: list[str]) -> None:
         {"image": "a", "namespace": "A"},
         {"image": "a", "secret": "x/y"},
         {"image": "a", "claims": ("data",)},
+        {"image": "a", "claims": ("data:/a:b",)},
+        {"image": "a", "claims": ("a:/x", "b:/x")},
+        {"image": "a", "secret": "s", "claims": ("a:/etc/shoal",)},
+        {"image": "a", "secret": "a..b"},
+        {"image": "a", "namespace": "a.b"},
+        {"image": "a", "namespace": "a" * 64},
     ],
 )
 def test_names_that_kubernetes_would_refuse_are_refused_here(options: dict[str, Any]) -> None:

@@ -6,6 +6,10 @@ service of the JobSet. The text is JSON, which is YAML, too.
 
     exit status 143 (preempted), or a pod that is evicted    the JobSet starts again
     any other failure                                        as often as `restarts` says
+
+A PyTorchJob has one rule for both. With `ExitCode` the operator starts a pod again after a status
+of 128 or more (143; SIGKILL), without limit, and after no other; with `OnFailure` after any, as
+often as `restarts` says.
 """
 
 from __future__ import annotations
@@ -24,7 +28,10 @@ KINDS = ("jobset", "pytorchjob")
 _PORT = 29500  # every pod has an address of its own
 _SECRET_FOLDER = "/etc/shoal"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"  # of RFC 1123
+_IS_LABEL = re.compile(_LABEL)
+_IS_SUBDOMAIN = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*")
+_SET_HERE = ("RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Document = dict[str, Any]
 
@@ -44,13 +51,20 @@ class KubernetesOptions:
             raise BadInput(f"--kind {self.kind!r}: take {' or '.join(KINDS)}")
         if not self.image or not self.image.isprintable() or " " in self.image:
             raise BadInput(f"--image {self.image!r} is not the name of an image")
-        for option, name in (("--namespace", self.namespace), ("--secret", self.secret)):
-            if name is not None and _LABEL.fullmatch(name) is None:
+        for option, name, rule in (
+            ("--namespace", self.namespace, _IS_LABEL),
+            ("--secret", self.secret, _IS_SUBDOMAIN),
+        ):
+            if name is not None and rule.fullmatch(name) is None:
                 raise BadInput(f"{option} {name!r} is not a name that Kubernetes takes")
+        paths = [] if self.secret is None else [_SECRET_FOLDER]
         for claim in self.claims:
             name, _, path = claim.partition(":")
-            if _LABEL.fullmatch(name) is None or not path.startswith("/"):
+            if _IS_SUBDOMAIN.fullmatch(name) is None or re.fullmatch(r"/[^:\0]*", path) is None:
                 raise BadInput(f"--claim takes NAME:/PATH, not {claim!r}")
+            if path in paths:
+                raise BadInput(f"--claim {claim}: something else is at {path} already")
+            paths.append(path)
 
 
 def manifest(spec: SubmitSpec, options: KubernetesOptions) -> str:
@@ -59,6 +73,9 @@ def manifest(spec: SubmitSpec, options: KubernetesOptions) -> str:
         raise BadInput(
             f"pods are alike, and {spec.workers} workers do not divide by --nodes {spec.nodes}"
         )
+    for name in _SET_HERE:
+        if name in spec.environ:
+            raise BadInput(f"--env {name}: the job gives each pod its own, so leave it out")
     build = _jobset if options.kind == "jobset" else _pytorchjob
     return json.dumps(build(spec, options), indent=2, ensure_ascii=False) + "\n"
 
@@ -116,13 +133,12 @@ def _preempted_pods() -> list[Document]:
 def _pytorchjob(spec: SubmitSpec, options: KubernetesOptions) -> Document:
     """The operator sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or torchrun's PET_*."""
     pod = _pod(spec, options, "pytorch", _command(spec, []), [])
-    restart = "OnFailure" if spec.requeue or spec.restarts else "Never"
     del pod["restartPolicy"]
-    replica = {"replicas": 1, "restartPolicy": restart, "template": {"spec": pod}}
+    replica = {"replicas": 1, "restartPolicy": _restart_policy(spec), "template": {"spec": pod}}
     replicas = {"Master": replica}
     if spec.nodes > 1:
         replicas["Worker"] = {**replica, "replicas": spec.nodes - 1}
-    policy: Document = {"backoffLimit": spec.restarts}
+    policy: Document = {"backoffLimit": spec.restarts} if spec.restarts else {}
     if spec.time is not None:
         policy["activeDeadlineSeconds"] = seconds_of(spec.time)
     body: Document = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
@@ -134,6 +150,13 @@ def _pytorchjob(spec: SubmitSpec, options: KubernetesOptions) -> Document:
         "metadata": _metadata(spec, options),
         "spec": body,
     }
+
+
+def _restart_policy(spec: SubmitSpec) -> str:
+    """After a preemption torchrun ends with 1."""
+    if spec.restarts:
+        return "OnFailure"
+    return "ExitCode" if spec.requeue and spec.workers_per_node == 1 else "Never"
 
 
 # ---------------------------------------------------------------------- what both have
