@@ -2,7 +2,8 @@
 
     driver (this process)                      node
     RayMachines ── placement group, PACK ────> a bundle for each worker: 1 CPU, or 1 GPU and 1 CPU
-                ── placement group, SPREAD ──> a bundle for each server, one for the coordinator
+                ── placement group, SPREAD ──> a bundle for each server; a group for each shard
+                                               with replicas, and for the coordinator
                 ── an actor in each bundle ──> SlotActor; Ray restarts it elsewhere with its bundle
     RayProcess  ── start, read, kill ────────> the first actor of a node runs the agent of the
                                                host, each actor of a server that of its server
@@ -39,7 +40,6 @@ from shoal.launch.ray_cluster import (
 )
 from shoal.launch.ray_slots import RayProcess, Slot, SlotGroup
 from shoal.launch.replication import Replication
-from shoal.launch.server_slots import spread_copies
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import RunConfig
 
@@ -55,7 +55,7 @@ class RayMachines:
         self._address = address
         self._config = config
         self._workers: SlotGroup | None = None
-        self._servers: SlotGroup | None = None
+        self._servers: list[SlotGroup] = []
         self._slots: list[Slot] = []  # of the workers' actors
         self._nodes: dict[str, str] = {}  # by the name of the machine
         self._known: list[RayNode] = []
@@ -69,7 +69,7 @@ class RayMachines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for group in (self._workers, self._servers):
+        for group in (self._workers, *self._servers):
             if group is not None:
                 group.release()
         leave()
@@ -92,23 +92,23 @@ class RayMachines:
         ]
 
     def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
-        if self._servers is None:
-            bundles: list[Bundle] = [{"memory": _SERVER_BYTES}] * servers
-            if replication.is_on:
-                bundles.append(head_bundle(_SERVER_BYTES))
-            self._servers = SlotGroup(bundles, "SPREAD", not_on=idle_head(nodes_now()))
-            self._reserve(self._servers, f"{servers} servers")
-        slots = self._find(self._servers, "the servers")
-        order = spread_copies([slot.node for slot in slots[:servers]], replication)
-        hosts = tuple(self._server_machine(index, slots[index]) for index in order)
-        last = self._server_machine(servers, slots[servers]) if replication.is_on else None
-        return ServerHosts(hosts, last)
+        if not self._servers:
+            not_on = idle_head(nodes_now())
+            for bundles in _bundles_of_servers(servers, replication):
+                self._servers.append(SlotGroup(bundles, "SPREAD", not_on))
+            for group in self._servers:
+                self._reserve(group, f"{servers} servers")
+        found = [
+            self._server_machine(number, index, slot)
+            for number, group in enumerate(self._servers)
+            for index, slot in enumerate(self._find(group, "the servers"))
+        ]
+        return ServerHosts(tuple(found[:servers]), found[-1] if replication.is_on else None)
 
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
-        assert self._servers is not None
-        index = int(machine.reserved)
-        slot = self._servers.find(index, over)
-        return machine if slot is None else self._server_machine(index, slot)
+        number, index = map(int, machine.reserved.split(":"))
+        slot = self._servers[number].find(index, over)
+        return machine if slot is None else self._server_machine(number, index, slot)
 
     def start(
         self,
@@ -118,9 +118,10 @@ class RayMachines:
         given: bytes,
         on_line: Callable[[str], None],
     ) -> RayProcess:
-        group, index = self._workers, 0
+        group = self._workers
         if machine.reserved:
-            group, index = self._servers, int(machine.reserved)
+            number, index = map(int, machine.reserved.split(":"))
+            group = self._servers[number]
         else:
             node = self._nodes[machine.name]
             of_node = [i for i, slot in enumerate(self._slots) if slot.node == node]
@@ -196,8 +197,8 @@ class RayMachines:
 
     # ------------------------------------------------------------------ names
 
-    def _server_machine(self, index: int, slot: Slot) -> Machine:
-        return Machine(self._name(slot), slot.address, 1, reserved=str(index))
+    def _server_machine(self, number: int, index: int, slot: Slot) -> Machine:
+        return Machine(self._name(slot), slot.address, 1, reserved=f"{number}:{index}")
 
     def _address_of(self, node: str) -> str:
         return next(slot.address for slot in self._slots if slot.node == node)
@@ -206,6 +207,18 @@ class RayMachines:
         """Of its host, with a part of its id where the cluster has several nodes there."""
         is_alone = sum(node.hostname == slot.hostname for node in self._known) < 2
         return slot.hostname if is_alone else f"{slot.hostname}-{slot.node[:6]}"
+
+
+def _bundles_of_servers(servers: int, replication: Replication) -> list[list[Bundle]]:
+    """One group of all servers; with replicas one of each shard, and one of the coordinator.
+
+    Ray spreads the bundles of one group over nodes.
+    """
+    server: Bundle = {"memory": _SERVER_BYTES}
+    if not replication.is_on:
+        return [[server] * servers]
+    shards = servers // replication.replicas
+    return [[server] * replication.replicas for _ in range(shards)] + [[head_bundle(_SERVER_BYTES)]]
 
 
 def _say(text: str) -> None:

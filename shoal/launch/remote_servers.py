@@ -223,7 +223,7 @@ class RemoteServers:
         returncode = self._exited.get(index, status or -signal.SIGKILL)
         if index != COORDINATOR:
             self._note_exit(index, returncode)
-        elif not self._over.is_set():
+        elif not self._run.run_dir.is_ending():
             self._run.say("the coordinator is lost: no server that is lost can be replaced now")
 
     def _note_exit(self, index: int, returncode: int) -> None:

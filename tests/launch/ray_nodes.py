@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this host, in a process of its own that tests command.
 
-python -m tests.launch.ray_nodes     reads `add`, `kill PREFIX`, `state`; answers with JSON
+python -m tests.launch.ray_nodes   reads `add GPUS`, `kill ID`, `kill-other ID`, `state`; gives JSON
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ class RayNodes:
         )
         self.address = str(self._answer())
 
-    def add(self) -> None:
-        self._ask("add")
+    def add(self, gpus: int = 0) -> None:
+        self._ask(f"add {gpus}")
 
     def kill(self, prefix: str) -> None:
         """The node whose id begins so, as a host that loses its power: SIGKILL to its processes."""
         self._ask(f"kill {prefix}")
+
+    def kill_other(self, prefix: str) -> None:
+        """All nodes but that one, and the head."""
+        self._ask(f"kill-other {prefix}")
 
     def state(self) -> dict[str, Any]:
         """How many actors live, and how many placement groups there are."""
@@ -98,12 +102,13 @@ def main() -> None:
     for line in sys.stdin:
         command, *rest = line.split()
         if command == "add":
-            nodes.append(cluster.add_node(num_cpus=CPUS, **size))
+            nodes.append(cluster.add_node(num_cpus=CPUS, num_gpus=int(rest[0]), **size))
             answer(len(nodes))
-        elif command == "kill":
-            node = next(node for node in nodes if node.node_id.startswith(rest[0]))
-            nodes.remove(node)
-            cluster.remove_node(node, allow_graceful=False)
+        elif command in ("kill", "kill-other"):
+            for node in list(nodes):
+                if node.node_id.startswith(rest[0]) == (command == "kill"):
+                    nodes.remove(node)
+                    cluster.remove_node(node, allow_graceful=False)
             answer(len(nodes))
         else:
             alive = [a for a in actors().values() if a["State"] != "DEAD"]

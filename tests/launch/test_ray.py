@@ -26,6 +26,7 @@ needs_ray = pytest.mark.skipif(
 NOTHING = {"actors": 0, "groups": 0}
 SCRIPT = """
 import os, time, torch, shoal
+from functools import partial
 from torch import nn
 
 def train(job):
@@ -34,7 +35,7 @@ def train(job):
     x = torch.randn(240, 8)
     y = (x.sum(1) > 0).long()
     step = job.step(nn.Sequential(*layers), nn.functional.cross_entropy,
-                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+                    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     losses = []
     data = torch.utils.data.TensorDataset(x, y)
     if os.path.exists("model"):
@@ -69,15 +70,20 @@ def nodes() -> Iterator[RayNodes]:
 
 
 def start(
-    folder: Path, nodes: RayNodes | None, *arguments: str, **variables: str
+    folder: Path,
+    nodes: RayNodes | None,
+    *arguments: str,
+    workers: int = 4,
+    script: str = SCRIPT,
+    **variables: str,
 ) -> subprocess.Popen[str]:
     """`shoal run` on the nodes, or on this host."""
     folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     on = [] if nodes is None else ["--on", f"ray://{nodes.address}"]
     own = {} if nodes is None else nodes.variables
     return subprocess.Popen(
-        [sys.executable, "-m", "shoal", "run", *on, "-n", "4", "train.py", *arguments],
+        [sys.executable, "-m", "shoal", "run", *on, "-n", str(workers), "train.py", *arguments],
         cwd=folder,
         env={
             **os.environ,
@@ -98,13 +104,13 @@ def losses(output: str) -> list[float]:
     return values
 
 
-def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
+def lines_until(process: subprocess.Popen[str], word: str, count: int = 4) -> list[str]:
     """Until all workers have printed it."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if sum(word in line for line in lines) == 4:
+        if sum(word in line for line in lines) == count:
             return lines
     raise AssertionError(f"the run has ended:\n{''.join(lines)}")
 
@@ -158,3 +164,90 @@ def test_a_killed_node_is_replaced_and_training_goes_on(tmp_path: Path, nodes: R
     goes_on = losses(output)
     assert len(goes_on) < len(losses(here))  # from the checkpoint
     assert goes_on == pytest.approx(losses(here)[-len(goes_on) :], rel=1e-4)
+
+
+def node_of(lines: list[str], prefix: str) -> str:
+    """The first digits of the id of the node on which a process is."""
+    line = next(line for line in lines if line.startswith(f"[{prefix} "))
+    return line.split("]")[0].rpartition("-")[2]
+
+
+@needs_ray
+@pytest.mark.whole
+def test_replicas_take_over_from_a_killed_node_and_training_goes_on(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    strategy = ("-s", "ps(servers=2, replicas=2)")
+    here, _ = start(tmp_path / "here", None, *strategy, workers=2, EPOCHS="4").communicate()
+    process = start(*(tmp_path / "there", nodes, *strategy), workers=2, PAUSE="0.5", EPOCHS="4")
+    lines = lines_until(process, "saved", 2)
+    worker = node_of(lines, "0")
+    assert node_of(lines, "1") == worker  # the other node has servers alone
+    nodes.kill_other(worker)
+    output, _ = process.communicate()
+    nodes.add()
+    assert process.returncode == 0, output
+    assert losses(output) == pytest.approx(losses(here), rel=1e-4)
+    assert output.count("Ray cannot reach this node any more") == 2, output  # a server of each
+    assert "goes on with replica" in output
+    assert "starts again on" in output
+    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+
+
+@needs_ray
+@pytest.mark.whole
+def test_without_replicas_servers_go_on_from_their_checkpoint(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    process = start(
+        *(tmp_path / "there", nodes, "-s", "ps(servers=2)", "--restart", "1"),
+        *("--server-checkpoint", f"{tmp_path}/saved:every=5"),
+        workers=2,
+        PAUSE="0.3",
+        EPOCHS="4",
+    )
+    lines = lines_until(process, "saved", 2)
+    nodes.kill_other(node_of(lines, "0"))
+    output, _ = process.communicate()
+    nodes.add()
+    assert process.returncode == 0, output
+    assert "; all workers are started again (1 of 1)" in output
+    assert len(losses(output)) < 40, output
+    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+
+
+PRINTS_GPUS = """
+import os
+print("gpus", os.environ["RANK"], os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+
+
+@needs_ray
+@pytest.mark.whole
+def test_what_a_cluster_has_no_room_for_is_refused_in_one_sentence(
+    tmp_path: Path, nodes: RayNodes
+) -> None:
+    many = start(tmp_path / "many", nodes, workers=8)
+    gpus = start(tmp_path / "gpus", nodes, "--device", "cuda", workers=2)
+    late = start(tmp_path / "late", nodes, "--timeout", "3", workers=8)
+    for process, says in [
+        (many, "8 workers with 1 CPU each do not fit the Ray cluster: it has 2 nodes with 4 CPUs"),
+        (gpus, "2 workers with 1 CPU and 1 GPU each do not fit the Ray cluster"),
+        (late, "Ray has not placed 8 workers with 1 CPU each in 3 s: the Ray cluster has 2 nodes"),
+    ]:
+        output, _ = process.communicate()
+        assert process.returncode == 2, output
+        assert says in output and len(output.strip().splitlines()[-1:]) == 1
+    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+
+
+@needs_ray
+@pytest.mark.whole
+def test_workers_see_the_gpus_of_their_bundles(tmp_path: Path, nodes: RayNodes) -> None:
+    nodes.add(gpus=2)
+    process = start(*(tmp_path / "there", nodes, "--device", "cuda"), workers=2, script=PRINTS_GPUS)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    shown = sorted(line.partition("gpus ")[2] for line in output.splitlines() if "gpus " in line)
+    assert [line.split()[0] for line in shown] == ["0", "1"]
+    assert {frozenset(line.split()[1].split(",")) for line in shown} == {frozenset("01")}

@@ -23,7 +23,6 @@ from shoal.launch.remote_run import RemoteRun
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.replication import Replication
 from shoal.launch.server_messages import ServerListens, ServerTask
-from shoal.launch.server_slots import spread_copies
 from shoal.launch.supervisor import Event, Supervisor
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
@@ -32,16 +31,6 @@ from tests.launch.helpers import Screen
 
 TWO_COPIES = Replication(replicas=2)
 HOSTS = [Machine(name, f"10.0.0.{n}", 1) for n, name in enumerate("abc", 1)]
-
-
-def test_copies_of_a_shard_are_on_different_nodes() -> None:
-    nodes = ["a", "b", "a", "b"]
-    slots = spread_copies(nodes, TWO_COPIES)
-    assert sorted(slots) == [0, 1, 2, 3]
-    placed = [nodes[slot] for slot in slots]
-    assert placed[0] != placed[1] and placed[2] != placed[3]
-    uneven = [list("aaab")[slot] for slot in spread_copies(list("aaab"), TWO_COPIES)]
-    assert uneven[0] != uneven[1]
 
 
 def test_hosts_take_servers_in_turn_and_the_first_has_the_coordinator() -> None:
