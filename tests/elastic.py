@@ -50,19 +50,22 @@ class Mortal(Executor):
         self.size = executor.size
 
     def submit(self, call: Call) -> Work:
+        return self._live_through(lambda: self._executor.submit(call))
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Work:
+        return self._live_through(lambda: self._executor.send(data, dst, tag))
+
+    def recv(self, into: Tensor, src: int, tag: int) -> Work:
+        return self._live_through(lambda: self._executor.recv(into, src, tag))
+
+    def _live_through(self, act: Callable[[], Work]) -> Work:
         when = self._is_last()
         if when == "before":
             raise Killed
-        work = self._executor.submit(call)
+        work = act()
         if when == "after":
             raise Killed
         return work
-
-    def send(self, data: Tensor, dst: int, tag: int) -> Work:
-        return self._executor.send(data, dst, tag)
-
-    def recv(self, into: Tensor, src: int, tag: int) -> Work:
-        return self._executor.recv(into, src, tag)
 
     def split(self, ranks: Sequence[int]) -> Executor | None:
         child = self._executor.split(ranks)

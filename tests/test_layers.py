@@ -33,7 +33,7 @@ LAYERS = [
     ["data.stream", "train.arguments", "train.known_parameters", "train.options"],
     ["train.cut_batch", "train.run_services"],
     ["train.step"],
-    ["train.sharded_state"],
+    ["train.rollback", "train.sharded_state"],
     ["train.elastic_training"],
     [
         *("train.build_step", "train.evaluate", "train.state", "train.restore"),

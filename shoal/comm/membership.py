@@ -88,6 +88,20 @@ class GroupMembership:
             self._records.look()
         return bool(self._newcomers())
 
+    def check(self) -> None:
+        """PeerLost if a member was lost or has left the generation: for work without messages.
+
+        A member that has finished is no loss.
+        """
+        members = self.generation.members
+        exited = [m for m in members if m not in self._left and self.board.has_exited(m)]
+        if exited or self._records.has_grown():
+            self._records.look()  # those have exited before, so what they have written is final
+        lost = [m for m in exited if m not in self._left]
+        if lost or self._has_given_up(self.generation):
+            peer = lost[0].worker if lost else None
+            raise PeerLost(self.me.worker, peer, "training")
+
     def begin(self) -> None:
         """All members have the same state, which must not get lost from now on."""
         if not self.has_begun:

@@ -61,7 +61,7 @@ Restart = Annotated[
         min=0,
         max=30_000,
         help="Start workers that were killed again, so many times in all: they take their place "
-        "among the others at the present step (ddp or zero with elastic=True, ps, "
+        "among the others at the present step (ddp, zero, localsgd, gossip with elastic=True, ps, "
         "asynchronous gossip, hogwild). Servers with replicas are started again as often, each. "
         "With 0 no process is. With --on: start all workers again.",
         show_default="no worker, each server 3 times",
@@ -81,7 +81,7 @@ Elastic = Annotated[
         metavar="MIN:MAX",
         help="Let workers leave (crash, preemption) and join (--restart, `shoal join`) between two "
         "steps, up to MAX; with fewer than MIN the run ends. -n or --start says how many there are "
-        "at first (default: MAX). Makes ddp ddp(elastic=True), and zero likewise.",
+        "at first (default: MAX). Makes ddp ddp(elastic=True); so zero, localsgd, gossip.",
         show_default=False,
     ),
 ]

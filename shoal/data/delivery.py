@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.data.batch import AnyBatch
 from shoal.data.position import LoopPosition
-from shoal.data.sources import Source
+from shoal.data.sources import Recall, Source
 
 _turns = itertools.count()
 
@@ -21,16 +21,22 @@ class Delivery:
         self.turn = 0
         self.repeats = False  # the next batch is the one that was given out last
         self._source = source
+        self._at = start
         self._rows = iter(source.epoch(loop, number, start))
 
     def next(self) -> AnyBatch | None:
         """The next batch, or None at the end of the epoch."""
         batch = next(self._rows, None)
-        self.repeats = False
         if batch is not None:
             self.given = batch
+            self._at = self.loop.in_epoch - self.repeats
             self.turn = next(_turns)
+        self.repeats = False
         return batch
+
+    def recall(self) -> Recall:
+        """Makes the batch that was given out last again, also when the epoch is over."""
+        return self._source.recall(self._at)
 
     def split_again(self, replica: int, replicas: int) -> None:
         """Split the batches that come over other replicas."""

@@ -19,12 +19,15 @@ from shoal.data.sampling import (
     BatchSplit,
     DatasetBatches,
     FullDatasetBatch,
+    Loading,
     mix,
     permutation,
     round_robin,
     split_batch,
 )
 from shoal.strategy.base import Batches
+
+Recall = Callable[[int, int], AnyBatch]  # a batch of before, split for this replica of so many
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,13 @@ class Source:
         """
         raise NotImplementedError
 
+    def recall(self, at: int) -> Recall:
+        """Makes batch `at` of this epoch again, which was the latest one; it may be used later."""
+        raise NotImplementedError
+
+    def _split_for(self, replica: int, replicas: int) -> BatchSplit:
+        return replace(self.feed.split, replica=replica, replicas=replicas)
+
 
 def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
     if options.batch_size is None:
@@ -109,13 +119,28 @@ class DatasetSource(Source):
         self.feed = replace(self.feed, split=split)
         return iter(self._batches_from(at))
 
+    def recall(self, at: int) -> Recall:
+        order = self._present_order
+        loading = replace(self._loading(), loaders=0)  # one batch is not worth a process
+
+        def make(replica: int, replicas: int) -> AnyBatch:
+            split = self._split_for(replica, replicas)
+            return next(iter(DatasetBatches(self.data, order, split, loading, at)))
+
+        return make
+
     def _batches_from(self, start: int) -> DatasetBatches:
         """The rest of the present epoch."""
-        feed = self.feed
-        loader_seed = mix(feed.seed, 6, self._number, feed.split.replica)
-        loading = self.options.loading(loader_seed, mix(feed.seed, 7, self._number))
-        order = self._present_order
-        return DatasetBatches(self.data, order, feed.split, loading, start, feed.is_in_turns)
+        split = self.feed.split
+        in_turns = self.feed.is_in_turns
+        return DatasetBatches(
+            self.data, self._present_order, split, self._loading(), start, in_turns
+        )
+
+    def _loading(self) -> Loading:
+        seed = self.feed.seed
+        loader_seed = mix(seed, 6, self._number, self.feed.split.replica)
+        return self.options.loading(loader_seed, mix(seed, 7, self._number))
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Draw the orders of epochs that were trained on: a sampler may have a generator."""
@@ -160,6 +185,10 @@ class GlobalBatchSource(Source):
         self.feed = replace(self.feed, split=split)
         first = [self._make(self._latest, split)] if repeats else []
         return itertools.chain(first, self._rows)
+
+    def recall(self, at: int) -> Recall:
+        latest = self._latest
+        return lambda replica, replicas: self._make(latest, self._split_for(replica, replicas))
 
     def _rows_of(
         self,

@@ -14,7 +14,7 @@ from shoal.data.batch_options import BatchOptions
 from shoal.data.delivery import Delivery
 from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchSplit
-from shoal.data.sources import Feed, Source, source_of
+from shoal.data.sources import Feed, Recall, Source, source_of
 from shoal.strategy.base import Batches
 
 DEFAULT_BATCH_SIZE = 256  # of job.evaluate, where job.batches was not given one before
@@ -190,13 +190,10 @@ class BatchStream:
         latest = self._latest_delivery()
         return latest is not None and latest.repeat()
 
-    def take_repeated(self) -> AnyBatch | None:
-        """The batch that `repeat` announced, for the step that was interrupted in it."""
+    def recall(self) -> Recall | None:
+        """Makes the batch that was given out last again, split in any way."""
         latest = self._latest_delivery()
-        batch = None if latest is None else latest.next()
-        if batch is not None:
-            self.on_batch(batch)
-        return batch
+        return None if latest is None else latest.recall()
 
     def _latest_delivery(self) -> Delivery | None:
         given = [d for d in self._under_way if d.given is not None]

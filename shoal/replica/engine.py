@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +114,10 @@ class Engine:
     def follow(self, actions: Sequence[Action]) -> None:
         """Use these actions as the schedule from now on."""
         self.actions = actions
+
+    def rescale(self, gradient_scale: float) -> None:
+        """Start backward with this factor from now on."""
+        self.options = replace(self.options, gradient_scale=gradient_scale)
 
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
         """One step's computing; returns the weighted loss of these rows.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
@@ -127,10 +127,10 @@ class SyncTerm(Term, role="sync", abstract=True):
     def survives_loss(self) -> bool:
         """Whether the other replicas continue when a worker is killed.
 
-        It needs replicas that do not wait for each other, and none that holds what others need,
-        except the first one (`needs_first_replica`).
+        It needs an elastic group, or replicas that do not wait for each other, and none that holds
+        what others need, except the first one (`needs_first_replica`).
         """
-        return False
+        return self.is_elastic
 
     @property
     def is_elastic(self) -> bool:
@@ -143,7 +143,7 @@ class SyncTerm(Term, role="sync", abstract=True):
             return self
         raise StrategyError(
             f"--elastic: workers of {self} cannot leave and join between two steps; those of ddp, "
-            'zero, ps(mode="async"), gossip(mode="async") and hogwild can'
+            'zero, localsgd, gossip, ps(mode="async") and hogwild can'
         )
 
     @property
@@ -164,12 +164,12 @@ class SyncTerm(Term, role="sync", abstract=True):
     @property
     def starts_apart(self) -> bool:
         """Whether replicas can start without one that was lost before the rendezvous."""
-        return False
+        return self.is_elastic
 
     @property
     def takes_back(self) -> bool:
         """Whether a worker that was lost can come back, as a new process, and go on."""
-        return False
+        return self.is_elastic
 
     def taking_back(self, replicas: int) -> SyncTerm:
         """The nearest term under which a worker that was lost can come back, or this one."""
@@ -249,6 +249,8 @@ class SyncTerm(Term, role="sync", abstract=True):
     @property
     def why_not_split(self) -> str | None:
         """Why it makes no sense where a replica is split over workers, or None."""
+        if self.is_elastic:
+            return "the workers of a split replica stay the same; leave out elastic=True"
         return None
 
     def check_server_saves(self, workers_of_replica: int) -> None:
@@ -260,3 +262,31 @@ class SyncTerm(Term, role="sync", abstract=True):
 
     def check_split(self, split: Term) -> None:
         """Refuse a split replica for which there is no runtime; `split` has a size above 1."""
+
+
+class ElasticOption(SyncTerm, abstract=True):
+    """A term with the option elastic=True: workers leave and join while the others train."""
+
+    elastic: bool
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.elastic
+
+    def as_elastic(self) -> SyncTerm:
+        options: dict[str, Any] = {"elastic": True}
+        return replace(self, **options)
+
+    @property
+    def why_not_back(self) -> str | None:
+        if self.elastic:
+            return None
+        return f"its workers stay the same: take {self.name}(elastic=True)"
+
+    def refuse_compression(self) -> None:
+        """What a lost worker has not sent yet, for a later step, would be lost with it."""
+        if self.elastic and getattr(self, "compress", None) is not None:
+            raise StrategyError(
+                f"{self.name}(elastic=True) takes no compress: what a lost worker had not sent yet "
+                "would be lost with it"
+            )

@@ -20,6 +20,7 @@ GRAPHS = (
     *("star", "complete", "one-peer", "random-regular"),
 )
 
+GRAPHS_OF_ANY_NUMBER = tuple(graph for graph in GRAPHS if graph != "hypercube")
 _SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
 _FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
 SYNC_OR_ASYNC = one_of("sync", "async")

@@ -13,19 +13,21 @@ from typing import Annotated, ClassVar
 from shoal.errors import NotBuilt, StrategyError
 from shoal.schedules import user
 from shoal.schedules.user_proof import proven_collective, proven_pipeline
-from shoal.strategy.base import Batches, SyncTerm, Term
+from shoal.strategy.base import Batches, ElasticOption, SyncTerm, Term
 from shoal.strategy.constraints import (
     MAX_NUMBER,
     one_of,
     optional,
     positive,
     whole,
+    write,
 )
 from shoal.strategy.options import (
     ALGORITHM,
     COMPRESS,
     FLAG,
     GRAPH,
+    GRAPHS_OF_ANY_NUMBER,
     NAMES,
     OUTER,
     PLAN,
@@ -74,7 +76,7 @@ class Single(SyncTerm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ddp(SyncTerm):
+class Ddp(ElasticOption):
     """Replicas add up their gradients with an all-reduce, bucket by bucket."""
 
     compared: ClassVar[tuple[str, ...]] = (
@@ -90,17 +92,11 @@ class Ddp(SyncTerm):
     elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
 
     def _check_options(self) -> None:
-        if not self.elastic:
-            return
-        if self.algorithm != "auto":
+        self.refuse_compression()
+        if self.elastic and self.algorithm != "auto":
             raise StrategyError(
                 f"ddp(elastic=True) takes no algorithm, and {self.algorithm!r} is given: its group "
                 "is one of shared memory, which has its own"
-            )
-        if self.compress is not None:
-            raise StrategyError(
-                "ddp(elastic=True) takes no compress: what a lost worker had not sent yet would "
-                "be lost with it"
             )
 
     @property
@@ -108,37 +104,8 @@ class Ddp(SyncTerm):
         return self.compress is None
 
     @property
-    def is_elastic(self) -> bool:
-        return self.elastic
-
-    def as_elastic(self) -> Ddp:
-        return replace(self, elastic=True)
-
-    @property
     def is_exact_at_any_number(self) -> bool:
         return True
-
-    @property
-    def survives_loss(self) -> bool:
-        return self.elastic
-
-    @property
-    def starts_apart(self) -> bool:
-        return self.elastic
-
-    @property
-    def takes_back(self) -> bool:
-        return self.elastic
-
-    @property
-    def why_not_back(self) -> str | None:
-        return None if self.elastic else "its workers stay the same: take ddp(elastic=True)"
-
-    @property
-    def why_not_split(self) -> str | None:
-        if not self.elastic:
-            return None
-        return "the workers of a split replica stay the same; leave out elastic=True"
 
     @property
     def collective_algorithm(self) -> str | None:
@@ -407,7 +374,7 @@ class Ps(SyncTerm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gossip(SyncTerm):
+class Gossip(ElasticOption):
     """Replicas average their weights with their neighbours in a graph.
 
     A networkx graph is kept as text, "edges:…"; its edge attribute "weight" is what a worker
@@ -422,6 +389,21 @@ class Gossip(SyncTerm):
 
     graph: Annotated[str, GRAPH] = "ring"
     mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
+    elastic: Annotated[bool, FLAG] = False  # workers leave and join between two steps
+
+    def _check_options(self) -> None:
+        if not self.elastic:
+            return
+        if self.mode == "async":
+            raise StrategyError(
+                'gossip(mode="async") takes no elastic=True: its workers leave and come back '
+                "anyway, with --restart or --elastic"
+            )
+        if self.graph not in GRAPHS_OF_ANY_NUMBER:
+            raise StrategyError(
+                f"gossip(graph={write(self.graph)}) takes no elastic=True: the graph is made again "
+                f"for the workers that are left, so take one of {', '.join(GRAPHS_OF_ANY_NUMBER)}"
+            )
 
     @property
     def lockstep(self) -> bool:
@@ -433,11 +415,14 @@ class Gossip(SyncTerm):
 
     @property
     def survives_loss(self) -> bool:
-        return self.mode == "async"
+        return self.elastic or self.mode == "async"
 
     @property
     def takes_back(self) -> bool:
         return self.survives_loss
+
+    def as_elastic(self) -> SyncTerm:
+        return self if self.mode == "async" else super().as_elastic()
 
     def check(self, replicas: int) -> None:
         from shoal.schedules.gossip.mixing import mixing_for  # networkx: only where it is needed
@@ -513,7 +498,7 @@ class Mapreduce(SyncTerm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Localsgd(SyncTerm):
+class Localsgd(ElasticOption):
     """Replicas train alone for `every` steps, then average or take an outer step."""
 
     compared: ClassVar[tuple[str, ...]] = (
@@ -524,6 +509,7 @@ class Localsgd(SyncTerm):
     every: Annotated[int, whole(1)] = 16
     outer: Annotated[str | None, optional(OUTER)] = None
     compress: Annotated[str | None, optional(COMPRESS)] = None
+    elastic: Annotated[bool, FLAG] = False  # workers leave and join between two averages
 
     @property
     def meets_every(self) -> int:
@@ -545,6 +531,7 @@ class Localsgd(SyncTerm):
     def _check_options(self) -> None:
         if self.outer is not None:
             outer_settings(self.outer)
+        self.refuse_compression()
 
 
 @dataclass(frozen=True, kw_only=True)

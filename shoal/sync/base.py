@@ -121,6 +121,14 @@ class Sync(Protocol):
     """The lowest surviving replica, as far as known here: it saves and prints for all."""
 
     movable: Movable | None = None  # in elastic runs, where each replica holds shards
+    undo_steps: int = 0
+    """In an elastic run: how many steps a loss undoes, at most.
+
+    0 where the update comes after all communication: what was interrupted has changed no weights.
+    """
+
+    is_agreed: bool = True  # replicas have communicated since the latest update
+    is_committing: bool = False  # `commit` was interrupted: other replicas may have ended the step
     saves: PeriodicSaves | None = None  # where servers write checkpoints by themselves
 
     def begin(self) -> None:
@@ -148,6 +156,17 @@ class Sync(Protocol):
     def spread(self) -> None:
         """The optimizer has stepped: the other replicas get to know the weights."""
         return None
+
+    def commit(self) -> None:
+        """Return when all replicas have ended the step, where `finish` waits for some of them.
+
+        In an elastic run a step that a replica has committed is never undone.
+        """
+        return None
+
+    def undo(self) -> None:
+        """Weights and optimizer are again as they were when replicas agreed last."""
+        self.is_committing = False
 
     def skip(self) -> Tensor:
         """The step is skipped; returns the latest loss that is known."""
@@ -296,6 +315,11 @@ class SyncPlan(Generic[T]):
 
     def check(self, options: StepSettings, replicas: int) -> None:
         """Refuse options of a step that do not work under this term."""
+        if self.term.is_elastic and options.precision == "fp16":
+            raise BadInput(
+                f'{self.term.name}(elastic=True) does not train with "fp16", whose gradient scaler '
+                'would have to be undone after a loss: take "bf16"'
+            )
         if options.exact and not self.can_be_exact:
             raise BadInput(
                 f"exact=True adds up every gradient in full, which {self.term} does not do: "

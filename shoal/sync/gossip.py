@@ -116,22 +116,43 @@ class Mixer(Sync):
 
     mixes_gradients: bool
 
-    def __init__(self, replica: Replica, mixing: Mixing):
+    def __init__(self, replica: Replica, mixing: Mixing, graph: str):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.mixing = mixing
         self.counter = Counting(replica.group.executor)
-        self.group = Group(self.counter)
         self.statistics = replica.statistics
-        self.neighbours = Neighbours(self.group, mixing)
         self.traffic = StepTraffic(flat, self.counter)
-        self.gradient_scale = float(self.group.size)  # the mean over replicas is the sum
+        self._replicas = replica.group
+        self._graph = graph
+        self._say = replica.say
+        self._connect(mixing)
         self.distances: list[tuple[int, float]] = []
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
         if self.mixes_gradients:
             flat.grads.watch([slice(0, flat.size)])
+
+    def _connect(self, mixing: Mixing) -> None:
+        self.mixing = mixing
+        self.group = Group(self.counter)
+        self.neighbours = Neighbours(self.group, mixing)
+        self.turn = 0  # the step in the sequence of matrices
+        self.gradient_scale = float(self.group.size)  # the mean over replicas is the sum
+
+    def regroup(self) -> None:
+        """The same graph over the replicas that there are now; its sequence begins again."""
+        sent = self.counter.sent
+        self.counter = Counting(self._replicas.executor)
+        self.counter.sent = sent
+        self.traffic.recount(self.flat, self.counter)
+        self._connect(mixing_for(self._graph, self.counter.size))
+        if self.group.size > 1:
+            self._say(f"gossip over {self.mixing.expectation}")
+
+    def _count_step(self) -> None:
+        self.traffic.steps += 1
+        self.turn += 1
 
 
 class MixGradients(Mixer):
@@ -148,9 +169,9 @@ class MixGradients(Mixer):
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
             for tensor in self.flat.grads.tensors(slice(0, self.flat.size)):
-                self.neighbours.mix(tensor, self.traffic.steps)
+                self.neighbours.mix(tensor, self.turn)
         self.flat.grads.publish()
-        self.traffic.steps += 1
+        self._count_step()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0] * self.group.size
@@ -183,8 +204,8 @@ class MixWeights(Mixer):
     def spread(self) -> None:
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):
             self._mix()
-        self.traffic.steps += 1
-        if self.traffic.steps % MEASURE_EVERY == 0:
+        self._count_step()
+        if self.turn % MEASURE_EVERY == 0:
             self.measure()
 
     def loss(self, local_loss: Tensor) -> Tensor:
@@ -235,13 +256,28 @@ class MixWeights(Mixer):
 
     def _mix(self) -> None:
         if not self.flat.header_fits:
-            self.neighbours.mix(self.flat.data, self.traffic.steps)
+            self.neighbours.mix(self.flat.data, self.turn)
             return
         data = self.flat.data  # starts with the room for the header
         data[0] = self.flat.grads.header[0] * self.group.size
-        self.neighbours.mix(data, self.traffic.steps)
+        self.neighbours.mix(data, self.turn)
         self._loss = data[0].clone()
         data[0] = 0.0
+
+
+class ElasticMixWeights(MixWeights):
+    """The same where workers leave and join: a step ends with a barrier of all replicas.
+
+    Far from a lost worker a replica would otherwise be steps ahead of those next to it. With the
+    barrier either one of them has ended a step, then all have averaged in it, or none has.
+    """
+
+    undo_steps = 1
+
+    def commit(self) -> None:
+        self.is_committing = True
+        self.group.barrier().wait()
+        self.is_committing = False
 
 
 def mixing_bytes(mixing: Mixing, rank: int, numel: int, width: int) -> int:
@@ -272,14 +308,19 @@ class GossipPlan(SyncPlan[Gossip]):
 
     def build(self, replica: Replica) -> Sync:
         """Read the graph, say what is to be expected of it, and choose how to mix."""
+        graph = self.term.graph
+        mixing = mixing_for(graph, replica.group.size)
+        if self.term.elastic:  # what is averaged stays the same at any number of workers
+            return (MixGradients if self.term.lockstep else ElasticMixWeights)(
+                replica, mixing, graph
+            )
         if replica.group.size == 1:
             return LocalSync(replica)
-        mixing = mixing_for(self.term.graph, replica.group.size)
         self._check_same(mixing, replica)
         replica.say(f"gossip over {mixing.expectation}")
         if self.term.mode == "async":
             return AsyncGossip(replica, mixing)
-        return MixGradients(replica, mixing) if mixing.is_uniform else MixWeights(replica, mixing)
+        return (MixGradients if mixing.is_uniform else MixWeights)(replica, mixing, graph)
 
     def _check_same(self, mixing: Mixing, replica: Replica) -> None:
         """Files may differ between hosts, and random graphs between versions of networkx."""

@@ -50,6 +50,7 @@ class LocalSgdSync(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
+        self._replicas = replica.group
         self.counter = Counting(replica.group.executor)
         self.group = Group(self.counter)
         self.every = term.every
@@ -57,6 +58,7 @@ class LocalSgdSync(Sync):
         self.gradient_scale = float(self.group.size)
         self.agreed = nn.Parameter(flat.data.clone(), requires_grad=False)
         self.since = 0
+        self.undo_steps = term.every if term.elastic else 0
         self.outer = Outer(term.outer, self.agreed) if term.outer else None
         body = slice(flat.offset, flat.size)
         self.sums: CompressedSum | None = (
@@ -69,6 +71,22 @@ class LocalSgdSync(Sync):
         self._copies = replica.copies
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
+
+    @property
+    def is_agreed(self) -> bool:  # type: ignore[override]
+        return self.since == 0
+
+    def regroup(self) -> None:
+        """Training goes on from the weights that replicas agreed on last."""
+        sent = self.counter.sent
+        self.counter = Counting(self._replicas.executor)
+        self.counter.sent = sent
+        self.group = Group(self.counter)
+        self.traffic.recount(self.flat, self.counter)
+        self.gradient_scale = float(self.group.size)
+
+    def undo(self) -> None:
+        self.since = 0
 
     def begin(self) -> None:
         self._loss = None
@@ -96,14 +114,17 @@ class LocalSgdSync(Sync):
 
     def _agree(self) -> None:
         difference = self.agreed.data - self.flat.data
-        self._loss = self._add_up(difference)
+        loss = self._add_up(difference)
+        statistics = self._mean_statistics()
+        # all communication is over: from here on a loss interrupts nothing
+        self._loss = loss
         difference /= self.group.size
         if self.outer is None:
             self.agreed.data -= difference
         else:
             self.outer.step(difference)
         self.flat.data.copy_(self.agreed.data)
-        self._average_statistics()
+        _put(statistics, self.statistics)
         self.since = 0
 
     def _add_up(self, difference: Tensor) -> Tensor:
@@ -129,11 +150,12 @@ class LocalSgdSync(Sync):
             synchronize_copies(self.flat, difference, self._copies)
         return loss[0].clone()
 
-    def _average_statistics(self) -> None:
-        if self.statistics:
-            everything = torch.cat([t.reshape(-1) for t in self.statistics])
-            self.group.all_reduce(everything, Op.MEAN).wait()
-            _put(everything, self.statistics)
+    def _mean_statistics(self) -> Tensor:
+        if not self.statistics:
+            return torch.zeros(0)
+        everything = torch.cat([t.reshape(-1) for t in self.statistics])
+        self.group.all_reduce(everything, Op.MEAN).wait()
+        return everything
 
     # ------------------------------------------------------------------ around a run
 
@@ -146,8 +168,9 @@ class LocalSgdSync(Sync):
             if self.since:
                 difference = self.agreed.data - self.flat.data
                 self.group.all_reduce(difference, Op.MEAN).wait()
+                means = self._mean_statistics()
                 torch.sub(self.agreed.data, difference, out=self.flat.data)
-                self._average_statistics()
+                _put(means, self.statistics)
         try:
             yield
         finally:

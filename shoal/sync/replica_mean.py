@@ -43,14 +43,20 @@ def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Ten
     names = "\n".join(name for name, _ in named).encode()
     if group.size == 1 or not all_equal(group, names, device):
         return []
-    before = []
+    means = []
     for _, tensor in named:
         mean = tensor.clone()
         group.reduce(mean, op=Op.MEAN).wait()
         if group.rank == 0:
-            before.append((tensor, tensor.clone()))
-            tensor.copy_(mean)
-    return before
+            means.append((tensor, mean))
+    return [(tensor, _exchange(tensor, mean)) for tensor, mean in means]
+
+
+def _exchange(tensor: Tensor, other: Tensor) -> Tensor:
+    """Give the tensor the values of the other one, and the other one its values."""
+    before = tensor.clone()
+    tensor.copy_(other)
+    return other.copy_(before)
 
 
 def _alike(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:

@@ -392,7 +392,8 @@ def _share_batchnorm(
     dp = context.mesh.data
     if not has_batchnorm(model) or options.batchnorm == "local":
         return ForwardState()
-    if dp.size > 1 and not term.lockstep:
+    is_shared = dp.size > 1 or context.strategy.is_elastic
+    if is_shared and not term.lockstep:
         context.say(_local_statistics(term))
         return ForwardState()
     if context.mesh.pp.size > 1 and options.accumulate == 1 and not options.exact:
@@ -407,7 +408,6 @@ def _share_batchnorm(
         )
     if options.exact:
         return use_microbatch_norm(model)
-    is_shared = dp.size > 1 or context.has_replicas
     return use_global_batchnorm(model, dp.duplicate()) if is_shared else ForwardState()
 
 

@@ -6,13 +6,15 @@
     step 41    where none has ended it, its global batch is split over 3 workers and done again
     step 60    worker 2, started again, is admitted: it gets the state and goes on with step 60
 
-A step is interrupted before its update, which comes last: weights and optimizer are those of the
-step before, and only gradients and buffers have to be undone.
+Under ddp the update comes last, so that a step which was interrupted has changed no weights. Where
+replicas update first and average later (localsgd, gossip), they return to where all had agreed
+(`rollback.py`), and do all steps since then again, on the same samples, split in the new way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,10 +22,12 @@ from torch import Tensor
 
 from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
-from shoal.data.batch import AnyBatch, BatchPart
+from shoal.data.batch import BatchPart
+from shoal.data.sources import Recall
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of
+from shoal.train.rollback import RollbackPoint
 from shoal.train.sharded_state import Interrupted, ShardedState, UnshardedState
 from shoal.train.step import Step
 
@@ -40,6 +44,16 @@ class TrainingState(UnshardedState, Protocol):
     def unpack(self, state: dict[str, Any], is_new: bool) -> None:
         """Take that of another worker; `is_new`: this worker has not trained before."""
         ...
+
+
+@dataclass(eq=False)
+class Attempt:
+    """A call of a step that replicas have not agreed after: it may have to be done again."""
+
+    step: Step
+    number: int  # `step.steps` after it
+    recall: Recall | None  # makes its batch again; None: the script has made another one of it
+    is_reported: bool = False  # the script has got its loss
 
 
 class ElasticTraining:
@@ -65,7 +79,9 @@ class ElasticTraining:
         self._shards = ShardedState(group, steps, state)
         self._is_new = True
         self._returned: list[dict[str, Any]] = []  # by the latest steps of the worker that sent
-        self._split_again: tuple[list[Tensor], AnyBatch] | None = None
+        self._fetched_in = 0  # the generation over which the latest batch was split
+        self._undone: list[Attempt] = []  # what was done since replicas agreed, in its order
+        self._points: dict[int, RollbackPoint] = {}  # by the number of the step in `steps`
         stream.before_fetch = self._between_batches
 
     # ------------------------------------------------------------------ one step
@@ -73,62 +89,74 @@ class ElasticTraining:
     def train(self, step: Step, batch: Any) -> Any:
         """What `step` returns, however often it has to be done again."""
         self.join()
-        batch = self._present(batch)
-        while True:
-            buffers = [buffer.clone() for buffer in step.model.buffers()]
-            try:
-                return step.attempt(batch)
-            except PeerLost as error:
-                if error.after_s is not None:
-                    raise
-                lost = error
-            steps = step.steps
-            if self._is_sharded:
-                self._shards.interrupted = Interrupted(step, buffers)
+        attempt = Attempt(step, step.steps + 1, self._recall(step, batch))
+        self._undone.append(attempt)
+        try:
+            if self._fetched_in == self.group.membership.generation.number:
+                self._do(attempt, batch)
             else:
-                step.abandon(buffers)
-            self._regroup(admits=len({other.steps for other in self._steps}) == 1)
-            if step.steps > steps:  # others had ended it, and their state is here now
-                if self._is_sharded:
-                    return step.result()
-                return step.adopt(self._returned[self._steps.index(step)])
-            again = self._again(step, batch, lost)
-            if again is None:
-                return step.result()
-            batch = again
+                self._do_again(attempt)
+        except PeerLost as lost:
+            if lost.after_s is not None:
+                raise
+            self._recover(admits=len({self._agreed_steps(s) for s in self._steps}) == 1)
+        return step.result()
 
-    def _present(self, batch: Any) -> Any:
-        """The batch as it is split now: a step before, on the same batch, was done again."""
-        if self._split_again is not None and _has(batch, self._split_again[0]):
-            return self._split_again[1]
-        return batch
-
-    def _again(self, step: Step, batch: Any, lost: PeerLost) -> AnyBatch | None:
-        """The batch of an interrupted step, split over the workers that there are now.
-
-        None where the script made another one of it: it gets the batch of job.batches again.
-        """
+    def _recall(self, step: Step, batch: Any) -> Recall | None:
         given = step.latest
-        is_given = given is not None and _has(batch, tensors_of(given.content))
+        if given is not None and _has(batch, tensors_of(given.content)):
+            return self._stream.recall()
+        if step.sync.undo_steps > 1:
+            raise BadInput(
+                f"{step.term} does steps again when a worker is lost, so it has to get the batches "
+                "of job.batches as they are: change samples in the dataset or in collate"
+            )
+        return None
+
+    def _do(self, attempt: Attempt, batch: Any) -> None:
+        step = attempt.step
+        if step.sync.is_agreed:
+            self._point_of(step).take()
+        if step.sync.undo_steps > 1:  # there are steps in which no message could fail
+            self.group.membership.check()
+        self._shards.interrupted = Interrupted(step, self._point_of(step).buffers)
+        step.attempt(batch, reports=not attempt.is_reported)
+        self._shards.interrupted = None
+        attempt.is_reported = True
+        if step.sync.is_agreed:
+            self._undone = [other for other in self._undone if other.step is not step]
+
+    def _do_again(self, attempt: Attempt) -> None:
+        """Its batch is split over the workers that there are now.
+
+        If the script made another one of it, it gets the batch of job.batches again.
+        """
+        if attempt.recall is not None:
+            self._do(attempt, attempt.recall(self.group.rank, self.group.size))
+            return
+        self._undone.remove(attempt)
         if not self._stream.repeat():
             raise BadInput(
                 "an elastic run takes its batches from job.batches, inside of whose loop step is "
                 "called: it has to split the batch again that a lost worker has not finished"
-            ) from lost
-        if is_given:
-            originals = tensors_of(given.content) if given is not None else []
-            if self._split_again is not None:
-                originals = self._split_again[0]
-            repeated = self._stream.take_repeated()
-            assert repeated is not None
-            self._split_again = (originals, repeated)
-            return repeated
+            )
         if len(self._steps) > 1:
             raise BadInput(
                 "an elastic run that trains several models has to pass the batches of job.batches "
                 "to them as they are: change samples in the dataset or in collate"
-            ) from lost
-        return None
+            )
+
+    def _recover(self, admits: bool) -> None:
+        """Form the next group, and do again what was undone."""
+        while True:
+            self._regroup(admits)
+            try:
+                for attempt in list(self._undone):
+                    self._do_again(attempt)
+                return
+            except PeerLost as lost:
+                if lost.after_s is not None:
+                    raise
 
     # ------------------------------------------------------------------ the group
 
@@ -141,7 +169,8 @@ class ElasticTraining:
         """Do what all workers do together, or get what it returned to the others."""
         self.join()
         membership = self.group.membership
-        return membership.hold(self._stream.steps_passed, act, lambda: self._regroup(admits=False))
+        steps = self._stream.steps_passed
+        return membership.hold(steps, act, lambda: self._recover(admits=False))
 
     def close(self) -> None:
         """This worker takes part in nothing more."""
@@ -149,9 +178,10 @@ class ElasticTraining:
             self.group.membership.leave()
 
     def _between_batches(self) -> None:
-        self._split_again = None
-        if self.group.rank == 0 and self.group.membership.has_newcomers():
+        membership = self.group.membership
+        if self.group.rank == 0 and not self._undone and membership.has_newcomers():
             self._regroup(admits=True)
+        self._fetched_in = membership.generation.number
 
     def _regroup(self, admits: bool) -> None:
         while True:
@@ -159,6 +189,7 @@ class ElasticTraining:
                 self.group.regroup(admits)
                 if self._is_sharded:
                     self._shards.share()
+                    self._undone = [a for a in self._undone if a.number > a.step.steps]
                 else:
                     self._share_state()
                 break
@@ -176,17 +207,39 @@ class ElasticTraining:
         return any(step.sync.movable is not None for step in self._steps)
 
     def _share_state(self) -> None:
-        """Those who are behind get the state of the first of those who have done most steps."""
-        steps = sum(step.steps for step in self._steps)
-        progress = torch.tensor([-1 if self._is_new else steps])
-        rows = progress.new_empty(self.group.size)
-        self.group.all_gather(rows, progress).wait()
-        most = int(rows.max())
-        if most < 0 and self.group.membership.has_begun:
+        """Return to what replicas have agreed on.
+
+        Those who are behind get the state of the first of those who have done most steps.
+        """
+        steps = [self._agreed_steps(step) for step in self._steps]
+        mine = torch.tensor([-1] * (1 + len(steps)) if self._is_new else [sum(steps), *steps])
+        rows = mine.new_empty(self.group.size, len(mine))
+        self.group.all_gather(rows, mine).wait()
+        most = rows.max(0).values
+        if most[0] < 0 and self.group.membership.has_begun:
             raise RunOver(self.group.membership.me.worker)
-        if most < 0 or int(rows.min()) < most:
-            self._send(int(rows.argmax()), is_behind=int(progress) < most or most < 0)
+        for i, step in enumerate(self._steps):
+            if self._is_undone(step):
+                mine[1 + i] = self._settle(step, int(most[1 + i]))
+        if most[0] < 0 or bool((rows[:, 0] < most[0]).any()):
+            is_behind = bool((mine[1:] < most[1:]).any()) or self._is_new
+            self._send(int(rows[:, 0].argmax()), is_behind)
         self._is_new = False
+
+    def _agreed_steps(self, step: Step) -> int:
+        return self._point_of(step).steps if self._is_undone(step) else step.steps
+
+    def _settle(self, step: Step, most: int) -> int:
+        """Keep a step that others have committed, or undo all since replicas agreed.
+
+        Returns the steps that count.
+        """
+        if step.sync.is_committing and most > self._point_of(step).steps:
+            step.keep(reports=not all(a.is_reported for a in self._undone if a.step is step))
+            self._undone = [attempt for attempt in self._undone if attempt.step is not step]
+        else:
+            self._point_of(step).restore()
+        return step.steps
 
     def _send(self, source: int, is_behind: bool) -> None:
         is_source = self.group.rank == source
@@ -199,6 +252,21 @@ class ElasticTraining:
             self._returned = received["returned"]
             self._state.unpack(received["job"], self._is_new)
             self._is_new = False
+            self._drop_done()
+
+    def _drop_done(self) -> None:
+        """Others have done these steps, and their state is here now."""
+        for attempt in list(self._undone):
+            if attempt.number <= attempt.step.steps:
+                self._undone.remove(attempt)
+                if not attempt.is_reported:
+                    attempt.step.adopt(self._returned[self._steps.index(attempt.step)])
+
+    def _is_undone(self, step: Step) -> bool:
+        return any(attempt.step is step for attempt in self._undone)
+
+    def _point_of(self, step: Step) -> RollbackPoint:
+        return self._points.setdefault(self._steps.index(step), RollbackPoint(step))
 
 
 def _has(batch: Any, tensors: Sequence[Tensor]) -> bool:

@@ -94,6 +94,11 @@ class Ema:
                     f"job.ema is not built for {step.term}, whose workers hold other shards when "
                     "one is lost: take zero(2, elastic=True)"
                 )
+            if step.sync.undo_steps:
+                raise NotBuilt(
+                    f"job.ema is not built for {step.term}, whose steps are done again when a "
+                    "worker is lost: take ddp(elastic=True)"
+                )
             is_shared = step.term.has_servers and not step.is_own_loop
             if is_shared or not step.sync.synchronous:
                 raise BadInput(

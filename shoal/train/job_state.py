@@ -98,9 +98,12 @@ class JobState:
         """See `TrainingState`."""
         with ExitStack() as stack:
             for step in self.models:
-                stack.enter_context(step.sync.full_weights(optimizer=True))
+                if not step.sync.undo_steps:  # else a newcomer gets what this replica has
+                    stack.enter_context(step.sync.full_weights(optimizer=True))
             averages = [ema.gather(True) for ema in self.emas]
-            saved = self.snapshot({"steps": self.steps}, averages)
+            states = [step.sync.state() if step.sync.undo_steps else {} for step in self.models]
+            steps = max((step.steps for step in self.models), default=self.steps)
+            saved = self.snapshot({"steps": steps}, averages, states)
         document = json.loads(json.dumps(saved.document))
         return {"model": saved.model, "optimizer": saved.optimizer, "document": document}
 

@@ -70,10 +70,11 @@ class Step:
         """The loss; where the loss function returns several numbers, all of them in its form."""
         return self.attempt(batch) if self.around is None else self.around(self, batch)
 
-    def attempt(self, batch: Any) -> Any:
-        """Train on a batch. Where it raises PeerLost, weights and optimizer are as before.
+    def attempt(self, batch: Any, reports: bool = True) -> Any:
+        """Train on a batch. `reports`: call what is to be called after a step.
 
-        Where replicas hold shards they may also be those after it: `sync.movable` knows.
+        Where it raises PeerLost it can be undone: see `train/rollback.py`. Where replicas hold
+        shards it may also have ended: `sync.movable` knows.
         """
         start_ns = time.monotonic_ns()
         self.parameters.check()
@@ -82,18 +83,19 @@ class Step:
         self.sync.batch_fraction = self._replica_fraction(batch, microbatches)
         self.sync.next_steps = self.steps + concurrent_batches(known)
         self.sync.begin()
-        loss = self.shard.broadcast_loss(
+        self.loss = self.shard.broadcast_loss(
             self.sync.skip() if self.sync.is_skipped else self._train(batch, microbatches)
         )
+        self.sync.commit()
         self._count(concurrent_batches(known))
         self.tracer.add(STEP, start_ns, time.monotonic_ns(), "steps", f"step {self.steps}")
-        return self._conclude(loss)
-
-    def _conclude(self, loss: Tensor) -> Any:
-        self.loss = loss
-        for callback in self.after:
-            callback(self, loss)
+        if reports:
+            self._report()
         return self.result()
+
+    def _report(self) -> None:
+        for callback in self.after:
+            callback(self, self.loss)
 
     def result(self) -> Any:
         """What the latest step has returned."""
@@ -106,18 +108,26 @@ class Step:
         losses = [float(number) for number in (self.loss, *self._numbers)]
         return {"names": self._names, "losses": losses}
 
-    def adopt(self, document: dict[str, Any]) -> Any:
-        """The others have done the step that this worker was interrupted in."""
+    def adopt(self, document: dict[str, Any]) -> None:
+        """The others have done the step that this worker was interrupted in; its state is here."""
         loss, *numbers = (torch.tensor(x, device=self.flat.device) for x in document["losses"])
         self._names = document["names"]
         self._numbers = numbers
-        return self._conclude(loss)
+        self.loss = loss
+        self._report()
+
+    def keep(self, reports: bool) -> None:
+        """Others have committed the step in whose commit this worker was interrupted."""
+        self.sync.is_committing = False
+        self._count(1)
+        if reports:
+            self._report()
 
     def end_interrupted(self) -> None:
         """The update is done; this worker was interrupted before it could return."""
-        loss = self.sync.loss(torch.zeros((), device=self.flat.device))
+        self.loss = self.sync.loss(torch.zeros((), device=self.flat.device))
         self._count(1)
-        self._conclude(loss)
+        self._report()
 
     def abandon(self, buffers: Sequence[Tensor]) -> None:
         """Undo what an interrupted attempt has left; `buffers` are those of the model before it."""
@@ -132,6 +142,7 @@ class Step:
         self.sync.regroup()
         self.cutter.regroup()
         self.engine.follow(accumulate(1, 0, self.cutter.local_microbatches))
+        self.engine.rescale(self.sync.gradient_scale)
 
     def _train(self, batch: Any, microbatches: Sequence[MicroBatch]) -> Tensor:
         is_dataset = isinstance(batch, FullDatasetBatch)

@@ -1,0 +1,268 @@
+"""Workers that leave and join under localsgd and gossip, whose replicas update before they agree.
+
+Samples are one-hot, and the loss is linear: with a learning rate of the batch size, each training
+of sample i takes 1 from weight i. So the weights tell how often each sample has counted.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from shoal.comm.board import GroupMember
+from shoal.errors import BadInput
+from shoal.train import checkpoint
+from shoal.train.job import Job
+from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Workers
+from tests.numbered import Killed
+
+SAMPLES = BATCH * PER_EPOCH
+LOCALSGD = "localsgd(every=4, elastic=True)"
+COMPLETE = 'gossip(graph="complete", elastic=True)'
+RING = "gossip(elastic=True)"  # with 3 workers it averages as the complete graph does
+ONE_PEER = 'gossip(graph="one-peer", elastic=True)'
+Data = Callable[[], Any]
+
+
+def one_hot() -> TensorDataset:
+    return TensorDataset(torch.eye(SAMPLES))
+
+
+class Stream(IterableDataset[tuple[Tensor]]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return ((row,) for row in torch.eye(SAMPLES))
+
+
+class OneByOne(Dataset[tuple[Tensor]]):
+    """The same samples, which a DataLoader has to fetch."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[Tensor]:
+        return (torch.eye(SAMPLES)[i],)
+
+
+class Tally(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows @ self.counts).mean()
+
+
+def tally_step(job: Job) -> Any:
+    return job.step(Tally(), optimizer=partial(torch.optim.SGD, lr=BATCH))
+
+
+def counts_of(path: Path, model: int = 0) -> Tensor:
+    """How often each sample has counted, by the weights of a checkpoint."""
+    return -checkpoint.read(path).model[f"{model}:counts"]
+
+
+def train(
+    workers: Workers,
+    job: Job,
+    data: Data = one_hot,
+    evaluates: bool = False,
+    at_step: Callable[[Job], None] = lambda job: None,
+) -> Any:
+    step = tally_step(job)
+    for _ in range(EPOCHS):
+        for batch in job.batches(data(), BATCH, shuffle=data is one_hot):
+            at_step(job)
+            if evaluates and job.steps % 3 == 0:  # the batch was fetched before
+                job.evaluate(lambda loss, targets: loss, one_hot())
+            step(batch)
+    job.save(workers.folder / "saved")
+    return job.steps
+
+
+def check(workers: Workers, each: float = EPOCHS, model: int = 0) -> None:
+    assert set(workers.results.values()) == {EPOCHS * PER_EPOCH}
+    counts = counts_of(workers.folder / "saved", model)
+    torch.testing.assert_close(counts, torch.full_like(counts, each), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "call", "when"),
+    [
+        (LOCALSGD, 1, 6, "before"),
+        (LOCALSGD, 0, 6, "after"),
+        (COMPLETE, 2, 31, "before"),
+        (RING, 1, 24, "after"),
+        (RING, 0, 23, "before"),
+    ],
+)
+def test_each_sample_counts_once_when_a_worker_is_lost(
+    tmp_path: Path, strategy: str, rank: int, call: int, when: str
+) -> None:
+    workers = Workers(tmp_path, 3, train, strategy, dies={GroupMember(rank, 0): (call, when)})
+    workers.run()
+    assert sorted(workers.results) == [r for r in range(3) if r != rank]
+    check(workers)
+
+
+def test_a_worker_that_is_lost_between_two_averages_is_noticed_in_the_next_step(
+    tmp_path: Path,
+) -> None:
+    """The others wait in step 7 until it has exited, and have done 3 of 4 steps when it is."""
+    steps_when_noticed = []
+
+    def die(job: Job) -> None:
+        if job.steps == 6 and job.rank == 1:
+            raise Killed
+        while job.steps == 6 and not workers.run_dir.has_exited(1):
+            threading.Event().wait(0.001)
+        if job.steps == 7 and job.rank == 0:
+            steps_when_noticed.append(job.replicas)
+
+    workers = Workers(tmp_path, 3, partial(train, at_step=die), LOCALSGD)
+    workers.run()
+    check(workers)
+    assert steps_when_noticed == [2]
+
+
+@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", LOCALSGD])
+def test_a_batch_that_was_fetched_before_an_evaluation_loses_no_sample(
+    tmp_path: Path, strategy: str
+) -> None:
+    """The worker is lost in the evaluation, after the others have fetched their rows."""
+    call = 7 if strategy == LOCALSGD else 14
+    script = partial(train, evaluates=True)
+    workers = Workers(tmp_path, 3, script, strategy, dies={GroupMember(1, 0): (call, "before")})
+    workers.run()
+    check(workers)
+
+
+def loader_of(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=BATCH)
+
+
+def train_on_global_batches(workers: Workers, job: Job) -> Any:
+    """Each replica makes the global batches itself, and takes its rows."""
+    step = tally_step(job)
+    for batch in job.batches(Stream(), BATCH):
+        step(batch)
+    for batch in job.batches(loader_of(OneByOne()), epochs=EPOCHS - 1):
+        step(batch)
+    job.save(workers.folder / "saved")
+    return job.steps
+
+
+@pytest.mark.parametrize(("rank", "call"), [(1, 4), (2, 6)])
+def test_streams_and_loaders_of_the_script_are_split_again(
+    tmp_path: Path, rank: int, call: int
+) -> None:
+    """The period that is undone has batches of both loops."""
+    dies = {GroupMember(rank, 0): (call, "after")}
+    workers = Workers(tmp_path, 3, train_on_global_batches, LOCALSGD, dies=dies)
+    workers.run()
+    check(workers)
+
+
+def train_two_models(workers: Workers, job: Job) -> Any:
+    first, second = tally_step(job), tally_step(job)
+    for batch in job.batches(one_hot(), BATCH, epochs=EPOCHS):
+        first(batch)
+        second(batch)
+    job.save(workers.folder / "saved")
+    return job.steps
+
+
+@pytest.mark.parametrize(
+    ("strategy", "call", "when"),
+    [
+        ("ddp(elastic=True)", 9, "before"),
+        ("ddp(elastic=True)", 12, "after"),
+        (LOCALSGD, 5, "before"),
+        (LOCALSGD, 5, "after"),
+    ],
+)
+def test_two_models_are_trained_on_the_same_samples(
+    tmp_path: Path, strategy: str, call: int, when: str
+) -> None:
+    dies = {GroupMember(1, 0): (call, when)}
+    workers = Workers(tmp_path, 3, train_two_models, strategy, dies=dies)
+    workers.run()
+    check(workers, model=0)
+    check(workers, model=1)
+
+
+def test_other_batches_than_those_of_the_job_are_refused_where_several_steps_are_undone(
+    tmp_path: Path,
+) -> None:
+    def train_on_others(workers: Workers, job: Job) -> None:
+        step = tally_step(job)
+        for (rows,) in job.batches(one_hot(), BATCH):
+            step((rows * 1.0,))
+
+    with pytest.raises(BadInput, match="has to get the batches of job"):
+        Workers(tmp_path, 1, train_on_others, LOCALSGD).run()
+
+
+@pytest.mark.parametrize("strategy", [LOCALSGD, RING, ONE_PEER])
+def test_a_worker_that_comes_back_is_admitted_and_used(tmp_path: Path, strategy: str) -> None:
+    """It comes when the others are at step 6, and they go on when it has asked to join."""
+    at_six, asks = threading.Event(), threading.Event()
+    used: list[int] = []
+
+    def wait(job: Job) -> None:
+        if job._services.config.generation:
+            used.append(job.steps)
+        elif job.steps == 6:
+            if job.replica == 0:  # which admits it when it fetches the next batch
+                at_six.set()
+            assert asks.wait(30)
+            wait_for_request(job)
+
+    def come_back() -> None:
+        assert at_six.wait(30)
+        asks.set()
+        workers.live(1, 1)
+
+    dies = {GroupMember(1, 0): (3 if strategy == LOCALSGD else 12, "before")}
+    workers = Workers(tmp_path, 3, partial(train, at_step=wait), strategy, dies=dies)
+    workers.run(come_back)
+    assert used == list(range(8 if strategy == LOCALSGD else 7, EPOCHS * PER_EPOCH))
+    if strategy != ONE_PEER:  # its replicas differ, and the mean is that of the survivors
+        check(workers)
+
+
+def wait_for_request(job: Job) -> None:
+    assert job._elastic is not None
+    membership = job._elastic.group.membership
+    while not membership.has_newcomers():
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", LOCALSGD, COMPLETE])
+@pytest.mark.parametrize("seed", range(12))
+def test_each_sample_counts_once_whatever_workers_are_lost(
+    tmp_path: Path, strategy: str, seed: int
+) -> None:
+    choose = random.Random(seed)
+    ranks = choose.sample(range(4), choose.randint(1, 3))
+    calls = 40 if strategy == LOCALSGD else 150 if strategy == COMPLETE else 60
+    dies = {
+        GroupMember(rank, 0): (choose.randrange(calls), choose.choice(("before", "after")))
+        for rank in ranks
+    }
+    script = partial(train, evaluates=choose.random() < 0.7)
+    workers = Workers(tmp_path, 4, script, strategy, dies=dies)
+    workers.run()
+    assert set(workers.results) >= set(range(4)) - set(ranks)
+    check(workers)
