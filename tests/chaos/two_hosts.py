@@ -94,7 +94,10 @@ def disturbed(cluster: Cluster, name: str, expected: str, chance: random.Random)
 
 
 def refusal_in(output: str) -> str:
-    words = ("does not know the secret", "without the secret", "has no secret")
+    words = (
+        *("does not know the secret", "without the secret", "has no secret"),
+        "was overwritten by another process",
+    )
     for line in output.splitlines():
         if any(word in line for word in words):
             return line.strip()[-200:]

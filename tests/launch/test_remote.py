@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from shoal.launch.output import Write
 from shoal.launch.remote import place, run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.run_dir import RunDir, new_secret
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
 from tests.launch.resuming import environ, undisturbed, write_script
@@ -314,3 +317,63 @@ def test_runs_of_other_hosts_are_shown_with_their_steps_and_logged_here(
     for rank in range(3):
         lines = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
         assert sorted(lines) == [f"err {rank}", f"out {rank}"]
+
+
+WAITS = """
+import os, time
+from pathlib import Path
+print("started", os.environ["RANK"], flush=True)
+while not Path("seen").exists():
+    time.sleep(0.02)
+"""
+
+
+def open_places(folder: Path) -> dict[str, bytes]:
+    """Arguments and environments of all processes, files of the run, what `shoal ps` shows."""
+    found = {}
+    for path in [*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ")]:
+        with suppress(OSError):
+            found[str(path)] = path.read_bytes()
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            if path.is_file() and path.name != "secret":
+                found[str(path)] = path.read_bytes()
+    for entry in entries():
+        found[entry.name] = repr(entry.document()).encode()
+    return found
+
+
+def test_the_secret_is_in_no_argument_environment_log_or_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    secret = new_secret()
+    key = tmp_path / "secret"  # the file that the user names
+    key.write_text(secret.hex())
+    key.chmod(0o600)
+    (tmp_path / "script.py").write_text(WAITS)
+    config = replace(RunConfig.from_environment(), secret_file=key).with_environ(
+        TMPDIR=str(tmp_path)
+    )
+    looked: dict[str, bytes] = {}
+    modes: list[int] = []
+    shown: list[str] = []
+
+    def write(text: str, is_stderr: bool) -> None:
+        shown.append(text)
+        if sum("started" in line for line in shown) == 2:
+            looked.update(open_places(tmp_path))
+            modes.extend(path.stat().st_mode for path in tmp_path.rglob("secret"))
+            (tmp_path / "seen").touch()
+
+    command = [sys.executable, "script.py"]
+    with HostsHere([1, 1]) as machines:
+        run_remote(machines, LaunchSpec(command, 2, config, logs=tmp_path / "logs"), write)
+    pieces = (secret, secret.hex().encode(), base64.b64encode(secret)[:40])
+    assert any(b"shoal.launch.agent" in text for text in looked.values())
+    assert any(path.endswith("rank-1.log") for path in looked)
+    where = [path for path, text in looked.items() if any(piece in text for piece in pieces)]
+    assert where == []
+    assert len(modes) >= 3 and all(stat.S_IMODE(mode) == 0o600 for mode in modes)
+    assert secret.hex() not in "".join(shown)
