@@ -60,7 +60,8 @@ class Proposals:
         if core.is_closed:
             raise ModelFailure("the server was stopped")
         try:
-            await_change(core, lambda: node.has_room, node)
+            if not node.has_room:
+                await_change(core, lambda: node.has_room, node)
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise core.elsewhere("is not the head of its chain") from error
