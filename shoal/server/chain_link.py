@@ -21,15 +21,11 @@ from collections.abc import Callable, Sequence
 from shoal.errors import PeerLost
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
+from shoal.server.broken import Broken, MovedAway
 from shoal.server.chain_view import ChainView
+from shoal.server.head_search import FIRST_ASK_S, LONGEST_ASK_S, HeadSearch
 from shoal.server.interruptions import Interruptions
-from shoal.server.link import (
-    RETRY_S,
-    START_TIMEOUT_S,
-    Broken,
-    MovedAway,
-    ServerLink,
-)
+from shoal.server.link import RETRY_S, START_TIMEOUT_S, ServerLink
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
@@ -40,8 +36,6 @@ from shoal.server.replica_watch import ReplicaWatch
 from shoal.server.request import Reply, Request
 
 FIND_HEAD_S = 10.0  # how long a shard may be without a head
-_FIRST_ASK_S = 0.5  # how long a replica has to answer; twice as long in every round
-_LONGEST_ASK_S = 8.0
 _READS = {  # every member serves them
     *(FrameKind.PULL, FrameKind.STATE_GET, FrameKind.RESIDUAL_GET),
     *(FrameKind.TABLE_PULL, FrameKind.TABLE_GET),
@@ -82,10 +76,7 @@ class ChainLink(ServerLink):
         self.interruptions = Interruptions(self.view)
         self.find_head_s = FIND_HEAD_S
         self._viewing = threading.Lock()
-        self._searching = threading.Lock()
-        self._generation = 0  # how often a head has been found
-        self._set_up_at: int | None = None  # the replica that was found last
-        self._fresh_control: Connection | None = None  # to it, from the thread that found it
+        self.search = HeadSearch(self)
         self._unreachable: set[int] = set()  # readers, in this epoch
         self._reading: dict[Channel, bool] = {}  # whether the latest request of a channel reads
         self._spec = b""
@@ -107,7 +98,7 @@ class ChainLink(ServerLink):
         if self._answer.is_over:
             return self._answer
         self.interruptions.begin()
-        self._watch.attach_members(_LONGEST_ASK_S)
+        self._watch.attach_members(LONGEST_ASK_S)
         self.open("push")
         self.open("pull")
         self._watch.start()
@@ -133,10 +124,11 @@ class ChainLink(ServerLink):
         return self.interruptions.seconds()
 
     def close(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         self._watch.close()
         super().close()
-        self._replaced += [c for c in (self._take_fresh_control(),) if c is not None]
+        control = self.search.take_control()
+        self._replaced += [] if control is None else [control]
         for connection in self._replaced:
             connection.close()
         if self._descriptor is not None:
@@ -218,20 +210,20 @@ class ChainLink(ServerLink):
     def open(self, channel: Channel) -> None:
         """The first connection of a channel; servers may still be starting."""
         if channel == "control":
-            self._ensure_head(self._generation, START_TIMEOUT_S)
-            connection = self._take_fresh_control()
+            self._ensure_head(self.search.generation, START_TIMEOUT_S)
+            connection = self.search.take_control()
             assert connection is not None
             self._add_channel(channel, connection)
-            self._channels[channel].replica = self._set_up_at or 0
+            self._channels[channel].replica = self.search.found_at or 0
         else:
             connection, replica = self._found(channel, channel == "pull", None, START_TIMEOUT_S)
             self._add_channel(channel, connection)
             self._channels[channel].replica = replica
-        self._channels[channel].generation = self._generation
+        self._channels[channel].generation = self.search.generation
 
     def _reconnect(self, channel: Channel, broken: Broken) -> None:
         """Raises if no head is found in time."""
-        if self._failure is not None or self._is_closing:
+        if self._failure is not None or self.is_closing:
             raise self._failure or broken
         self.interruptions.broken(channel)
         if isinstance(broken, MovedAway):
@@ -256,7 +248,7 @@ class ChainLink(ServerLink):
             raise self._failure from broken
         self._replace_connection(channel, connection)
         opened.replica = replica
-        opened.generation = self._generation
+        opened.generation = self.search.generation
 
     def _found(
         self, channel: Channel, is_read: bool, lost: int | None, timeout_s: float
@@ -266,12 +258,12 @@ class ChainLink(ServerLink):
         `lost` is the generation of the connection before, where its head may be lost.
         """
         began_s = time.monotonic()
-        ask_s = _FIRST_ASK_S
+        ask_s = FIRST_ASK_S
         while True:
             left_s = began_s + timeout_s - time.monotonic()
             if lost is not None:
                 self._ensure_head(lost, left_s)
-            lost = self._generation
+            lost = self.search.generation
             reason: Exception | None = None
             for replica in self._targets(is_read):
                 try:
@@ -280,13 +272,13 @@ class ChainLink(ServerLink):
                     self.learn(moved.moved)
                 except (OSError, Broken, Refused) as error:
                     reason = error
-            if left_s <= 0 or self._is_closing:
-                raise self._not_found(began_s, reason)
+            if left_s <= 0 or self.is_closing:
+                raise self.not_found(began_s, reason)
             time.sleep(RETRY_S)
-            ask_s = min(2 * ask_s, _LONGEST_ASK_S)
+            ask_s = min(2 * ask_s, LONGEST_ASK_S)
 
     def _connected(self, channel: Channel, replica: int, timeout_s: float) -> Connection:
-        if replica != self._set_up_at:
+        if replica != self.search.found_at:
             self._watch.attach(replica, timeout_s)
         connection = self._reach(replica, channel, timeout_s)
         connection.sock.settimeout(None)
@@ -304,54 +296,25 @@ class ChainLink(ServerLink):
 
     def _ensure_head(self, lost: int, timeout_s: float) -> None:
         """Find the head, unless another thread has done so since generation `lost`."""
-        with self._searching:
-            if lost != self._generation:
-                return
-            replica, connection = self._find_head(timeout_s)
-            self._watch.detach(replica)
-            self._set_up_at = replica
-            before = self._fresh_control
-            self._fresh_control = connection
-            self._generation += 1
-        self._replaced += [] if before is None else [before]
-        if "control" in self._channels:
+        if self.search.ensure(lost, timeout_s) and "control" in self._channels:
             self._channels["control"].connection.abort()
+
+    def ask_epoch(self, replica: int, timeout_s: float) -> None:
+        self._watch.ask(replica, timeout_s)
+
+    def found_head(self, replica: int) -> None:
+        self._watch.detach(replica)
+
+    def drop(self, connection: Connection) -> None:
+        """It is closed at the end."""
+        self._replaced.append(connection)
 
     def greet_head(self) -> None:
         """Say at a new head where this worker is: others may wait for that."""
         with self._viewing:
-            is_known = self.view.head in (None, self._set_up_at)
-        if not is_known and not self._is_closing:
-            self._ensure_head(self._generation, self.find_head_s)
-
-    def _find_head(self, timeout_s: float) -> tuple[int, Connection]:
-        began_s = time.monotonic()
-        ask_s = _FIRST_ASK_S
-        reason: Exception | None = None
-        while not self._is_closing:
-            has_learned = False
-            for replica in self.view.to_ask():
-                try:
-                    if replica != self.view.head:
-                        self._watch.ask(replica, ask_s)
-                        continue
-                    connection = self.set_up(replica, ask_s)
-                    if replica == self.view.head:  # also after SETUP, which has the latest epoch
-                        return replica, connection
-                    self._replaced.append(connection)
-                except MovedAway as moved:
-                    reason = moved
-                    has_learned = self.learn(moved.moved)
-                    if has_learned:
-                        break
-                except (OSError, Broken, Refused) as error:
-                    reason = error
-            if time.monotonic() - began_s > timeout_s:
-                break
-            if not has_learned:
-                time.sleep(RETRY_S)
-                ask_s = min(2 * ask_s, _LONGEST_ASK_S)
-        raise self._not_found(began_s, reason)
+            is_known = self.view.head in (None, self.search.found_at)
+        if not is_known and not self.is_closing:
+            self._ensure_head(self.search.generation, self.find_head_s)
 
     def set_up(self, replica: int, timeout_s: float) -> Connection:
         """A control connection to a replica that knows this worker and its memory."""
@@ -399,23 +362,17 @@ class ChainLink(ServerLink):
         return meta
 
     def other_stats(self) -> list[bytes]:
-        return self._watch.final_stats(_LONGEST_ASK_S)
+        return self._watch.final_stats(LONGEST_ASK_S)
 
     def _use_fresh_control(self) -> None:
-        fresh = self._take_fresh_control()
+        fresh = self.search.take_control()
         if fresh is not None:
             self._replace_connection("control", fresh)
             opened = self._channels["control"]
-            opened.replica = self._set_up_at or 0
-            opened.generation = self._generation
+            opened.replica = self.search.found_at or 0
+            opened.generation = self.search.generation
 
-    def _take_fresh_control(self) -> Connection | None:
-        with self._searching:
-            fresh = self._fresh_control
-            self._fresh_control = None
-            return fresh
-
-    def _not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
+    def not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
         after_s = round(time.monotonic() - began_s, 1)
         why = reason.doing if isinstance(reason, PeerLost) else reason or "no replica answers"
         doing = f"looking for the head of {self.in_words()} ({why})"

@@ -21,9 +21,10 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
 from shoal.server.chain_link import link_to
-from shoal.server.link import PostedRequest, ServerLink
+from shoal.server.link import ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
+from shoal.server.posted import PostedRequest
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.incarnation import new_incarnation

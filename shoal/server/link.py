@@ -16,16 +16,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from shoal.comm.work_queue import QueuedWork, WorkQueue
+from shoal.comm.work_queue import WorkQueue
 from shoal.errors import PeerLost, ShoalError
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.waits import waiting
+from shoal.server.broken import Broken, MovedAway
+from shoal.server.posted import PostedRequest
 from shoal.server.protocol.connection import Closed, Connection, pack_frame
 from shoal.server.protocol.endpoint import CONNECT_S, PLAIN, connect
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
 from shoal.server.protocol.handshake import RECONNECT_S, authenticate
-from shoal.server.protocol.hello import Channel, ErrorReply, Moved
+from shoal.server.protocol.hello import Channel, ErrorReply
 from shoal.server.protocol.messages import SetUp
 from shoal.server.request import Reply, Request
 
@@ -36,48 +38,6 @@ PATIENCE = 1.5  # times the limit of the run
 MAX_RECONNECTS = 100  # while one request is carried out
 
 _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
-
-
-class Broken(PeerLost):
-    """A connection ended before a request was answered."""
-
-
-class MovedAway(Broken):
-    """This server is not the one to ask, and nothing of the request has had an effect on it."""
-
-    def __init__(self, rank: int, doing: str, moved: Moved, reason: str):
-        super().__init__(rank, None, f"{doing} ({reason})")
-        self.moved = moved
-
-
-class PostedRequest(QueuedWork):
-    """A request that is carried out in the background."""
-
-    __slots__ = ("_channel", "_failure", "_link", "_reply", "_request")
-
-    def __init__(self, queue: WorkQueue, link: ServerLink, channel: Channel, request: Request):
-        super().__init__(queue)
-        self._link = link
-        self._channel = channel
-        self._request = request
-        self._failure: ShoalError | None = None
-
-    def begin(self) -> bool:
-        try:
-            return self._request.is_light and self._link.send_ahead(self._channel, self._request)
-        except ShoalError as error:
-            self._failure = error  # for the one who waits
-            return True
-
-    def run(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._reply = self._link.call(self._channel, self._request, self.begun)
-
-    def result(self) -> Reply:
-        """Wait for the answer."""
-        self.wait()
-        return self._reply
 
 
 @dataclass
@@ -115,7 +75,7 @@ class ServerLink:
         self._channels: dict[Channel, _OpenChannel] = {}
         self._replaced: list[Connection] = []
         self._failure: PeerLost | None = None
-        self._is_closing = False
+        self.is_closing = False
         self._begin()
 
     def _begin(self) -> None:
@@ -247,7 +207,7 @@ class ServerLink:
             raise self.broken(kind, error) from error
 
     def close(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         channels = list(self._channels.values())
         for channel in channels:
             channel.connection.abort()
@@ -370,7 +330,7 @@ class ServerLink:
 
     def _reconnect(self, channel: Channel, broken: Broken) -> None:
         """Raises if the server does not answer, or has given this worker up."""
-        if self._failure is not None or self._is_closing or self.is_unix:
+        if self._failure is not None or self.is_closing or self.is_unix:
             raise self._failure or broken
         try:
             connection = self._connect(channel, RECONNECT_S)
@@ -386,7 +346,7 @@ class ServerLink:
         self._channels[channel].connection = connection
         self._replaced.append(replaced)
         replaced.close()
-        if self._is_closing:
+        if self.is_closing:
             connection.abort()
 
     def _connect(self, channel: Channel, timeout_s: float) -> Connection:
@@ -397,7 +357,7 @@ class ServerLink:
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
                 is_final = isinstance(error, Closed) and self.address.startswith("unix:")
                 after_s = round(time.monotonic() - start_s, 1)
-                if is_final or after_s > timeout_s or self._is_closing:
+                if is_final or after_s > timeout_s or self.is_closing:
                     doing = f"connecting to server {self.index} at {self.address} ({error})"
                     raise PeerLost(self.rank, None, doing, after_s) from error
             time.sleep(RETRY_S)

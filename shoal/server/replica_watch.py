@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from shoal.errors import ShoalError
+from shoal.server.broken import MovedAway
 from shoal.server.chain_view import ChainView
-from shoal.server.link import MovedAway
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.hello import Channel, Moved
 

@@ -171,9 +171,9 @@ def test_members_that_answer_are_not_taken_for_the_head() -> None:
         link = link_of(client)
         link.find_head_s = 0.1
         with pytest.raises(PeerLost, match="looking for the head"):
-            link._find_head(link.find_head_s)  # the others are members of its epoch
+            link.search.find(link.find_head_s)  # the others are members of its epoch
         chain.move(1, 2)
-        replica, connection = link._find_head(60)
+        replica, connection = link.search.find(60)
         connection.close()
         assert (replica, chain.set_ups[-1]) == (1, (1, 2)), "SETUP in the epoch in which it leads"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.server.broken import MovedAway
 from shoal.server.chain_link import ChainLink
 from shoal.server.client import Client
-from shoal.server.link import MovedAway
 from shoal.server.protocol.frames import FrameKind, encode
 from shoal.server.protocol.messages import Pull
 from tests.server.replicas.processes import (
