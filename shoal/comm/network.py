@@ -2,17 +2,18 @@
 
 SHOAL_BETWEEN     "tcp" (default where the native part is built) or "gloo"
 SHOAL_HOST        the name or address of this host; default: the one that reaches MASTER_ADDR
-SHOAL_HOST_ORDER  names of hosts in the order of the ring, so that neighbours share a rack
+SHOAL_HOST_ORDER, SHOAL_RACK, SHOAL_CLUSTER   see `racks`
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.cluster.presets import load_cluster
 from shoal.comm.executors.hierarchical.gloo_links import GlooLinks
 from shoal.comm.executors.hierarchical.inter_host import HostLinks
 from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
@@ -70,6 +71,18 @@ class HostNetwork:
     def host_order(self) -> tuple[str, ...]:
         return () if self.config is None else self.config.host_order
 
+    @property
+    def rack(self) -> str:
+        """Of this host, where SHOAL_RACK says it."""
+        return (self.config.rack or "") if self.config is not None else ""
+
+    @property
+    def nodes_per_rack(self) -> int:
+        """What the cluster file says; 0 where there is none, or one rack only."""
+        if self.config is None or self.config.cluster is None:
+            return 0
+        return load_cluster(self.config.cluster).nodes_per_rack or 0
+
     def key(self, rank: int) -> bytes:
         """The secret of the run; BadInput where strangers could reach a rank and there is none."""
         if self.config is None:
@@ -91,23 +104,6 @@ def agreed_between(network: HostNetwork, exchange: Exchange) -> str:
     """TCP where all ranks can; all ranks call it."""
     answers = set(exchange(network.between.encode()))
     return "tcp" if answers == {b"tcp"} else "gloo"
-
-
-def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) -> Topology:
-    """Hosts in the order that SHOAL_HOST_ORDER gives, the others after them; all ranks call it."""
-    said = exchange(f"{network.host_name}\n{','.join(network.host_order)}".encode())
-    words = [text.decode(errors="replace").split("\n") for text in said]
-    orders = {row[-1] for row in words}
-    if len(orders) > 1:
-        raise BadInput("SHOAL_HOST_ORDER differs between ranks: give all of them the same")
-    order = network.host_order
-    names = [row[0] for row in words]
-
-    def position(ranks: Sequence[int]) -> int:
-        name = names[ranks[0]]
-        return order.index(name) if name in order else len(order)
-
-    return replace(topology, hosts=tuple(sorted(topology.hosts, key=position)))
 
 
 def open_links(

@@ -30,7 +30,8 @@ from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.comm.guarded_store.meet import meet_at, move_to_own_service
-from shoal.comm.network import HostNetwork, agreed_between, in_ring_order, open_engine, open_links
+from shoal.comm.network import HostNetwork, agreed_between, open_engine, open_links
+from shoal.comm.racks import in_ring_order
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir

@@ -18,6 +18,15 @@ On = Annotated[
         show_default="this host",
     ),
 ]
+RunCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="A cluster file, which every host has: its racks give the order of hosts, and what is "
+        "summed up inside racks first.",
+        show_default="what the engine knows",
+    ),
+]
 Strategy = Annotated[
     str | None,
     typer.Option(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.cluster.presets import load_cluster
 from shoal.commands import options
 from shoal.commands.engines import check_engine
 from shoal.commands.launching import (
@@ -13,6 +17,7 @@ from shoal.commands.launching import (
     traced,
 )
 from shoal.errors import BadInput
+from shoal.runtime.config import RunConfig
 
 
 def run(
@@ -37,6 +42,7 @@ def run(
     elastic: options.Elastic = None,
     server_checkpoint: options.ServerCheckpoint = None,
     resume: options.Resume = False,
+    cluster: options.RunCluster = None,
 ) -> None:
     """Run a training script on several workers of this host, or of an engine's (--on)."""
     if on is not None:
@@ -51,8 +57,17 @@ def run(
         checkpoint=checkpoint,
     )
     asked = elastic_options(asked, elastic)
-    options_config = asked.to_config()
+    options_config = with_cluster(asked.to_config(), cluster)
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
     with traced(options_config, trace) as config:
         run_shown(command, asked.workers, config, report, on, logs)
+
+
+def with_cluster(config: RunConfig, cluster: str | None) -> RunConfig:
+    """BadInput where there is no such cluster. Paths of files hold in any folder."""
+    if cluster is None:
+        return config
+    load_cluster(cluster)
+    path = Path(cluster)
+    return replace(config, cluster=str(path.resolve()) if path.exists() else cluster)

@@ -29,7 +29,7 @@ class LabMachines:
         share = max(1, cores() // len(hosts))
         each, more = divmod(workers, len(hosts))
         return [
-            Machine(host.name, host.address, each + (number < more), share)
+            Machine(host.name, host.address, each + (number < more), share, f"rack{host.rack}")
             for number, host in enumerate(hosts)
         ]
 

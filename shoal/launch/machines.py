@@ -28,6 +28,7 @@ class Machine:
     address: str  # by which the others reach it
     slots: int  # workers that it takes at most
     cores: int | None = None  # of which its workers get equal shares; None: all that it has
+    rack: str = ""  # by any name; empty where the engine does not know
     reserved: str = ""  # what the engine has reserved there for one server, by its own name
 
 

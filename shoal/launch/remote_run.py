@@ -46,6 +46,7 @@ class RemoteRun:
             secret_file=None,
             run_dir=None,
             host_id=self.host_id(machine),
+            rack=machine.rack or config.rack,
             tls=replace(config.tls, trusted_network=trusted),
             environ={},
         ).to_environment()

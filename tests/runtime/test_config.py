@@ -72,6 +72,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     hostname=maybe(text),
     between=maybe(text),
     host_order=words,
+    rack=maybe(text),
+    cluster=maybe(text),
     servers=maybe(count | st.lists(word, min_size=1, max_size=3).map(tuple)),
     secret=maybe(st.binary(min_size=16, max_size=40)),
     secret_file=maybe(path),

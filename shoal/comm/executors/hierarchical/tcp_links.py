@@ -1,7 +1,8 @@
 """Between hosts over Shoal's own TCP transport: schedules among one rank of each host, messages.
 
 Long vectors go around a ring, whose order is that of the hosts; both directions of a link are
-used at once. Short ones go by the algorithm with the fewest rounds.
+used at once. Where racks are known, they are summed up inside each rack first, then between racks.
+Short ones go by the algorithm with the fewest rounds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,12 @@ from shoal.comm.call import Op
 from shoal.comm.executors.hierarchical.inter_host import RemotePeerLost, column_of
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled.selection import Algorithm
 from shoal.comm.group import Group
 from shoal.errors import PeerLost, ShoalError
 from shoal.schedules.collectives.cost import Link
+from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
+from shoal.schedules.collectives.ring import ring_all_reduce
 from shoal.transport.tcp.transport import ANY_SOURCE, TcpEngine, TcpTransport, TcpWork
 from shoal.transport.transport import Work
 
@@ -33,11 +38,12 @@ _LINK = Link(60e-6, 8e-9, 1e-10)  # a network of 1 Gb/s; it decides between few 
 class TcpInterHost:
     """Schedules over TCP; see `InterHost`."""
 
-    def __init__(self, transport: TcpTransport, ring: TcpTransport):
+    def __init__(self, transport: TcpTransport, ring: TcpTransport, rack: int | None = None):
+        """`rack` hosts are in a rack, one rack after the other; None: one rack, or not known."""
         self._transports = (transport, ring)
         self._ranks = [transport.ranks[rank] for rank in range(transport.size)]
         self._short = Group(Scheduled(transport, link=_LINK))
-        self._long = Group(Scheduled(ring, _RING, link=_LINK))
+        self._long = Group(Scheduled(ring, _algorithms(rack), link=_LINK))
         self._timeout_s = 0.0
         self.labels = list(range(transport.size))  # the ranks of the group, for errors
 
@@ -164,7 +170,9 @@ class TcpLinks:
             return None
         index = self._topology.index
         made = TcpInterHost(
-            self._transport(column, f"column {index}"), self._transport(column, f"ring {index}")
+            self._transport(column, f"column {index}"),
+            self._transport(column, f"ring {index}"),
+            self._topology.hosts_per_rack,
         )
         made.labels = column
         return made
@@ -185,6 +193,13 @@ class TcpLinks:
         chosen = [self._ranks[rank] for rank in ranks]
         space = f"{self._name}|{use}"
         return TcpTransport(self._engine, chosen, space, self._timeout_s)
+
+
+def _algorithms(rack: int | None) -> dict[str, Algorithm]:
+    if rack is None:
+        return dict(_RING)
+    levels = partial(hierarchical_all_reduce, node=rack, outer=ring_all_reduce)
+    return {**_RING, "all_reduce": levels}
 
 
 def _as_bytes(data: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -34,10 +35,13 @@ class Topology:
     """The ranks of each host, and which of all ranks this one is.
 
     hosts ((0, 1), (2, 3)), rank 2:  host 1, index 0
+
+    `racks` has the rack of each host, by number; empty where it is not known.
     """
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
+    racks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ids: Sequence[bytes], rank: int) -> Topology:
@@ -69,6 +73,13 @@ class Topology:
         """All hosts have equally many ranks."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
+    @cached_property
+    def hosts_per_rack(self) -> int | None:
+        """Where there are several racks, with equally many hosts each, one rack after the other."""
+        counts = [len(list(group)) for _, group in itertools.groupby(self.racks)]
+        is_even = len(set(counts)) == 1 and len(counts) == len(set(self.racks)) > 1
+        return counts[0] if is_even and counts[0] > 1 else None
+
     def host_of(self, rank: int) -> int:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
@@ -76,4 +87,6 @@ class Topology:
         """The topology of some ranks, numbered in their order; this rank is among them."""
         numbers = {rank: number for number, rank in enumerate(ranks)}
         hosts = [[numbers[rank] for rank in ranks if rank in host] for host in self.hosts]
-        return Topology(tuple(tuple(host) for host in hosts if host), numbers[self.rank])
+        racks = [rack for rack, host in zip(self.racks, hosts, strict=False) if host]
+        kept = tuple(tuple(host) for host in hosts if host)
+        return Topology(kept, numbers[self.rank], tuple(racks))
