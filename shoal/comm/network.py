@@ -2,7 +2,7 @@
 
 SHOAL_BETWEEN     "tcp" (default where the native part is built) or "gloo"
 SHOAL_HOST        the name or address of this host; default: the one that reaches MASTER_ADDR
-SHOAL_HOST_ORDER, SHOAL_RACK, SHOAL_CLUSTER   see `racks`
+SHOAL_HOST_ORDER, SHOAL_RACK, SHOAL_HOSTS_PER_RACK   see `racks`
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.cluster.presets import load_cluster
 from shoal.comm.executors.hierarchical.gloo_links import GlooLinks
 from shoal.comm.executors.hierarchical.inter_host import HostLinks
 from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
@@ -77,11 +76,9 @@ class HostNetwork:
         return (self.config.rack or "") if self.config is not None else ""
 
     @property
-    def nodes_per_rack(self) -> int:
-        """What the cluster file says; 0 where there is none, or one rack only."""
-        if self.config is None or self.config.cluster is None:
-            return 0
-        return load_cluster(self.config.cluster).nodes_per_rack or 0
+    def hosts_per_rack(self) -> int:
+        """0 where it is not known."""
+        return (self.config.hosts_per_rack or 0) if self.config is not None else 0
 
     def key(self, rank: int) -> bytes:
         """The secret of the run; BadInput where strangers could reach a rank and there is none."""

@@ -1,8 +1,8 @@
 """The order of hosts, so that a ring enters and leaves each rack once, and which rack each is in.
 
-SHOAL_RACK        the rack of a host, by any name; `--on lab` gives it to its hosts
-SHOAL_CLUSTER     a cluster file: hosts fill its racks in their order
-SHOAL_HOST_ORDER  names of hosts in the order of the ring; default: the order of their ranks
+SHOAL_RACK            the rack of a host, by any name; `--on lab` gives it to its hosts
+SHOAL_HOSTS_PER_RACK  hosts fill racks in their order; `shoal run --cluster FILE` sets it
+SHOAL_HOST_ORDER      names of hosts in the order of the ring; default: the order of their ranks
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _HostWords(NamedTuple):
 
     name: str
     rack: str
-    nodes_per_rack: int
+    hosts_per_rack: int
     order: str
 
 
@@ -30,14 +30,11 @@ def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) 
     """Hosts in order, racks one after the other; all ranks call it."""
     order = ",".join(network.host_order)
     rack = " ".join(network.rack.split())
-    own = (network.host_name, rack, str(network.nodes_per_rack), order)
+    own = (network.host_name, rack, str(network.hosts_per_rack), order)
     said = [_read(text) for text in exchange("\n".join(own).encode())]
     for name, texts in (
         (variable_name("host_order"), {words.order for words in said}),
-        (
-            f"what {variable_name('cluster')} says about racks",
-            {words.nodes_per_rack for words in said},
-        ),
+        (variable_name("hosts_per_rack"), {str(words.hosts_per_rack) for words in said}),
     ):
         if len(texts) > 1:
             raise BadInput(f"{name} differs between ranks: give all of them the same")
@@ -61,10 +58,10 @@ def ordered(topology: Topology, hosts: list[_HostWords], order: tuple[str, ...] 
 
 
 def _racks(hosts: list[_HostWords]) -> list[str]:
-    """By name where all hosts have one, else by the place of a host in the cluster file."""
+    """By name where all hosts have one, else by their order."""
     if all(words.rack for words in hosts):
         return [words.rack for words in hosts]
-    each = hosts[0].nodes_per_rack or len(hosts)
+    each = hosts[0].hosts_per_rack or len(hosts)
     return [str(place // each) for place in range(len(hosts))]
 
 

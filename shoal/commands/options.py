@@ -22,7 +22,7 @@ RunCluster = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="A cluster file, which every host has: its racks give the order of hosts, and what is "
+        help="A cluster file or preset: its racks give the order of hosts, and what is "
         "summed up inside racks first.",
         show_default="what the engine knows",
     ),

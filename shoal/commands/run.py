@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.cluster.presets import load_cluster
 from shoal.commands import options
@@ -65,9 +64,7 @@ def run(
 
 
 def with_cluster(config: RunConfig, cluster: str | None) -> RunConfig:
-    """BadInput where there is no such cluster. Paths of files hold in any folder."""
+    """BadInput where there is no such cluster."""
     if cluster is None:
         return config
-    load_cluster(cluster)
-    path = Path(cluster)
-    return replace(config, cluster=str(path.resolve()) if path.exists() else cluster)
+    return replace(config, hosts_per_rack=load_cluster(cluster).nodes_per_rack)

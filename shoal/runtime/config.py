@@ -196,7 +196,7 @@ class RunConfig:
     between: str | None = variable("SHOAL_BETWEEN", TEXT)  # collectives between hosts: tcp, gloo
     host_order: tuple[str, ...] = variable("SHOAL_HOST_ORDER", WORDS, ())  # of the ring
     rack: str | None = variable("SHOAL_RACK", TEXT)  # of this host: any name
-    cluster: str | None = variable("SHOAL_CLUSTER", TEXT)  # a file that says which hosts share one
+    hosts_per_rack: int | None = variable("SHOAL_HOSTS_PER_RACK", POSITIVE)  # they fill racks
 
     servers: int | tuple[str, ...] | None = variable("SHOAL_SERVERS", SERVERS)
     secret: bytes | None = variable("SHOAL_SECRET", SECRET, show=False)

@@ -13,6 +13,7 @@ from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Op
 from shoal.comm.network import HostNetwork
 from shoal.comm.racks import in_ring_order
+from shoal.commands.run import with_cluster
 from shoal.errors import BadInput
 from shoal.lab.design import LabDesign
 from shoal.runtime.config import RunConfig
@@ -53,8 +54,8 @@ def test_hosts_fill_the_racks_of_a_cluster_file_in_their_order(tmp_path: Path) -
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_text(LabDesign("lab", 4, 2, 125e6, 4.0).cluster()))
     order = ("h3", "h1", "h2", "h0")
-    configs = [RunConfig(hostname=f"h{n}", cluster=str(file), host_order=order) for n in range(4)]
-    found = in_order(configs)
+    configs = [RunConfig(hostname=f"h{n}", host_order=order) for n in range(4)]
+    found = in_order([with_cluster(config, str(file)) for config in configs])
     assert found.hosts == ((3,), (1,), (2,), (0,))
     assert found.racks == (0, 0, 1, 1)
 

@@ -73,7 +73,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
     between=maybe(text),
     host_order=words,
     rack=maybe(text),
-    cluster=maybe(text),
+    hosts_per_rack=maybe(positive),
     servers=maybe(count | st.lists(word, min_size=1, max_size=3).map(tuple)),
     secret=maybe(st.binary(min_size=16, max_size=40)),
     secret_file=maybe(path),
