@@ -56,8 +56,6 @@ class WorkersOptions:
     def to_config(self) -> RunConfig:
         """The configuration of the workers; BadInput where an option makes no sense."""
         strategy = strategy_for(self.strategy, self.workers)
-        if self.on is not None and strategy.is_elastic:
-            raise BadInput(f"{strategy} is for workers of one host, and --on has several")
         config = config_for(strategy, self.seed, self.device, self.gpus)
         config = replace(
             config,
@@ -74,7 +72,7 @@ class WorkersOptions:
         check_faults(config, self.workers, servers, why_none)
         if config.start is not None and config.start > self.workers:
             raise BadInput(f"--start {config.start} is more than the {self.workers} workers of -n")
-        takes_back = config.takes_back and self.on is None
+        takes_back = config.takes_back and (self.on is None or strategy.is_elastic)
         if takes_back:
             option = "--restart" if config.restarts else "--start"
             strategy.taking_back(self.workers).require_takes_back(option)
@@ -235,14 +233,16 @@ def _launch(
     servers = strategy.servers(spec.workers)
     replication = replication_of(strategy, spec.workers, spec.config.restarts)
     spec = replace(spec, servers=servers, replication=replication)
+    workers, config = spec.workers, spec.config
+    if on is None or strategy.is_elastic:  # elsewhere all workers are started again together
+        losses = (config.restarts, config.start, config.min_workers)
+        spec = replace(spec, tolerance=tolerance_of(strategy, workers, *losses))
     if on is not None:
         from shoal.launch.attempts import run_attempts  # only where it is needed
 
         with open_engine(on, spec.config) as machines:
             return run_attempts(machines, spec, write, on_progress)
-    workers, config = spec.workers, spec.config
-    tolerance = tolerance_of(strategy, workers, config.restarts, config.start, config.min_workers)
-    return launch(replace(spec, tolerance=tolerance), write, on_progress)
+    return launch(spec, write, on_progress)
 
 
 def check_folder(file: Path | None, what: str) -> None:

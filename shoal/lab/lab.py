@@ -10,6 +10,7 @@ process that built them was killed.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
 from shoal.lab.design import LabDesign, check_name
 from shoal.lab.namespaces import (
+    BRIDGE,
     CableEnd,
     Namespace,
     NetworkError,
@@ -30,6 +32,8 @@ from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
 _PREFIX = "shoal."
 _BITS = 16
 _DEVICE = "eth0"
+_LAUNCHER = "10.77.255.254"  # of a launcher that serves a board to the hosts
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,12 @@ class Lab:
                 return host
         last = self.design.hosts - 1
         raise BadInput(f"lab {self.design.name} has no host {name!r}: it has h0 … h{last}")
+
+    def listen(self) -> socket.socket:
+        """At the switch that all others are connected to: hosts reach it over their links."""
+        switch = self.spine if self.design.racks > 1 else self.switches[0]
+        switch.ip("address", "replace", f"{_LAUNCHER}/{_BITS}", "dev", BRIDGE)
+        return switch.call(lambda: socket.create_server((_LAUNCHER, 0), backlog=_BACKLOG))
 
     def build(self) -> None:
         """All or nothing, unless this process is killed."""

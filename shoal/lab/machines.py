@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from shoal.errors import BadInput
 from shoal.lab.lab import find_lab
 from shoal.lab.namespaces import require
 from shoal.launch.host_process import HostProcess
@@ -35,6 +37,20 @@ class LabMachines:
 
     def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
         return servers_in_turn(self.hosts(0), servers, replication)
+
+    def listen(self) -> socket.socket:
+        return self._lab.listen()
+
+    def replacement(
+        self, machine: Machine, lost: Collection[str], over: threading.Event
+    ) -> Machine:
+        """The next one that is not lost, in the order of the hosts."""
+        hosts = self.hosts(len(self._lab.hosts))
+        first = [host.name for host in hosts].index(machine.name)
+        for host in (*hosts[first:], *hosts[:first]):
+            if host.name not in lost:
+                return host
+        raise BadInput("all hosts of the lab are lost")
 
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         return machine

@@ -21,9 +21,10 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
+from shoal.comm.network_board import board_of
 from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
     AgentMessage,
@@ -34,14 +35,16 @@ from shoal.launch.agent_messages import (
     WorkerExited,
     WorkerOutput,
     WorkerProgress,
+    WorkerReturned,
 )
 from shoal.launch.agent_pipe import AgentPipe
 from shoal.launch.failures import read_failure
 from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
+from shoal.launch.presence import Presence
 from shoal.launch.processes import Processes, ProcessExit
 from shoal.launch.supervisor import TERM_S
-from shoal.runtime.config import RunConfig
+from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.cores import cores
 from shoal.runtime.decoders import lax_json_decoder
 from shoal.runtime.run_dir import RunDir, host_run_dir, parse_secret
@@ -62,6 +65,9 @@ class Agent:
         )
         self._pipe = AgentPipe()
         self._sent_steps: dict[int, int] = {}
+        self._generation = int(task.variables.get(variable_name("generation"), "0"))
+        ranks = range(task.first_rank, task.first_rank + task.workers)
+        self._not_returned = list(ranks) if self._generation else []
 
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -72,12 +78,23 @@ class Agent:
             port = free_port()
             self.send(FoundPort(port))
         config = self._config(port)
-        with Processes(self.events.put) as workers, OutputPump(self.events.put) as pump:
+        with (
+            self._presence(config),
+            Processes(self.events.put) as workers,
+            OutputPump(self.events.put) as pump,
+        ):
             for index in range(self.task.workers):
                 self._start(index, config, workers, pump)
             pump.start()
             workers.watch()
             self._supervise(workers)
+
+    def _presence(self, config: RunConfig) -> AbstractContextManager[object]:
+        """In an elastic run: without the launcher these workers are lost, and end."""
+        if config.board is None:
+            return nullcontext()
+        address, secret = board_of(config)
+        return Presence(address, secret, self.task.name, lambda: self.events.put(signal.SIGTERM))
 
     def check_files(self) -> None:
         """BadInput where this host does not have the script that the launcher has."""
@@ -99,13 +116,14 @@ class Agent:
         config = replace(
             config, host_dir=self.run_dir, secret_file=self.run_dir.secret, hostname=task.address
         )
-        threads = task.threads or max(1, (task.cores or cores()) // task.workers)
+        local_size = task.local_size or task.workers
+        threads = task.threads or max(1, (task.cores or cores()) // local_size)
         given = config.environ
         return config.with_environ(
             MASTER_ADDR=task.master,
             MASTER_PORT=str(port),
             WORLD_SIZE=str(task.size),
-            LOCAL_WORLD_SIZE=str(task.workers),
+            LOCAL_WORLD_SIZE=str(local_size),
             OMP_NUM_THREADS=str(threads),
             PYTHONUNBUFFERED="1",
             PYTHONHASHSEED=given.get("PYTHONHASHSEED", "0"),
@@ -115,7 +133,7 @@ class Agent:
     def _start(self, index: int, config: RunConfig, workers: Processes, pump: OutputPump) -> None:
         task = self.task
         rank = task.first_rank + index
-        config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(index))
+        config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
         with self._progress_pipe(rank, pump) as pipe:
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
@@ -165,6 +183,7 @@ class Agent:
 
     def _send_steps(self) -> None:
         """How far the workers are, for `shoal ps`."""
+        self._send_returns()
         first = self.task.first_rank
         done = {
             rank: self.run_dir.steps_done(rank) for rank in range(first, first + self.task.workers)
@@ -174,7 +193,19 @@ class Agent:
             self._sent_steps = steps
             self.send(StepsDone(steps))
 
+    def _send_returns(self) -> None:
+        """Which workers that were started later have taken their places."""
+        for rank in self._not_returned[:]:
+            document = self.run_dir.read_return(rank, self._generation)
+            if document is None:
+                continue
+            self._not_returned.remove(rank)
+            age_ns = time.monotonic_ns() - int(document["time_ns"])
+            step = int(document["step"])
+            self.send(WorkerReturned(rank, self._generation, step, age_ns))
+
     def _report(self, exit: ProcessExit) -> None:
+        self._send_returns()
         rank = self.task.first_rank + exit.rank
         failure = read_failure(self.run_dir, rank)
         now_ns = time.monotonic_ns()
@@ -187,6 +218,8 @@ class Agent:
                 report=self.run_dir.read_report(rank),
                 failure=failure,
                 failure_age_ns=0 if failure is None else now_ns - failure.time_ns,
+                steps=self.run_dir.steps_done(rank) or 0,
+                came_too_late=self.run_dir.late(rank, self._generation).exists(),
             )
         )
 

@@ -27,6 +27,9 @@ class HostTask(msgspec.Struct, frozen=True):
     master: str
     master_port: int | None  # None: this is the first host, which finds a free one
     shows_progress: bool
+    local_rank: int = 0  # of the first of these workers
+    local_size: int = 0  # of all workers of this host; 0: these
+    name: str = ""  # of the agent, in an elastic run
 
 
 class FoundPort(msgspec.Struct, frozen=True, tag="port"):
@@ -63,6 +66,17 @@ class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
     report: dict[str, Any] | None  # of what it has done
     failure: FailureReport | None
     failure_age_ns: int
+    steps: int = 0  # that it has done
+    came_too_late: bool = False  # it was started later, and the others had finished
+
+
+class WorkerReturned(msgspec.Struct, frozen=True, tag="returned"):
+    """A worker that was started later has taken its place."""
+
+    rank: int
+    generation: int
+    step: int  # the steps that had been done before
+    age_ns: int
 
 
 class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -71,7 +85,8 @@ class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
     sentence: str
 
 
-AgentMessage = FoundPort | WorkerOutput | WorkerProgress | StepsDone | WorkerExited | HostRefused
+WorkerMessage = WorkerOutput | WorkerProgress | StepsDone | WorkerReturned | WorkerExited
+AgentMessage = FoundPort | WorkerMessage | HostRefused
 
 
 def read_message(line: str) -> AgentMessage:

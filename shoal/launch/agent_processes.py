@@ -62,13 +62,13 @@ class AgentProcesses:
         task: Any,
         on_line: Callable[[str], None],
         on_end: Callable[[int], None],
-    ) -> None:
+    ) -> MachineProcess | None:
         """It reads `task` at its stdin; `on_end` is called with its exit status, from a thread.
 
-        At the end of the block nothing is started any more.
+        At the end of the block nothing is started any more: None.
         """
         given = msgspec.json.encode(task)
-        started: queue.SimpleQueue[BadInput | None] = queue.SimpleQueue()
+        started: queue.SimpleQueue[BadInput | MachineProcess] = queue.SimpleQueue()
 
         def run() -> None:
             try:
@@ -77,19 +77,20 @@ class AgentProcesses:
                 started.put(error)
                 return
             self._agents.append(agent)
-            started.put(None)
+            started.put(agent)
             on_end(agent.wait())
 
         with self._starting:
             if self._is_over:
-                return
+                return None
             # The kernel kills a process of this host with the thread that has started it.
             waiter = threading.Thread(target=run, name=f"shoal-wait-{machine.name}", daemon=True)
             self._waiters.append(waiter)
             waiter.start()
-            error = started.get()
-        if error is not None:
-            raise error
+            agent = started.get()
+        if isinstance(agent, BadInput):
+            raise agent
+        return agent
 
     def forward(self, forwarder: LineForwarder) -> LineForwarder:
         """It is closed at the end of the block."""

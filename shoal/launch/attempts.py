@@ -25,6 +25,8 @@ def run_attempts(
     on_progress: OnProgress | None = None,
 ) -> RunResult:
     """As `run_remote`. An error of the script is no loss, and would come again."""
+    if spec.tolerance is not None:  # only lost workers are started again
+        return run_remote(machines, spec, write, on_progress)
     restarts = spec.config.restarts or 0
     spec = replace(spec, config=replace(spec.config, restarts=None))
     for count in range(1, restarts + 1):

@@ -214,19 +214,20 @@ def launch(
         raise ShoalError(policy.too_few)
     if failures:
         raise launch_error(first_failure(failures), finished)
-    for returned in (*result.returned, *result.joined):
-        write(f"shoal: {returned}\n", True)
-    say_lost_servers(result, write)
-    for sentence in losses_at_end(result.lost, spec.workers, result.reports):
-        write(f"shoal: {sentence}\n", True)
+    say_losses(result, spec.workers, write)
     return result
 
 
-def say_lost_servers(result: RunResult, write: Write) -> None:
+def say_losses(result: RunResult, workers: int, write: Write) -> None:
+    """At the end of a run that succeeded: what was lost, and what came back."""
+    for returned in (*result.returned, *result.joined):
+        write(f"shoal: {returned}\n", True)
     if result.lost_servers or result.servers_removed:
         removed = result.servers_removed
         losses = summarize_server_losses(result.lost_servers, removed, result.reports)
         write(f"shoal: {losses}\n", True)
+    for sentence in losses_at_end(result.lost, workers, result.reports):
+        write(f"shoal: {sentence}\n", True)
 
 
 def enter(spec: LaunchSpec, run_dir: RunDir, hosts: Sequence[str], write: Write) -> None:

@@ -11,8 +11,9 @@ An engine is a class with these methods, and a line in `commands/engines.py`.
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -96,6 +97,19 @@ class Machines(Protocol):
         """Where a server of this host, which may be lost, is to start again.
 
         Waits for the engine to find one, but not once the run is over.
+        """
+        ...
+
+    def listen(self) -> socket.socket:
+        """A socket that listens where processes on the hosts reach this one; for elastic runs."""
+        ...
+
+    def replacement(
+        self, machine: Machine, lost: Collection[str], over: threading.Event
+    ) -> Machine:
+        """A host for one worker that was on `machine`; waits until there is one, or it is `over`.
+
+        `lost` has the names of all hosts that are lost. BadInput where there is no other one.
         """
         ...
 

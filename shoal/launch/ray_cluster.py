@@ -51,6 +51,11 @@ def connect(address: str, num_cpus: int) -> None:
         raise BadInput(f"this host has no token of a Ray cluster: {_TOKEN}") from None
 
 
+def own_address() -> str:
+    """By which other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
 def leave() -> None:
     """Also ends a cluster that was started here."""
     if ray.is_initialized():

@@ -17,11 +17,12 @@ job: Ray removes them when it ends, however it ends.
 from __future__ import annotations
 
 import math
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 from shoal.errors import BadInput
@@ -35,6 +36,7 @@ from shoal.launch.ray_cluster import (
     idle_head,
     leave,
     nodes_now,
+    own_address,
     resources_in_words,
     room_for,
 )
@@ -43,6 +45,8 @@ from shoal.launch.replication import Replication
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import RunConfig
 
+_BACKLOG = 1024
+_WORKER = "worker "  # begins what `reserved` says of the actor of one worker
 _SERVER_BYTES = 128 << 20  # which a server reserves; its CPUs are those of waiting workers
 
 
@@ -59,6 +63,9 @@ class RayMachines:
         self._slots: list[Slot] = []  # of the workers' actors
         self._nodes: dict[str, str] = {}  # by the name of the machine
         self._known: list[RayNode] = []
+        self._running: dict[int, RayProcess] = {}  # agents, by the worker's actor
+        self._replacing = threading.Lock()
+        self._promised: set[int] = set()  # actors that `replacement` has chosen
 
     def __enter__(self) -> RayMachines:
         return self
@@ -110,6 +117,27 @@ class RayMachines:
         slot = self._servers[number].find(index, over)
         return machine if slot is None else self._server_machine(number, index, slot)
 
+    def listen(self) -> socket.socket:
+        return socket.create_server((own_address(), 0), backlog=_BACKLOG)
+
+    def replacement(
+        self, machine: Machine, lost: Collection[str], over: threading.Event
+    ) -> Machine:
+        """Where Ray has restarted an actor of a lost node, with its bundle."""
+        assert self._workers is not None
+        gone = {node for name, node in self._nodes.items() if name in lost}
+        with self._replacing:
+            there = [i for i, slot in enumerate(self._slots) if slot.node in gone]
+            index = min(set(there) - self._promised, key=lambda i: not self._is_free(i))
+            self._promised.add(index)
+        slot = self._workers.find(index, over)
+        if slot is None:
+            raise BadInput("the run has ended")
+        self._slots[index] = slot
+        name = self._name(slot)
+        self._nodes[name] = slot.node
+        return Machine(name, slot.address, 1, self._cpus, reserved=f"{_WORKER}{index}")
+
     def start(
         self,
         machine: Machine,
@@ -119,21 +147,39 @@ class RayMachines:
         on_line: Callable[[str], None],
     ) -> RayProcess:
         group = self._workers
-        if machine.reserved:
+        if machine.reserved.startswith(_WORKER):
+            index = int(machine.reserved.removeprefix(_WORKER))
+        elif machine.reserved:
             number, index = map(int, machine.reserved.split(":"))
             group = self._servers[number]
         else:
             node = self._nodes[machine.name]
             of_node = [i for i, slot in enumerate(self._slots) if slot.node == node]
-            index = of_node[0]
+            index = self._free(of_node)
             gpus = [gpu for i in of_node for gpu in self._slots[i].gpus]
             if gpus:
                 environ = {**environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         assert group is not None
         try:
-            return group.run(index, command, environ, given, on_line)
+            process = group.run(index, command, environ, given, on_line)
         except BadInput as error:
             raise BadInput(f"{machine.name}: {error}") from None
+        if group is self._workers:
+            self._running[index] = process
+            self._promised.discard(index)
+        return process
+
+    def _free(self, indices: Sequence[int]) -> int:
+        """An actor that runs no agent; where one is still ending, it is waited for."""
+        pause = Backoff(0.01, 0.5)
+        while True:
+            for index in indices:
+                if self._is_free(index):
+                    return index
+            pause()
+
+    def _is_free(self, index: int) -> bool:
+        return index not in self._running or self._running[index].has_ended
 
     # ------------------------------------------------------------------ what is reserved
 

@@ -66,8 +66,15 @@ class RayProcess:
     def __init__(self, actor: Any, on_line: Callable[[str], None]):
         self._actor = actor
         self._on_line = on_line
+        self.has_ended = False
 
     def wait(self) -> int:
+        try:
+            return self._wait()
+        finally:
+            self.has_ended = True
+
+    def _wait(self) -> int:
         returncode = None
         while returncode is None:
             try:

@@ -325,7 +325,7 @@ class RunDir:
 
     def note_return(self, rank: int, generation: int, document: Mapping[str, Any]) -> None:
         with suppress(OSError):
-            text = json.dumps({**document, "time_ns": time.monotonic_ns()})
+            text = json.dumps({"time_ns": time.monotonic_ns(), **document})
             write_atomically(self.back(rank, generation), text)
 
     def read_return(self, rank: int, generation: int) -> dict[str, Any] | None:

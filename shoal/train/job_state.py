@@ -64,8 +64,9 @@ class JobState:
     def note_return(self, returned: Comeback) -> None:
         """For the launcher: this process has taken the place of one that was lost."""
         config = self.services.config
-        if config.run_dir is not None:
-            config.run_dir.note_return(self.rank, config.generation, returned._asdict())
+        launcher_reads = config.run_dir or config.host_dir
+        if launcher_reads is not None:
+            launcher_reads.note_return(self.rank, config.generation, returned._asdict())
 
     def description(self, about: dict[str, Any]) -> dict[str, Any]:
         """The document of a checkpoint, without what belongs to one model."""
@@ -132,8 +133,9 @@ class JobState:
     def _start_late(self, steps: int) -> None:
         """Go on after these steps of the others."""
         config = self.services.config
-        if config.generation and config.run_dir is not None:
-            lost_at = config.run_dir.steps_done(self.rank) or 0
+        if config.generation:
+            run_dir = config.run_dir  # on another host the launcher knows where it was lost
+            lost_at = 0 if run_dir is None else run_dir.steps_done(self.rank) or 0
             self.note_return(Comeback(steps, lost_at))
         self.steps = steps
         if steps:

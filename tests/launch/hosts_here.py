@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shoal.launch.host_process import HostProcess
 from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
@@ -26,6 +27,14 @@ class HostsHere:
 
     def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
         return servers_in_turn(self.machines, servers, replication)
+
+    def listen(self) -> socket.socket:
+        return socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    def replacement(
+        self, machine: Machine, lost: Collection[str], over: threading.Event
+    ) -> Machine:
+        return next(other for other in self.machines if other.name not in lost)
 
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         return machine

@@ -24,7 +24,8 @@ from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine
 from shoal.launch.output import Write
-from shoal.launch.remote import place, run_remote
+from shoal.launch.placing import place
+from shoal.launch.remote import run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir, new_secret

@@ -73,7 +73,8 @@ class StoreService:
     def post(self, request: StoreRequest) -> None:
         """A request of this process, from any thread, to which it needs no reply."""
         self._posted.append(request)
-        self._wake.send(b"\0")
+        with suppress(OSError):  # it is closed, or is about to look anyway
+            self._wake.send(b"\0")
 
     def close(self) -> None:
         """Ranks that still wait find their connection closed."""

@@ -1,0 +1,296 @@
+"""The workers of a run on lent hosts: an agent on each host starts them and reports on them.
+
+Ranks are placed block by block: those of a host are neighbours. The agent of the first host finds
+a free port for the rendezvous; then the others are started. What workers report about themselves
+comes through their agents into the run directory of this launcher. A worker of an elastic run that
+is started later has an agent of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import BadInput
+from shoal.launch.agent_messages import (
+    AgentMessage,
+    FoundPort,
+    HostRefused,
+    HostTask,
+    StepsDone,
+    WorkerExited,
+    WorkerOutput,
+    WorkerProgress,
+    WorkerReturned,
+    read_message,
+)
+from shoal.launch.agent_processes import AgentProcesses
+from shoal.launch.failures import FailureReport, write_failure
+from shoal.launch.machines import Machine, MachineProcess
+from shoal.launch.output import LineForwarder, OnProgress
+from shoal.launch.placing import PlacedRanks
+from shoal.launch.processes import ProcessExit
+from shoal.launch.remote_run import RemoteRun
+from shoal.launch.remote_servers import RemoteServers
+
+AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.agent")
+
+
+class HostAgent:
+    """One agent, and those of its workers that have not exited."""
+
+    def __init__(self, placed: PlacedRanks, generation: int = 0):
+        self.placed = placed
+        self.generation = generation  # of its workers
+        self.name = f"{placed.first}.{generation}"
+        self.process: MachineProcess | None = None
+        self.left = set(placed.ranks)
+
+
+class RemoteWorkers:
+    """The agents of all hosts. Use as a block: at its end they, and their workers, are gone."""
+
+    def __init__(
+        self, run: RemoteRun, placed: Sequence[PlacedRanks], on_progress: OnProgress | None
+    ):
+        """`placed` has all workers that there may be, also those that come later."""
+        self._run = run
+        self._placed = placed
+        self._at = {rank: (on.machine, rank - on.first) for on in placed for rank in on.ranks}
+        self._spec = run.spec
+        self._run_dir = run.run_dir
+        self._on_progress = on_progress
+        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
+        self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
+        self._port = 0
+        self._hosts: dict[str, HostAgent] = {}  # by the name of the agent
+        self._lost_machines: set[str] = set()
+        self._noting = threading.Lock()
+        self._over = threading.Event()
+        self._restarting: list[threading.Thread] = []
+        self._config = run.spec.config
+        self.board: str | None = None  # where workers of an elastic run find it
+        self.stdout, self.stderr = ([self._show(r, e) for r in self._ranks] for e in (False, True))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._spec.workers)
+
+    def _show(self, rank: int, is_stderr: bool) -> LineForwarder:
+        prefix = f"[{rank} {self.host_of(rank)}] "
+        log = self._run.logs.of("rank", rank)
+        return self._agents.forward(LineForwarder(self._run.write, prefix, is_stderr, log))
+
+    def host_of(self, rank: int) -> str:
+        """Where its latest process is."""
+        return self._at[rank][0].name
+
+    # ------------------------------------------------------------------ starting and ending
+
+    def start_all(self, servers: RemoteServers) -> int:
+        """Returns how many workers were started: less than all where something ended the start."""
+        self._config = servers.for_workers(replace(self._spec.config, servers=None))
+        started = range(self._spec.started)
+        placed = [replace(on, count=len(_common(on.ranks, started))) for on in self._placed]
+        first, *others = [HostAgent(on) for on in placed if on.count]
+        self._start(first, None)
+        port = self._starting.get()
+        if port is None:
+            return first.placed.count
+        self._port = port
+        for agent in others:
+            self._start(agent, port)
+        return len(started)
+
+    def end_start(self) -> None:
+        """A start that still waits for a port ends."""
+        self._starting.put(None)
+
+    def start_again(self, rank: int) -> None:
+        """Start a worker that was lost, or is asked for, on its host or on another one.
+
+        A thread does it: an engine may need time for a host in place of one that is lost.
+        """
+        generation = self._run_dir.generation(rank)
+        thread = threading.Thread(
+            target=self._find_and_start,
+            args=(rank, generation),
+            name=f"shoal-worker-{rank}",
+            daemon=True,
+        )
+        self._restarting.append(thread)
+        thread.start()
+
+    def _find_and_start(self, rank: int, generation: int) -> None:
+        agent = HostAgent(PlacedRanks(self._at[rank][0], rank, 1), generation)
+        try:
+            agent = HostAgent(PlacedRanks(self._machine_for(rank), rank, 1), generation)
+            if not self._over.is_set():
+                self._start(agent, self._port)
+        except BadInput as error:
+            self._run.say(f"worker {rank} cannot be started again: {error}")
+            self._note_exit(agent, rank, -signal.SIGKILL, time.monotonic_ns())
+
+    def _machine_for(self, rank: int) -> Machine:
+        """Its own, unless that is lost."""
+        machine, local_rank = self._at[rank]
+        if machine.name in self._lost_machines:
+            lost = frozenset(self._lost_machines)
+            machine = self._run.machines.replacement(machine, lost, self._over)
+            taken = {local for other, local in self._at.values() if other.name == machine.name}
+            local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
+            self._at[rank] = (machine, local_rank)
+            self.stdout[rank], self.stderr[rank] = (self._show(rank, e) for e in (False, True))
+        return machine
+
+    def _start(self, agent: HostAgent, port: int | None) -> None:
+        self._hosts[agent.name] = agent
+        agent.process = self._agents.start(
+            agent.placed.machine,
+            AGENT_COMMAND,
+            self._task(agent, port),
+            lambda line: self._take(agent, line),
+            lambda status: self._end_host(agent, status),
+        )
+
+    def _task(self, agent: HostAgent, port: int | None) -> HostTask:
+        spec, placed = self._spec, agent.placed
+        name = placed.machine.name
+        here = [local for machine, local in self._at.values() if machine.name == name]
+        config = replace(self._config, generation=agent.generation, board=self.board)
+        return HostTask(
+            command=list(spec.command),
+            python=sys.executable,
+            folder=str(Path.cwd()),
+            variables=self._run.variables(placed.machine, config),
+            secret=self._run.secret.hex(),
+            address=placed.machine.address,
+            first_rank=placed.first,
+            workers=placed.count,
+            size=spec.workers,
+            threads=spec.threads or spec.config.num_threads,
+            cores=placed.machine.cores,
+            master=self._placed[0].machine.address,
+            master_port=port,
+            shows_progress=self._on_progress is not None,
+            local_rank=self._at[placed.first][1],
+            local_size=max(here) + 1,
+            name=agent.name,
+        )
+
+    def __enter__(self) -> RemoteWorkers:
+        self._agents.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._agents.__exit__()
+        for thread in self._restarting:
+            thread.join()
+
+    def signal_alone(self, number: signal.Signals) -> None:
+        """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
+        self._agents.preempt()
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGTERM reaches the workers through their agents."""
+        self._agents.signal(number)
+
+    # ------------------------------------------------------------------ what agents report
+
+    def lose_agent(self, name: str) -> None:
+        """Its connection has broken: the host is lost, unless all of its workers have exited."""
+        agent = self._hosts[name]
+        if not agent.left or agent.process is None or self._over.is_set():
+            return
+        host = agent.placed.machine.name
+        self._run.say(f"{host} is lost: the connection to its agent broke, or was silent")
+        agent.process.kill()
+        self._end_host(agent, -signal.SIGKILL)
+
+    def _end_host(self, agent: HostAgent, status: int) -> None:
+        """An agent that was killed takes its workers with it."""
+        if agent.left:
+            self._lost_machines.add(agent.placed.machine.name)
+        for rank in sorted(agent.left):
+            self._note_exit(agent, rank, status or -signal.SIGKILL, time.monotonic_ns())
+
+    def _take(self, agent: HostAgent, line: str) -> None:
+        try:
+            message = read_message(line)
+        except msgspec.DecodeError:  # an error of the interpreter, or of the engine
+            self._agents.feed(self.stderr[agent.placed.first], f"{line}\n")
+            return
+        self._handle(agent, message)
+
+    def _handle(self, agent: HostAgent, message: AgentMessage) -> None:
+        if isinstance(message, FoundPort):
+            self._starting.put(message.port)
+        elif isinstance(message, HostRefused):
+            self._refuse(agent, message.sentence)
+        elif isinstance(message, WorkerProgress):
+            show = self._on_progress
+            if show is not None:
+                self._run.sink.call(lambda: show(message.record))
+        elif isinstance(message, StepsDone):
+            for rank in agent.left:
+                self._run_dir.write_steps(rank, message.steps.get(rank, 0))
+        elif message.rank not in agent.placed.ranks:
+            return  # not a worker of this host
+        elif isinstance(message, WorkerOutput):
+            streams = self.stderr if message.is_stderr else self.stdout
+            self._agents.feed(streams[message.rank], message.text)
+        elif isinstance(message, WorkerReturned):
+            self._note_return(message)
+        elif message.rank in agent.left:
+            self._end(agent, message)
+
+    def _note_return(self, message: WorkerReturned) -> None:
+        """The steps that are known are those of its earlier process."""
+        lost_at = self._run_dir.steps_done(message.rank) or 0
+        time_ns = time.monotonic_ns() - message.age_ns
+        document = {"step": message.step, "lost_at": lost_at, "time_ns": time_ns}
+        self._run_dir.note_return(message.rank, message.generation, document)
+
+    def _end(self, agent: HostAgent, message: WorkerExited) -> None:
+        now_ns = time.monotonic_ns()
+        if message.failure is not None:
+            time_ns = now_ns - message.failure_age_ns
+            write_failure(self._run_dir, message.rank, replace(message.failure, time_ns=time_ns))
+        if message.report is not None:
+            self._run_dir.write_report(message.rank, message.report)
+        if message.has_finished:
+            self._run_dir.mark_finished(message.rank)
+        if message.steps:
+            self._run_dir.write_steps(message.rank, message.steps)
+        if message.came_too_late:
+            self._run_dir.mark_too_late(message.rank, agent.generation)
+        self._note_exit(agent, message.rank, message.returncode, now_ns - message.age_ns)
+
+    def _refuse(self, agent: HostAgent, sentence: str) -> None:
+        now_ns = time.monotonic_ns()
+        for rank in sorted(agent.left):
+            report = FailureReport(now_ns, 2, f"{agent.placed.machine.name}: {sentence}", "")
+            write_failure(self._run_dir, rank, report)
+            self._note_exit(agent, rank, 2, now_ns)
+
+    def _note_exit(self, agent: HostAgent, rank: int, returncode: int, time_ns: int) -> None:
+        with self._noting:
+            if rank not in agent.left:
+                return
+            agent.left.discard(rank)
+        self._run_dir.note_exit(rank, returncode)
+        self._run.put(ProcessExit(rank, returncode, time_ns))
+        self.end_start()
+
+
+def _common(ranks: range, others: range) -> range:
+    return range(max(ranks.start, others.start), min(ranks.stop, others.stop))

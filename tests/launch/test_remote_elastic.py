@@ -1,0 +1,91 @@
+"""Runs on several hosts whose workers leave and come back while the others go on."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ShoalError
+from shoal.launch.attempts import run_attempts
+from shoal.launch.joining import ask_to_join
+from shoal.launch.local import LaunchSpec, RunResult
+from shoal.launch.lost_workers import tolerance_of
+from shoal.launch.output import Write
+from shoal.runtime.config import RunConfig
+from shoal.strategy.strategy import parse
+from tests.launch.helpers import Screen
+from tests.launch.hosts_here import HostsHere
+
+# Each process writes a file; those of the first start wait for that of the second one.
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+rank, generation = os.environ["RANK"], os.environ.get("SHOAL_GENERATION", "0")
+print("here", rank, generation, os.environ["LOCAL_RANK"], os.environ["SHOAL_HOST"])
+how = sys.argv[1]
+if how != "join" and rank == "1" and generation == "0":
+    os.kill(os.getpid() if how == "worker" else os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+Path(f"here-{rank}-{generation}").touch()
+while not Path("here-1-1").exists():
+    time.sleep(0.02)
+"""
+
+
+def run(tmp_path: Path, how: str, shown: Write, machines: HostsHere, **options: Any) -> RunResult:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    config = replace(RunConfig.from_environment(), strategy="ddp(elastic=True)", **options)
+    losses = (config.restarts, config.start, config.min_workers)
+    tolerance = tolerance_of(parse("ddp(elastic=True)"), 2, *losses)
+    command = [sys.executable, "script.py", how]
+    with machines:
+        return run_attempts(machines, LaunchSpec(command, 2, config, tolerance=tolerance), shown)
+
+
+@pytest.mark.parametrize(
+    ("how", "comes_to"), [("worker", "[1 h1] here 1 1 0 127.0.0.2"), ("agent", "[1 h0] here 1 1 1")]
+)
+def test_a_lost_worker_comes_back_on_its_host_or_for_a_lost_host_on_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, comes_to: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = Screen()
+    machines = HostsHere([1, 1])
+    result = run(tmp_path, how, shown, machines, restarts=1)
+    assert comes_to in shown.out
+    assert shown.out.count("here 0") == 1, "the other worker was started again"
+    assert "worker 1 was killed by SIGKILL" in shown.err
+    assert "it is started again (1 of 1)" in shown.err
+    assert ("h1 is lost" in shown.err) <= (how == "agent")
+    assert [worker.rank for worker in result.returned] == [1]
+    assert len(machines.started) == 3
+
+
+def test_with_fewer_workers_than_asked_for_the_run_ends_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ShoalError, match="1 worker is left, fewer than the 2 of --elastic"):
+        run(tmp_path, "worker", Screen(), HostsHere([1, 1]), min_workers=2)
+
+
+def test_a_worker_that_is_asked_for_starts_on_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shown = Screen()
+
+    def write(text: str, is_stderr: bool) -> None:
+        shown(text, is_stderr)
+        if "here 0 0" in text:
+            ask_to_join(None)
+
+    run(tmp_path, "join", write, HostsHere([1, 1]), start=1)
+    assert "worker 1 of 2 is started, as it was asked for" in shown.err
+    assert "[1 h1] here 1 1 0 127.0.0.2" in shown.out
