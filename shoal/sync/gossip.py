@@ -301,6 +301,9 @@ class GossipPlan(SyncPlan[Gossip]):
             return async_memory(plain, sizes)
         mixing = mixing_for(self.term.graph, replicas)
         copies = mixing_bytes(mixing, rank, sizes.flat.size, sizes.width)
+        if self.term.elastic and not self.term.lockstep:  # what a loss returns to
+            copies += sizes.buffer + plain.optimizer
+            return replace(plain, copies=copies)
         if not mixing.is_uniform:
             return replace(plain, copies=copies)
         gradients = sizes.bucketed_gradients([slice(0, sizes.flat.size)])

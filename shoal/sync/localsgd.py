@@ -244,6 +244,8 @@ class LocalSgdPlan(SyncPlan[Localsgd]):
         plain = super().memory(sizes, rank, replicas)
         outer = outer_state_bytes(self.term.outer, sizes.buffer) if self.term.outer else 0
         copies = sizes.buffer + outer + sizes.gap_index
+        if self.term.elastic:  # what a loss returns to (train/rollback.py)
+            copies += sizes.buffer + plain.optimizer
         if self.term.compress is None:
             return replace(plain, copies=copies)
         body = slice(sizes.flat.offset, sizes.flat.size)
