@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput
+from shoal.errors import BadInput, CheckpointError
 from shoal.launch.checkpoint_option import with_checkpoint
 from shoal.runtime.config import CheckpointConfig, RunConfig
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
+from shoal.train import checkpoint
 from shoal.train.job import Job
+from tests import forked
 from tests.conftest import World
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
@@ -57,6 +62,45 @@ def test_a_script_that_is_started_again_has_the_losses_of_one_that_was_not(
     assert list(again[0]) == [7, 8, 9, 10, 11, 12]
     assert again[0] == pytest.approx({n: whole[n] for n in again[0]})
     assert capfd.readouterr().err.count(f"resuming from {tmp_path} after 6 steps") == 1
+
+
+def full_disk(tensors: dict[str, Tensor], file: Path) -> None:
+    file.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_after_a_save_on_a_full_disk_the_one_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = losses_of(job_of())
+    with pytest.raises(Crash):
+        losses_of(job_in(tmp_path), crash_at=4)
+    with monkeypatch.context() as disk, pytest.raises(CheckpointError, match="No space left"):
+        disk.setattr(checkpoint, "save_file", full_disk)
+        losses_of(job_in(tmp_path))
+    assert steps_in(tmp_path) == 3
+    assert losses_of(job_in(tmp_path)) == {n: whole[n] for n in range(4, 13)}
+
+
+KILLED_BEFORE_THE_RENAME = """
+import os, signal, sys
+from pathlib import Path
+from tests.train.test_automatic_checkpoint import job_in, losses_of
+
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+losses_of(job_in(Path(sys.argv[1])))
+"""
+
+
+def test_after_a_kill_before_the_rename_the_checkpoint_before_it_counts(tmp_path: Path) -> None:
+    whole = losses_of(job_of())
+    with pytest.raises(Crash):
+        losses_of(job_in(tmp_path), crash_at=4)
+    command = [sys.executable, "-c", KILLED_BEFORE_THE_RENAME, str(tmp_path)]
+    assert forked.run(command, cwd=forked.ROOT).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob("manifest.json.*"))  # it was about to become the current one
+    assert steps_in(tmp_path) == 3
+    assert losses_of(job_in(tmp_path)) == {n: whole[n] for n in range(4, 13)}
 
 
 def test_a_preempted_job_saves_there(tmp_path: Path) -> None:
