@@ -48,6 +48,7 @@ class Mortal(Executor):
         self._is_last = is_last
         self.rank = executor.rank
         self.size = executor.size
+        self.takes_cores = executor.takes_cores
 
     def submit(self, call: Call) -> Work:
         return self._live_through(lambda: self._executor.submit(call))
@@ -179,9 +180,13 @@ def alone(train: Train, folder: Path) -> Any:
 
 def exact_step(job: Job, make: Callable[[], nn.Module] = mlp) -> Any:
     adam = partial(torch.optim.Adam, lr=0.01)
+    return job.step(built(make), F.cross_entropy, optimizer=adam, exact=True)
+
+
+def built(make: Callable[[], nn.Module] = mlp) -> nn.Module:
+    """A model that the threads make one after the other."""
     with _drawing:
-        model = make()
-    return job.step(model, F.cross_entropy, optimizer=adam, exact=True)
+        return make()
 
 
 def weights(step: Any) -> list[Tensor]:

@@ -111,7 +111,7 @@ def compare(
 
 
 SINGLE_AND_SUMS = ["single", "ddp", "ddp(bucket_mb=0.01)", 'mapreduce(batch="mini")']
-ZERO = ["zero(1)", "zero(2)", "zero(3)"]
+ZERO = ["zero(1)", "zero(2)", "zero(3)", "zero(1, elastic=True)", "zero(3, elastic=True)"]
 LOCALSGD = [
     "localsgd(every=2)",
     'localsgd(every=2, outer="sgd(lr=1.0)")',

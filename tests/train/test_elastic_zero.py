@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import random
 import threading
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shoal.comm.membership import GroupMember
 from shoal.errors import ShoalError
 from shoal.train import checkpoint
 from shoal.train.job import Job
-from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Workers, alone, exact_step, numbered
+from tests.elastic import (
+    BATCH,
+    EPOCHS,
+    PER_EPOCH,
+    Workers,
+    alone,
+    built,
+    exact_step,
+    numbered,
+)
 from tests.train.test_elastic_training import accuracy, wait_for_request
 
 STAGES = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
@@ -167,3 +177,36 @@ def test_a_worker_that_comes_back_gets_its_shards(
     assert_same_bits(workers, wanted)
     assert workers.used[6] == {0, 2, 3}
     assert all(workers.used[step] == {0, 1, 2, 3} for step in range(8, EPOCHS * PER_EPOCH + 1))
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_without_exact_the_result_is_that_of_one_worker_up_to_rounding(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Buckets are reduced to owners, which send them to copies; the norm counts each shard once."""
+
+    def train(workers: Workers, job: Job) -> list[float]:
+        step = job.step(
+            built(),
+            F.cross_entropy,
+            optimizer=partial(torch.optim.AdamW, lr=0.01),
+            clip_norm=0.1,
+            accumulate=2,
+            scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
+        )
+        losses = [float(step(batch)) for batch in job.batches(numbered(), BATCH, epochs=EPOCHS)]
+        job.save(workers.folder / "saved")
+        return losses
+
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "run").mkdir()
+    wanted = alone(train, tmp_path / "alone")
+    dies = {GroupMember(2, 0): (40, "before")}
+    workers = Workers(tmp_path / "run", SIZE, train, strategy, dies=dies)
+    workers.run()
+    assert sorted(workers.results) == [0, 1, 3]
+    for losses in workers.results.values():
+        assert losses == pytest.approx(wanted, abs=1e-5)
+    found = saved_tensors(workers.folder)
+    for name, tensor in saved_tensors(tmp_path / "alone").items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)

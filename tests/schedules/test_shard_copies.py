@@ -1,0 +1,40 @@
+"""Who holds a shard, and what moves when the ranks change."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shoal.schedules.shard_copies import (
+    ShardTransfer,
+    held_shards,
+    holders,
+    shard_transfers,
+    surviving_holders,
+)
+
+
+def test_a_shard_is_on_its_owner_and_on_the_rank_that_follows() -> None:
+    assert [held_shards(rank, 3, copies=1) for rank in range(3)] == [[0, 2], [1, 0], [2, 1]]
+    assert [holders(shard, 3, copies=1) for shard in range(3)] == [[0, 1], [1, 2], [2, 0]]
+    assert held_shards(0, 2, copies=5) == [0, 1]
+
+
+def test_what_moves_when_rank_1_of_3_is_lost() -> None:
+    """Parameters 0, 1, 2 are the shards 0, 1, 2; then 0 and 1 are shard 0, and 2 is shard 1."""
+    held_by = surviving_holders([0, 1, 2], 3, 1, earlier_ranks=[0, 2])
+    assert held_by == [[0], [1], [0, 1]]
+    moved = shard_transfers(held_by, owners=[0, 0, 1], ranks=2, copies=1)
+    assert moved == [ShardTransfer(0, 1, 0), ShardTransfer(1, 0, 1)]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+def test_as_many_ranks_as_there_are_copies_may_be_lost(ranks: int, copies: int) -> None:
+    for lost in itertools.combinations(range(ranks), copies):
+        left = [rank for rank in range(ranks) if rank not in lost]
+        assert all(surviving_holders(range(ranks), ranks, copies, left))
+    too_many = range(copies + 1)
+    left = [rank for rank in range(ranks) if rank not in too_many]
+    assert surviving_holders(range(ranks), ranks, copies, left)[0] == []
