@@ -131,3 +131,15 @@ def test_a_callback_may_wait_for_operations_that_only_the_thread_carries_out() -
     release.set()
     assert ended.wait(60) and log == ["first", "second", "third"]
     queue.close()
+
+
+def test_one_that_has_taken_the_queue_acts_before_all_later_operations() -> None:
+    queue = WorkQueue("taken")
+    done: list[str] = []
+    assert queue.try_take() and not queue.try_take()
+    work = queue.call(lambda: done.append("operation"))
+    done.append("taken")
+    queue.give_back()
+    work.wait()
+    assert done == ["taken", "operation"] and queue.try_take()
+    queue.close()
