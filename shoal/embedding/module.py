@@ -165,12 +165,20 @@ class Embedding(nn.Module):
         self._bound().push(self.spec.name, ids, grads, lr, self.updates)
 
     def state(self) -> dict[str, Tensor]:
-        """All rows that have been used. A checkpoint needs these and `updates`."""
+        """All rows that have been used. A checkpoint needs these and `stored_updates`."""
         by_name: dict[str, list[Tensor]] = {}
         for chunk in self._bound().state(self.spec.name):
             for name, tensor in chunk.items():
                 by_name.setdefault(name, []).append(tensor)
         return {name: torch.cat(tensors) for name, tensors in by_name.items()}
+
+    @property
+    def stored_updates(self) -> int:
+        """Updates of the rows that `state` has returned last.
+
+        Where workers push at their own pace these are more than the `updates` of this one.
+        """
+        return max(self.updates, self._bound().steps(self.spec.name))
 
     def check_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Raise BadInput for what `load_state` could not take; nothing is changed."""

@@ -32,6 +32,10 @@ class RowStore(Protocol):
         """All rows that have been used, and their optimizer state: see `RowTable.state`."""
         ...
 
+    def steps(self, table: str) -> int:
+        """Updates of the table by all workers, as of the latest `state`."""
+        ...
+
     def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
         """Replace all rows by saved ones: see `RowTable.load_state`."""
         ...
@@ -60,6 +64,9 @@ class LocalStore(RowStore):
 
     def state(self, table: str) -> Iterator[dict[str, Tensor]]:
         return self.tables[table].state()
+
+    def steps(self, table: str) -> int:
+        return self.tables[table].steps
 
     def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
         self.tables[table].load_state(chunks, steps)

@@ -60,6 +60,7 @@ class ServerStore(RowStore):
         self._wants_latest = False
         self._hot: dict[str, HotSet] = {}
         self._steps: dict[str, int] = {}  # pushes of each table by this worker
+        self._updates: dict[str, int] = {}  # of each table by all workers, at the latest `state`
         self._pulls = client.rank  # servers are asked for hot rows in another order each time
         is_shared = all(link.shares_rows for link in client.links)
         self._memories = RowMemories(self._share_memory if is_shared else None)
@@ -194,11 +195,15 @@ class ServerStore(RowStore):
         self._steps[table] += 1
 
     def state(self, table: str) -> Iterator[dict[str, Tensor]]:
+        self._updates[table] = 0
         for link in self.client.links:
             cursor = 0
             while chunk := self._get_chunk(link, table, cursor):
                 yield chunk
                 cursor = cursor_after(chunk)
+
+    def steps(self, table: str) -> int:
+        return self._updates.get(table, 0)
 
     def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
         """The lowest surviving worker loads for all; it takes effect at the next barrier."""
@@ -219,6 +224,7 @@ class ServerStore(RowStore):
         )
         meta, payload = _ask(link, request)
         chunk = decode(meta, RowChunk)
+        self._updates[table] = max(chunk.steps, self._updates[table])
         spec = self.specs[table]
         if not chunk.keys:
             return None

@@ -33,7 +33,7 @@ def snapshot(
         scaler = step.update.scaler
         saved.document["models"].append(
             {
-                "tables": {e.spec.name: e.updates for e in step.embeddings},
+                "tables": {e.spec.name: e.stored_updates for e in step.embeddings},
                 "tied": tied,
                 "optimizer": rest,
                 "steps": step.steps,

@@ -18,6 +18,7 @@ from shoal.comm.group import Group
 from shoal.server.row_client import ServerStore
 from shoal.server.server import Server
 from shoal.strategy.strategy import parse
+from shoal.train.checkpoint import read_manifest
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.seeds import seeded
@@ -211,6 +212,21 @@ def test_rows_learn_with_copies_and_caches_under_relaxed_rules(
         hits.append(store.caches["rows"].hits)
     assert any(hits) if "quorum" in rule else all(hits), "one that is late leaves steps out"
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_rows_that_come_and_go_are_loaded_as_workers_saved_them_at_their_own_pace(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The table has counted the updates of all workers, more than the one that saves has made."""
+    options: Any = {"min_count": 2, "ttl_steps": 20}
+    models = [Clicks(OPTIMIZERS["adam"], **options) for _ in range(3)]
+    with launched(monkeypatch, 2):
+        saved = tmp_path / "saved"
+        world(2, lambda g: go(g, 'ps(mode="async", servers=2)', models[g.rank], save=saved))
+    go(solo_group(), "single", models[2], load=saved)
+    document = read_manifest(saved)
+    (counted,) = document["models"][0]["tables"].values()
+    assert counted == 10, "5 steps of each worker"
 
 
 def test_a_table_that_is_loaded_has_no_copies_of_what_was_there(
