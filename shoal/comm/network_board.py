@@ -57,7 +57,7 @@ class NetworkBoard:
         return self._log.is_absent(worker)
 
     def watch(self, on_exit: Callable[[GroupMember], None]) -> None:
-        """A board that breaks is told as the exit of this very process."""
+        """A board that breaks counts as the exit of this very process."""
         self._on_exit = on_exit
 
     def close(self) -> None:
