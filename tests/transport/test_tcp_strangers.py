@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.config import TlsConfig
-from shoal.transport.tcp.connect import TcpSpec
+from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.handshake import Stranger, StreamName, accept, prove
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
 from tests.server.test_tls import certificate
@@ -35,12 +34,30 @@ def swap(transport: TcpTransport) -> float:
     return total
 
 
+def assert_swapped(first: Exchange, second: Exchange, strangers: list[socket.socket]) -> None:
+    """Two ranks that meet in these ways exchange numbers, whatever the strangers do."""
+    results: dict[int, float] = {}
+
+    def main(rank: int) -> None:
+        engine = TcpEngine(TcpSpec(rank, 2, KEY), second if rank else first)
+        results[rank] = swap(TcpTransport(engine))
+        engine.close()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for sock in strangers:
+        sock.close()
+    assert results == {0: 4.0, 1: 2.0}
+
+
 def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
     meeting = Meeting(2)
     strangers: list[socket.socket] = []
-    results: dict[int, float] = {}
 
-    def exchange(rank: int) -> Callable[[bytes], list[bytes]]:
+    def exchange(rank: int) -> Exchange:
         def with_strangers(address: bytes) -> list[bytes]:
             host, port = address.decode().split()
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, b"\0" * 4096):
@@ -50,19 +67,7 @@ def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
 
         return with_strangers
 
-    def main(rank: int) -> None:
-        engine = TcpEngine(TcpSpec(rank, 2, KEY), exchange(rank))
-        results[rank] = swap(TcpTransport(engine))
-        engine.close()
-
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for sock in strangers:
-        sock.close()
-    assert results == {0: 4.0, 1: 2.0}
+    assert_swapped(exchange(0), exchange(1), strangers)
 
 
 def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
@@ -72,7 +77,6 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
     monkeypatch.setattr("shoal.transport.tcp.connect._HANDSHAKE_GRACE_S", 0.02)
     meeting = Meeting(2)
     strangers: list[socket.socket] = []
-    results: dict[int, float] = {}
 
     def exchange(address: bytes) -> list[bytes]:
         host, port = address.decode().split()
@@ -80,19 +84,7 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
             strangers.append(socket.create_connection((host, int(port))))
         return meeting.exchange(0)(address)
 
-    def main(rank: int) -> None:
-        engine = TcpEngine(TcpSpec(rank, 2, KEY), exchange if rank == 0 else meeting.exchange(1))
-        results[rank] = swap(TcpTransport(engine))
-        engine.close()
-
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for sock in strangers:
-        sock.close()
-    assert results == {0: 4.0, 1: 2.0}
+    assert_swapped(exchange, meeting.exchange(1), strangers)
 
 
 def test_a_rank_with_another_key_does_not_get_in() -> None:
