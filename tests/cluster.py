@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from tests.namespaces import Host
 from tests.server.test_tls import certificate
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import Desync, PeerLost
+from shoal.runtime.atomic_write import write_atomically
 from shoal.runtime.backoff import Backoff
-from shoal.runtime.run_dir import write_atomically
 from shoal.runtime.waits import waiting
 
 FIRST_LOOK_S = 0.001

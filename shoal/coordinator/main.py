@@ -16,10 +16,11 @@ from shoal.coordinator.core import Core
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import BadInput
+from shoal.runtime.atomic_write import write_atomically
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
 from shoal.runtime.parent_death import die_with_launcher
-from shoal.runtime.run_dir import RunDir, write_atomically
+from shoal.runtime.run_dir import RunDir
 
 
 def main() -> int:

@@ -47,7 +47,8 @@ from shoal.launch.supervisor import TERM_S
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.cores import cores
 from shoal.runtime.decoders import lax_json_decoder
-from shoal.runtime.run_dir import RunDir, host_run_dir, parse_secret
+from shoal.runtime.run_dir import RunDir, host_run_dir
+from shoal.runtime.secret import parse_secret
 
 MAX_TASK_BYTES = 16 << 20
 _SIOCGIFADDR = 0x8915

@@ -30,7 +30,8 @@ from shoal.errors import (
     tells_of_lost_peer,
 )
 from shoal.launch.processes import Role
-from shoal.runtime.run_dir import RunDir, signal_name, write_atomically
+from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.run_dir import RunDir, signal_name
 
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}

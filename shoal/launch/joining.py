@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.run_dir import RunDir, remove_abandoned, running_runs
+from shoal.runtime.locked_folders import remove_abandoned
+from shoal.runtime.run_dir import RunDir, running_runs
 
 _POLL_S = 0.2
 _LOOK_S = 0.05

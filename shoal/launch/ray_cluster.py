@@ -13,7 +13,7 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.runtime.config import set_default_variables
 from shoal.runtime.cores import cores
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 
 try:
     import ray

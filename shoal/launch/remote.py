@@ -26,7 +26,8 @@ from shoal.launch.remote_run import RemoteRun
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.remote_workers import RemoteWorkers
 from shoal.launch.supervisor import Event, SignalEvents, Supervisor
-from shoal.runtime.run_dir import new_run_dir, new_secret
+from shoal.runtime.run_dir import new_run_dir
+from shoal.runtime.secret import new_secret
 
 
 def run_remote(

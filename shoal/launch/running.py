@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import BadInput
-from shoal.runtime.run_dir import RunDir, remove_abandoned, running_runs
+from shoal.runtime.locked_folders import remove_abandoned
+from shoal.runtime.run_dir import RunDir, running_runs
 
 # fmt: off
 _NAMES = (

@@ -41,7 +41,8 @@ from shoal.launch.supervisor import TERM_S
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import threads_of
 from shoal.runtime.decoders import lax_json_decoder
-from shoal.runtime.run_dir import RunDir, new_server_dir, parse_secret, signal_name
+from shoal.runtime.run_dir import RunDir, new_server_dir, signal_name
+from shoal.runtime.secret import parse_secret
 
 
 class ServerAgent:

@@ -21,7 +21,8 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.run_dir import RunDir, read_secret_file
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.secret import read_secret_file
 from shoal.runtime.variables import (
     COORDINATOR,
     COUNT,

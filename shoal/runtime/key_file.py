@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.proof import proof
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 
 _FINGERPRINT_DIGITS = 16
 

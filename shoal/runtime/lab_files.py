@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.run_dir import write_atomically
+from shoal.runtime.atomic_write import write_atomically
 
 FOLDER = Path("/run/shoal-lab")  # root makes labs; other users may read what they are
 DEFAULT_LAB = "lab"

@@ -33,14 +33,9 @@ Files that another process waits for appear atomically: complete, or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import re
-import secrets
-import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -49,22 +44,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import BadInput
+from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.locked_folders import (
+    make_locked,
+    remove_abandoned,
+    remove_locked,
+    room_for,
+    temporary_folder,
+)
+from shoal.runtime.secret import new_secret, read_secret_file, write_secret_file
 
-SECRET_BYTES = 32
-_SHORTEST_SECRET_BYTES = 16
-_MAX_SECRET_TEXT = 4096
 _MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
-_KINDS = (
-    *("run", "ps"),  # of launchers, and of servers that workers start
-    "host",  # of the workers of one host, where an engine lends several
-    *("auto", "bench", "calibrate", "compare", "keys", "memory", "predict", "profile", "trace"),
-    *("verify", "workload"),  # of commands: see scratch.py
-)
-_LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")
-_locks: dict[Path, int] = {}  # open files that mark the directories of this process as in use
 
 
 @dataclass(frozen=True)
@@ -387,19 +379,14 @@ class RunDir:
 
     def write_secret(self, secret: bytes) -> None:
         """Fails if there is one already."""
-        handle = os.open(self.secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(secret.hex())
+        write_secret_file(self.secret, secret)
 
     def read_secret(self) -> bytes | None:
         """None where there is none; BadInput if other users could read it."""
         return read_secret_file(self.secret) if self.secret.is_file() else None
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        lock = _locks.pop(self.path, None)
-        if lock is not None:
-            os.close(lock)
+        remove_locked(self.path)
 
 
 @contextmanager
@@ -419,9 +406,9 @@ def host_run_dir(secret: bytes) -> Iterator[RunDir]:
 @contextmanager
 def _with_secret(kind: str, secret: bytes) -> Iterator[RunDir]:
     remove_abandoned()
-    run_dir = make_locked(kind)
+    run_dir = RunDir(make_locked(kind))
     try:
-        with _room_for(run_dir.path):
+        with room_for(run_dir.path):
             run_dir.write_secret(secret)
         yield run_dir
     finally:
@@ -440,107 +427,11 @@ def running_runs() -> list[RunDir]:
     return []
 
 
-def remove_abandoned() -> None:
-    """Remove directories of this user whose process was killed: their lock is free."""
-    with suppress(OSError):
-        folders = {Path(tempfile.gettempdir()), Path("/tmp")}  # of servers: see new_server_dir
-        made = [folder / name for folder in folders for name in os.listdir(folder)]
-        for path in made:
-            if _LOCKED_NAME.fullmatch(path.name) and path not in _locks:
-                _remove_if_abandoned(path / "lock")
-
-
-def _remove_if_abandoned(lock: Path) -> None:
-    with suppress(OSError):
-        if lock.lstat().st_uid != os.getuid():
-            return
-        handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-        finally:
-            os.close(handle)
-
-
-def make_locked(kind: str, parent: str | None = None) -> RunDir:
-    """A new directory; it counts as abandoned when this process and its forks have ended."""
-    assert kind in _KINDS, kind
-    folder = parent or _temporary_folder()
-    with _room_for(Path(folder)):
-        path = Path(tempfile.mkdtemp(prefix=f"shoal-{kind}-", dir=folder))
-        unlocked = path / "new"
-        handle = os.open(unlocked, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        _locks[path] = handle
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        os.rename(unlocked, path / "lock")  # it is locked from the moment when it can be found
-    return RunDir(path)
-
-
-def _temporary_folder() -> str:
-    try:
-        return tempfile.gettempdir()
-    except OSError as error:
-        raise BadInput(f"there is no folder for temporary files: {error}; set TMPDIR") from error
-
-
-@contextmanager
-def _room_for(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileExistsError:  # written by another process: there is room
-        raise
-    except OSError as error:
-        raise BadInput(
-            f"cannot write the files of the run to {path}: {error.strerror}; make room there, "
-            "or set TMPDIR to another folder"
-        ) from error
-
-
 def new_server_dir() -> RunDir:
     """A directory for servers that a worker starts; its path is short enough for sockets."""
     remove_abandoned()
-    longest = len(_temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
-    return make_locked("ps", "/tmp" if longest > _LONGEST_SOCKET_PATH else None)
-
-
-def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
-    """Write a file that other processes see complete or not at all."""
-    unfinished = path.with_suffix(".part")
-    data = content.encode() if isinstance(content, str) else content
-    unfinished.write_bytes(data)
-    os.replace(unfinished, path)
-
-
-def new_secret() -> bytes:
-    return secrets.token_bytes(SECRET_BYTES)
-
-
-def read_secret_file(path: Path) -> bytes:
-    """BadInput if it cannot be read, or if other users could read or have written it."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            text = file.read(_MAX_SECRET_TEXT).decode("ascii", errors="replace")
-    except OSError as error:
-        raise BadInput(f"{path}, which holds the secret of the run: {error.strerror}") from error
-    if status.st_uid not in (os.getuid(), 0):
-        raise BadInput(f"{path} holds the secret of the run, and belongs to another user")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise BadInput(
-            f"{path} holds the secret of the run, and other users can read it: chmod 600 {path}"
-        )
-    return parse_secret(text.strip(), str(path))
-
-
-def parse_secret(text: str, source: str) -> bytes:
-    """The secret that `source` holds in hexadecimal."""
-    try:
-        secret = bytes.fromhex(text)
-    except ValueError:
-        secret = b""
-    if len(secret) < _SHORTEST_SECRET_BYTES:
-        raise BadInput(f"{source} has to hold a secret of at least 32 hexadecimal digits")
-    return secret
+    longest = len(temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
+    return RunDir(make_locked("ps", "/tmp" if longest > _LONGEST_SOCKET_PATH else None))
 
 
 def signal_name(number: int) -> str:

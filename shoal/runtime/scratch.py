@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.runtime.run_dir import make_locked, remove_abandoned
+from shoal.runtime.locked_folders import make_locked, remove_abandoned, remove_locked
 
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
     """Removed at the end of the block; if this process is killed, by the next that makes one."""
     remove_abandoned()
-    made = make_locked(kind)
+    path = make_locked(kind)
     try:
-        yield made.path
+        yield path
     finally:
-        made.remove()
+        remove_locked(path)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import BadInput
-from shoal.runtime.run_dir import RunDir, parse_secret
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.secret import parse_secret
 
 _MAX_DIGITS = 18
 _MAX_SECONDS = 1e8

@@ -19,7 +19,8 @@ from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.config import RunConfig
 from shoal.runtime.proof import fresh_nonce, is_proof, proof
-from shoal.runtime.run_dir import RunDir, new_secret, new_server_dir
+from shoal.runtime.run_dir import RunDir, new_server_dir
+from shoal.runtime.secret import new_secret
 
 _MAX_BYTES = 512
 _NEEDS_SECRET = (

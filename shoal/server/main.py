@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import BadInput
+from shoal.runtime.atomic_write import write_atomically
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
-from shoal.runtime.run_dir import RunDir, write_atomically
+from shoal.runtime.run_dir import RunDir
 from shoal.runtime.server_faults import read_server_slow
 from shoal.runtime.waits import Watcher
 

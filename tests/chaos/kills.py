@@ -20,7 +20,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.runtime import run_dir
+from shoal.runtime.locked_folders import remove_abandoned
 from shoal.runtime.waits import state_of
 from shoal.strategy.strategy import as_strategy
 from tests import forked
@@ -133,7 +133,7 @@ class Attack:
 
     def _leaves_nothing(self) -> bool:
         tempfile.tempdir = str(self.folder)
-        run_dir.remove_abandoned()
+        remove_abandoned()
         tempfile.tempdir = None
         return not list(self.folder.glob("shoal-*"))
 

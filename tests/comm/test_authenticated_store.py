@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.authenticated_store import AuthenticatedStore, authenticated
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 
 SECRET = new_secret()
 

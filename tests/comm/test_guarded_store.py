@@ -34,7 +34,7 @@ from shoal.comm.guarded_store.session import (
 )
 from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 
 SECRET = new_secret()
 

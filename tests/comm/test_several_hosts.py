@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.transport.tcp.transport import is_built
 from tests import namespaces
 from tests.namespaces import Host

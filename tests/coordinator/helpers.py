@@ -19,7 +19,8 @@ from shoal.coordinator.local import LocalCoordinator
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir, new_secret
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.secret import new_secret
 from tests.folders import socket_folder
 
 SECRET = new_secret()

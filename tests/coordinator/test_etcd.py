@@ -18,7 +18,7 @@ from shoal.coordinator.etcd.endpoints import Endpoint, check_trusted, parse_endp
 from shoal.coordinator.interface import Conflict, LeaseLost, Unavailable, Versioned
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, RunConfig
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, EtcdCluster, etcd_cluster
 from tests.server.cutting import proxied
 from tests.server.test_tls import certificate, needs_openssl

@@ -18,7 +18,7 @@ from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.records import Get, PutIf
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import ShoalError
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.runtime.strangers import MAX_UNAUTHENTICATED
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import connect

@@ -28,7 +28,8 @@ from shoal.launch.placing import place
 from shoal.launch.remote import run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir, new_secret
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.secret import new_secret
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
 from tests.launch.resuming import environ, undisturbed, write_script

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.runtime.trust import require_protected, require_trusted_network
 
 

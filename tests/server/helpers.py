@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer

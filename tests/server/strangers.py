@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.server.protocol.endpoint import connect
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.protocol.handshake import authenticate

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.server import introduction
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker

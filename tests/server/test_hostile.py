@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.runtime.strangers import MAX_UNAUTHENTICATED
 from shoal.server import shared_memory as segment
 from shoal.server.client import Client

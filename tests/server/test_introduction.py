@@ -16,7 +16,7 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import new_secret
+from shoal.runtime.secret import new_secret
 from shoal.server.introduction import Announcer, Introduction, introduce
 from tests.conftest import World
 

@@ -1,0 +1,95 @@
+"""Temporary folders that count as abandoned, and are removed, when their process has ended.
+
+Each holds a file `lock`, which is locked while the process that made the folder, or a fork of
+it, runs. The next process that makes a folder removes those of this user whose lock is free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shoal.errors import BadInput
+
+_KINDS = (
+    *("run", "ps"),  # of launchers, and of servers that workers start
+    "host",  # of the workers of one host, where an engine lends several
+    *("auto", "bench", "calibrate", "compare", "keys", "memory", "predict", "profile", "trace"),
+    *("verify", "workload"),  # of commands: see scratch.py
+)
+_LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")
+_locks: dict[Path, int] = {}  # open files that mark the folders of this process as in use
+
+
+def make_locked(kind: str, parent: str | None = None) -> Path:
+    """A new folder; it counts as abandoned when this process and its forks have ended."""
+    assert kind in _KINDS, kind
+    folder = parent or temporary_folder()
+    with room_for(Path(folder)):
+        path = Path(tempfile.mkdtemp(prefix=f"shoal-{kind}-", dir=folder))
+        unlocked = path / "new"
+        handle = os.open(unlocked, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _locks[path] = handle
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.rename(unlocked, path / "lock")  # it is locked from the moment when it can be found
+    return path
+
+
+def remove_locked(path: Path) -> None:
+    """The lock is freed last, so that no other process removes the same files."""
+    shutil.rmtree(path, ignore_errors=True)
+    lock = _locks.pop(path, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Remove folders of this user whose process was killed: their lock is free."""
+    with suppress(OSError):
+        folders = {
+            Path(tempfile.gettempdir()),
+            Path("/tmp"),
+        }  # of servers: new_server_dir
+        made = [folder / name for folder in folders for name in os.listdir(folder)]
+        for path in made:
+            if _LOCKED_NAME.fullmatch(path.name) and path not in _locks:
+                _remove_if_abandoned(path / "lock")
+
+
+def _remove_if_abandoned(lock: Path) -> None:
+    with suppress(OSError):
+        if lock.lstat().st_uid != os.getuid():
+            return
+        handle = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise BadInput(f"there is no folder for temporary files: {error}; set TMPDIR") from error
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """BadInput where the block cannot write there."""
+    try:
+        yield
+    except FileExistsError:  # written by another process: there is room
+        raise
+    except OSError as error:
+        raise BadInput(
+            f"cannot write the files of the run to {path}: {error.strerror}; make room there, "
+            "or set TMPDIR to another folder"
+        ) from error

@@ -1,0 +1,53 @@
+"""The secret of a run, which its processes prove to each other, and the files that hold it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from shoal.errors import BadInput
+
+SECRET_BYTES = 32
+_SHORTEST_SECRET_BYTES = 16
+_MAX_SECRET_TEXT = 4096
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def write_secret_file(path: Path, secret: bytes) -> None:
+    """Only this user can read it; fails if there is one already."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(secret.hex())
+
+
+def read_secret_file(path: Path) -> bytes:
+    """BadInput if it cannot be read, or if other users could read or have written it."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MAX_SECRET_TEXT).decode("ascii", errors="replace")
+    except OSError as error:
+        raise BadInput(f"{path}, which holds the secret of the run: {error.strerror}") from error
+    if status.st_uid not in (os.getuid(), 0):
+        raise BadInput(f"{path} holds the secret of the run, and belongs to another user")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise BadInput(
+            f"{path} holds the secret of the run, and other users can read it: chmod 600 {path}"
+        )
+    return parse_secret(text.strip(), str(path))
+
+
+def parse_secret(text: str, source: str) -> bytes:
+    """The secret that `source` holds in hexadecimal."""
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) < _SHORTEST_SECRET_BYTES:
+        raise BadInput(f"{source} has to hold a secret of at least 32 hexadecimal digits")
+    return secret
