@@ -105,9 +105,6 @@ class AgentProcesses:
         for agent in list(self._agents):
             agent.preempt()
 
-    def signal_alone(self, number: signal.Signals) -> None:
-        self.signal(number)
-
     def signal(self, number: signal.Signals) -> None:
         """SIGTERM reaches the processes of agents through them."""
         for agent in list(self._agents):

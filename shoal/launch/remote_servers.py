@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,13 @@ import msgspec
 
 from shoal.errors import BadInput
 from shoal.launch.agent_messages import HostRefused
-from shoal.launch.agent_processes import AgentProcesses
 from shoal.launch.chain_members import ChainMembers
 from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.machines import Machine, ServerHosts
 from shoal.launch.output import LineForwarder
 from shoal.launch.process_config import server_config
 from shoal.launch.processes import ProcessExit
+from shoal.launch.remote_processes import RemoteProcesses
 from shoal.launch.remote_run import RemoteRun
 from shoal.launch.server_messages import (
     ChainsChanged,
@@ -46,20 +45,17 @@ SERVER_AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.server_agent")
 COORDINATOR = -1  # its number among the servers
 
 
-class RemoteServers:
-    """Use as a block: at its end they, and their agents, are gone."""
+class RemoteServers(RemoteProcesses):
+    """All servers, and their coordinator as number -1."""
 
     def __init__(self, run: RemoteRun, hosts: ServerHosts):
-        self._run = run
+        super().__init__(run)
         self._hosts = dict(enumerate(hosts.servers))
         if hosts.coordinator is not None:
             self._hosts[COORDINATOR] = hosts.coordinator
-        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
         self._listening: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: it ends
         self._addresses: dict[int, LaunchedServer] = {}
         self._exited: dict[int, int] = {}
-        self._over = threading.Event()
-        self._restarting: list[threading.Thread] = []
         spec = run.spec
         self.members = ChainMembers(spec.replication, spec.servers, run.say, are_here=False)
         self.policy = ServerPolicy(
@@ -75,22 +71,6 @@ class RemoteServers:
     @property
     def stderr(self) -> list[LineForwarder]:
         return [self._output[index][1] for index in range(self._run.spec.servers)]
-
-    def __enter__(self) -> RemoteServers:
-        self._agents.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._agents.__exit__()
-        for thread in self._restarting:
-            thread.join()
-
-    def signal_alone(self, number: signal.Signals) -> None:
-        self._agents.signal(number)
-
-    def signal(self, number: signal.Signals) -> None:
-        self._agents.signal(number)
 
     # ------------------------------------------------------------------ starting
 
@@ -159,11 +139,7 @@ class RemoteServers:
         return config if found is None else replace(config, coordinator=found.remote)
 
     def _start_again(self, index: int) -> None:
-        thread = threading.Thread(
-            target=self._find_and_start, args=(index,), name=f"shoal-server-{index}", daemon=True
-        )
-        self._restarting.append(thread)
-        thread.start()
+        self._in_background(f"shoal-server-{index}", lambda: self._find_and_start(index))
 
     def _find_and_start(self, index: int) -> None:
         before = self._hosts[index]

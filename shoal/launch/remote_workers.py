@@ -32,12 +32,12 @@ from shoal.launch.agent_messages import (
     WorkerReturned,
     read_message,
 )
-from shoal.launch.agent_processes import AgentProcesses
 from shoal.launch.failures import FailureReport, write_failure
 from shoal.launch.machines import Machine, MachineProcess
 from shoal.launch.output import LineForwarder, OnProgress
 from shoal.launch.placing import PlacedRanks
 from shoal.launch.processes import ProcessExit
+from shoal.launch.remote_processes import RemoteProcesses
 from shoal.launch.remote_run import RemoteRun
 from shoal.launch.remote_servers import RemoteServers
 
@@ -55,27 +55,24 @@ class HostAgent:
         self.left = set(placed.ranks)
 
 
-class RemoteWorkers:
-    """The agents of all hosts. Use as a block: at its end they, and their workers, are gone."""
+class RemoteWorkers(RemoteProcesses):
+    """The agents of all hosts, and their workers."""
 
     def __init__(
         self, run: RemoteRun, placed: Sequence[PlacedRanks], on_progress: OnProgress | None
     ):
         """`placed` has all workers that there may be, also those that come later."""
-        self._run = run
+        super().__init__(run)
         self._placed = placed
         self._at = {rank: (on.machine, rank - on.first) for on in placed for rank in on.ranks}
         self._spec = run.spec
         self._run_dir = run.run_dir
         self._on_progress = on_progress
-        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
         self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
         self._port = 0
         self._hosts: dict[str, HostAgent] = {}  # by the name of the agent
         self._lost_machines: set[str] = set()
         self._noting = threading.Lock()
-        self._over = threading.Event()
-        self._restarting: list[threading.Thread] = []
         self._config = run.spec.config
         self.board: str | None = None  # where workers of an elastic run find it
         self.stdout, self.stderr = ([self._show(r, e) for r in self._ranks] for e in (False, True))
@@ -115,19 +112,9 @@ class RemoteWorkers:
         self._starting.put(None)
 
     def start_again(self, rank: int) -> None:
-        """Start a worker that was lost, or is asked for, on its host or on another one.
-
-        A thread does it: an engine may need time for a host in place of one that is lost.
-        """
+        """Start a worker that was lost, or is asked for, on its host or on another one."""
         generation = self._run_dir.generation(rank)
-        thread = threading.Thread(
-            target=self._find_and_start,
-            args=(rank, generation),
-            name=f"shoal-worker-{rank}",
-            daemon=True,
-        )
-        self._restarting.append(thread)
-        thread.start()
+        self._in_background(f"shoal-worker-{rank}", lambda: self._find_and_start(rank, generation))
 
     def _find_and_start(self, rank: int, generation: int) -> None:
         agent = HostAgent(PlacedRanks(self._at[rank][0], rank, 1), generation)
@@ -186,23 +173,9 @@ class RemoteWorkers:
             name=agent.name,
         )
 
-    def __enter__(self) -> RemoteWorkers:
-        self._agents.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._agents.__exit__()
-        for thread in self._restarting:
-            thread.join()
-
     def signal_alone(self, number: signal.Signals) -> None:
         """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
         self._agents.preempt()
-
-    def signal(self, number: signal.Signals) -> None:
-        """SIGTERM reaches the workers through their agents."""
-        self._agents.signal(number)
 
     # ------------------------------------------------------------------ what agents report
 

@@ -46,8 +46,12 @@ Event = (
 class Signalled(Protocol):
     """Processes of one role, on this host or on others."""
 
-    def signal_alone(self, number: signal.Signals) -> None: ...
     def signal(self, number: signal.Signals) -> None: ...
+
+
+class SignalledWorkers(Signalled, Protocol):
+    def signal_alone(self, number: signal.Signals) -> None:
+        """Without their children."""
 
 
 class SignalEvents:
@@ -112,7 +116,7 @@ class Supervisor:
 
     def run(
         self,
-        workers: Signalled,
+        workers: SignalledWorkers,
         servers: Signalled,
         survives: Callable[[ProcessExit], bool],
         run_dir: RunDir,
@@ -137,7 +141,7 @@ class Supervisor:
     def _is_preempted(self) -> bool:
         return self.first_signal in PREEMPTING and not self.failed and not self.output_error
 
-    def _let_save(self, workers: Signalled, run_dir: RunDir) -> None:
+    def _let_save(self, workers: SignalledWorkers, run_dir: RunDir) -> None:
         """Servers stay: workers need them to save."""
         signals = self.signals
         run_dir.mark_preempted()
