@@ -68,5 +68,6 @@ class ReplicaAddresses(Sequence[str]):
     def _saw(self, replica: int, value: bytes) -> None:
         with suppress(msgspec.MsgspecError):
             alive = msgpack_decoder(Alive).decode(value)
-            if alive.remote:
-                self._addresses[replica] = alive.remote
+            address = alive.remote or alive.address
+            if address.startswith("tcp:"):  # a Unix socket is for its host alone
+                self._addresses[replica] = address
