@@ -124,13 +124,15 @@ def finish(processes: list[subprocess.Popen[str]]) -> Ended:
     for reader in readers:
         reader.start()
     deadline_s = time.monotonic() + RUN_S
-    for reader in readers:
-        reader.join(max(0.0, deadline_s - time.monotonic()))
-    hangs = any(process.poll() is None for process in processes)
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for reader in readers:
-        reader.join()
+    try:
+        for reader in readers:
+            reader.join(max(0.0, deadline_s - time.monotonic()))
+        hangs = any(process.poll() is None for process in processes)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for reader in readers:
+            reader.join()
     note = "\nHANGS" if hangs else ""
     return Ended(tuple(process.returncode for process in processes), "\n".join(texts) + note)

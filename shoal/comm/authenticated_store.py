@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.generation import own_generation
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import BadInput
 from shoal.runtime.proof import fresh_nonce, is_proof, proof
 
 _CODE_BYTES = 32
@@ -39,9 +39,9 @@ class AuthenticatedStore(Store):
         signed = self._store.get(key)
         data, code = signed[:-_CODE_BYTES], signed[-_CODE_BYTES:]
         if not is_proof(code, self._key, "store", key.encode(), data):
-            raise ShoalError(
+            raise BadInput(
                 f"{key!r} in the store of the rendezvous was written by a process that does not "
-                "know the secret of this run (is SHOAL_SECRET the same on every host?)"
+                "know the secret of this run (does `shoal keys show` say the same on every host?)"
             )
         return data
 

@@ -27,14 +27,19 @@ _LONGEST_PAUSE_S = 0.05
 
 def own_generation(store: Store, rank: int, size: int, timeout_s: float = 1800.0) -> Store:
     """`store` below a name that these ranks share and no other start does; all ranks call it."""
+    return PrefixStore(generation_name(store, rank, size, timeout_s), store)
+
+
+def generation_name(store: Store, rank: int, size: int, timeout_s: float = 1800.0) -> str:
+    """That name, alone."""
     word = secrets.token_hex(16)
     if rank == 0:
         _name(store, word, range(1, size), time.monotonic() + timeout_s)
-        return PrefixStore(word, store)
+        return word
     store.set(f"hello/{rank}", word)
     name = store.get(f"reply/{word}").decode(errors="replace")
     store.set(f"here/{name}/{rank}", word)
-    return PrefixStore(name, store)
+    return name
 
 
 def _name(store: Store, name: str, peers: Iterable[int], deadline_s: float) -> None:

@@ -27,11 +27,12 @@ from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
-from shoal.comm.generation import own_generation
+from shoal.comm.generation import generation_name, own_generation
 from shoal.comm.group import Group
 from shoal.comm.guarded_store.meet import meet_at, move_to_own_service
 from shoal.comm.network import HostNetwork, agreed_between, open_engine, open_links
 from shoal.comm.racks import in_ring_order
+from shoal.comm.refusals import HeedingStore, Refusals, heeding_refusals
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
@@ -97,11 +98,8 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
     def protect(store: Store, rank: int, size: int) -> Store:
         if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
             return own_generation(store, rank, size)
-        stores.append(authenticated(store, spec.secret, rank, size))
-        if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
-            stores.append(move_to_own_service(stores[0], rank, spec.secret, spec.hostname))
-            return own_generation(PrefixStore(spec.name, stores[1]), rank, size)
-        return stores[0]
+        with heeding_refusals(store, spec.secret, rank) as refusals:
+            return _prove(spec, store, refusals, stores)
 
     def meet() -> Store:
         stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
@@ -120,6 +118,22 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
             group.close()
             if is_ours:
                 dist.destroy_process_group()
+
+
+def _prove(spec: GroupSpec, store: Store, refusals: Refusals, kept: list[Store]) -> Store:
+    """What all ranks have met in, from a store of torch's that strangers can write to."""
+    heeding = HeedingStore(store, refusals)
+    kept.append(heeding)
+    proven = authenticated(heeding, spec.secret, spec.rank, spec.size)
+    kept.append(proven)
+    if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
+        own = move_to_own_service(proven, spec.rank, spec.secret, spec.hostname)
+        kept.append(own)
+        named = PrefixStore(spec.name, own)
+        waiting = HeedingStore(named, refusals)
+        return PrefixStore(generation_name(waiting, spec.rank, spec.size), named)
+    heeding.is_over = True
+    return proven
 
 
 def shared_store(name: str, rank: int, size: int) -> Store:

@@ -1,6 +1,6 @@
 """A ps run over two hosts with TLS: sniffed, and with a stranger at its store and its servers.
 
-    python -m tests.chaos.two_hosts [--count 4] [--seed 0]
+    python -m tests.chaos.two_hosts [--count 4] [--seed 0] [--only overwrite]
 
 Hosts are network namespaces, which need root. In each of `count` runs the stranger does something
 else; a run has to end with the weights of the run without one, or with a refusal.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from pathlib import Path
 from tests.cluster import Cluster, finish
 from tests.namespaces import Host, Sniffer, two_hosts, why_not
 from tests.server.strangers import STRANGERS, at_the_servers, at_the_store
+
+NAMES = ["servers", *STRANGERS]
 
 
 def pieces_of(secret: bytes) -> list[bytes]:
@@ -79,9 +82,11 @@ def disturbed(cluster: Cluster, name: str, expected: str, chance: random.Random)
     stranger = threading.Thread(target=act)
     stranger.start()
     start_s = time.monotonic()
-    ended = finish(cluster.start(port))
-    ending.set()
-    stranger.join()
+    try:
+        ended = finish(cluster.start(port))
+    finally:
+        ending.set()
+        stranger.join()
     reason = refusal_in(ended.output)
     is_same = ended.statuses == (0, 0) and ended.weights == {expected}
     how = "the same weights" if is_same else f"refused: {reason}" if reason else "WRONG"
@@ -96,7 +101,7 @@ def disturbed(cluster: Cluster, name: str, expected: str, chance: random.Random)
 def refusal_in(output: str) -> str:
     words = (
         *("does not know the secret", "without the secret", "has no secret"),
-        "was overwritten by another process",
+        *("was overwritten by another process", "has given up the rendezvous"),
     )
     for line in output.splitlines():
         if any(word in line for word in words):
@@ -104,20 +109,29 @@ def refusal_in(output: str) -> str:
     return ""
 
 
+def end_at_signal(number: int, _: object) -> None:
+    """What it has started is ended, and namespaces are removed, on the way out."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--only", choices=NAMES, help="what the stranger does in every run")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     reason = why_not()
     if reason:
         print(f"two_hosts: skipped: {reason}")
         return 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end_at_signal)
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder, two_hosts() as hosts:
         cluster = Cluster(hosts, Path(folder))
         wrong, expected = sniffed(cluster)
-        names = ["servers", *STRANGERS]
+        names = NAMES if options.only is None else [options.only]
         for i in range(0 if wrong else options.count):
             wrong += disturbed(cluster, names[i % len(names)], expected, chance)
     for problem in wrong:

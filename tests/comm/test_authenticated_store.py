@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.authenticated_store import AuthenticatedStore, authenticated
+from shoal.comm.refusals import HeedingStore, Refusals, heeding_refusals
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.secret import new_secret
 
@@ -112,3 +114,43 @@ def test_gloo_finds_its_peers_through_it() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(body, range(2))) == [[3.0] * 3] * 2
+
+
+def refused(store: Store, heard: list[str], secret: bytes | None, rank: int) -> None:
+    """A rank that waits for a value which does not come."""
+    try:
+        with heeding_refusals(store, secret, rank) as refusals:
+            HeedingStore(store, refusals).get("what does not come")
+    except BadInput as error:
+        heard.append(str(error))
+
+
+def fail_to_meet(store: Store, secret: bytes | None, rank: int) -> None:
+    with pytest.raises(BadInput, match="no port"), heeding_refusals(store, secret, rank):
+        raise BadInput("no port")
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
+def test_ranks_do_not_wait_for_one_that_has_given_up(secret: bytes | None) -> None:
+    store = HashStore()
+    fail_to_meet(store, secret, 1)  # in an earlier start, which does not count
+    heard: list[str] = []
+    waiting = [threading.Thread(target=refused, args=(store, heard, secret, r)) for r in (0, 2)]
+    for thread in waiting:
+        thread.start()
+    while waiting[0].is_alive() or waiting[1].is_alive():
+        fail_to_meet(store, secret, 1)
+    assert heard == ["rank 1 has given up the rendezvous: no port"] * 2
+
+
+def test_a_stranger_who_writes_in_the_name_of_a_rank_that_gives_up_is_named() -> None:
+    store = HashStore()
+    heard: list[str] = []
+    waiting = threading.Thread(target=refused, args=(store, heard, SECRET, 0))
+    waiting.start()
+    while waiting.is_alive():
+        Refusals(store, None).leave(1, "\x1b[2J all is lost")
+    assert heard == [
+        "'refused' in the store of the rendezvous was written by a process that does not know the "
+        "secret of this run"
+    ]

@@ -1,0 +1,129 @@
+"""A rank that gives up before all ranks have met says why, and the others do not wait for it.
+
+It writes its sentence into the store that all of them reach. Strangers may reach that store, too,
+so the sentence has a proof of the secret; any other value under this key ends the waiting as well.
+A sentence of an earlier start, which torchrun's store still has, does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from shoal.errors import BadInput, ShoalError
+from shoal.runtime.backoff import Backoff
+from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
+
+_KEY = "refused"
+_CODE_BYTES = 32
+_MOST_BYTES = 2000  # of a sentence
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.1
+_WAIT_S = 1800.0
+
+
+class OtherRankRefused(BadInput):
+    """Another rank has given up, with the reason that it left."""
+
+
+class Refusals:
+    """Reasons that ranks leave in a store for each other, from the moment this is made."""
+
+    def __init__(self, store: Store, secret: bytes | None):
+        self._store = store
+        self._secret = secret or b""
+        self._before = self._read()
+
+    def leave(self, rank: int, reason: str) -> None:
+        sentence = f"rank {rank} has given up the rendezvous: {reason}"
+        data = fresh_nonce() + sentence.encode()[:_MOST_BYTES]
+        with suppress(RuntimeError):  # the store has ended
+            self._store.set(_KEY, data + proof(self._secret, _KEY, data))  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """OtherRankRefused once a rank has left a reason."""
+        value = self._read()
+        if value == self._before:
+            return
+        data, code = value[:-_CODE_BYTES], value[-_CODE_BYTES:]
+        if not is_proof(code, self._secret, _KEY, data):
+            raise OtherRankRefused(
+                f"{_KEY!r} in the store of the rendezvous was written by a process that does not "
+                "know the secret of this run"
+            )
+        text = data[NONCE_BYTES:].decode(errors="replace")
+        raise OtherRankRefused("".join(char if char.isprintable() else " " for char in text))
+
+    def _read(self) -> bytes:
+        return self._store.get(_KEY) if self._store.check([_KEY]) else b""
+
+
+class HeedingStore(Store):
+    """As `store`; until `is_over`, `get` also ends when another rank has refused.
+
+    Keep a reference: torch does not.
+    """
+
+    def __init__(self, store: Store, refusals: Refusals):
+        super().__init__()
+        self._store = store
+        self._refusals = refusals
+        self._clones: list[Store] = []
+        self.is_over = False
+
+    def get(self, key: str) -> bytes:
+        if not self.is_over:
+            self._await(key)
+        return self._store.get(key)
+
+    def _await(self, key: str) -> None:
+        """A store in C++ cannot be interrupted while it waits."""
+        deadline_s = time.monotonic() + _WAIT_S
+        pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while not self._store.check([key]):
+            self._refusals.check()
+            if time.monotonic() > deadline_s:
+                raise ShoalError(f"no rank has written {key!r} into the rendezvous in {_WAIT_S:g}s")
+            pause()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def clone(self) -> Store:
+        self._clones.append(self._store.clone())  # type: ignore[attr-defined]
+        return self._clones[-1]
+
+
+@contextmanager
+def heeding_refusals(store: Store, secret: bytes | None, rank: int) -> Iterator[Refusals]:
+    """What fails in the block ends the block of every other rank."""
+    refusals = Refusals(store, secret)
+    try:
+        yield refusals
+    except OtherRankRefused:
+        raise
+    except BaseException as error:
+        refusals.leave(rank, str(error) or type(error).__name__)
+        raise
