@@ -8,8 +8,8 @@ from alternately:
     cache     the same, and workers use a row again for some steps
 
 A pull asks for the distinct ids of one batch; all of them were pulled before. Besides the time of
-a pull, the CPU time of every server process is measured: where servers have machines of their own,
-the busiest one bounds the pulls per second.
+a pull, the CPU time of workers and of every server is measured, and what the links of hosts carry:
+where servers have hosts of their own, the busiest server or link bounds the pulls per second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.bench.link_bytes import link_bytes
+from shoal.comm.objects import all_gather_object
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
@@ -46,7 +49,9 @@ class Round:
     """What was measured of one way in one round."""
 
     seconds: float
+    worker_cpu_s: float  # of all workers
     server_cpu_s: list[float] = field(default_factory=list)
+    busiest_link_bytes: int = 0  # in one direction
 
 
 def zipf_batches(rows: int, exponent: float, batch: int, seed: int) -> list[Tensor]:
@@ -67,7 +72,9 @@ class RowBench:
         self.rounds: dict[str, list[Round]] = {way: [] for way in WAYS}
         flat = FlatParams([("weight", nn.Parameter(torch.zeros(1024)))])
         update = OptimizerStep(flat.named, partial(torch.optim.SGD, lr=_LR))
-        replica = Replica(flat, update, job.group, config=RunConfig.from_environment())
+        config = RunConfig.from_environment()
+        self._host = config.hostname or ""
+        replica = Replica(flat, update, job.group, config=config)
         sync = plan_for(job.strategy.sync_for(job.size)).build(replica)
         assert isinstance(sync, PsWorker)
         self.sync = sync
@@ -98,14 +105,24 @@ class RowBench:
     def _round(self, way: str) -> Round:
         """The time until all workers have done their pulls."""
         before = self._cpu_s()
+        carried = self._link_bytes()
         self._barrier()
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         self._pulls(way, self.args.pulls)
+        worker_cpu_s = time.process_time() - start_cpu_s
         self._barrier()
         seconds = time.perf_counter() - start_s
+        carried = self._link_bytes() - carried
         after = self._cpu_s()
         used = [end - start for start, end in zip(before, after, strict=True)]
-        return Round(seconds, used)
+        counted = all_gather_object(self.job.group, [worker_cpu_s, dict(carried)])
+        in_sum = sum((Counter(of_links) for _, of_links in counted), Counter[str]())
+        return Round(
+            seconds, sum(cpu_s for cpu_s, _ in counted), used, max(in_sum.values(), default=0)
+        )
+
+    def _link_bytes(self) -> Counter[str]:
+        return link_bytes(self._host, self.sync.client.links)
 
     def _pulls(self, way: str, count: int) -> None:
         for _ in range(count):
@@ -133,6 +150,9 @@ class RowBench:
                 "pulls_per_s": [pulls / each.seconds for each in rounds],
                 "busiest_server_pulls_per_s": [pulls / max(e.server_cpu_s) for e in rounds],
                 "max_over_mean_cpu": [_max_over_mean(each.server_cpu_s) for each in rounds],
+                "worker_cpu_ms": [1e3 * each.worker_cpu_s / pulls for each in rounds],
+                "server_cpu_ms": [1e3 * sum(each.server_cpu_s) / pulls for each in rounds],
+                "busiest_link_bytes": [each.busiest_link_bytes / pulls for each in rounds],
                 "max_over_mean_load": loads[way]["max_over_mean_as_served"],
                 "load": loads[way]["as_served"],
                 "copied_rows": loads[way]["copied_rows"],

@@ -186,18 +186,28 @@ def hot_rows(
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")] = 2,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 9,
     pulls: Annotated[int, typer.Option(min=1, help="Pulls of a worker in a round.")] = 20,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAB",
+            help="Run on the hosts of a lab: lab or lab://NAME (see shoal lab).",
+            show_default="this host",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Pulls per second of rows that follow a power law, and the load of servers.
 
     Each server owns a range of the rows. Rows are asked of their owners, or hot rows of all
-    servers, with and without rows that workers keep; alternately in one run.
+    servers, with and without rows that workers keep; alternately in one run. In a lab (--on lab)
+    workers and servers are on several hosts, and the busiest link bounds the speed.
     """
-    from shoal.commands.bench_rows import RowsBench, measure, print_table
+    from shoal.commands.bench_rows import RowsBench, measure
+    from shoal.commands.bench_rows_table import print_table
 
     warmup = int(8 / share / batch) + 20  # until hot rows are known
     bench = RowsBench(rows, dim, batch, pulls, rounds, warmup, cache, exponent, share)
-    document = measure(bench, workers, servers)
+    document = measure(bench, workers, servers, on)
     print(json.dumps(document)) if as_json else print_table(document)
 
 

@@ -1,19 +1,22 @@
-"""How `shoal bench rows` starts its workers and prints the results."""
+"""How `shoal bench rows` starts its workers and servers, and compares what they measure."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from rich.table import Table
-
+from shoal.cluster.toml_file import read_cluster
 from shoal.commands.bench_harness import measure_in_workers, say
-from shoal.commands.launching import config_for, strategy_for
-from shoal.commands.output import plain_table, wide_console
+from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.errors import BadInput
+from shoal.lab.lab import find_lab
+from shoal.runtime.lab_files import LabFiles
 
 _FASTER = {"pulls_per_s": "speedup", "busiest_server_pulls_per_s": "busiest_server_speedup"}
+_OTHERS = ("max_over_mean_cpu", "worker_cpu_ms", "server_cpu_ms", "busiest_link_bytes")
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,28 @@ class RowsBench:
             raise BadInput(f"--exponent is a number from 0 to 10, not {self.exponent}")
 
 
-def measure(bench: RowsBench, workers: int, servers: int) -> dict[str, Any]:
+def measure(bench: RowsBench, workers: int, servers: int, on: str | None = None) -> dict[str, Any]:
+    """`on`: the lab whose hosts workers and servers are spread over."""
     bench.check()
-    say(f"measuring {workers} workers and {servers} servers")
+    rate = None if on is None else link_rate(on)
+    say(f"measuring {workers} workers and {servers} servers on {on or 'this host'}")
     strategy = strategy_for(f'ps(servers={servers}, mode="async")', workers)
     config = config_for(strategy, device="cpu")
-    measured = measure_in_workers("shoal.bench.rows", asdict(bench), workers, config)
-    document = {"workers": workers, "servers": servers, **asdict(bench), **measured}
-    return with_speedups(document)
+    run = partial(run_quietly, on=on)
+    measured = measure_in_workers("shoal.bench.rows", asdict(bench), workers, config, run)
+    about = {"workers": workers, "servers": servers, "link_bytes_per_s": rate}
+    return with_speedups({**about, **asdict(bench), **measured})
+
+
+def link_rate(on: str) -> float:
+    """Bytes a second of the payload that a link of this lab carries."""
+    engine, _, name = on.partition("://")
+    if engine != "lab":
+        raise BadInput(f"--on takes lab or lab://NAME here, whose links have a rate; not {on!r}")
+    lab = find_lab(name or None)
+    if lab.design.hosts < 2:
+        raise BadInput(f"lab {lab.design.name} has one host: without a link there is no rate")
+    return read_cluster(LabFiles(lab.design.name).cluster).node_bytes_per_s
 
 
 def with_speedups(document: dict[str, Any]) -> dict[str, Any]:
@@ -55,46 +72,27 @@ def with_speedups(document: dict[str, Any]) -> dict[str, Any]:
     for figures in document["ways"].values():
         for key, name in _FASTER.items():
             pairs = zip(figures[key], owners[key], strict=True)
-            figures[name] = statistics.median(mine / theirs for mine, theirs in pairs)
+            ratios = [mine / theirs for mine, theirs in pairs]
+            figures[name] = statistics.median(ratios)
+            figures[f"{name}_quartiles"] = _quartiles(ratios)
             figures[f"median_{key}"] = statistics.median(figures[key])
-        figures["median_max_over_mean_cpu"] = statistics.median(figures["max_over_mean_cpu"])
+        for key in _OTHERS:
+            figures[f"median_{key}"] = statistics.median(figures[key])
+    if document["link_bytes_per_s"] is not None:
+        _add_links(document)
     return document
 
 
-def print_table(document: dict[str, Any]) -> None:
-    wide_console().print(table_of(document))
-    print(
-        "largest/mean: of rows served by a server, and of CPU time of a server. Busiest server: "
-        "the pulls for which its CPU time\nis one second; it bounds the speed where servers do "
-        "not share cores."
-    )
+def _quartiles(values: Sequence[float]) -> list[float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return [low, high]
 
 
-def table_of(document: dict[str, Any]) -> Table:
-    title = (
-        f"{document['rows']:,} rows by range on {document['servers']} servers, "
-        f"Zipf({document['exponent']:g}), {document['workers']} workers, "
-        f"{document['rows_per_pull']:.0f} rows a pull"
-    )
-    heads = [
-        *("rows are asked of", "copied\nrows", "largest/mean\nrows", "largest/mean\nCPU"),
-        *("pulls/s", "times\nowners", "busiest\nserver", "times\nowners"),
-    ]
-    table = plain_table(title, heads, left=1)
-    names = {
-        "owners": "owners",
-        "copies": "all servers, if hot",
-        "cache": f"the same, kept {document['cache']} steps ({document['hit_rate']:.0%} hits)",
-    }
-    for way, figures in document["ways"].items():
-        table.add_row(
-            names[way],
-            f"{figures['copied_rows']:,}",
-            f"{figures['max_over_mean_load']:.2f}",
-            f"{figures['median_max_over_mean_cpu']:.2f}",
-            f"{figures['median_pulls_per_s']:,.0f}",
-            f"{figures['speedup']:.2f}",
-            f"{figures['median_busiest_server_pulls_per_s']:,.0f}",
-            f"{figures['busiest_server_speedup']:.2f}",
-        )
-    return table
+def _add_links(document: dict[str, Any]) -> None:
+    """How much of the busiest link each way uses, and what its bytes let expect."""
+    of_owners = document["ways"]["owners"]["median_busiest_link_bytes"]
+    for figures in document["ways"].values():
+        num_bytes = figures["median_busiest_link_bytes"]
+        figures["predicted_speedup"] = of_owners / num_bytes if num_bytes else 1.0
+        bytes_per_s = num_bytes * figures["median_pulls_per_s"]
+        figures["link_use"] = bytes_per_s / document["link_bytes_per_s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -89,3 +90,18 @@ def test_hosts_give_the_result_of_one_worker(
         main([*words, str(script)])
     assert not end.value.code
     assert f"under {strategy} on 4 workers of lab://{lab}, 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_copies_of_hot_rows_relieve_the_link_of_the_busiest_server(
+    lab: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--rows", "20000", "--batch", "4096", "--share", "1e-4"]
+    few += ["--rounds", "2", "--pulls", "5"]
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "rows", "--on", f"lab://{lab}", "-n", "4", *few, "--json"])
+    assert not end.value.code
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert ways["copies"]["predicted_speedup"] > 1.5
+    assert ways["copies"]["max_over_mean_load"] < ways["owners"]["max_over_mean_load"] / 1.5
