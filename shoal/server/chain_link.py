@@ -109,6 +109,10 @@ class ChainLink(ServerLink):
         return all(address.startswith("unix:") for address in self.addresses)
 
     @property
+    def num_replicas(self) -> int:
+        return len(self.addresses)
+
+    @property
     def has_replicas(self) -> bool:
         return True
 

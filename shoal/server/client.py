@@ -273,13 +273,15 @@ class Client:
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
         """The counters of every server; with `final`, when all workers have left.
 
-        Where rows are pulled from replicas, those of the others are under "replicas".
+        Those of the other replicas are under "replicas", as far as they answer.
         """
         found = []
         for link in self.links:
             counts = msgspec.msgpack.decode(self.request(link, FrameKind.STATS, Stats(final)))
-            if final and "tables" in counts:
-                counts["replicas"] = [msgspec.msgpack.decode(m) for m in link.other_stats()]
+            if final and link.has_replicas:
+                others = [msgspec.msgpack.decode(m) for m in link.other_stats()]
+                counts["replicas"] = others
+                counts["is_complete"] &= len(others) + 1 == link.num_replicas
             found.append(counts)
         return found
 

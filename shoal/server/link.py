@@ -106,6 +106,10 @@ class ServerLink:
         return self.connection("control").is_unix
 
     @property
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
     def has_replicas(self) -> bool:
         return False
 

@@ -136,10 +136,11 @@ class Server:
             connection.abort()
 
     def report(self) -> dict[str, Any]:
-        """Counts of the whole server."""
+        """Counts of the whole server, without what replicas exchange."""
         with self._lock:
             counts = Counter(self._counts)
-            for connection in (*self._connections, *self.host.connections):
+            served = self._connections - self._of_replicas
+            for connection in (*served, *self.host.connections):
                 counts.update(_counts_of(connection))
             names = ("requests", "received_bytes", "sent_bytes")
             report: dict[str, Any] = {name: counts[name] for name in names}
@@ -217,8 +218,10 @@ class Server:
         with self._lock:
             if connection is not None:
                 self._connections.discard(connection)
-                self._of_replicas.discard(connection)
-                self._counts.update(_counts_of(connection))
+                if connection in self._of_replicas:
+                    self._of_replicas.discard(connection)
+                else:
+                    self._counts.update(_counts_of(connection))
             self._threads.discard(thread)
         if connection is not None:
             connection.close()

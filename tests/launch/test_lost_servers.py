@@ -129,6 +129,11 @@ def test_the_counters_at_the_end_are_those_of_shards_where_servers_have_replicas
             f"{holder} 0: 60 updates",
             f"{holder} 1: 60 updates",
         ]
+    learned = counts | {"replicas": [counts | {"is_complete": False}]}
+    ends = summarize([counts, learned], Rule(2), holder="shard")
+    assert ends[0] == "shard 0: 60 updates, 7 requests, 0.0 MB in, 0.0 MB out"
+    assert ends[1] == "shard 1: 60 updates, at least 14 requests, 0.0 MB in, 0.0 MB out"
+    assert ends[2] == "at least: what a server had counted before it was lost is not included"
 
 
 # ------------------------------------------------------------------------------- injected

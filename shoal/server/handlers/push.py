@@ -68,6 +68,8 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     payload = _payload(peer, operation, member, flags, rows)
     early = EarlyReply(peer, lambda ack: None if _is_open(ack, model) else encode(ack))
     ack: Ack = peer.execute(operation, payload, early.send)
+    if ack.verdict == "again":
+        model.note_repeat()
     if _is_open(ack, model):
         peer.reply(encode(model.verdict(member, header.sequence)))
     elif not early.finish():

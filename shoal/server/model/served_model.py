@@ -78,7 +78,7 @@ class ServedModel:
         self.log = Log(self.state, self.clipping, is_replicated)
         if is_leader:
             self.membership.on_departure = self._log_departure
-        self._statistics = Statistics()
+        self.statistics = Statistics()
         self._weights_file: tuple[int, int] | None = None  # the memory that workers map
 
     @property
@@ -132,7 +132,7 @@ class ServedModel:
                 self.log.followers.wait_connected()
             clock = self.state.ledger.clocks[worker]
             step = self.log.rejoin(worker, member.incarnation)
-            self._statistics.note_return(worker, clock, step)
+            self.statistics.note_return(worker, clock, step)
             self.membership.enter(worker)
             member.entered = Entered(step, clock)
             return member.entered
@@ -192,22 +192,26 @@ class ServedModel:
                 raise Refused(f"worker {worker} was started again: its former process is refused")
             pushes = member.pushes
             if pushes.is_repeated(sequence):
-                self._statistics.repeated_pushes += 1
                 return Ack("again", self.log.position)
             self.check_push(member, sequence)
             pushes.commit(sequence, pushes.take_rows() if rows is None else rows)
             ack = Ack("staged", self.log.position)
             if self.is_leader:
-                self._statistics.note_push(self.version - commit.version)
+                self.statistics.note_push(self.version - commit.version)
                 ack = self.log.decide(worker, sequence, commit)
             self.lock.notify_all()
             return ack
 
+    def note_repeat(self) -> None:
+        """A push has come again to the server that answers it; other replicas do not count it."""
+        with self.lock:
+            self.statistics.repeated_pushes += 1
+
     def repeat(self, member: Member, sequence: int) -> Ack:
         """A push that was committed before is sent again; answered when it is decided."""
-        with self.lock:
-            self._statistics.repeated_pushes += 1
-            if not self.is_leader:
+        self.note_repeat()
+        if not self.is_leader:
+            with self.lock:
                 return Ack("again", self.log.position)
         return self.verdict(member, sequence)
 
@@ -341,7 +345,7 @@ class ServedModel:
             return Pulled(self.version, None, None)
         ledger = self.state.ledger
         if request.step is not None:
-            self._statistics.note_pull(request.step - ledger.slowest)
+            self.statistics.note_pull(request.step - ledger.slowest)
         return Pulled(self.version, ledger.slowest, ledger.fastest)
 
     # ------------------------------------------------------------------ checkpoints
@@ -384,7 +388,7 @@ class ServedModel:
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:
             ledger = self.state.ledger if self.is_leader else None
-            counts = self._statistics.report(self.version, self.membership, ledger)
+            counts = self.statistics.report(self.version, self.membership, ledger)
             counts["lost_pushes"] = self.state.lost_pushes
             return counts | self.tables.report() if with_tables else counts
 

@@ -28,6 +28,7 @@ from shoal.server.model.shard import DTYPES, NAMES
 from shoal.server.model.shard_state import restore_optimizer
 from shoal.server.model.snapshot import optimizer_image
 from shoal.server.model.state import OpenStep, WaitingPush
+from shoal.server.model.statistics import LoggedCounts
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import (
@@ -105,6 +106,7 @@ class ModelImage(WireMessage, frozen=True):
     counted_rows: tuple[tuple[int, RowBatch], ...]
     tables: tuple[TableImage, ...]
     lost_pushes: Count
+    counts: LoggedCounts
     tensors: Annotated[tuple[TensorForm, ...], msgspec.Meta(max_length=1 << 22)]
 
 
@@ -145,6 +147,7 @@ def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]
             tuple((worker, _batch(rows)) for worker, rows in state.tables.counted),
             tuple(tables),
             state.lost_pushes,
+            model.statistics.logged(),
             tuple(TensorForm(_name(t), tuple(t.shape)) for t in tensors),
         )
     return image, tensors
@@ -249,6 +252,7 @@ def _install_numbers(model: ServedModel, image: ModelImage) -> None:
     state.waiting = [WaitingPush(w.worker, w.sequence, w.commit) for w in image.waiting]
     state.acks = dict(image.acks)
     state.lost_pushes = image.lost_pushes
+    model.statistics.learn(image.counts)
     membership.departed = set(image.departed)
     membership.failure = None if image.failure is None else ModelFailure(*image.failure)
     membership.open_barriers = dict(image.open_barriers)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.sync.ps.shard_counts import is_complete
+
 _HOTTEST = 10
-
-
-def without_rows(stats: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Counters of servers without those of single rows."""
-    left_out = ("tables", "replicas")
-    return [{key: value for key, value in each.items() if key not in left_out} for each in stats]
 
 
 def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -19,7 +15,8 @@ def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
     `by_owner` and `as_served` compare the same pulls, from the first copies on: what the largest
     load of a server would be to the mean if every row was asked of its owner, and what it was.
-    Without copies both are equal. Each replica of a server counts what it has served.
+    Without copies both are equal. Each replica of a server counts what it has served; counts of
+    replicas that were lost are left out, and the load is not complete.
     """
     names = stats[0].get("tables", {}) if stats else {}
     replicas = [other for server in stats for other in server.get("replicas", [])]
@@ -28,6 +25,7 @@ def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             [server["tables"][name] for server in (*stats, *replicas) if name in server["tables"]],
             sum(server["tables"][name]["held"] for server in stats),
         )
+        | {"is_complete": all(map(is_complete, stats))}
         for name in names
     }
 
@@ -91,11 +89,14 @@ def load_sentences(
             continue
         rows = ", ".join(f"{each['row']} ({each['pulls']:,})" for each in load["hottest"])
         percent = load["hottest_percent"]
-        sentences.append(f"table {name!r}: {load['pulls']:,} pulls of rows; the hottest: {rows}")
+        at_least = "" if load["is_complete"] else "at least "
+        sentences.append(
+            f"table {name!r}: {at_least}{load['pulls']:,} pulls of rows; the hottest: {rows}"
+        )
         sentences.append(
             f"table {name!r}: the hottest 1% of rows take {_percent(percent)} of pulls"
         )
-        if len(load["as_served"]) > 1:
+        if len(load["as_served"]) > 1 and load["is_complete"]:
             sentences.append(f"table {name!r}: {_spread(load)}")
         if name in hit_rates:
             kept = f"{hit_rates[name]:.0%} of the rows that this worker used were kept"

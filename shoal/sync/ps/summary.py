@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.server.consistency import Rule
+from shoal.sync.ps.shard_counts import counts_of_shards
 
 
 def summarize(
@@ -36,13 +37,22 @@ def summarize(
         sentences.append(
             f"pushes that were acknowledged and lost with a server (eventual consistency): {lost}"
         )
+    shards = counts_of_shards(stats)
+    for index, counts in enumerate(shards):
+        sentences.append(f"{holder} {index}: {_traffic(counts, shares_memory)}")
+    if not all(counts["is_complete"] for counts in shards):
+        sentences.append("at least: what a server had counted before it was lost is not included")
+    return sentences
+
+
+def _traffic(counts: dict[str, Any], shares_memory: bool) -> str:
     transport = " by sockets; gradients and weights by shared memory" if shares_memory else ""
-    return sentences + [
-        f"{holder} {index}: {server['updates']} updates, {server['requests']} requests, "
-        f"{server['received_bytes'] / 1e6:.1f} MB in, {server['sent_bytes'] / 1e6:.1f} MB out"
+    at_least = "" if counts["is_complete"] else "at least "
+    return (
+        f"{counts['updates']} updates, {at_least}{counts['requests']} requests, "
+        f"{counts['received_bytes'] / 1e6:.1f} MB in, {counts['sent_bytes'] / 1e6:.1f} MB out"
         + transport
-        for index, server in enumerate(stats)
-    ]
+    )
 
 
 def _pushes_of(leader: dict[str, Any], worker: str, rule: Rule) -> str:

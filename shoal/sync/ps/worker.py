@@ -41,8 +41,9 @@ from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
 from shoal.sync.ps.push import GradientPush
-from shoal.sync.ps.row_load import load_sentences, table_loads, without_rows
+from shoal.sync.ps.row_load import load_sentences, table_loads
 from shoal.sync.ps.saves import ServerSaves
+from shoal.sync.ps.shard_counts import counts_of_shards
 from shoal.sync.ps.summary import summarize
 from shoal.sync.ps.updates import Updates
 
@@ -235,7 +236,7 @@ class PsWorker(Sync):
         ahead = Counter(max(0, step - slowest) for step, slowest in self.pulls)
         sent_bytes = [link.sent_bytes for link in self.client.links]
         return {
-            "servers": without_rows(self._stats),
+            "servers": counts_of_shards(self._stats),
             "tables": table_loads(self._stats),
             "skipped": self.skipped,
             "steps_ahead": {str(k): ahead[k] for k in sorted(ahead)},
