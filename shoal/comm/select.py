@@ -65,6 +65,7 @@ class GroupSpec:
     is_one_host: bool = False  # all ranks are: nothing then listens beyond loopback
     config: RunConfig | None = field(default=None, repr=False)  # how hosts reach each other
     hostname: str | None = None  # by which other ranks reach this one
+    store: Store | None = field(default=None, repr=False)  # in which ranks have met already
 
     @property
     def owns_rendezvous(self) -> bool:
@@ -102,10 +103,12 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
             return _prove(spec, store, refusals, stores)
 
     def meet() -> Store:
+        if spec.store is not None:
+            return spec.store
         stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
         return stores[0]
 
-    own_store = meet if spec.owns_rendezvous else None
+    own_store = meet if spec.owns_rendezvous or spec.store is not None else None
     where = (spec.init_method, spec.rank, spec.size, spec.backend, spec.name)
     with gloo_on_loopback(spec.is_one_host), gloo_unused(spec.is_gloo_unused and is_ours):
         world = join_world(*where, protect, own_store)

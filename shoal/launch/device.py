@@ -11,22 +11,28 @@ from shoal.launch.environment import Placement
 
 def choose_device(device: str | None, placement: Placement | None) -> torch.device:
     """The GPU of this rank, one that ranks share where there are too few, or the CPU."""
+    chosen = asked_device(device)
+    if chosen.type != "cuda":
+        return chosen
+    if chosen.index is None:
+        chosen = torch.device("cuda", _position(placement) % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def asked_device(device: str | None) -> torch.device:
+    """As the user has named it, and as this host has it; without an index: whichever is free."""
     num_gpus = torch.cuda.device_count()
     name = device or ("cuda" if num_gpus else "cpu")
     try:
-        chosen = torch.device(name)
+        asked = torch.device(name)
     except RuntimeError as error:
         raise BadInput(f"there is no device {name!r}: take cpu, cuda or cuda:N") from error
-    if chosen.type != "cuda":
-        return chosen
-    if not num_gpus:
+    if asked.type == "cuda" and not num_gpus:
         raise BadInput(f"device {name!r} was asked for, and PyTorch sees no CUDA GPU here")
-    if chosen.index is None:
-        chosen = torch.device("cuda", _position(placement) % num_gpus)
-    if chosen.index is not None and chosen.index >= num_gpus:
+    if asked.type == "cuda" and asked.index is not None and asked.index >= num_gpus:
         raise BadInput(f"device {name!r} was asked for, and there are {num_gpus} GPUs")
-    torch.cuda.set_device(chosen)
-    return chosen
+    return asked
 
 
 def _position(placement: Placement | None) -> int:
@@ -38,7 +44,9 @@ def _position(placement: Placement | None) -> int:
 
 def choose_backend(device: torch.device, placement: Placement) -> str:
     """NCCL needs a GPU for each rank; Gloo serves CPUs, and ranks that share a GPU."""
-    has_gpu_each = placement.local_size <= torch.cuda.device_count()
+    has_gpu_each = placement.has_gpu_each
+    if has_gpu_each is None:
+        has_gpu_each = placement.local_size <= torch.cuda.device_count()
     if device.type == "cuda" and has_gpu_each and dist.is_nccl_available():
         return "nccl"
     return "gloo"

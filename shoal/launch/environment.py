@@ -27,6 +27,7 @@ from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.variables import required_count, required_text
 
 Environ = Mapping[str, str]
+LOCAL_NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Placement:
     local_rank: int
     local_size: int
     rendezvous: str  # file:///..., tcp://host:port or env://; `open_rendezvous` makes it usable
-    knows_hosts: bool = True  # False: which ranks share a host is unknown
+    knows_hosts: bool = True  # False: `host_ranks` has to ask the other ranks
+    has_gpu_each: bool | None = None  # whether every rank of every host has one; None: not asked
 
 
 def detect(config: RunConfig) -> Placement | None:
@@ -53,7 +55,9 @@ def detect(config: RunConfig) -> Placement | None:
         (_is_srun_step(environ), _slurm),
     ):
         if present:
-            return read(environ)
+            placement = read(environ)
+            is_ours = config.host_dir is not None  # Shoal's agent on this host knows
+            return replace(placement, knows_hosts=is_ours or placement.knows_hosts)
     return None
 
 
@@ -74,18 +78,21 @@ def _torchrun(environ: Environ) -> Placement:
     host, port = _master(environ)
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the agent of torchrun
     there = "env://" if is_served else _tcp(host, port)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    names = ("RANK", "WORLD_SIZE", *LOCAL_NAMES)
+    if is_served:
+        return _placement("torchrun", environ, names, there)
     if is_loopback(host):  # all ranks are on this host
-        environ = {**environ, **_missing(environ, names[2], environ["RANK"])}
-        environ = {**environ, **_missing(environ, names[3], environ["WORLD_SIZE"])}
-    elif not environ.get(names[2]) and not environ.get(names[3]):
+        given = {**_missing(environ, names[2], "RANK"), **_missing(environ, names[3], "WORLD_SIZE")}
+        return _placement("torchrun", {**environ, **given}, names, there)
+    if not all(environ.get(name) for name in LOCAL_NAMES):
         alone = {**environ, names[2]: "0", names[3]: "1"}
         return replace(_placement("torchrun", alone, names, there), knows_hosts=False)
-    return _placement("torchrun", environ, names, there)
+    placement = _placement("torchrun", environ, names, there)
+    return replace(placement, knows_hosts=placement.local_size == placement.size)
 
 
-def _missing(environ: Environ, name: str, value: str) -> dict[str, str]:
-    return {} if environ.get(name) else {name: value}
+def _missing(environ: Environ, name: str, instead: str) -> dict[str, str]:
+    return {} if environ.get(name) else {name: environ[instead]}
 
 
 def is_loopback(host: str) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.elastic import ElasticSum
@@ -42,9 +43,10 @@ from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_s
 from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StrategyError
-from shoal.launch.device import choose_backend, choose_device
+from shoal.launch.device import asked_device, choose_backend, choose_device
 from shoal.launch.environment import Placement
 from shoal.launch.failures import report_failure
+from shoal.launch.host_ranks import ask_hosts, meet
 from shoal.launch.orphan import ending_with_agent, require_agent_store
 from shoal.launch.rendezvous import open_rendezvous
 from shoal.launch.uncaught import add_line_of_script
@@ -87,9 +89,22 @@ class Worker:
         self.rank = placement.rank if placement else 0
         strategy.require_built()
         strategy.layout(self.size)
-        self.device = choose_device(config.device, placement)
+        self.device = asked_device(config.device)
         self._membership: GroupMembership | None = None  # of an elastic run
-        _check_host(strategy, placement, self.device)
+        if not self._asks_hosts:
+            self._settle(placement)
+
+    @property
+    def _asks_hosts(self) -> bool:
+        """Whether the other ranks have to say first which of them are on this host."""
+        is_known = self.placement is None or self.placement.knows_hosts
+        return not is_known and self.strategy.sync_for(self.size).communicates
+
+    def _settle(self, placement: Placement | None) -> None:
+        """Which ranks share this host is known now, as far as it ever is."""
+        self.placement = placement
+        self.device = choose_device(self.config.device, placement)
+        _check_host(self.strategy, placement, self.device)
 
     def run(self, train: Train) -> Any:
         """Call `train(job)`, and return what it returns."""
@@ -128,6 +143,8 @@ class Worker:
                         meetings=meetings,
                         preemption=preemption,
                         step_count=step_count,
+                        local_rank=self.placement.local_rank if self.placement else 0,
+                        local_size=self.placement.local_size if self.placement else 1,
                         config=self.config,
                     ),
                 )
@@ -321,6 +338,12 @@ class Worker:
     def _open_full_group(self, placement: Placement) -> Iterator[Group]:
         """A group of all ranks; all of them have joined when the block begins."""
         require_agent_store(placement, self.config.environ)
+        store: Store | None = None
+        if self._asks_hosts:
+            with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
+                store = meet(placement, self.config, self.device.type == "cuda")
+                placement = ask_hosts(placement, self.config, self.number, store)
+            self._settle(placement)
         with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
             spec = GroupSpec(
                 rank=self.rank,
@@ -337,6 +360,7 @@ class Worker:
                 is_one_host=placement.local_size == placement.size,
                 timeout_s=self.config.wait.limit_s or DEFAULT_TIMEOUT_S,
                 config=self.config,
+                store=store,
             )
             with ExitStack() as stack:
                 with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
@@ -442,12 +466,6 @@ def _check_host(strategy: Strategy, placement: Placement | None, device: torch.d
     is_cpu = device.type == "cpu"
     if term.collective_algorithm is not None and not is_cpu:
         raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
-    if term.needs_one_host and not placement.knows_hosts:
-        raise StrategyError(
-            f"{term.name} keeps the weights in the memory of one host, and nothing says that these "
-            f"{placement.size} workers share one: set LOCAL_RANK and LOCAL_WORLD_SIZE, or "
-            "MASTER_ADDR=localhost"
-        )
     if term.needs_one_host and placement.local_size < placement.size:
         raise StrategyError(
             f"{term.name} keeps the weights in the memory of one host, and these {placement.size} "

@@ -83,6 +83,8 @@ class Job(LoopMethods):
         self.on_build: list[Callable[[Step], None]] = []
         self.on_step: list[AfterStep] = []
         self._services = services or RunServices()
+        self.local_rank = self._services.local_rank
+        self.local_size = self._services.local_size
         self._printed: set[str] = set()
         self._loss_watch = LossWatch(self._say_once)
         self._logged_step = 0

@@ -19,8 +19,8 @@ class RunServices:
     """Progress, tracing, injected faults, and sums over survivors.
 
     `elastic_sum` and `step_count` are None if the loss of a rank ends the run, `meetings` if lost
-    ranks do not come back. A job that no launcher made reads its configuration from the
-    environment.
+    ranks do not come back. `local_rank` counts inside the host. A job that no launcher made reads
+    its configuration from the environment.
     """
 
     progress: Progress = field(default_factory=SilentProgress)
@@ -30,4 +30,6 @@ class RunServices:
     meetings: Meetings | None = None
     preemption: Preemption | None = None
     step_count: StepCount | None = None
+    local_rank: int = 0
+    local_size: int = 1
     config: RunConfig = field(default_factory=RunConfig.from_environment)

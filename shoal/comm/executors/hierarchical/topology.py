@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def host_id(override: str | None = None) -> bytes:
-    """Equal on ranks that can share memory: one kernel, one user, one set of process numbers.
+    """Equal on ranks that share memory and loopback: one kernel, user and set of namespaces.
 
     `override` (SHOAL_HOST_ID) stands for all of these: for tests, and for containers that share
     a kernel but no memory.
@@ -25,7 +25,7 @@ def host_id(override: str | None = None) -> bytes:
 def _kernel() -> list[str]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [boot, str(os.stat("/proc/self/ns/pid").st_ino)]
+        return [boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))]
     except OSError:  # not Linux: only its name is known
         return []
 

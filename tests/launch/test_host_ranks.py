@@ -1,0 +1,165 @@
+"""Ranks that have four variables say to each other on which host they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from shoal.errors import BadInput, ShoalError
+from shoal.launch.environment import Placement
+from shoal.launch.host_ranks import RankHost, ask_hosts, meet, place
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import new_secret
+from tests import namespaces
+from tests.launch.helpers import ROOT
+from tests.launch.resuming import free_port
+
+HOSTS = {name: name * 32 for name in "abc"}
+
+
+def rank_host(host: str, local_rank: int | None, local_size: int | None, gpus: int) -> RankHost:
+    return RankHost(HOSTS[host], local_rank, local_size, gpus)
+
+
+def placed(hosts: Sequence[RankHost]) -> list[tuple[int, int]]:
+    """Local rank and size of every rank."""
+    at = [Placement("torchrun", rank, len(hosts), 0, 1, "tcp://a:1") for rank in range(len(hosts))]
+    found = [place(placement, hosts) for placement in at]
+    return [(placement.local_rank, placement.local_size) for placement in found]
+
+
+def test_ranks_are_counted_inside_their_host() -> None:
+    hosts = [rank_host(host, None, None, 0) for host in "aaba"]
+    assert placed(hosts) == [(0, 3), (1, 3), (0, 1), (2, 3)]
+
+
+def test_variables_that_are_set_count_more() -> None:
+    given = [(1, 2), (0, 2), (0, 1), (0, 1)]  # the host of the first two stands for four
+    assert placed([rank_host("a", *local, 0) for local in given]) == given
+    ranks_only = [rank_host("a", local, None, 0) for local in (1, 0)]
+    assert placed(ranks_only) == [(1, 2), (0, 2)]
+    apart = [rank_host(host, 0, 2, 0) for host in "ab"]  # containers that divide a machine
+    assert placed(apart) == [(0, 2), (0, 2)]
+
+
+def test_nccl_needs_a_gpu_for_every_rank_of_every_host() -> None:
+    at = Placement("torchrun", 3, 4, 0, 1, "tcp://a:1")
+    for gpus, expected in ((3, True), (2, False)):
+        found = place(at, [rank_host(host, None, None, gpus) for host in "aaab"])
+        assert found.has_gpu_each is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([("a", 0, None), ("a", None, None)], "rank 0 has LOCAL_RANK=0, and rank 1 has no LOCAL_R"),
+        ([("a", None, None), ("b", None, 2)], "rank 1 has LOCAL_WORLD_SIZE=2, and rank 0 has no"),
+        ([("a", 0, 2), ("a", 0, 2)], "ranks 0 and 1 are on one host, and both have LOCAL_RANK 0"),
+        ([("a", 0, None), ("b", 1, None)], "rank 1 has LOCAL_RANK 1 and LOCAL_WORLD_SIZE 1, and 1"),
+        ([("a", None, 1), ("a", None, 1)], "rank 1 has LOCAL_RANK 1 and LOCAL_WORLD_SIZE 1, and 2"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_named(
+    given: list[tuple[str, int | None, int | None]], sentence: str
+) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        placed([rank_host(*words, 0) for words in given])
+
+
+def test_what_is_written_is_read_back_and_nothing_else_is() -> None:
+    for said in (rank_host("a", None, None, 8), rank_host("b", 1, 2, 0)):
+        assert RankHost.parse(str(said).encode(), 0) == said
+    for written in (b"", b"\xff", f"{HOSTS['a']} -1 2 0".encode()):
+        with pytest.raises(ShoalError, match="what rank 7 wrote"):
+            RankHost.parse(written, 7)
+
+
+def test_ranks_of_one_store_ask_each_other() -> None:
+    store = dist.HashStore()
+
+    def ask(rank: int) -> Placement:
+        config = RunConfig.from_environment({"SHOAL_HOST_ID": "a" if rank < 2 else "b"})
+        placement = Placement("torchrun", rank, 3, 0, 1, "tcp://a:1", knows_hosts=False)
+        return ask_hosts(placement, config, 1, store)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(ask, range(3)))
+    assert [(each.local_rank, each.local_size) for each in found] == [(0, 2), (1, 2), (0, 1)]
+
+
+def test_without_a_key_they_do_not_meet() -> None:
+    config = RunConfig.from_environment({"HOME": "/nonexistent", "MASTER_ADDR": "node1"})
+    placement = Placement("torchrun", 0, 2, 0, 1, "tcp://node1:1", knows_hosts=False)
+    with pytest.raises(BadInput, match=r"localhost where all ranks are on one host.*shoal keys"):
+        meet(placement, config, is_cuda=False)
+
+
+# as the tutorials do it: each host starts its ranks, with the number of the first of them
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+import shoal
+
+def train(job):
+    data = torch.ones(2)
+    job.group.all_reduce(data).wait()
+    words = (job.rank, job.local_rank, job.local_size, os.environ["HOST"], data.tolist()[0])
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+def work(index, first, how):
+    os.environ["RANK"] = str(first + index)
+    if how == "group":
+        dist.init_process_group("gloo")
+    shoal.run(train, strategy="ddp")
+    if how == "group":
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    first, count, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    mp.spawn(work, args=(first, how), nprocs=count)
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
+@pytest.mark.parametrize(("counts", "how"), [((2, 2), "run"), ((3, 1), "run"), ((1, 2), "group")])
+def test_a_script_that_spawns_ranks_on_two_hosts(
+    tmp_path: Path, counts: tuple[int, int], how: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    port, secret = str(free_port()), new_secret().hex()
+    outside = {n: t for n, t in os.environ.items() if not n.startswith("SHOAL_")}
+    with namespaces.two_hosts() as hosts:
+        started = [
+            host.run(
+                [sys.executable, str(tmp_path / "train.py"), str(first), str(count), how],
+                {
+                    **outside,
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                    "HOME": str(tmp_path),
+                    "MASTER_ADDR": hosts[0].address,
+                    "MASTER_PORT": port,
+                    "WORLD_SIZE": str(sum(counts)),
+                    "SHOAL_SECRET": secret,
+                    "SHOAL_TRUSTED_NETWORK": "1",
+                    "GLOO_SOCKET_IFNAME": host.device,
+                    "HOST": name,
+                },
+            )
+            for host, name, first, count in zip(hosts, "ab", (0, counts[0]), counts, strict=True)
+        ]
+        text = "".join(process.communicate(timeout=120)[0] for process in started)
+    lines = sorted(line for line in text.splitlines() if line[:1].isdigit())
+    local = [
+        (i, count, host) for count, host in zip(counts, "ab", strict=True) for i in range(count)
+    ]
+    total = float(sum(counts))
+    assert lines == [f"{rank} {i} {n} {h} {total}" for rank, (i, n, h) in enumerate(local)], text
