@@ -117,7 +117,7 @@ class Ddp(ElasticOption):
 
 
 @dataclass(frozen=True)
-class Zero(SyncTerm):
+class Zero(ElasticOption):
     """Replicas shard optimizer state (1), gradients too (2), parameters too (3)."""
 
     compared: ClassVar[tuple[str, ...]] = ("zero(1)", "zero(2)", "zero(3)")
@@ -146,38 +146,12 @@ class Zero(SyncTerm):
         return replace(self, stage=min(self.stage, 2))
 
     @property
-    def is_elastic(self) -> bool:
-        return self.elastic
-
-    def as_elastic(self) -> Zero:
-        return replace(self, elastic=True)
-
-    @property
     def is_exact_at_any_number(self) -> bool:
         return self.elastic
 
     @property
-    def survives_loss(self) -> bool:
-        return self.elastic
-
-    @property
-    def starts_apart(self) -> bool:
-        return self.elastic
-
-    @property
-    def takes_back(self) -> bool:
-        return self.elastic
-
-    @property
     def why_not_back(self) -> str | None:
-        elastic = replace(self, elastic=True)
-        return None if self.elastic else f"its workers stay the same: take {elastic}"
-
-    @property
-    def why_not_split(self) -> str | None:
-        if not self.elastic:
-            return None
-        return "the workers of a split replica stay the same; leave out elastic=True"
+        return None if self.elastic else f"its workers stay the same: take {self.as_elastic()}"
 
 
 @dataclass(frozen=True, kw_only=True)

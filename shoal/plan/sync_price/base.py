@@ -221,6 +221,18 @@ def plain_memory(question: SyncQuestion) -> DeviceMemory:
     )
 
 
+def rollback_bytes(question: SyncQuestion) -> float:
+    """Weights and optimizer state that replicas of an elastic run return to after a loss."""
+    plain = plain_memory(question)
+    return question.sizes.elements * question.precision.parameter_bytes + plain.optimizer
+
+
+def rollback_part(question: SyncQuestion, every: int) -> Part:
+    """They are copied after every so many steps."""
+    seconds = memory_pass_s(question, 2 * rollback_bytes(question)) / every
+    return Part("copies", seconds, "memory")
+
+
 def bucketed_gradients(
     question: SyncQuestion,
     bucket_bytes: float,

@@ -79,8 +79,11 @@ class FlatSizes(Protocol):
         """Elements of the tensors of a shard."""
         ...
 
-    def gathered(self, replicas: int, rank: int) -> float:
-        """Others' parameters under zero(3): the root unit, one that computes, and the next."""
+    def gathered(self, replicas: int, held: Sequence[int]) -> float:
+        """Under zero(3), of a rank that holds these shards: what it has of the other ones.
+
+        The root unit, one that computes, and the next.
+        """
         ...
 
     def factors(self, rank: int) -> Factors: ...
@@ -137,8 +140,8 @@ class EvenSizes:
     def owned(self, replicas: int, rank: int) -> float:
         return self.parameters / replicas
 
-    def gathered(self, replicas: int, rank: int) -> float:
-        return min(self.pair, self.parameters) * (1 - 1 / replicas)
+    def gathered(self, replicas: int, held: Sequence[int]) -> float:
+        return min(self.pair, self.parameters) * (1 - len(held) / replicas)
 
     def factors(self, rank: int) -> Factors:
         """Square matrices: 8 of them in a layer."""
@@ -245,11 +248,11 @@ class TensorSizes:
     def owned(self, replicas: int, rank: int) -> float:
         return self.waiting(self.shard(replicas, rank))
 
-    def gathered(self, replicas: int, rank: int) -> float:
-        own = self.shard(replicas, rank)
+    def gathered(self, replicas: int, held: Sequence[int]) -> float:
+        here = {i for rank in held for i in self.inside(self.shard(replicas, rank))}
         elements = []
         for unit in self.units or (tuple(range(len(self.shapes))),):
-            others = [i for i in unit if not own.start <= self.starts[i] < own.stop]
+            others = [i for i in unit if i not in here]
             elements.append(sum(self._round_up(self.sizes[i]) for i in others))
         root, *blocks = elements
         pairs = [a + b for a, b in itertools.pairwise([0, *blocks, 0])]

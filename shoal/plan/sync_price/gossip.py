@@ -29,10 +29,13 @@ from shoal.plan.sync_price.base import (
     plain_memory,
     prices,
     refuse_several_hosts,
+    rollback_bytes,
+    rollback_part,
     some,
     synchronous_spread,
     update_part,
 )
+from shoal.plan.sync_price.overlap import meetings_s
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 
 _CHUNK_BYTES = 4 << 20
@@ -63,7 +66,8 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if is_async:
         refuse_several_hosts('gossip(mode="async")', question)
     mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
-    parts = some(mixed, _waiting(term, question), update_part(question))
+    copies = _copied(question) if _returns(term) else Part("copies", 0.0, "")
+    parts = some(mixed, copies, _waiting(term, question), update_part(question))
     return SyncPrice(
         parts,
         _memory(term, question, mixing),
@@ -183,6 +187,19 @@ def _waiting(term: Any, question: SyncQuestion) -> Part:
     return Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
 
 
+def _returns(term: Any) -> bool:
+    """Whether a step is undone after a loss: where weights are averaged in an elastic run."""
+    return bool(term.elastic and not term.lockstep)
+
+
+def _copied(question: SyncQuestion) -> Part:
+    """Weights and optimizer state, in each step, which a barrier ends."""
+    copied = rollback_part(question, 1)
+    barrier_s = question.network.collective("all_reduce", question.group, 1).seconds
+    seconds = copied.seconds + barrier_s + meetings_s(question, 1)
+    return copied._replace(seconds=seconds)
+
+
 def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     plain = plain_memory(question)
     width = question.precision.parameter_bytes
@@ -195,6 +212,8 @@ def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
         min(max(0.0, buffer_bytes - _CHUNK_BYTES), _CHUNK_BYTES),
     )
     copies = max_heard(term.graph, question.replicas) * sum(turns) + turns[0]
+    if _returns(term):
+        return replace(plain, buffers=copies + rollback_bytes(question))
     if not mixing.is_uniform:
         return replace(plain, buffers=copies)
     whole = 2 * question.buffer_bytes  # one bucket

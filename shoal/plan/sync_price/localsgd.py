@@ -16,6 +16,8 @@ from shoal.plan.sync_price.base import (
     memory_pass_s,
     plain_memory,
     prices,
+    rollback_bytes,
+    rollback_part,
     some,
     synchronous_spread,
     update_part,
@@ -36,10 +38,11 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     arithmetic_s = memory_pass_s(question, passes * question.parameter_bytes)
     outer = Part("outer step", arithmetic_s / term.every, "memory")
     weights = Part("weights", agreed.seconds / term.every, agreed.bound)
+    copies = rollback_part(question, term.every) if term.elastic else Part("copies", 0.0, "")
     waiting = waiting_part(question, term.every)
     low, high = synchronous_spread(question)
     return SyncPrice(
-        some(weights, outer, waiting, update_part(question)),
+        some(weights, outer, copies, waiting, update_part(question)),
         _memory(term, question),
         convergence=_convergence(term, replicas),
         sent_bytes=sent / term.every,
@@ -73,6 +76,8 @@ def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     buffer_bytes = sizes.elements * question.precision.parameter_bytes
     gap_index = 8 * (sizes.elements - sizes.header - sizes.trained)
     copies = buffer_bytes + _outer_bytes(term, buffer_bytes) + gap_index
+    if term.elastic:
+        copies += rollback_bytes(question)
     plain = plain_memory(question)
     if term.compress is None:
         return replace(plain, buffers=copies)

@@ -4,6 +4,9 @@ Buckets are reduced to their owners while backward runs: of the last micro-batch
 every one under the other two, which keep no whole gradient. Then the owners broadcast what they
 have updated. Under zero(3) a layer is gathered while the one before it computes, in forward and
 again in backward.
+
+With elastic=True a shard is also on the `copies` workers that follow: its owner sends them the
+reduced gradients, all meet in a barrier, and each updates all shards that it holds.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from shoal.plan.sync_price.zero_memory import (
     tensor_gradients,
 )
 from shoal.schedules.lending import times_settled
+from shoal.schedules.shard_copies import held_shards
 
 _SMALLEST_BUCKET_BYTES = 1 << 20
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
@@ -54,18 +58,19 @@ _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 @prices("zero")
 def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     replicas = question.replicas
+    memory = _memory(term, question)
     if replicas == 1:
         parts = some(waiting_part(question), update_part(question))
-        memory = _memory(term.stage, question)
         return SyncPrice(parts, memory, spread_s=synchronous_spread(question))
     gradients = _reduced(term.stage, _beside_gathers(term.stage, question))
     weights = _gathered(question) if term.stage == 3 else _spread(question)
-    share = _largest_shard(question) / max(1.0, question.sizes.trained)
-    parts = some(gradients, weights, waiting_part(question), update_part(question, share))
+    share = _largest_held(term, question) / max(1.0, question.sizes.trained)
+    copies = _copied(term, question) if term.elastic else Part("copies", 0.0, "")
+    waiting, update = waiting_part(question), update_part(question, share)
     return SyncPrice(
-        parts,
-        _memory(term.stage, question),
-        sent_bytes=_sent(term.stage, question),
+        some(gradients, copies, weights, waiting, update),
+        memory,
+        sent_bytes=_sent(term, question),
         spread_s=synchronous_spread(question),
     )
 
@@ -76,9 +81,34 @@ def bucket_bytes(question: SyncQuestion) -> float:
     return min(DEFAULT_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, shard_bytes // 16))
 
 
-def _largest_shard(question: SyncQuestion) -> float:
-    ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
-    return max(question.sizes.owned(question.replicas, rank) for rank in ranks)
+def _ranks(question: SyncQuestion) -> range:
+    return range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
+
+
+def _held(term: Any, question: SyncQuestion, rank: int) -> list[int]:
+    """The shards that a rank holds, its own first."""
+    return held_shards(rank, question.replicas, term.shard_copies)
+
+
+def _owned(term: Any, question: SyncQuestion, rank: int) -> float:
+    """Elements of the tensors of these shards."""
+    sizes, n = question.sizes, question.replicas
+    return sum(sizes.owned(n, shard) for shard in _held(term, question, rank))
+
+
+def _largest_held(term: Any, question: SyncQuestion) -> float:
+    return max(_owned(term, question, rank) for rank in _ranks(question))
+
+
+def _copied(term: Any, question: SyncQuestion) -> Part:
+    """Each owner sends its gradients to the ranks that follow, one after the other; a barrier."""
+    sizes, n = question.sizes, question.replicas
+    shard = max(sizes.shard(n, rank).size for rank in _ranks(question))
+    took = question.network.send(question.group, shard * question.precision.gradient_bytes)
+    messages = len(_held(term, question, 0)) - 1
+    barrier_s = question.network.collective("all_reduce", question.group, 1).seconds
+    seconds = messages * took.seconds + barrier_s + meetings_s(question, 1)
+    return Part("copies", seconds, took.bound)
 
 
 def _reduced(stage: int, question: SyncQuestion) -> Part:
@@ -197,9 +227,14 @@ def _gathered(question: SyncQuestion) -> Part:
     return Part("weights", question.microbatches * min(left_s, 2 * took.seconds), took.bound)
 
 
-def _sent(stage: int, question: SyncQuestion) -> float:
-    """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice."""
+def _sent(term: Any, question: SyncQuestion) -> float:
+    """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice.
+
+    What a rank holds a copy of is not gathered.
+    """
     p = question.replicas
+    stage = term.stage
+    held = len(_held(term, question, 0))
     sizes = question.sizes
     width = question.precision.gradient_bytes
     body = (sizes.elements - sizes.header) * width
@@ -208,7 +243,8 @@ def _sent(stage: int, question: SyncQuestion) -> float:
     if stage == 3:
         weights = question.microbatches * (2 * body - _kept_unit(question) * width)
     head = 2 * passes * (1 + sizes.tensors) * width if sizes.tensors else 0.0
-    return (p - 1) / p * (passes * body + weights + head)
+    gathered = (p - held) / p * weights if stage == 3 else (p - 1) / p * weights
+    return (p - 1) / p * (passes * body + head) + gathered + (held - 1) / p * body
 
 
 def _kept_unit(question: SyncQuestion) -> float:
@@ -219,28 +255,33 @@ def _kept_unit(question: SyncQuestion) -> float:
     return question.layer_parameters
 
 
-def _memory(stage: int, question: SyncQuestion) -> DeviceMemory:
-    ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
-    return max((_of_rank(stage, question, rank) for rank in ranks), key=lambda one: one.total)
+def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
+    ranks = _ranks(question)
+    return max((_of_rank(term, question, rank) for rank in ranks), key=lambda one: one.total)
 
 
-def _of_rank(stage: int, question: SyncQuestion, rank: int) -> DeviceMemory:
+def _of_rank(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     sizes = question.sizes
     n = question.replicas
+    stage = term.stage
     precision = question.precision
+    held = _held(term, question, rank)
+    own, *copies = (sizes.shard(n, shard).size for shard in held)
     passes_over = (stage, bucket_bytes(question), question)
     gradients = (
         tensor_gradients(sizes, *passes_over, rank)
         if isinstance(sizes, TensorSizes)
         else even_gradients(sizes, *passes_over)
     )
+    if stage > 1:
+        gradients += sum(copies)
     memory = replace(
         plain_memory(question),
         gradients=gradients * precision.gradient_bytes,
-        optimizer=sizes.owned(n, rank) * question.state_width,
+        optimizer=_owned(term, question, rank) * question.state_width,
     )
     if stage < 3 or n == 1:
         return memory
-    held = sizes.shard(n, rank).size * precision.parameter_bytes + question.untrained_bytes
-    gathered = sizes.gathered(n, rank) * precision.parameter_bytes
-    return replace(memory, parameters=held, buffers=gathered)
+    parameters = (own + sum(copies)) * precision.parameter_bytes + question.untrained_bytes
+    gathered = sizes.gathered(n, held) * precision.parameter_bytes
+    return replace(memory, parameters=parameters, buffers=gathered)
