@@ -29,6 +29,7 @@ from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
     AgentMessage,
     FoundPort,
+    HostCutOff,
     HostRefused,
     HostTask,
     StepsDone,
@@ -41,7 +42,7 @@ from shoal.launch.agent_pipe import AgentPipe
 from shoal.launch.failures import read_failure
 from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
-from shoal.launch.presence import Presence
+from shoal.launch.presence import LauncherUnreachable, Presence
 from shoal.launch.processes import Processes, ProcessExit
 from shoal.launch.supervisor import TERM_S
 from shoal.runtime.config import RunConfig, variable_name
@@ -269,6 +270,8 @@ def main() -> None:
                 agent.run()
             except BadInput as error:
                 agent.send(HostRefused(str(error)))
+            except LauncherUnreachable as error:
+                agent.send(HostCutOff(str(error)))
     except BadInput as error:
         print(f"shoal: {error}", flush=True)
 

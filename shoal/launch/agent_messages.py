@@ -85,8 +85,14 @@ class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
     sentence: str
 
 
+class HostCutOff(msgspec.Struct, frozen=True, tag="cut off"):
+    """The host does not reach the launcher, and has started no worker."""
+
+    sentence: str
+
+
 WorkerMessage = WorkerOutput | WorkerProgress | StepsDone | WorkerReturned | WorkerExited
-AgentMessage = FoundPort | WorkerMessage | HostRefused
+AgentMessage = FoundPort | WorkerMessage | HostRefused | HostCutOff
 
 
 def read_message(line: str) -> AgentMessage:

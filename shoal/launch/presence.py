@@ -12,10 +12,19 @@ from contextlib import suppress
 
 from shoal.comm.guarded_store.link import StoreLink, connect
 from shoal.comm.guarded_store.session import BadFrame, StoreRequest
+from shoal.errors import BadInput, ShoalError
 
-_CONNECT_S = 60.0
+_CONNECT_S = 15.0  # the launcher listens before it starts an agent
 _ANSWER_S = 10.0
 _NEVER = "the end of the run"  # a key that is not written
+
+
+class LauncherUnreachable(ShoalError):
+    """This host is cut off from that of the launcher."""
+
+    def __init__(self, address: tuple[str, int]):
+        where = f"{address[0]}:{address[1]}"
+        super().__init__(f"it did not reach the launcher at {where} in {_CONNECT_S:g} s")
 
 
 class Presence:
@@ -40,7 +49,12 @@ class Presence:
         return self
 
     def _connect(self) -> StoreLink:
-        link = connect(self._address, self._secret, _CONNECT_S)
+        try:
+            link = connect(self._address, self._secret, _CONNECT_S)
+        except BadInput:
+            raise
+        except ShoalError:
+            raise LauncherUnreachable(self._address) from None
         link.notice_silence()
         return link
 

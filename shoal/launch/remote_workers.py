@@ -23,6 +23,7 @@ from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
     AgentMessage,
     FoundPort,
+    HostCutOff,
     HostRefused,
     HostTask,
     StepsDone,
@@ -33,6 +34,7 @@ from shoal.launch.agent_messages import (
     read_message,
 )
 from shoal.launch.failures import FailureReport, write_failure
+from shoal.launch.lost_hosts import LostHosts
 from shoal.launch.machines import Machine, MachineProcess
 from shoal.launch.output import LineForwarder, OnProgress
 from shoal.launch.placing import PlacedRanks
@@ -71,7 +73,7 @@ class RemoteWorkers(RemoteProcesses):
         self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
         self._port = 0
         self._hosts: dict[str, HostAgent] = {}  # by the name of the agent
-        self._lost_machines: set[str] = set()
+        self._lost_hosts = LostHosts()
         self._noting = threading.Lock()
         self._config = run.spec.config
         self.board: str | None = None  # where workers of an elastic run find it
@@ -129,8 +131,8 @@ class RemoteWorkers(RemoteProcesses):
     def _machine_for(self, rank: int) -> Machine:
         """Its own, unless that is lost."""
         machine, local_rank = self._at[rank]
-        if machine.name in self._lost_machines:
-            lost = frozenset(self._lost_machines)
+        if self._lost_hosts.has_host_of(rank, machine.name):
+            lost = self._lost_hosts.names
             machine = self._run.machines.replacement(machine, lost, self._over)
             taken = {local for other, local in self._at.values() if other.name == machine.name}
             local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -182,17 +184,22 @@ class RemoteWorkers(RemoteProcesses):
     def lose_agent(self, name: str) -> None:
         """Its connection has broken: the host is lost, unless all of its workers have exited."""
         agent = self._hosts[name]
-        if not agent.left or agent.process is None or self._over.is_set():
+        if agent.process is None or self._over.is_set():
             return
-        host = agent.placed.machine.name
-        self._run.say(f"{host} is lost: the connection to its agent broke, or was silent")
+        self._lost_hosts.add(agent.placed.machine.name)
+        if not agent.left:  # they had given up before
+            return
+        self._say_lost(agent, "the connection to its agent broke, or was silent")
         agent.process.kill()
         self._end_host(agent, -signal.SIGKILL)
+
+    def _say_lost(self, agent: HostAgent, why: str) -> None:
+        self._run.say(f"{agent.placed.machine.name} is lost: {why}")
 
     def _end_host(self, agent: HostAgent, status: int) -> None:
         """An agent that was killed takes its workers with it."""
         if agent.left:
-            self._lost_machines.add(agent.placed.machine.name)
+            self._lost_hosts.add(agent.placed.machine.name)
         for rank in sorted(agent.left):
             self._note_exit(agent, rank, status or -signal.SIGKILL, time.monotonic_ns())
 
@@ -209,6 +216,9 @@ class RemoteWorkers(RemoteProcesses):
             self._starting.put(message.port)
         elif isinstance(message, HostRefused):
             self._refuse(agent, message.sentence)
+        elif isinstance(message, HostCutOff):
+            self._say_lost(agent, message.sentence)
+            self._end_host(agent, -signal.SIGKILL)
         elif isinstance(message, WorkerProgress):
             show = self._on_progress
             if show is not None:
@@ -246,6 +256,7 @@ class RemoteWorkers(RemoteProcesses):
             self._run_dir.write_steps(message.rank, message.steps)
         if message.came_too_late:
             self._run_dir.mark_too_late(message.rank, agent.generation)
+        self._lost_hosts.note_exit(message.rank, message.returncode)
         self._note_exit(agent, message.rank, message.returncode, now_ns - message.age_ns)
 
     def _refuse(self, agent: HostAgent, sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from shoal.plan.sync_price.catalog import price_of
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.elastic import Workers
 from tests.models import samples
 from tests.plan.sync_questions import ask, cluster_of
 from tests.plan.test_sync_memory import tensors_of
@@ -33,15 +35,21 @@ def counted(world: World, size: int, text: str) -> float:
 
     def body(group: Group) -> float:
         job = Job(parse(text), group, device=torch.device("cpu"), seed=1)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        before = step.sync.report()["bytes_sent"]
-        for batch in job.batches(samples(4 * 24, (40,)), 24):
-            step(batch)
-        sent: float = (step.sync.report()["bytes_sent"] - before) / 4
+        sent = sent_by(job, models[group.rank])
         job.close()
         return sent
 
     return sum(world(size, body)) / size
+
+
+def sent_by(job: Job, model: nn.Module) -> float:
+    """In one step, of those after the first one."""
+    step = job.step(model, F.cross_entropy, optimizer=SGD)
+    counts = []
+    for batch in job.batches(samples(5 * 24, (40,)), 24):
+        step(batch)
+        counts.append(step.sync.report()["bytes_sent"])
+    return float(counts[-1] - counts[0]) / 4
 
 
 def priced(size: int, text: str) -> float:
@@ -75,3 +83,19 @@ OTHERS = [
 )
 def test_traffic_is_what_the_runtime_counts(world: World, text: str) -> None:
     assert priced(3, text) == pytest.approx(counted(world, 3, text), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "zero(2, elastic=True)",
+        pytest.param("zero(1, elastic=True)", marks=pytest.mark.whole),
+        pytest.param("zero(3, elastic=True)", marks=pytest.mark.whole),
+        pytest.param("zero(3, elastic=True, copies=2)", marks=pytest.mark.whole),
+    ],
+)
+def test_so_is_that_of_the_copies_of_elastic_shards(tmp_path: Path, text: str) -> None:
+    models = [model() for _ in range(4)]
+    workers = Workers(tmp_path, 4, lambda _, job: sent_by(job, models[job.rank]), text)
+    workers.run()
+    assert priced(4, text) == pytest.approx(sum(workers.results.values()) / 4, rel=0.02)

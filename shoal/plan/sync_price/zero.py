@@ -230,7 +230,7 @@ def _gathered(question: SyncQuestion) -> Part:
 def _sent(term: Any, question: SyncQuestion) -> float:
     """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice.
 
-    What a rank holds a copy of is not gathered.
+    Copies of a shard get its gradients from the owner, and its weights with the others.
     """
     p = question.replicas
     stage = term.stage
@@ -243,8 +243,7 @@ def _sent(term: Any, question: SyncQuestion) -> float:
     if stage == 3:
         weights = question.microbatches * (2 * body - _kept_unit(question) * width)
     head = 2 * passes * (1 + sizes.tensors) * width if sizes.tensors else 0.0
-    gathered = (p - held) / p * weights if stage == 3 else (p - 1) / p * weights
-    return (p - 1) / p * (passes * body + head) + gathered + (held - 1) / p * body
+    return (p - 1) / p * (passes * body + weights + head) + (held - 1) / p * body
 
 
 def _kept_unit(question: SyncQuestion) -> float:
