@@ -44,6 +44,7 @@ from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
 from shoal.launch.presence import LauncherUnreachable, Presence
 from shoal.launch.processes import Processes, ProcessExit
+from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import TERM_S
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.cores import cores
@@ -89,7 +90,8 @@ class Agent:
                 self._start(index, config, workers, pump)
             pump.start()
             workers.watch()
-            self._supervise(workers)
+            with self._noticing_stopped(config, workers):
+                self._supervise(workers)
 
     def _presence(self, config: RunConfig) -> AbstractContextManager[object]:
         """In an elastic run: without the launcher these workers are lost, and end."""
@@ -97,6 +99,17 @@ class Agent:
             return nullcontext()
         address, secret = board_of(config)
         return Presence(address, secret, self.task.name, lambda: self.events.put(signal.SIGTERM))
+
+    def _noticing_stopped(self, config: RunConfig, workers: Processes) -> StoppedProcesses:
+        first = self.task.first_rank
+
+        def running() -> list[tuple[str, int]]:
+            return [(f"worker {first + index}", pid) for index, pid in workers.running()]
+
+        def say(sentence: str) -> None:
+            self.send(WorkerOutput(first, True, f"shoal: {sentence}\n"))
+
+        return StoppedProcesses(config.wait, running, say)
 
     def check_files(self) -> None:
         """BadInput where this host does not have the script that the launcher has."""

@@ -71,6 +71,7 @@ from shoal.train.job import Job
 from shoal.train.run_services import RunServices
 
 _POLL_S = 0.5
+_UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up
 Train = Callable[[Job], Any]
 
 
@@ -317,9 +318,11 @@ class Worker:
             hosts = ElasticHosts(HostNetwork(self.config), self.config.host_id)
             hosts.check()
             board = open_board(self.config, me, self.number)
-        membership = GroupMembership(board, me, self.size, self._patience_s)
+        patience_s = self._patience_s + _UNTIL_KILLED_S
+        membership = GroupMembership(board, me, self.size, patience_s)
         self._membership = membership
-        return ElasticGroup(membership, self.config.wait.limit_s or DEFAULT_TIMEOUT_S, hosts)
+        limit_s = self.config.wait.limit_s or DEFAULT_TIMEOUT_S
+        return ElasticGroup(membership, limit_s + _UNTIL_KILLED_S, hosts)
 
     @contextmanager
     def _agreeing(self, preemption: Preemption, group: Group) -> Iterator[None]:
