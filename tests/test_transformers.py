@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.replica.tensor.planning.plan import plan_of
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.splitting import ADAMW, assert_equal, texts
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.replica.tensor.planning.plan import plan_of
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.huggingface import MODELS, Samples, loss
 from tests.splitting import SGD, assert_equal

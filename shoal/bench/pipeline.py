@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.bench.alternate import Timing, alternate, ratios
 from shoal.examples.gpt import VOCABULARY, Block
-from shoal.strategy.terms import Pp
+from shoal.strategy.split_terms import Pp
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -30,8 +30,8 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.scratch import scratch_folder
-from shoal.strategy.base import TERMS
 from shoal.strategy.strategy import as_strategy
+from shoal.strategy.terms import TERMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

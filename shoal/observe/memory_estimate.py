@@ -34,8 +34,8 @@ from shoal.runtime.config import MemoryEstimateConfig
 from shoal.schedules.pipelines.actions import Action, ActionKind
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.base import Batches
+from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
-from shoal.strategy.terms import Pp
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.sync.registry import plan_for

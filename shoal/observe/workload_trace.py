@@ -31,8 +31,8 @@ from shoal.replica.microbatch import Loss, call_model
 from shoal.replica.tensor.planning.plan import plan_of
 from shoal.replica.tensor.planning.roles import Role
 from shoal.runtime.config import WorkloadTraceConfig
+from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import as_strategy
-from shoal.strategy.terms import Tp
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.train.arguments import ForwardSignature
 from shoal.train.job import Job

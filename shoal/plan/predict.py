@@ -17,8 +17,8 @@ from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.workloads.workload import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
-from shoal.strategy.terms import Pp
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from shoal.replica.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedule
-from shoal.strategy.terms import Pp
+from shoal.strategy.split_terms import Pp
 
 LARGEST_CHECKED_BYTES = 1 << 30
 _RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01

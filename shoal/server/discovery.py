@@ -28,7 +28,7 @@ from shoal.server.introduction import Announcer, Introduction, introduce
 from shoal.server.replica_addresses import ReplicaAddresses
 from shoal.server.server import Server
 from shoal.server.started import ServerAddress, StartedServers
-from shoal.strategy.terms import Ps
+from shoal.strategy.sync_terms.ps import Ps
 
 _MAX_ADDRESS_BYTES = 320
 

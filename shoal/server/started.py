@@ -27,7 +27,7 @@ from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.server.saving.background import ShardSaver
 from shoal.server.server import Server
-from shoal.strategy.terms import Ps
+from shoal.strategy.sync_terms.ps import Ps
 
 _IDLE_AFTER_FAILURE_S = 5.0
 _START_TIMEOUT_S = 120.0

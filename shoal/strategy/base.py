@@ -1,8 +1,7 @@
 """What every term of a strategy has: options with constraints, a name, and traits.
 
 A term is a frozen dataclass; the constraint on each option stands beside its type. Its name in the
-notation is its class name in small letters. Defining a subclass of `Term` makes it known to the
-parser, to `import shoal` and to the command line: `TERMS` is the one list.
+notation is its class name in small letters. `TERMS` in terms.py is the list of all.
 
 A `SyncTerm` says how replicas agree. Its traits (batches, lockstep, …) are what a launcher has to
 know of it; what it does with tensors is its plan, in the file that `sync_module` names.
@@ -19,7 +18,6 @@ from typing import Any, ClassVar, get_type_hints
 from shoal.errors import StrategyError
 from shoal.strategy.constraints import Constraint, show, write
 
-TERMS: dict[str, type[Term]] = {}  # every term by its name in the notation, in order of definition
 _CONSTRAINTS: dict[type[Term], dict[str, Constraint]] = {}
 
 
@@ -42,10 +40,8 @@ class Term:
     def __init_subclass__(cls, role: str | None = None, abstract: bool = False) -> None:
         if role is not None:
             cls.role = role
-        if not abstract:
-            TERMS[cls.__name__.lower()] = cls
-            if "compared" not in vars(cls):
-                cls.compared = (cls.__name__.lower(),)
+        if not abstract and "compared" not in vars(cls):
+            cls.compared = (cls.__name__.lower(),)
 
     def __post_init__(self) -> None:
         for option, constraint in constraints_of(type(self)).items():

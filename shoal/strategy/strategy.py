@@ -18,10 +18,13 @@ from functools import cached_property
 from typing import Any
 
 from shoal.errors import StrategyError
-from shoal.strategy.base import TERMS, Batches, SyncTerm, Term
+from shoal.strategy.base import Batches, SyncTerm, Term
 from shoal.strategy.constraints import clip, show, whole
 from shoal.strategy.parser import MAX_TEXT, read_terms
-from shoal.strategy.terms import Cp, Ddp, Ep, Pp, Single, Tp
+from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
+from shoal.strategy.sync_terms.ddp import Ddp
+from shoal.strategy.sync_terms.single import Single
+from shoal.strategy.terms import TERMS
 
 # of terms, and what they are called
 _ROLES = {"sync": "way to synchronize replicas", "tp": "tp", "pp": "pp", "ep": "ep", "cp": "cp"}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
-from shoal.strategy.terms import Ddp
+from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compression import refuse_scaled
 from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets

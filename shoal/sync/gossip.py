@@ -32,7 +32,7 @@ from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
-from shoal.strategy.terms import Gossip
+from shoal.strategy.sync_terms.gossip import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back

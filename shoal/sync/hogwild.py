@@ -28,7 +28,7 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.waits import waiting
-from shoal.strategy.terms import Hogwild
+from shoal.strategy.sync_terms.hogwild import Hogwild
 from shoal.sync.base import Comeback, Replica, Sync, SyncPlan
 from shoal.sync.lasting import comes_back, join_memory
 from shoal.sync.local import LocalSync

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.strategy.terms import Single
+from shoal.strategy.sync_terms.single import Single
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync, SyncPlan
 from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory

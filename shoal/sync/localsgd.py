@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group, Op
-from shoal.strategy.terms import Localsgd
+from shoal.strategy.sync_terms.localsgd import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.compressed_sum import CompressedSum
 from shoal.sync.compression import compressed_memory, make_compressed_sum

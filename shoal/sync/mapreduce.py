@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.comm.counting import Counting
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.strategy.terms import Mapreduce
+from shoal.strategy.sync_terms.mapreduce import Mapreduce
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory

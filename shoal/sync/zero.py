@@ -27,7 +27,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.shard import ReplicaShard
-from shoal.strategy.terms import Zero
+from shoal.strategy.sync_terms.zero import Zero
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Ownership, Replica, Sync, SyncPlan
 from shoal.sync.ddp_exact import exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory

@@ -7,7 +7,7 @@ import itertools
 from shoal.replica.flat_layout import FlatLayout
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, FilledBucket, most_lent
-from shoal.strategy.terms import Zero
+from shoal.strategy.sync_terms.zero import Zero
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from shoal.sync.memory import ModelSizes
 

@@ -15,8 +15,8 @@ from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
 from shoal.replica.ordered_sum import runs_of
+from shoal.strategy.split_terms import Pp, Tp
 from shoal.strategy.strategy import Strategy
-from shoal.strategy.terms import Pp, Tp
 from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 

@@ -20,7 +20,7 @@ from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.strategy.base import SyncTerm
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 from shoal.train.build_step import (
     PreparedModel,
     StepContext,

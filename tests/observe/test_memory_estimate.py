@@ -22,8 +22,9 @@ from shoal.observe.memory_estimate import (
 )
 from shoal.observe.memory_probe import ModelProbe
 from shoal.observe.model_sizes import activation_bytes
-from shoal.strategy.base import TERMS, Batches
+from shoal.strategy.base import Batches
 from shoal.strategy.strategy import parse
+from shoal.strategy.terms import TERMS
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, samples

@@ -6,7 +6,8 @@ from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.simulator.strategies import _WAYS, simulate_strategy
 from shoal.plan.workloads.models import named_workload
-from shoal.strategy.base import TERMS, SyncTerm
+from shoal.strategy.base import SyncTerm
+from shoal.strategy.terms import TERMS
 
 MODEL = named_workload(None, "layers=8,hidden=1024,heads=16,sequence=512")
 CLUSTER = load_cluster("dgx-a100")

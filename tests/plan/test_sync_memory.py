@@ -11,8 +11,8 @@ from torch import nn
 from shoal.observe.memory_estimate import memory_of, stage_sizes
 from shoal.plan.sync_price.catalog import PRICERS, price_of
 from shoal.plan.sync_price.flat_sizes import TensorSizes
-from shoal.strategy.base import TERMS
 from shoal.strategy.strategy import parse
+from shoal.strategy.terms import TERMS
 from shoal.sync.memory import ModelSizes
 from tests.plan.sync_questions import ask, cluster_of
 

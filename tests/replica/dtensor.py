@@ -19,7 +19,7 @@ from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.tensor.planning.plan import plan_of
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 from tests.replica.beside_torch import main
 
 PLAN = {"up": "column", "down": "row", "head": "column"}

@@ -17,7 +17,7 @@ from shoal.replica.expert.mixtures import ListedMixture, mixtures_for, mixtures_
 from shoal.replica.expert.router_losses import gather_rows
 from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.tensor.activations.shard_spec import even_ranges
-from shoal.strategy.terms import Ep
+from shoal.strategy.split_terms import Ep
 from tests.conftest import World
 
 WIDTH = 3

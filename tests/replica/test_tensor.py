@@ -22,7 +22,7 @@ from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
 from shoal.replica.tensor.planning.heads import HeadSplit
 from shoal.replica.tensor.planning.plan import plan_of
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.splitting import assert_equal, train
 

@@ -14,7 +14,7 @@ from shoal.schedules.pipelines.actions import (
 )
 from shoal.schedules.pipelines.actions import virtual_index as virtual
 from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
-from shoal.strategy.terms import Pp
+from shoal.strategy.split_terms import Pp
 
 F = ActionKind.FORWARD
 B = ActionKind.BACKWARD

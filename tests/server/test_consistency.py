@@ -15,7 +15,7 @@ from shoal.server.consistency import (
     quorum_in_words,
     quorum_of,
 )
-from shoal.strategy.terms import Ps
+from shoal.strategy.sync_terms.ps import Ps
 
 ADMITTED = PushVerdict.ADMITTED
 FOLDED = PushVerdict.FOLDED

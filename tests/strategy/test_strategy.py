@@ -9,22 +9,11 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from shoal.errors import NotBuilt, StrategyError
-from shoal.strategy.base import TERMS
 from shoal.strategy.strategy import Layout, as_strategy, parse
-from shoal.strategy.terms import (
-    Ddp,
-    Single,
-    Zero,
-    ddp,
-    gossip,
-    hogwild,
-    localsgd,
-    mapreduce,
-    pp,
-    ps,
-    tp,
-    zero,
-)
+from shoal.strategy.sync_terms.ddp import Ddp
+from shoal.strategy.sync_terms.single import Single
+from shoal.strategy.sync_terms.zero import Zero
+from shoal.strategy.terms import TERMS, ddp, gossip, hogwild, localsgd, mapreduce, pp, ps, tp, zero
 
 DESIGN = {
     "ddp": ddp(),

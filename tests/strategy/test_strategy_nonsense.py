@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from shoal.errors import BadInput, NotBuilt, StrategyError
 from shoal.strategy.parser import MAX_TEXT
 from shoal.strategy.strategy import Strategy, as_strategy, parse
-from shoal.strategy.terms import Ddp, ddp, pp, zero
+from shoal.strategy.sync_terms.ddp import Ddp
+from shoal.strategy.terms import ddp, pp, zero
 
 NONSENSE = {
     "": "the strategy is empty",

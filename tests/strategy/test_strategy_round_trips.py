@@ -12,18 +12,7 @@ from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.base import Term
 from shoal.strategy.options import GRAPHS
 from shoal.strategy.strategy import Strategy, as_strategy, parse
-from shoal.strategy.terms import (
-    ddp,
-    gossip,
-    hogwild,
-    localsgd,
-    mapreduce,
-    pp,
-    ps,
-    single,
-    tp,
-    zero,
-)
+from shoal.strategy.terms import ddp, gossip, hogwild, localsgd, mapreduce, pp, ps, single, tp, zero
 from tests.products import few_or_all
 
 

@@ -13,7 +13,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
-from shoal.strategy.terms import Ddp
+from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.compressed_sum import CompressedSum
 from shoal.sync.compression import make_compressed_sum
 from shoal.sync.registry import plan_for

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from shoal.errors import BadInput
 from shoal.replica.tensor.planning.plan import plan_of
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples

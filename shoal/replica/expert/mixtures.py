@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
-from shoal.strategy.terms import Ep
+from shoal.strategy.split_terms import Ep
 
 _ROUTER_NAMES = ("gate", "gating", "router", "route", "switch")
 _LISTS = (nn.ModuleList, nn.ModuleDict)

@@ -14,7 +14,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.microbatch import call_model, fork_rng, preserve_modes
-from shoal.strategy.terms import Pp
+from shoal.strategy.split_terms import Pp
 
 _ROUNDS = 3
 

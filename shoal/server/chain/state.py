@@ -20,9 +20,9 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.rounds import Rounds
 from shoal.server.chain.teaching import Teaching
+from shoal.strategy.sync_terms.ps import MAX_LAG
 
 ChainConsistency = Literal["strong", "eventual"]
-MAX_LAG = 64  # operations that an eventual head is ahead of its tail at most
 
 
 class Fenced(Exception):

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 from shoal.server.model.shard import DTYPES
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import ModelSpec
-from shoal.strategy.terms import Ps
+from shoal.strategy.sync_terms.ps import Ps
 
 
 class PushCompression:

@@ -17,7 +17,7 @@ from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
 from shoal.server.protocol.messages import UNSPLIT, ModelSpec, ReplicaSplit
 from shoal.server.started import device_of_server
-from shoal.strategy.terms import Ps
+from shoal.strategy.sync_terms.ps import Ps
 from shoal.sync.base import Copies, Replica
 from shoal.sync.kept_statistics import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep

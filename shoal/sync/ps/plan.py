@@ -10,7 +10,7 @@ from shoal.compress.powersgd import PowerSgd
 from shoal.replica.ordered_sum import full_subtrees, runs_of
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.protocol.messages import ParameterSlice
-from shoal.strategy.terms import Ps
+from shoal.strategy.sync_terms.ps import Ps
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compression import refuse_scaled
 from shoal.sync.memory import ModelSizes, SyncMemory

@@ -31,7 +31,7 @@ from shoal.replica.tensor.planning.channel_plan import channel_roles, random_sta
 from shoal.replica.tensor.planning.roles import Role, Roles
 from shoal.replica.tensor.planning.transformer_plan import TransformerPlan, is_lookup
 from shoal.replica.tensor.planning.unsplit import NothingToSplit
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 
 
 def plan_of(model: nn.Module, tp: Tp) -> Roles:

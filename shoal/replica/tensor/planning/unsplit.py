@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from shoal.errors import BadInput
 from shoal.replica.tensor.layers.linear_like import linear_like
-from shoal.strategy.terms import Tp
+from shoal.strategy.split_terms import Tp
 
 _KINDS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 

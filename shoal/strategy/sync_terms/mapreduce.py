@@ -1,0 +1,30 @@
+"""MapReduce: a master adds up the gradients of map tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.constraints import one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapreduce(SyncTerm):
+    """Map: the gradients of a slice of the samples; reduce: their sum and one update."""
+
+    compared: ClassVar[tuple[str, ...]] = ('mapreduce(batch="mini")', "mapreduce")
+
+    batch: Annotated[str, one_of("full", "mini")] = "full"
+
+    @property
+    def batches(self) -> Batches:
+        return Batches.WHOLE_DATASET if self.batch == "full" else Batches.SPLIT
+
+    @property
+    def why_not_own_loop(self) -> str | None:
+        return "its master alone updates, with the gradients of all map tasks"
+
+    @property
+    def why_not_split(self) -> str | None:
+        return "a map task is the whole model on one worker, so that another can run it again"

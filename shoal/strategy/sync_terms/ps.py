@@ -1,0 +1,207 @@
+"""The parameter server: its rules, where servers are, and their replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from shoal.errors import StrategyError
+from shoal.strategy.base import SyncTerm
+from shoal.strategy.constraints import one_of, optional, whole
+from shoal.strategy.options import COMPRESS, QUORUM, SYNC_OR_ASYNC
+
+MAX_LAG = 64  # operations that the tail may be behind the head under consistency="eventual"
+MAX_REPLICAS = 16  # each push passes through all of them, one after the other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ps(SyncTerm):
+    """Servers hold the weights; workers push gradients and pull weights."""
+
+    compared: ClassVar[tuple[str, ...]] = (
+        "ps",
+        "ps(quorum=0.75)",
+        "ps(staleness=2)",
+        'ps(mode="async")',
+    )
+
+    sync_module: ClassVar[str] = "shoal.sync.ps.plan"
+
+    mode: Annotated[str, SYNC_OR_ASYNC] = "sync"
+    quorum: Annotated[float | None, optional(QUORUM)] = None  # up to 1: a fraction; else a count
+    late: Annotated[str, one_of("drop", "fold")] = "drop"
+    staleness: Annotated[int | None, optional(whole(0))] = None
+    servers: Annotated[int, whole(1)] = 1
+    replicas: Annotated[int, whole(1, MAX_REPLICAS)] = 1  # of each server, in a chain
+    consistency: Annotated[str, one_of("strong", "eventual")] = "strong"  # among replicas
+    placement: Annotated[str, one_of("servers", "rank0", "workers")] = "servers"
+    on: Annotated[str, one_of("cpu", "cuda")] = "cpu"  # where servers keep weights and update
+    update: Annotated[str, one_of("server", "worker")] = "server"
+    compress: Annotated[str | None, optional(COMPRESS)] = None
+
+    @property
+    def relaxations(self) -> list[str]:
+        """The options given that let the server continue without waiting for every worker."""
+        given = {"quorum": self.quorum is not None, "staleness": self.staleness is not None}
+        given['mode="async"'] = self.mode == "async"
+        return [option for option, is_given in given.items() if is_given]
+
+    @property
+    def lockstep(self) -> bool:
+        return not self.relaxations or self.staleness == 0
+
+    @property
+    def equals_single(self) -> bool:
+        return self.lockstep and self.compress is None
+
+    @property
+    def survives_loss(self) -> bool:
+        is_relaxed = self.mode == "async" or (self.quorum or 1) != 1 or bool(self.staleness)
+        return is_relaxed and self.placement != "workers"
+
+    @property
+    def starts_apart(self) -> bool:
+        return self.survives_loss
+
+    @property
+    def takes_back(self) -> bool:
+        return self.survives_loss
+
+    def taking_back(self, replicas: int) -> Ps:
+        """Where all are waited for: wait for those that are there."""
+        waits_for_all = self.lockstep or self.quorum == 1
+        is_apart = self.update == "server" and self.placement != "workers"
+        if not (waits_for_all and is_apart and replicas > 1):
+            return self
+        return replace(self, staleness=None, quorum=replicas)
+
+    @property
+    def why_not_back(self) -> str | None:
+        if self.update == "worker":
+            return (
+                'with update="worker" every worker has to see every sum; use update="server", the '
+                "default"
+            )
+        if self.placement == "workers":
+            return (
+                'with placement="workers" each worker hosts a server, which is lost with it; use '
+                'placement="servers", the default'
+            )
+        return 'each step waits for all workers; use ps(quorum=…) or ps(mode="async")'
+
+    @property
+    def needs_first_replica(self) -> bool:
+        return self.placement == "rank0"
+
+    @property
+    def has_servers(self) -> bool:
+        return True
+
+    @property
+    def server_processes(self) -> int:
+        return self.servers * self.replicas if self.placement == "servers" else 0
+
+    @property
+    def why_no_server_processes(self) -> str:
+        host = "worker 0 hosts the server" if self.placement == "rank0" else "each worker hosts one"
+        return (
+            f'with placement="{self.placement}" {host}; name the worker, or use '
+            'placement="servers", the default'
+        )
+
+    @property
+    def server_replicas(self) -> int:
+        return self.replicas
+
+    @property
+    def server_consistency(self) -> str:
+        return self.consistency
+
+    @property
+    def promise(self) -> str | None:
+        if self.replicas == 1:
+            return None
+        if self.consistency == "strong":
+            return (
+                f"strong: a push is acknowledged when all {self.replicas} replicas of a server "
+                "have it, and every pull sees it; no acknowledged push is lost while one of "
+                "them lives"
+            )
+        return (
+            f"eventual: a push is acknowledged when the first of {self.replicas} replicas of a "
+            f"server has it; pulls may lack the last {MAX_LAG} pushes, and the loss of that "
+            "replica may undo as many"
+        )
+
+    def in_own_loop(self) -> Ps:
+        """Where all workers wait, servers add up: the script sees gradients before the update."""
+        return replace(self, update="worker") if self.lockstep else self
+
+    def check(self, replicas: int) -> None:
+        if self.on == "cuda" and self.placement == "servers":
+            raise StrategyError(
+                'ps(on="cuda") puts servers on the GPUs of workers: add placement="rank0" or '
+                'placement="workers"'
+            )
+        if self.quorum is not None and self.quorum > max(1, replicas):
+            there = f"there {'is' if replicas == 1 else 'are'} {replicas}"
+            raise StrategyError(
+                f"ps: quorum={self.quorum} needs as many workers that push, and {there}; write a "
+                "smaller number, or a fraction such as 0.75"
+            )
+
+    def check_server_saves(self, workers_of_replica: int) -> None:
+        if self.update == "worker":
+            raise StrategyError(
+                f"--server-checkpoint saves what servers hold, and with {self} workers hold the "
+                "weights: use job.save"
+            )
+        if workers_of_replica > 1:
+            raise StrategyError(
+                "--server-checkpoint needs whole replicas, and this strategy splits each of them "
+                f"over {workers_of_replica} workers: use job.save"
+            )
+
+    def _check_options(self) -> None:
+        if len(self.relaxations) > 1:
+            raise StrategyError(
+                f"ps: {' and '.join(self.relaxations)} exclude each other; "
+                "each is a rule of its own for how long the server waits"
+            )
+        if self.late != "drop" and self.quorum is None:
+            raise StrategyError(f'ps: late="{self.late}" needs quorum; else nothing is ever late')
+        if self.update == "worker" and not self.lockstep:
+            raise StrategyError(
+                f'ps: update="worker" and {self.relaxations[0]} exclude each other; workers that '
+                "update by themselves have to see every sum"
+            )
+        self._check_replicas()
+        if self.placement == "rank0" and self.servers > 1:
+            raise StrategyError(
+                f'ps: servers={self.servers} and placement="rank0" exclude each other; '
+                "rank 0 has room for one server"
+            )
+
+    def _check_replicas(self) -> None:
+        if self.replicas > 1 and self.on != "cpu":
+            raise StrategyError(
+                f'ps: replicas={self.replicas} and on="{self.on}" exclude each other; the GPU of a '
+                "worker ends with it, and replicas are processes of their own"
+            )
+        if self.replicas > 1 and self.placement != "servers":
+            raise StrategyError(
+                f'ps: replicas={self.replicas} and placement="{self.placement}" exclude each '
+                "other; a replica has to outlive the process it copies, so each is a process of "
+                'its own (placement="servers")'
+            )
+        if self.consistency != "strong" and self.replicas == 1:
+            raise StrategyError(
+                f'ps: consistency="{self.consistency}" needs replicas, as in replicas=3; with one '
+                "copy of the weights there is nothing that could lag"
+            )
+        if self.consistency != "strong" and self.update == "worker":
+            raise StrategyError(
+                f'ps: consistency="{self.consistency}" and update="worker" (as in loops with '
+                "job.setup) exclude each other; workers that update by themselves have to see "
+                "every sum, and the loss of a server may undo some"
+            )
