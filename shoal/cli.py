@@ -3,69 +3,66 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import cast
 
 import typer
 
 from shoal import __version__
-from shoal.commands import bench, cluster, collectives, keys, lab, pipeline, trace
-from shoal.commands.compare import compare
-from shoal.commands.default_group import DEFAULT, DefaultGroup
-from shoal.commands.join import join
-from shoal.commands.memory import memory
-from shoal.commands.msccl import export, import_file
-from shoal.commands.plan import plan
-from shoal.commands.plan_validate import validate
-from shoal.commands.predict import predict
-from shoal.commands.run import run
-from shoal.commands.runs import ps, stop
-from shoal.commands.simulate import simulate
-from shoal.commands.submit import submit
-from shoal.commands.train import evaluate, train
-from shoal.commands.verify import verify
 from shoal.errors import BadInput, ShoalError, WorkersFailed
 
 # the usage error of click, which newer versions of typer include
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
-app = typer.Typer(
-    name="shoal",
-    help="Train one PyTorch model on many devices; the strategy is a value that you swap.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(run)
-app.command()(join)
-app.command()(ps)
-app.command()(stop)
-app.command()(submit)
-app.command()(train)
-app.command("eval")(evaluate)
-app.command()(verify)
-app.command()(memory)
-app.command()(compare)
-collectives.app.command()(export)
-collectives.app.command("import")(import_file)
-app.command()(predict)
-app.command()(simulate)
-plans = typer.Typer(cls=DefaultGroup, help="Find the fastest strategies for a model on a cluster.")
-plans.command(DEFAULT)(plan)
-plans.command("validate")(validate)
-app.add_typer(plans, name="plan")
-app.add_typer(bench.app, name="bench")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(collectives.app, name="collectives")
-app.add_typer(keys.app, name="keys")
-app.add_typer(lab.app, name="lab")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(trace.app, name="trace")
+# by name, in the order of the help: a module of shoal/commands/, and its function or Typer. Only
+# the module of the command that is given is loaded: all of them take half a second.
+COMMANDS = {
+    "run": "run.run",
+    "join": "join.join",
+    "ps": "runs.ps",
+    "stop": "runs.stop",
+    "submit": "submit.submit",
+    "train": "train.train",
+    "eval": "train.evaluate",
+    "verify": "verify.verify",
+    "memory": "memory.memory",
+    "compare": "compare.compare",
+    "predict": "predict.predict",
+    "simulate": "simulate.simulate",
+    "plan": "plan_group.app",
+    "bench": "bench.app",
+    "cluster": "cluster.app",
+    "collectives": "collectives.app",
+    "keys": "keys.app",
+    "lab": "lab.app",
+    "pipeline": "pipeline.app",
+    "trace": "trace.app",
+}
 
 
-@app.callback(invoke_without_command=True)
+def build_app(names: Iterable[str]) -> typer.Typer:
+    """The command line with these commands."""
+    app = typer.Typer(
+        name="shoal",
+        help="Train one PyTorch model on many devices; the strategy is a value that you swap.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(about)
+    for name in names:
+        module, attribute = COMMANDS[name].split(".")
+        command = getattr(import_module(f"shoal.commands.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
+
+
 def about(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
@@ -80,8 +77,10 @@ _INTERRUPTED = 130  # what a command returns after Ctrl-C
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; an error of Shoal is printed as one sentence."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        status = app(arguments, prog_name="shoal", standalone_mode=False)
+        app = build_app(words[:1] if words and words[0] in COMMANDS else COMMANDS)
+        status = app(words, prog_name="shoal", standalone_mode=False)
         if status == _INTERRUPTED:
             print("shoal: interrupted", file=sys.stderr)
         sys.exit(status)

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shoal.cli import COMMANDS, build_app
 from shoal.launch.python_fork import close_all_but, open_streams
 
 REQUEST_BYTES = 1 << 20
@@ -40,7 +41,6 @@ _PRELOADED = (
     "numpy",
     "networkx",
     "safetensors.torch",
-    "shoal.cli",
     "shoal.launch.run",
     "shoal.server.server",
 )
@@ -54,6 +54,7 @@ def main() -> None:
         __import__(name)
     with suppress(ImportError):  # typer loads it when a command is called
         __import__("typer._adapters")
+    build_app(COMMANDS)  # which loads all of them
     gc.collect()
     gc.freeze()  # what is loaded stays: a fork that looked through it would copy all of it
     statuses: dict[int, int] = {}  # pid -> where its exit status is awaited

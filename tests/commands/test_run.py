@@ -105,9 +105,12 @@ def test_a_script_that_never_calls_shoal_run_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["verify train.py -s bogus", "eval nowhere"])
-def test_what_cannot_run_is_refused_without_loading_torch(tmp_path: Path, words: str) -> None:
+def test_what_cannot_run_is_refused_without_loading_torch_or_what_planners_need(
+    tmp_path: Path, words: str
+) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
-    code = "import sys; sys.modules['torch'] = None; from shoal.cli import main; main()"
+    code = "import sys; sys.modules.update(dict.fromkeys(['torch', 'numpy', 'networkx']))"
+    code += "; from shoal.cli import main; main()"
     command = [sys.executable, "-c", code, *words.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
