@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.commands import options
 from shoal.commands import submit_options as given
-from shoal.commands.submit_request import SubmitRequest, refuse_others
+from shoal.commands.submit_request import (
+    TRUSTED,
+    SubmitRequest,
+    network_warning,
+    refuse_others,
+)
 from shoal.errors import BadInput
 from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, manifest
 from shoal.launch.submit.send import submit_file, write_job
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
+from shoal.runtime.config import RunConfig
 
 
 def submit(
@@ -44,12 +52,14 @@ def submit(
     log: given.Log = None,
     line: given.Line = None,
     setup: given.Setup = None,
+    srun: given.Srun = None,
     secret_file: given.SecretFile = None,
     image: given.Image = None,
     namespace: given.Namespace = None,
     kind: given.Kind = KINDS[0],
     secret: given.Secret = None,
     claim: given.Claim = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write a script's job for Slurm or Kubernetes, and submit it."""
     if slurm == k8s:
@@ -59,6 +69,7 @@ def submit(
         "--account": account,
         "--log": log,
         "--line": line,
+        "--srun": srun,
     }
     for_slurm |= {"--setup": setup, "--secret-file": secret_file, "--gpus": gpus}
     for_k8s = {"--image": image, "--namespace": namespace, "--secret": secret, "--claim": claim}
@@ -84,17 +95,23 @@ def submit(
         python=python,
     )
     if slurm:
-        asked = SlurmOptions(partition, account, log, gpus, tuple(line or ()), tuple(setup or ()))
+        lines = (tuple(line or ()), tuple(setup or ()), tuple(srun or ()))
+        asked = SlurmOptions(partition, account, log, gpus, *lines)
         job = _slurm(request, asked, secret_file)
     elif image is None:
         raise BadInput("Kubernetes runs images: give --image one with Shoal and the script")
     else:
         pods = KubernetesOptions(image, namespace, kind, secret, tuple(claim or ()))
         job = _kubernetes(request, pods)
+    if job.warning:
+        print(f"shoal: {job.warning}", file=sys.stderr)
     if dry_run:
-        print(job.text, end="")
+        print(json.dumps({"text": job.text}) if as_json else job.text.rstrip("\n"))
         return
-    submit_file(job.command, write_job(job.text, output, job.file_name))
+    file = write_job(job.text, output, job.file_name)
+    answer = submit_file(job.command, file)
+    submitted = {"file": str(file), "command": [*job.command, str(file)], "answer": answer.strip()}
+    print(json.dumps(submitted) if as_json else answer.rstrip("\n"))
 
 
 class _Job(NamedTuple):
@@ -103,13 +120,23 @@ class _Job(NamedTuple):
     text: str
     file_name: str
     command: Sequence[str]
+    warning: str | None
 
 
 def _slurm(request: SubmitRequest, asked: SlurmOptions, secret_file: Path | None) -> _Job:
     spec = request.spec(is_in_image=False, secret_file=secret_file)
-    return _Job(slurm_script(spec, asked), f"{spec.name}.sbatch", ["sbatch"])
+    text = slurm_script(spec, asked)
+    here = RunConfig.from_environment()  # sbatch passes the variables of this process on
+    has_key = secret_file is not None or here.read_secret() is not None
+    is_trusted = here.tls.trusted_network or any(TRUSTED in line for line in asked.setup)
+    uses_gpus = bool(spec.gpus_per_node or asked.gpus)
+    warning = network_warning(spec, has_key, is_trusted, uses_gpus, "--secret-file FILE")
+    return _Job(text, f"{spec.name}.sbatch", ["sbatch"], warning)
 
 
 def _kubernetes(request: SubmitRequest, asked: KubernetesOptions) -> _Job:
     spec = request.spec(is_in_image=True)
-    return _Job(manifest(spec, asked), f"{spec.name}.json", ["kubectl", "create", "-f"])
+    text = manifest(spec, asked)
+    uses_gpus = bool(spec.gpus_per_node)
+    warning = network_warning(spec, asked.secret is not None, False, uses_gpus, "--secret NAME")
+    return _Job(text, f"{spec.name}.json", ["kubectl", "create", "-f"], warning)

@@ -55,6 +55,10 @@ Setup = Annotated[
     list[str] | None,
     typer.Option(help="Slurm: a line of shell before srun, module load cuda; repeatable."),
 ]
+Srun = Annotated[
+    list[str] | None,
+    typer.Option(help="Slurm: an option of srun, --container-image=IMAGE; repeatable."),
+]
 SecretFile = Annotated[
     Path | None, typer.Option(help="Slurm: a file with the secret of the run, mode 0600.")
 ]

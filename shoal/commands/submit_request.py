@@ -12,6 +12,8 @@ from shoal.launch.checkpoint_option import OPTION_NAME, read_folder
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
 from shoal.runtime.config import CheckpointConfig, RunConfig, variable_name
 
+TRUSTED = "SHOAL_TRUSTED_NETWORK"
+
 
 @dataclass(frozen=True)
 class SubmitRequest:
@@ -92,3 +94,23 @@ def refuse_others(chosen: str, others: Mapping[str, object]) -> None:
     for option, value in others.items():
         if value:
             raise BadInput(f"{option} means nothing to {chosen}: leave it out")
+
+
+def network_warning(
+    spec: SubmitSpec, has_key: bool, is_trusted: bool, uses_gpus: bool, how: str
+) -> str | None:
+    """What would end the job when it has waited in the queue: hosts that have no reason to trust.
+
+    `how`: the option that gives workers a key.
+    """
+    trust = f"--env {TRUSTED}=1"
+    if spec.nodes == 1 or is_trusted or spec.environ.get(TRUSTED) == "1":
+        return None
+    if uses_gpus:
+        return f"NCCL between {spec.nodes} nodes takes {trust}: workers will end without it"
+    if not has_key:
+        return (
+            f"workers on {spec.nodes} nodes take a key (`shoal keys new`, {how}) or {trust}: they "
+            "will end without either"
+        )
+    return None

@@ -32,12 +32,16 @@ def ending_with_agent(rank: int, environ: Mapping[str, str]) -> Iterator[None]:
         yield  # a script that was started in a shell may survive it
         return
     is_over = threading.Event()
+    parent = os.getppid()
     watch = threading.Thread(
-        target=_watch, args=(rank, os.getppid(), is_over), name="shoal-agent", daemon=True
+        target=_watch, args=(rank, parent, is_over), name="shoal-agent", daemon=True
     )
     watch.start()
     try:
         yield
+    except (ShoalError, RuntimeError):  # another rank has seen it before, and is lost for this one
+        _end_without(parent, rank)
+        raise
     finally:
         is_over.set()
         watch.join()
@@ -45,13 +49,18 @@ def ending_with_agent(rank: int, environ: Mapping[str, str]) -> Iterator[None]:
 
 def _watch(rank: int, parent: int, is_over: threading.Event) -> None:
     while not is_over.wait(_POLL_S):
-        if os.getppid() != parent:
-            print(
-                f"shoal: rank {rank} ends: torchrun, which has started it, was killed",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
+        _end_without(parent, rank)
+
+
+def _end_without(parent: int, rank: int) -> None:
+    """End this process with a sentence, if its parent has ended."""
+    if os.getppid() != parent:
+        print(
+            f"shoal: rank {rank} ends: torchrun, which has started it, was killed",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 def require_agent_store(placement: Placement, environ: Mapping[str, str]) -> None:

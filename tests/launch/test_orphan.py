@@ -15,12 +15,14 @@ from tests.launch.helpers import ROOT
 from tests.launch.resuming import free_port
 
 RANK = """
-import time
+import os, time
 from shoal.launch.orphan import ending_with_agent
 with ending_with_agent(3, {"TORCHELASTIC_RUN_ID": "7"}):
+    parent = os.getppid()
     print("ready", flush=True)
-    while True:
-        time.sleep(60)
+    while WAITS or os.getppid() == parent:
+        time.sleep(0.05)
+    raise RuntimeError("another rank has ended before this one looked")
 """
 AGENT = """
 import os, subprocess, sys
@@ -30,9 +32,10 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_rank_whose_agent_was_killed_says_so_and_ends() -> None:
+@pytest.mark.parametrize("waits", ["True", "False"])
+def test_a_rank_whose_agent_was_killed_says_so_and_ends(waits: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AGENT, RANK],
+        [sys.executable, "-c", AGENT, RANK.replace("WAITS", waits)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,  # its end is the end of the rank
         text=True,

@@ -72,7 +72,7 @@ def test_a_script_asks_for_what_the_options_say() -> None:
         "--signal=B:USR1@60",
         "--constraint=a100",
     ]
-    assert "srun --kill-on-bad-exit=1 python train.py &" in text
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=6 python train.py &" in text
     assert "--ntasks-per-node" not in slurm_script(spec_of(nodes=3), SlurmOptions())
 
 
@@ -135,11 +135,27 @@ def test_a_crash_is_followed_by_a_start_if_asked_for(
         SlurmOptions(account="x\n#SBATCH --uid=0"),
         SlurmOptions(lines=("--a\nrm -rf /",)),
         SlurmOptions(lines=("rm",)),
+        SlurmOptions(srun=("rm",)),
+        SlurmOptions(output="/no/such/folder/%j.out"),
     ],
 )
 def test_lines_of_sbatch_take_no_more_than_one_word(options: SlurmOptions) -> None:
     with pytest.raises(BadInput):
         slurm_script(spec_of(), options)
+
+
+def test_options_of_srun_arrive_as_they_are(tmp_path: Path) -> None:
+    image = "--container-image=me/train:1 $(id)"
+    text = slurm_script(spec_of(), SlurmOptions(srun=(image,)))
+    assert run_script(text, tmp_path, 'printf "%s" "$2" > image') == 0
+    assert (tmp_path / "image").read_text() == image
+
+
+def test_tasks_of_an_array_do_not_share_a_checkpoint() -> None:
+    array = SlurmOptions(lines=("--array=0-3",))
+    assert "--array=0-3" in slurm_script(spec_of(), array)
+    with pytest.raises(BadInput, match="all tasks of an array"):
+        slurm_script(spec_of(requeue=True), array)
 
 
 # -------------------------------------------------------------------------- Kubernetes
@@ -383,6 +399,50 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
     assert environ_of(pod)["SHOAL_CHECKPOINT_EVERY"] == "5"
     assert pod["containers"][0]["command"][-2:] == ["--lr", "0.1"]
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_what_sbatch_answers_is_in_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 17\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    assert not submitted(tmp_path, "--slurm", "--json", monkeypatch=monkeypatch)
+    assert json.loads(capsys.readouterr().out) == {
+        "file": "train.sbatch",
+        "command": ["sbatch", "train.sbatch"],
+        "answer": "Submitted batch job 17",
+    }
+    assert not submitted(tmp_path, "--slurm", monkeypatch=monkeypatch)
+    assert capsys.readouterr().out == "Submitted batch job 17\n"
+    assert not submitted(tmp_path, "--slurm", "--dry-run", "--json", monkeypatch=monkeypatch)
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert text == (tmp_path / "train.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--slurm", "-n", "4"], ""),
+        (["--slurm", "-n", "4", "--nodes", "2"], "workers on 2 nodes take a key"),
+        (["--slurm", "-n", "4", "--nodes", "2", "--secret-file", "key"], ""),
+        (["--slurm", "-n", "4", "--nodes", "2", "--gpus", "4"], "NCCL between 2 nodes takes --env"),
+        (["--slurm", "-n", "4", "--nodes", "2", "--env", "SHOAL_TRUSTED_NETWORK=1"], ""),
+        (["--k8s", "-n", "4", "--nodes", "2", "--image", "a"], "--secret NAME"),
+    ],
+)
+def test_what_would_end_workers_on_several_nodes_is_said_before(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert not submitted(tmp_path, "--dry-run", *args, monkeypatch=monkeypatch)
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == bool(sentence)
 
 
 def test_a_refusal_of_sbatch_is_status_1(

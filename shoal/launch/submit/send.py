@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ def write_job(text: str, file: Path | None, default: str) -> Path:
     return path
 
 
-def submit_file(command: Sequence[str], path: Path) -> None:
-    """Run `command` with the file; its output is that of this process."""
+def submit_file(command: Sequence[str], path: Path) -> str:
+    """Run `command` with the file, and return what it has printed; its errors go to stderr."""
     program = command[0]
-    words = " ".join([*command, str(path)])
+    words = shlex.join([*command, str(path)])
     if shutil.which(program) is None:
         raise BadInput(f"there is no {program} here; the job is in {path}: submit it with {words}")
-    status = subprocess.run([*command, str(path.absolute())], check=False).returncode
-    if status:
-        raise ShoalError(f"{program} has refused the job (exit status {status}); it is in {path}")
+    asked = [*command, str(path.absolute())]
+    done = subprocess.run(asked, check=False, stdout=subprocess.PIPE, text=True, errors="replace")
+    if done.returncode:
+        status = f"exit status {done.returncode}"
+        raise ShoalError(f"{program} has refused the job ({status}); it is in {path}")
+    return done.stdout

@@ -14,12 +14,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.launch.submit.spec import MARK, SubmitSpec
 from shoal.runtime.preemption import EXIT_STATUS
 
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
+_ARRAY = re.compile(r"--array\b|-a")
 _BAD_INPUT = 2  # a mistake that a second start does not mend
 
 
@@ -33,6 +35,7 @@ class SlurmOptions:
     gpus: int | None = None  # of all nodes together
     lines: tuple[str, ...] = ()  # options of sbatch, such as --constraint=a100
     setup: tuple[str, ...] = ()  # lines of shell before srun, such as module load cuda
+    srun: tuple[str, ...] = ()  # options of srun, such as --container-image=IMAGE
 
 
 def slurm_script(spec: SubmitSpec, options: SlurmOptions) -> str:
@@ -46,13 +49,22 @@ def slurm_script(spec: SubmitSpec, options: SlurmOptions) -> str:
         *options.setup,
         "",
         _TRAPS,
-        f"srun --kill-on-bad-exit=1 {shlex.join(spec.command)} &",
+        f"{shlex.join(['srun', '--kill-on-bad-exit=1', *_srun(spec, options), *spec.command])} &",
         _WAIT,
         *_starting_again(spec),
         'exit "$status"',
         "",
     ]
     return "\n".join(lines)
+
+
+def _srun(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
+    if spec.cpus is not None:
+        yield f"--cpus-per-task={spec.cpus}"  # since Slurm 22.05 srun does not take it from sbatch
+    for option in options.srun:
+        if not option.startswith("-"):
+            raise BadInput(f"--srun takes an option of srun such as --cpu-bind=cores: {option!r}")
+        yield option
 
 
 # before srun: a signal that comes early is passed on, too
@@ -85,7 +97,7 @@ def _directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
         "time": spec.time,
         "partition": options.partition,
         "account": options.account,
-        "output": options.output,
+        "output": _log(options.output),
     }
     for name, value in given.items():
         if value is not None:
@@ -98,7 +110,17 @@ def _directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
     for line in options.lines:
         if not line.startswith("-") or not line.isprintable():
             raise BadInput(f"--line takes an option of sbatch such as --constraint=a100: {line!r}")
+        if _ARRAY.match(line) and (spec.requeue or spec.restarts):
+            raise BadInput(f"--line={line}: all tasks of an array would go on from one checkpoint")
         yield line
+
+
+def _log(path: str | None) -> str | None:
+    """Slurm ends a job without a word if its output has no folder."""
+    folder = Path(path or "").parent
+    if "%" not in str(folder) and not folder.is_dir():
+        raise BadInput(f"--log {path}: there is no folder {folder}, and Slurm makes none")
+    return path
 
 
 def _checked(name: str, text: str) -> str:
