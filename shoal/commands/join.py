@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +11,10 @@ from shoal.launch.joining import ask_to_join, wait_for_answer
 
 def join(
     run: Annotated[
-        Path | None,
-        typer.Argument(help="The folder of the run.", show_default="the only run of this user"),
+        str | None,
+        typer.Argument(
+            help="A name that `shoal ps` shows.", show_default="the only run that takes a worker"
+        ),
     ] = None,
 ) -> None:
     """Ask a run on this host to start a worker that is not there, up to its number (-n)."""

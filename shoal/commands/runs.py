@@ -28,8 +28,7 @@ def ps(as_json: options.Json = False) -> None:
     table = plain_table("", ["run", "script", "strategy", "workers", "on", "since", "step"], 3)
     for entry in found:
         step = "-" if entry.steps is None else str(entry.steps)
-        workers = f"{entry.workers}+{entry.servers}" if entry.servers else str(entry.workers)
-        words = (entry.name, entry.script, entry.strategy, workers, _where(entry))
+        words = (entry.name, entry.script, entry.strategy, _processes(entry), _where(entry))
         table.add_row(*words, _since(time.time() - entry.started), step)
     wide_console().print(table)
 
@@ -57,6 +56,12 @@ def stop(
     left = [str(stopped) for stopped in ended if not stopped.has_ended]
     if left:
         raise CheckFailed("; ".join(left))
+
+
+def _processes(entry: RunEntry) -> str:
+    """`2`, `2+1` with a server, `1 of 2+1` where a worker was lost or has not joined."""
+    workers = f"{entry.workers}+{entry.servers}" if entry.servers else str(entry.workers)
+    return workers if entry.present == entry.workers else f"{entry.present} of {workers}"
 
 
 def _where(entry: RunEntry) -> str:

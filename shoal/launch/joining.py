@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.running import entries, find_run
 from shoal.runtime.locked_folders import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 
@@ -60,12 +61,12 @@ class JoinRequests:
                     self._put(JoinRequest(name))
 
 
-def ask_to_join(run: Path | None) -> tuple[RunDir, str]:
+def ask_to_join(run: str | None) -> tuple[RunDir, str]:
     """Ask a run on this host for one worker more; the run, and the name of the request.
 
-    BadInput where there is no run that takes one.
+    `run` is a name that `shoal ps` shows, or a folder. BadInput where no such run takes one.
     """
-    run_dir = _only_run() if run is None else _run_in(run)
+    run_dir = _only_run() if run is None else _run_of(run)
     return run_dir, run_dir.ask_for_join()
 
 
@@ -74,18 +75,19 @@ def _only_run() -> RunDir:
     if not takes:
         raise BadInput(f"no run of yours on this host takes a worker: {_HOW}")
     if len(takes) > 1:
-        names = ", ".join(str(run_dir.path) for run_dir in takes)
-        raise BadInput(f"several runs take a worker: name the folder of one of them: {names}")
+        known = {entry.run_dir: entry.name for entry in entries()}
+        names = ", ".join(known.get(run_dir, str(run_dir.path)) for run_dir in takes)
+        raise BadInput(f"several runs take a worker: name one of them: {names}")
     return takes[0]
 
 
-def _run_in(folder: Path) -> RunDir:
+def _run_of(name: str) -> RunDir:
     remove_abandoned()
-    run_dir = RunDir(folder)
+    run_dir = RunDir(Path(name)) if "/" in name else find_run(name).run_dir
     if not run_dir.is_there():
-        raise BadInput(f"{folder} is not the folder of a run that goes on")
+        raise BadInput(f"{name} is not the folder of a run that goes on")
     if not run_dir.takes_joins():
-        raise BadInput(f"the run in {folder} takes no worker: {_HOW}")
+        raise BadInput(f"the run {name} takes no worker: {_HOW}")
     return run_dir
 
 

@@ -103,6 +103,7 @@ class RunResult:
     lost_servers: tuple[LostServer, ...] = ()
     servers_removed: int = 0  # from their chains, while they lived; they come back
     joined: tuple[JoinedWorker, ...] = ()
+    absent: tuple[int, ...] = ()  # workers that took no part, and were not lost
 
 
 def launch(
@@ -150,6 +151,8 @@ def launch(
                     coordinator.members,
                     spec.config.server_checkpoint,
                 )
+                for rank in range(spec.started, spec.workers):
+                    policy.note_absent(rank)
                 stderr = starter.start_all(workers, servers)
                 for index in range(spec.servers):
                     server_policy.started(index, servers.pid_of(index))
@@ -205,7 +208,8 @@ def launch(
             tuple(policy.returned()),
             tuple(server_policy.lost),
             server_policy.removed,
-            tuple(policy.joined()) if spec.tolerance and spec.tolerance.is_covered else (),
+            tuple(policy.joined()),
+            policy.absent,
         )
     signals.raise_first()
     if supervisor.output_error is not None:
@@ -220,13 +224,14 @@ def launch(
 
 def say_losses(result: RunResult, workers: int, write: Write) -> None:
     """At the end of a run that succeeded: what was lost, and what came back."""
-    for returned in (*result.returned, *result.joined):
+    joined = [worker for worker in result.joined if not worker.came_too_late]  # those were named
+    for returned in (*result.returned, *joined):
         write(f"shoal: {returned}\n", True)
     if result.lost_servers or result.servers_removed:
         removed = result.servers_removed
         losses = summarize_server_losses(result.lost_servers, removed, result.reports)
         write(f"shoal: {losses}\n", True)
-    for sentence in losses_at_end(result.lost, workers, result.reports):
+    for sentence in losses_at_end(result.lost, workers, result.reports, result.absent):
         write(f"shoal: {sentence}\n", True)
 
 
@@ -286,8 +291,6 @@ class _Starter:
         """Start all workers and servers; returns the stderr of each."""
         started = self.spec.started
         absent = range(started, self.spec.workers)
-        for rank in absent:  # the others do not wait for it
-            self.run_dir.note_exit(rank, 0)
         stderr: dict[Role, list[LineForwarder]] = {
             "server": [self.start_server(i, servers) for i in range(self.spec.servers)],
             "worker": [self._start_worker(rank, workers) for rank in range(started)],

@@ -20,9 +20,16 @@ from dataclasses import dataclass, replace
 
 from shoal.launch.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.processes import ProcessExit
-from shoal.launch.worker_losses import JoinedWorker, LostWorker, ReturnedWorker
+from shoal.launch.worker_losses import (
+    SPLIT,
+    JoinedWorker,
+    LostWorker,
+    ReturnedWorker,
+    SampleShares,
+)
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
+from shoal.strategy.base import Batches
 from shoal.strategy.strategy import Strategy
 
 
@@ -34,7 +41,7 @@ class Tolerance:
     needed: tuple[int, ...] = ()
     from_start: bool = True  # also before all workers have joined
     restarts: int = 0  # how often lost workers are started again, in all
-    is_covered: bool = False  # the others train the samples of a lost worker
+    shares: SampleShares = SPLIT  # what becomes of the samples of a lost worker
     at_least: int = 1  # with fewer workers the run ends
 
 
@@ -54,8 +61,9 @@ def tolerance_of(
         return None
     needed = tuple(r for r in range(workers) if strategy.needs(r))
     from_start = strategy.starts_apart or takes_back
-    covered = strategy.is_elastic
-    return Tolerance(str(strategy), needed, from_start, restarts or 0, covered, at_least)
+    in_turns = strategy.sync is not None and strategy.sync.batches is Batches.IN_TURNS
+    shares = SampleShares(strategy.is_elastic, workers if in_turns else 1)
+    return Tolerance(str(strategy), needed, from_start, restarts or 0, shares, at_least)
 
 
 def taking_back(strategy: Strategy, workers: int) -> Strategy:
@@ -90,6 +98,9 @@ class LossPolicy:
         self._restarted: list[tuple[ProcessFailure, int]] = []  # and the generation after it
         self._away: dict[int, LostWorker] = {}  # those that were lost and started again
         self._joined: list[tuple[int, int]] = []  # those that were asked for: rank, generation
+        self._late: set[int] = set()  # those that were asked for, and came too late to take part
+        self._absent: set[int] = set()  # those that were not started, or came too late
+        self._shares = SPLIT if tolerance is None else tolerance.shares
         self.too_few: str | None = None  # why the run ends: a sentence
 
     def restarts(self, exit: ProcessExit) -> bool:
@@ -109,6 +120,16 @@ class LossPolicy:
         self._away[exit.rank] = self._lost_by(failure)
         return True
 
+    def note_absent(self, rank: int) -> None:
+        """This worker is not started at first; the others do not wait for it."""
+        self._run_dir.note_exit(rank, 0)
+        self._absent.add(rank)
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The workers that took no part, and were not lost."""
+        return tuple(sorted(self._absent - {lost.rank for lost in self.lost}))
+
     def join(self, request: str) -> int | None:
         """The number of a worker that is not there, which is started now; None: all are.
 
@@ -123,6 +144,7 @@ class LossPolicy:
         rank = ranks[0]
         self._run_dir.note_start(rank, self._run_dir.generation(rank) + 1)
         self._joined.append((rank, self._run_dir.generation(rank)))
+        self._absent.discard(rank)
         self._away |= {lost.rank: lost for lost in self.lost if lost.rank == rank}
         self.lost = [lost for lost in self.lost if lost.rank != rank]
         started = f"worker {rank} of {self._workers} is started"
@@ -135,12 +157,19 @@ class LossPolicy:
         return [self._return_of(failure, generation) for failure, generation in self._restarted]
 
     def joined(self) -> list[JoinedWorker]:
-        """The workers that were asked for and took part, where it is known from which step on."""
-        steps = [
-            (rank, (self._run_dir.read_return(rank, generation) or {}).get("step"))
-            for rank, generation in self._joined
-        ]
-        return [JoinedWorker(rank, step) for rank, step in steps if isinstance(step, int)]
+        """The workers that were asked for and took part, or came too late for it."""
+        found = [self._join_of(rank, generation) for rank, generation in self._joined]
+        return [worker for worker in found if worker is not None]
+
+    def _join_of(self, rank: int, generation: int) -> JoinedWorker | None:
+        """None where it was lost before it took part."""
+        if generation == self._run_dir.generation(rank) and rank in self._late:
+            return JoinedWorker(rank, None, came_too_late=True, shares=self._shares)
+        document = self._run_dir.read_return(rank, generation) or {}
+        step, lost_at = document.get("step"), document.get("lost_at")
+        if not isinstance(step, int) or not isinstance(lost_at, int):
+            return None
+        return JoinedWorker(rank, step, lost_at or None, shares=self._shares)
 
     def survives(self, exit: ProcessExit) -> bool:
         """Note the exit of a worker; False when it ends the run."""
@@ -198,7 +227,9 @@ class LossPolicy:
         """A worker that was started later has found that the others had finished."""
         lost = self._away.pop(rank, None)
         if lost is None:
-            self._say(f"worker {rank} came too late to take part: the others had finished")
+            self._late.add(rank)
+            self._absent.add(rank)
+            self._say(str(JoinedWorker(rank, None, came_too_late=True)))
             return
         generation = self._run_dir.generation(rank)
         self._restarted = [(f, g) for f, g in self._restarted if (f.rank, g) != (rank, generation)]
@@ -208,22 +239,18 @@ class LossPolicy:
         rank = failure.rank
         after_s = self._seconds(failure.noticed_ns)
         steps = self._run_dir.steps_done(rank)
-        return LostWorker(rank, _how(failure), after_s, steps, is_covered=self._is_covered)
+        return LostWorker(rank, _how(failure), after_s, steps, shares=self._shares)
 
     def _return_of(self, failure: ProcessFailure, generation: int) -> ReturnedWorker:
         how, after_s = _how(failure), self._seconds(failure.noticed_ns)
-        lost = ReturnedWorker(failure.rank, how, after_s, is_covered=self._is_covered)
+        lost = ReturnedWorker(failure.rank, how, after_s, shares=self._shares)
         document = self._run_dir.read_return(failure.rank, generation)
         numbers = [(document or {}).get(name) for name in ("time_ns", "lost_at", "step")]
         if not all(isinstance(number, int) for number in numbers):
             return lost
         time_ns, lost_at, step = (int(number) for number in numbers if number is not None)
         away_s = (time_ns - failure.noticed_ns) / 1e9
-        return replace(lost, away_s=away_s, lost_at=lost_at, step=step)
-
-    @property
-    def _is_covered(self) -> bool:
-        return self._tolerance is not None and self._tolerance.is_covered
+        return replace(lost, away_s=away_s, lost_at=lost_at if step else None, step=step)
 
     def _seconds(self, time_ns: int) -> float:
         return (time_ns - self._start_ns) / 1e9

@@ -81,6 +81,7 @@ def run_remote(
             bool(finished),
             tuple(policy.returned()),
             joined=tuple(policy.joined()),
+            absent=policy.absent,
             lost_servers=tuple(servers.policy.lost),
             servers_removed=servers.policy.removed,
         )

@@ -56,7 +56,7 @@ class ElasticWorkers:
     def note_absent(self) -> None:
         """Workers that are not started at first are not waited for."""
         for rank in range(self.run.spec.started, self.run.spec.workers):
-            self.run.run_dir.note_exit(rank, 0)
+            self.policy.note_absent(rank)
             self.board.note_exit(self._latest(rank))
 
     def survives(self, exit: ProcessExit) -> bool:

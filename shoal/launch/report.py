@@ -19,16 +19,18 @@ def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]
     servers with replicas. `ranks` holds the reports of the workers, null for one that was lost.
     """
     reports = [report for report in result.reports if report is not None]
+    steps = steps_of(reports)
     rates = [r["samples_per_s"] for r in reports if isinstance(r.get("samples_per_s"), float)]
     return {
         "strategy": strategy,
         "workers": workers,
-        "steps": steps_of(reports),
+        "steps": steps,
         "seconds": result.seconds,
         "samples_per_s": sum(rates) if rates else None,
-        "lost": [asdict(lost) for lost in result.lost],
-        "came_back": [asdict(back) for back in result.returned if back.away_s is not None],
-        "joined": [asdict(joined) for joined in result.joined],
+        "lost": [lost.document(steps) for lost in result.lost],
+        "came_back": [back.document() for back in result.returned if back.away_s is not None],
+        "joined": [joined.document() for joined in result.joined],
+        "absent": list(result.absent),
         "servers_lost": [asdict(lost) for lost in result.lost_servers],
         "without_service_s": without_service_s(result.reports),
         "ranks": list(result.reports),

@@ -55,6 +55,11 @@ class RunEntry:
         return max((steps for steps in done if steps is not None), default=None)
 
     @property
+    def present(self) -> int:
+        """The workers that are there: started, and not ended."""
+        return sum(not self.run_dir.has_exited(rank) for rank in range(self.workers))
+
+    @property
     def script(self) -> str:
         """What is run, without the interpreter."""
         words = [word for word in self.command[1:] if word != "-m"]
@@ -71,6 +76,7 @@ class RunEntry:
             "script": self.script,
             "strategy": self.strategy,
             "workers": self.workers,
+            "workers_there": self.present,
             "servers": self.servers,
             "hosts": list(self.hosts),
             "started": self.started,

@@ -265,7 +265,7 @@ def assemble_step(
         parameters=KnownParameters(model),
         tracer=context.tracer,
     )
-    step.compute = with_faults(engine.run, context, lambda: step.steps + 1)
+    step.compute = with_faults(engine.run, context, lambda: step.number)
     return step
 
 

@@ -87,7 +87,7 @@ class LoopRows:
         """See `Job.gather`."""
         if x.dim() == 0:
             raise BadInput("job.gather takes a tensor with a dimension for samples, not a number")
-        if self._has_whole_batch:
+        if self.has_whole_batch:
             return x
         if self._group is None:  # with an order of operations of its own
             data = self.mesh.data
@@ -106,17 +106,17 @@ class LoopRows:
                 f"not a tensor of shape {tuple(everything.shape)}"
             )
         data = self.mesh.data
-        split = BatchSplit() if self._has_whole_batch else BatchSplit(data.rank, data.size)
+        split = BatchSplit() if self.has_whole_batch else BatchSplit(data.rank, data.size)
         return self._moved_rows(take(everything, split.rows(batch.total)))
 
     @property
-    def _has_whole_batch(self) -> bool:
+    def has_whole_batch(self) -> bool:
         """Whether replicas take whole batches in turns."""
         return self.batch is not None and self.batch.concurrent > 1
 
     def _drawn(self, make: Make, batch: AnyBatch) -> Tensor:
         self._draws += 1
-        turn = self.mesh.data.rank if self._has_whole_batch else 0
+        turn = self.mesh.data.rank if self.has_whole_batch else 0
         with fork_rng(self.device):
             seed_generators(self.device, mix(self.seed, 8, self._number, self._draws, turn))
             return make(batch.total)

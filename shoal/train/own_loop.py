@@ -67,7 +67,11 @@ class OwnLoop:
         self._leader: LoopPart | None = None  # without batches a step ends when this one steps
         self._losses: list[Tensor] = []  # of the backward passes of this step
         self._global_loss: Tensor | None = None  # of the latest one
-        self._run = with_faults(torch.autograd.backward, context(), lambda: self._steps() + 1)
+        self._run = with_faults(torch.autograd.backward, context(), self._step_number)
+
+    def _step_number(self) -> int:
+        """Of the step that is under way; where replicas take batches in turns, of its own batch."""
+        return self._steps() + 1 + (self.mesh.dp.rank if self.rows.has_whole_batch else 0)
 
     # ------------------------------------------------------------------ setting up
 

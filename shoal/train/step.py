@@ -93,6 +93,12 @@ class Step:
             self._report()
         return self.result()
 
+    @property
+    def number(self) -> int:
+        """Of the step that is under way; where replicas take batches in turns, of its own batch."""
+        is_in_turns = self.sync.next_steps > self.steps + 1
+        return self.steps + 1 + (self.mesh.dp.rank if is_in_turns else 0)
+
     def _report(self) -> None:
         for callback in self.after:
             callback(self, self.loss)

@@ -16,6 +16,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.joining import ask_to_join, wait_for_answer
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import Tolerance
+from shoal.launch.running import RunFacts, enter_run, entries
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir
 from tests.launch.helpers import ROOT, Screen, python
@@ -31,7 +32,7 @@ SCRIPT = """
         run_dir.ask_for_join()
         while not run_dir.back(1, 1).exists(): time.sleep(0.005)
     else:
-        run_dir.note_return(rank, generation, {})
+        run_dir.note_return(rank, generation, {"step": 40, "lost_at": 0})
     run_dir.write_report(rank, {"rank": rank})
 """
 
@@ -53,6 +54,18 @@ def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
     assert screen.err.splitlines() == [
         "shoal: 1 of 3 workers are started; shoal join starts another one",
         "shoal: worker 1 of 3 is started, as it was asked for",
+        "shoal: worker 1 joined at step 41; 40 steps were not trained before",
+        "shoal: finished by workers 0 and 1, without worker 2",
+    ]
+    assert [worker.document() for worker in ending.joined] == [
+        {
+            "rank": 1,
+            "step": 40,
+            "lost_at": None,
+            "came_too_late": False,
+            "is_covered": False,
+            "not_trained": 40,
+        }
     ]
 
 
@@ -77,14 +90,20 @@ def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert run_dir == first
         assert (first.take_joins(), first.take_joins()) == ([request], [])
         with pytest.raises(BadInput, match="takes no worker: start it with --elastic, --restart"):
-            ask_to_join(second.path)
+            ask_to_join(str(second.path))
         second.open_joins()
         with pytest.raises(BadInput, match="several runs take a worker"):
             ask_to_join(None)
-        assert ask_to_join(second.path)[0] == second
+        assert ask_to_join(str(second.path))[0] == second
+        name = enter_run(second, RunFacts("ps", 2, 0, ("python", "train.py"), ("here", "here")))
+        assert ask_to_join(name)[0] == second
+        second.note_exit(1, 0)  # as the launcher notes one that is not started
+        assert [entry.present for entry in entries()] == [1]
+        with pytest.raises(BadInput, match=f"several runs take a worker: name one of .*{name}"):
+            ask_to_join(None)
     for gone in (second.path, tmp_path / "nothing", Path("/dev/null")):
         with pytest.raises(BadInput, match=f"{gone} is not the folder of a run that goes on"):
-            ask_to_join(gone)
+            ask_to_join(str(gone))
 
 
 def test_the_launcher_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

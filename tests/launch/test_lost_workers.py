@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
 from shoal.launch.processes import ProcessExit
 from shoal.launch.report import run_report
-from shoal.launch.worker_losses import LostWorker, ReturnedWorker, losses_at_end, summarize_losses
+from shoal.launch.worker_losses import (
+    JoinedWorker,
+    LostWorker,
+    ReturnedWorker,
+    SampleShares,
+    losses_at_end,
+    summarize_losses,
+)
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.step_count import StepCount
@@ -57,9 +65,10 @@ def test_the_others_go_on_when_one_is_killed_and_the_end_says_who_is_missing() -
     """
     ending, screen = run(script, 3)
     assert [(loss.rank, loss.how) for loss in ending.lost] == [(1, "was killed by SIGKILL")]
-    first, last = screen.err.splitlines()
+    first, missed, last = screen.err.splitlines()
     assert first.startswith("shoal: worker 1 was killed by SIGKILL after ")
     assert first.endswith(" s; the others go on, as ps(quorum=0.75) allows")
+    assert missed == "shoal: worker 1 was lost before the first step; 7 steps were not trained"
     assert last == "shoal: finished by workers 0 and 2, without worker 1"
     assert ending.reports == ({"rank": 0, "steps": 5}, None, {"rank": 2, "steps": 7})
 
@@ -161,7 +170,8 @@ def test_a_worker_that_holds_what_the_others_need_is_not_survived(tmp_path: Path
 def test_strategies_that_survive_losses(strategy: str, needed: tuple[int, ...]) -> None:
     found = tolerance_of(parse(strategy), 3)
     apart = strategy.startswith("ps") and "+" not in strategy
-    assert found == Tolerance(str(parse(strategy)), needed, from_start=apart)
+    shares = SampleShares(turns=3 if strategy == "hogwild" else 1)
+    assert found == Tolerance(str(parse(strategy)), needed, from_start=apart, shares=shares)
 
 
 def test_a_loss_before_the_workers_have_met_ends_a_run_that_shares_memory(tmp_path: Path) -> None:
@@ -200,12 +210,33 @@ def test_the_end_says_what_lost_workers_have_not_trained() -> None:
         last,
     ]
     assert losses_at_end([lost], 2, [None, None]) == [last]
+    at_once = LostWorker(1, "was killed by SIGKILL", 1.0)
+    assert losses_at_end([at_once], 2, reports)[0] == (
+        "worker 1 was lost before the first step; 300 steps were not trained"
+    )
     assert losses_at_end([], 2, reports) == []
     late = LostWorker(1, "was killed by SIGKILL", 1.0, came_too_late=True)
     assert losses_at_end([late], 2, reports)[0] == (
         "worker 1 was lost before the first step and came back too late, when the others had "
         "finished; 300 steps were not trained"
     )
+
+
+def test_a_worker_that_takes_batches_in_turns_misses_only_its_own() -> None:
+    tolerance = tolerance_of(parse("hogwild"), 2)
+    assert tolerance is not None
+    lost = LostWorker(1, "was killed by SIGKILL", 1.0, lost_at=28, shares=tolerance.shares)
+    assert lost.at_end(288) == "worker 1 was lost at step 30; 130 steps were not trained"
+    assert lost.document(289)["not_trained"] == 130.5  # the last batch is split
+    back = ReturnedWorker(1, "was killed", 1.0, 2.0, lost_at=28, step=40, shares=tolerance.shares)
+    assert str(back).endswith("at step 30 and came back after 2.0 s; 6 steps were not trained")
+
+
+def test_workers_that_were_not_started_have_not_finished() -> None:
+    lost = [LostWorker(1, "was killed by SIGKILL", 1.0)]
+    ends = losses_at_end(lost, 4, [], absent=[2, 3])
+    assert ends == ["finished by worker 0, without workers 1, 2 and 3"]
+    assert losses_at_end([], 3, [], absent=[2]) == ["finished by workers 0 and 1, without worker 2"]
 
 
 # -------------------------------------------------------------------------- started again
@@ -266,7 +297,8 @@ def test_one_that_comes_back_when_the_others_have_finished_is_lost(tmp_path: Pat
 def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), told := Told())
-    run_dir.note_exit(1, 0)  # as the launcher notes those that are not started
+    policy.note_absent(1)
+    assert policy.absent == (1,)
     assert policy.join("a") == 1
     assert run_dir.read_join_answer("a") == {
         "is_started": True,
@@ -276,7 +308,8 @@ def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) ->
     run_dir.mark_too_late(1, 1)
     assert policy.survives(ProcessExit(1, 0, 0))
     assert told.lines[1:] == ["worker 1 came too late to take part: the others had finished"]
-    assert not policy.lost and not policy.returned()
+    assert not policy.lost and not policy.returned() and policy.absent == (1,)
+    assert policy.joined() == [JoinedWorker(1, None, came_too_late=True)]
 
 
 def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path: Path) -> None:
@@ -325,7 +358,10 @@ def test_strategies_that_take_no_worker_back_say_so_before_the_start(strategy: s
 )
 def test_strategies_that_do(strategy: str) -> None:
     assert parse(strategy).taking_back(4) == parse(strategy)
-    assert tolerance_of(parse(strategy), 4, restarts=5) == Tolerance(strategy, restarts=5)
+    found = tolerance_of(parse(strategy), 4, restarts=5)
+    assert found is not None and replace(found, shares=SampleShares()) == Tolerance(
+        strategy, restarts=5
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ps", "ps(staleness=0)", "ps(quorum=1)"])
@@ -425,10 +461,12 @@ def test_the_report_of_a_run() -> None:
                 "lost_at": 4,
                 "came_too_late": False,
                 "is_covered": False,
+                "not_trained": 5,
             }
         ],
         "came_back": [],
         "joined": [],
+        "absent": [],
         "servers_lost": [],
         "without_service_s": 0.0,
         "ranks": list(reports),
