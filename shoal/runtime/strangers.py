@@ -6,12 +6,22 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 MAX_UNAUTHENTICATED = 64
 _MAX_ENDING = 64  # evicted ones, until their threads have closed them
 _MAX_WAIT_S = 5.0
+_FLOOD = 0.75  # of all places, for connections of one host
+
+
+def oldest_of_most(hosts: Mapping[T, str]) -> tuple[T, int]:
+    """The first connection of the host that has most of them, and how many it has."""
+    counts = Counter(hosts.values())
+    worst = max(hosts, key=lambda one: counts[hosts[one]])  # the first of equals
+    return worst, counts[hosts[worst]]
 
 
 class _Arrival(NamedTuple):
@@ -24,7 +34,8 @@ class Strangers:
 
     So a flood from one host does not keep others out, and silence ends when others arrive. With
     `grace_s` each has so long before it is ended for another, and newcomers wait: many that come
-    at once, and prove the secret, do not end each other.
+    at once, and prove the secret, do not end each other. A host that has almost all places has no
+    grace: ranks do not come in such numbers, and others would wait for it.
     """
 
     def __init__(self, most: int = MAX_UNAUTHENTICATED, grace_s: float = 0.0) -> None:
@@ -42,8 +53,7 @@ class Strangers:
         with self._changed:
             evicted = 0
             while len(self._hosts) >= self._most:
-                worst = self._worst()
-                left_s = self._hosts[worst].at_s + self._grace_s - time.monotonic()
+                worst, left_s = self._worst()
                 if left_s > 0 and self._changed.wait(left_s):
                     continue
                 if worst in self._hosts:
@@ -67,9 +77,12 @@ class Strangers:
                 self._end(sock)
             self._changed.notify_all()
 
-    def _worst(self) -> socket.socket:
-        counts = Counter(arrival.host for arrival in self._hosts.values())
-        return max(self._hosts, key=lambda sock: counts[self._hosts[sock].host])  # first of equals
+    def _worst(self) -> tuple[socket.socket, float]:
+        """The one to end next, and in how many seconds."""
+        worst, count = oldest_of_most({sock: at.host for sock, at in self._hosts.items()})
+        if count > _FLOOD * self._most:
+            return worst, 0.0
+        return worst, self._hosts[worst].at_s + self._grace_s - time.monotonic()
 
     def _end(self, sock: socket.socket) -> None:
         """Its thread closes it. SSLSocket.shutdown would turn it into a plain socket."""

@@ -1,8 +1,8 @@
 """The store of a rendezvous: keys and values of ranks that prove the key of their run.
 
 One thread serves all connections, none of which it waits for. A connection that has not proven
-the key has a few seconds and 64 bytes; of many such the oldest is closed first, since a rank needs
-one round trip only.
+the key has a few seconds and 64 bytes; of many such the oldest of the host that has most of them is
+closed first, since a rank needs one round trip only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shoal.comm.guarded_store.session import (
 from shoal.comm.guarded_store.silence import notice_silence
 from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
+from shoal.runtime.strangers import oldest_of_most
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 128
@@ -113,21 +114,25 @@ class StoreService:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
-        except OSError:  # it is gone again, or there are no descriptors: the oldest gives one back
-            if self._strangers:
-                self._drop(next(iter(self._strangers)))
+            sock, address = self._listener.accept()
+        except OSError:  # it is gone again, or there are no descriptors: a stranger gives one back
+            self._drop_stranger()
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        client = _Client(sock, ServiceGreeting(self._secret))
+        client = _Client(sock, str(address[0]), ServiceGreeting(self._secret))
         if len(self._strangers) >= MAX_STRANGERS:
-            self._drop(next(iter(self._strangers)))
+            self._drop_stranger()
         self._strangers[client] = None
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, client)
         self._send(client, client.greeting.greeting)
+
+    def _drop_stranger(self) -> None:
+        """A flood from one host ends its own connections, not those of others."""
+        if self._strangers:
+            self._drop(oldest_of_most({client: client.host for client in self._strangers})[0])
 
     # ------------------------------------------------------------------ ranks
 
@@ -229,8 +234,9 @@ class StoreService:
 class _Client:
     """One connection: what has come and what has still to go."""
 
-    def __init__(self, sock: socket.socket, greeting: ServiceGreeting):
+    def __init__(self, sock: socket.socket, host: str, greeting: ServiceGreeting):
         self.sock = sock
+        self.host = host
         self.greeting = greeting
         self.session: FrameSession | None = None
         self.name: str | None = None  # of the process whose presence it shows
