@@ -75,6 +75,7 @@ class Cluster:
     oversubscription: float = 1.0  # ports towards nodes against ports towards the spine
     uplink_alpha_s: float = 0.0  # what the way over the spine adds to a message
     noise: Noise = Noise()
+    between: tuple[MeasuredCalls, ...] = ()  # calls between nodes, by what joins them
     source: str = "spec"
 
     @property

@@ -135,7 +135,7 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class MeasuredCalls:
-    """Seconds of one call by bytes, as measured with so many ranks of one node at once."""
+    """Seconds of one call by bytes, with so many ranks: of one node, or one of each node."""
 
     executor: str  # shm, tcp, gloo, nccl
     kind: str  # all_reduce, …, send, or server (a push and a pull of all bytes)

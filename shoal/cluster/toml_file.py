@@ -94,6 +94,7 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
     nodes_per_rack = _nodes_per_rack(top, nodes)
     oversubscription, uplink_alpha_s = _network(top, node, nodes_per_rack or nodes, links)
     noise = _noise(top.block("noise"))
+    between = tuple(measured_calls(block) for block in top.blocks("between"))
     top.finish()
     if nodes > 1 and node.nic is None:
         top.refuse("nodes", f"{nodes} nodes need a network, and [node] names no nic")
@@ -106,6 +107,7 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
         oversubscription=oversubscription,
         uplink_alpha_s=uplink_alpha_s,
         noise=noise,
+        between=between,
         source=source,
     )
 

@@ -6,6 +6,8 @@ kind = "all_reduce"
 ranks = 2
 points = [[256, 4.9], [1048576, 180.0]]     # bytes, microseconds
 spread = [[4.8, 5.1], [176.0, 190.0]]       # quartiles, in microseconds
+
+[[between]] has the same keys: calls between nodes, one rank of each (`calibrate --on ENGINE`).
 """
 
 from __future__ import annotations

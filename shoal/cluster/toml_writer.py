@@ -38,6 +38,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         yield from _table("crowded", {"workers": workers, **_device(device)}, many=True)
     for calls in cluster.node.measured:
         yield from _table("measured", _calls(calls), many=True)
+    for calls in cluster.between:
+        yield from _table("between", _calls(calls), many=True)
 
 
 def _link_names(links: Mapping[str, LinkSpec | None]) -> dict[LinkSpec, str]:

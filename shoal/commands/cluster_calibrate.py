@@ -18,6 +18,7 @@ from shoal.cluster.hardware import Device, MeasuredCalls
 from shoal.cluster.toml_writer import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
+from shoal.commands.calibrate_between import measure_between
 from shoal.commands.launching import check_folder
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.errors import BadInput
@@ -33,15 +34,37 @@ def calibrate_command(
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     device: options.Device = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="ENGINE", help="Measure between the hosts of an engine instead."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With --on: the cluster file that it is added to."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure this machine, in about a minute.
+    """Measure this machine, in about a minute; with --on the network between hosts.
 
     Products by size, memory, launches, updates and collectives, with 1, 2, 4, … workers at the
     same time. The figures are medians; their spread is that between quartiles. They are also kept
     for `-s auto`.
+
+    Between hosts: all-reduces over Shoal's TCP and over Gloo. `shoal run --on ENGINE --cluster
+    FILE` takes the one that was faster.
     """
     check_folder(output, "a cluster file")
+    if on is not None:
+        measure_between(on, cluster, output, workers, seconds, as_json)
+        return
+    if cluster is not None:
+        raise BadInput("--cluster is the file that figures between hosts are added to: give --on")
+    _calibrate_here(output, workers, seconds, device, as_json)
+
+
+def _calibrate_here(
+    output: Path | None, workers: int | None, seconds: float, device: str | None, as_json: bool
+) -> None:
     cluster = calibrate(CalibrationOptions(workers, seconds, device), _say)
     text = cluster_text(cluster)
     kept = keep(cluster, device) if workers is None else None

@@ -30,6 +30,13 @@ def _lab(address: str, config: RunConfig) -> Machines:
 # called with ADDRESS, which is empty without one, and the configuration of the run
 ENGINES: dict[str, Callable[[str, RunConfig], Machines]] = {"lab": _lab, "ray": _ray}
 
+_PRIVATE = frozenset({"lab"})  # their Machines have `is_private`
+
+
+def is_private(text: str) -> bool:
+    """Whether no other user can read what the hosts of this engine send to each other."""
+    return text.partition("://")[0] in _PRIVATE
+
 
 def check_engine(text: str) -> None:
     """BadInput where there is no such engine."""

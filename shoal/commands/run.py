@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shoal.cluster.presets import load_cluster
 from shoal.commands import options
+from shoal.commands.calibrate_between import with_measured_transport
 from shoal.commands.engines import check_engine
 from shoal.commands.launching import (
     WorkersOptions,
@@ -56,15 +57,17 @@ def run(
         checkpoint=checkpoint,
     )
     asked = elastic_options(asked, elastic)
-    options_config = with_cluster(asked.to_config(), cluster)
+    options_config = with_cluster(asked.to_config(), cluster, on)
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
     with traced(options_config, trace) as config:
         run_shown(command, asked.workers, config, report, on, logs)
 
 
-def with_cluster(config: RunConfig, cluster: str | None) -> RunConfig:
+def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> RunConfig:
     """BadInput where there is no such cluster."""
-    if cluster is None:
+    if name is None:
         return config
-    return replace(config, hosts_per_rack=load_cluster(cluster).nodes_per_rack)
+    cluster = load_cluster(name)
+    config = replace(config, hosts_per_rack=cluster.nodes_per_rack)
+    return config if on is None else with_measured_transport(config, cluster, on)
