@@ -22,7 +22,12 @@ LAYERS = [
     ["embedding"],
     ["server.protocol"],
     ["coordinator"],
-    ["server", "server.protocol.messages", "server.protocol.row_messages"],
+    [
+        "server",
+        "server.protocol.messages",
+        "server.protocol.row_messages",
+        "server.protocol.device_messages",
+    ],
     ["embedding.module"],
     ["sync"],
     ["launch"],

@@ -21,6 +21,7 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
 from shoal.server.chain_link import link_to
+from shoal.server.device_exchange import DeviceExchange, share_device
 from shoal.server.link import ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
@@ -60,14 +61,22 @@ class PullResult:
 class PendingPull:
     """A pull that is under way on all servers."""
 
-    def __init__(self, replies: Sequence[PostedRequest], loss_flags: Tensor):
+    def __init__(
+        self,
+        replies: Sequence[PostedRequest],
+        loss_flags: Tensor,
+        on_device: DeviceExchange | None = None,
+    ):
         self._replies = replies
+        self._on_device = on_device
         self._loss_flags = loss_flags
 
     def wait(self) -> PullResult:
         """The leader's answer, when all servers have answered."""
         metas = [reply.result().meta for reply in self._replies]
         answers = [decode(meta, Pulled) for meta in metas]
+        if self._on_device is not None:
+            self._on_device.take()
         leader = answers[0]
         return PullResult(leader.version, leader.slowest, leader.fastest, self._loss_flags)
 
@@ -101,6 +110,7 @@ class Client:
         self.sequence = 0
         self.shared_bytes = 0  # written to shared memory for servers to read
         self.links: list[ServerLink] = []
+        self.on_device: DeviceExchange | None = None  # where a GPU has the pushes and pulls
         self._loss_flags_dtype = DTYPES[first.loss_flags_dtype]
         self._sums_per_push = partial_sums(first)
         self._barriers = 0
@@ -124,6 +134,13 @@ class Client:
             self._close_descriptor()
 
     @property
+    def shared_memory(self) -> str | None:
+        """Where pushes and pulls are, in words; None: they travel over connections."""
+        if self.on_device is not None:
+            return "memory of the GPU"
+        return "shared memory" if self.shares_memory else None
+
+    @property
     def shares_memory(self) -> bool:
         """Whether only small messages travel over connections."""
         return all(link.has_inbox for link in self.links)
@@ -145,10 +162,19 @@ class Client:
             os.close(descriptor)
         return True
 
+    def share_device(self, device: torch.device) -> None:
+        """Push and pull in memory on this GPU, if it is the GPU of all servers."""
+        self.on_device = share_device(self.links, self.specs, device)
+        if self.on_device is not None:
+            self.out = self.on_device.out
+            self.inbox = self.on_device.inbox
+
     # ------------------------------------------------------------------ pushing
 
     def push(self, elements: slice) -> None:
         """These elements of `out` are final: send them to the servers that hold them."""
+        if self.on_device is not None:
+            self.on_device.push(elements)
         for link, spec in zip(self.links, self.specs, strict=True):
             start = max(elements.start, spec.start)
             stop = min(elements.stop, spec.stop)
@@ -175,6 +201,8 @@ class Client:
 
     def stage(self, commit: Commit, loss_flags: Tensor) -> None:
         """The push is complete: all followers have it when this returns."""
+        if self.on_device is not None:
+            self.on_device.synchronize()
         self.sequence += 1
         staged = [self._post_commit(link, commit, loss_flags) for link in self._followers]
         for reply in staged:
@@ -231,7 +259,7 @@ class Client:
             if not link.has_inbox:
                 into.append(bytes_of(self.inbox[spec.start : spec.stop]))
             replies.append(link.post("pull", Request(FrameKind.PULL, meta, into=tuple(into))))
-        return PendingPull(replies, headers[0])
+        return PendingPull(replies, headers[0], self.on_device)
 
     def get_state(self) -> list[tuple[ShardState, list[Tensor]]]:
         """The optimizer state of every server."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 
 from shoal.errors import BadInput
-from shoal.server.handlers import chain, compressed, control, hot_rows, pull, push, rows
+from shoal.server.handlers import (
+    chain,
+    compressed,
+    control,
+    device,
+    hot_rows,
+    pull,
+    push,
+    rows,
+)
 from shoal.server.handlers.dispatch import HANDLERS, Registered
 from shoal.server.model.membership import ModelFailure
 from shoal.server.peer import Peer
@@ -15,7 +24,7 @@ from shoal.server.protocol.messages import ErrorReply
 from shoal.server.replicas.elsewhere import Elsewhere
 
 # importing them fills the table
-HANDLER_MODULES = (chain, compressed, control, hot_rows, pull, push, rows)
+HANDLER_MODULES = (chain, compressed, control, device, hot_rows, pull, push, rows)
 _MAX_SHORT_META_BYTES = 64 << 10
 _PULL_BYTES = 64 << 10  # a request for 4,000 rows is read at once
 _UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}

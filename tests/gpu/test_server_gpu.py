@@ -52,3 +52,17 @@ def test_workers_that_share_a_gpu_with_servers_equal_one_device(
 def test_relaxed_rules_train_on_a_gpu(tmp_path: Path, rule: str) -> None:
     strategy = f'ps({rule}, placement="rank0", on="cuda")'
     assert final_loss(tmp_path, "-n", "2", "-s", strategy) < 5.0
+
+
+def test_pushes_of_workers_on_the_gpu_of_the_server_do_not_pass_through_the_host(
+    tmp_path: Path,
+) -> None:
+    strategy = 'ps(placement="rank0", on="cuda")'
+    (tmp_path / "train.py").write_text("from functools import partial\nimport torch\n" + SCRIPT)
+    done = shoal("run", "train.py", "-n", "2", "-s", strategy, "--device", "cuda", cwd=tmp_path)
+    assert "gradients and weights by memory of the GPU" in done.stderr
+
+
+def test_a_worker_on_a_gpu_that_is_killed_comes_back(tmp_path: Path) -> None:
+    words = ("-s", 'ps(mode="async", placement="rank0", on="cuda")', "--kill", "1@5")
+    assert final_loss(tmp_path, "-n", "3", *words, "--restart", "1") < 5.0

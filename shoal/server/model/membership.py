@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.embedding.row_copy import Rows
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
+from shoal.server.device_memory import DeviceSegment
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.incarnation import generation_of
@@ -50,6 +51,7 @@ class Member:
     pulls: PullBuffer
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
     out_file: tuple[int, int] = (0, 0)  # device and inode of that memory
+    offered: DeviceSegment | None = None  # memory on a GPU that it has not accepted yet
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
     row_memory: dict[int, Rows] = field(default_factory=dict)  # for rows that it pulls
     residual: bytearray | None = None  # what compression has not sent yet, as last saved

@@ -186,7 +186,7 @@ class PullBuffer:
 
     def __init__(self) -> None:
         self.inbox: Tensor | None = (
-            None  # in shared memory; None: weights travel over the connection
+            None  # in shared memory or on a GPU; None: weights travel over the connection
         )
         self.sees_weights = False  # they are in memory of all workers, and are not copied
         self._outbox: Tensor | None = None
@@ -195,6 +195,8 @@ class PullBuffer:
         """Copy into the shared memory; or into private memory that has to be sent."""
         if self.inbox is not None:
             self.inbox.copy_(source)
+            if self.inbox.is_cuda:  # another process reads it after the answer
+                torch.cuda.current_stream(self.inbox.device).synchronize()
             return None
         if self._outbox is None:
             self._outbox = torch.empty_like(source, device="cpu")

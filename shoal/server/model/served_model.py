@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
+from shoal.server.device_memory import DeviceSegment
 from shoal.server.model.clipping import Clipping
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
@@ -116,6 +117,13 @@ class ServedModel:
             member.pulls.inbox = segment.inbox[elements]
             if self.compression is None:
                 member.pushes.gradients = segment.out[:, elements]
+
+    def attach_device(self, worker: int, segment: DeviceSegment) -> None:
+        """The same in memory on the GPU of this server."""
+        with self.lock:
+            member = self.membership.members[worker]
+            member.pushes.gradients = segment.out
+            member.pulls.inbox = segment.inbox
 
     def enter(self, worker: int) -> Entered:
         """A worker that came back takes its place at the present step."""
@@ -276,6 +284,7 @@ class ServedModel:
 
         with self.lock:
             self.membership.wait(worker, is_settled)
+            self.state.shard.synchronize()  # the worker may overwrite what a GPU has read
 
     def wait_consumed(self, worker: int, pushes: PushBuffer) -> None:
         """Wait for decisions that a server which is gone had, and that come again."""

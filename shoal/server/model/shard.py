@@ -31,7 +31,7 @@ class Shard:
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device | None = None):
-        """Weights, sums and optimizer state are on `device`; pushes and pulls go through the host.
+        """Weights, sums and optimizer state are on `device`; pushes and pulls may be elsewhere.
 
         Loss and flags stay on the host, where decisions are made.
         """
@@ -131,6 +131,11 @@ class Shard:
             for i, node in enumerate(nodes)
         }
         return tree_sum((0, self.spec.microbatches), known)
+
+    def synchronize(self) -> None:
+        """Return when the device has done all of this."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def divide(self, by: float) -> None:
         if by not in (0.0, 1.0):

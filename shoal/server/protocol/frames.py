@@ -49,6 +49,7 @@ class FrameKind(enum.IntEnum):
     SHARE_WEIGHTS = 20
     TOTAL_NORM = 21
     ENTER = 22
+    SHARE_DEVICE = 23
     FOLLOW = 30
     ENTRY = 31
     NORMS = 32

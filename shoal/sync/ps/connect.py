@@ -195,6 +195,8 @@ def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client
     )
     if shares_leader and replica.replica_group.is_leader:
         replica.replica_group.barrier()
+    if served.on == "cuda" and replica.flat.device.type == "cuda" and served.compress is None:
+        client.share_device(replica.flat.device)
     return client
 
 
@@ -250,7 +252,7 @@ def _push_of(context: PsContext, served: ServedOptions, copies: Copies | None) -
         return CompressedPush(flat, client, copies)
     if served.microbatches is not None:
         return ExactPush(flat, client, served.microbatches)
-    if flat.device.type == "cpu":
+    if flat.device == client.out.device:
         return InPlacePush(flat, client)
     return StagedPush(flat, client)
 

@@ -12,13 +12,14 @@ from shoal.sync.ps.shard_counts import counts_of_shards
 def summarize(
     stats: Sequence[dict[str, Any]],
     rule: Rule,
-    shares_memory: bool = False,
+    memory: str | None = None,
     counted: str = "worker",
     holder: str = "server",
 ) -> list[str]:
     """`stats` has one entry per shard, the leader's first.
 
-    `counted` is what pushes are of; `holder` is "shard" where several servers hold each.
+    `memory` is where gradients and weights are exchanged, if not over connections; `counted` is
+    what pushes are of; `holder` is "shard" where several servers hold each.
     """
     if not stats:
         return []
@@ -39,14 +40,14 @@ def summarize(
         )
     shards = counts_of_shards(stats)
     for index, counts in enumerate(shards):
-        sentences.append(f"{holder} {index}: {_traffic(counts, shares_memory)}")
+        sentences.append(f"{holder} {index}: {_traffic(counts, memory)}")
     if not all(counts["is_complete"] for counts in shards):
         sentences.append("at least: what a server had counted before it was lost is not included")
     return sentences
 
 
-def _traffic(counts: dict[str, Any], shares_memory: bool) -> str:
-    transport = " by sockets; gradients and weights by shared memory" if shares_memory else ""
+def _traffic(counts: dict[str, Any], memory: str | None) -> str:
+    transport = "" if memory is None else f" by sockets; gradients and weights by {memory}"
     at_least = "" if counts["is_complete"] else "at least "
     return (
         f"{counts['updates']} updates, {at_least}{counts['requests']} requests, "

@@ -252,7 +252,7 @@ class PsWorker(Sync):
         counted = "replica" if self.context.replica_group.size > 1 else "worker"
         rule = self.context.rule
         holder = "shard" if any(link.has_replicas for link in self.client.links) else "server"
-        sentences = summarize(self._stats, rule, self.client.shares_memory, counted, holder)
+        sentences = summarize(self._stats, rule, self.client.shared_memory, counted, holder)
         return [*sentences, *self.push.summary(), *self._row_sentences()]
 
     def _row_sentences(self) -> list[str]:
