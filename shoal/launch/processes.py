@@ -161,13 +161,20 @@ class Processes:
     def signal(self, number: signal.Signals) -> None:
         """Send it to all processes and their children, also where the process has exited."""
         for process in self._processes:
-            if process.returncode is None:  # unreaped: the process group is still ours
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
+            _signal_group(process, number)
 
     def _wait(self, rank: int, process: Process) -> None:
+        """The others of a run may go on without a process that was killed; its children do not."""
         returncode = _wait_unreaped(process)
+        if returncode < 0:
+            _signal_group(process, signal.SIGKILL)
         self._on_exit(ProcessExit(rank, returncode, time.monotonic_ns(), self._role))
+
+
+def _signal_group(process: Process, number: signal.Signals) -> None:
+    if process.returncode is None:  # unreaped: the process group is still ours
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
 
 
 def _wait_unreaped(process: Process) -> int:
