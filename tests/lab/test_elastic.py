@@ -72,10 +72,10 @@ def kill_host(lab: Lab, host: int = 0) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_worker(lab: Lab, host: int = 0) -> None:
+def kill_worker(lab: Lab, host: int = 0, number: int = signal.SIGKILL) -> None:
     commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in lab.hosts[host].namespace.pids()}
     workers = [pid for pid, file in commands.items() if b"train.py" in file.read_bytes()]
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers[0], number)
 
 
 def cut_link(lab: Lab, host: int = 0) -> None:
@@ -188,16 +188,17 @@ class Changes:
 def test_workers_join_and_come_back_on_their_host_and_on_others(
     lab: Lab, tmp_path: Path, strategy: str, own_runs: dict[str, str]
 ) -> None:
-    """One joins, one is killed, a host is killed, and the link of another one is cut."""
+    """One joins, one is killed, one stopped, a host is killed, the link of another one is cut."""
     is_exact = strategy.startswith(("ddp", "zero"))
     script = ["train.py", "--", str(tmp_path), "exact" if is_exact else "tally", str(STEPS)]
     (tmp_path / "train.py").write_text(RETURNS)
     command = [sys.executable, "-m", "shoal", "run", "--on", f"lab://{NAME}", "-s", strategy]
-    command += ["-n", "3", "--elastic", "2:4", "--restart", "9", *script]
+    command += ["-n", "3", "--elastic", "2:4", "--restart", "9", "--timeout", "20", *script]
     changes = Changes(
         [
             partial(subprocess.run, [sys.executable, "-m", "shoal", "join"], env=own_runs),
             partial(kill_worker, lab, 1),
+            partial(kill_worker, lab, 3, signal.SIGSTOP),  # and kill it after the timeout
             partial(kill_host, lab, 0),
             partial(cut_link, lab, 2),
         ],
@@ -216,7 +217,7 @@ def test_workers_join_and_come_back_on_their_host_and_on_others(
     text = "".join(lines)
     assert run.returncode == 0, text
     assert "worker 3 joined at step" in text
-    for worker in range(3):
+    for worker in range(4):
         assert re.search(rf"worker {worker} was lost at step \d+ and came back", text), text
     saved = checkpoint.read(tmp_path / "saved")
     if not is_exact:

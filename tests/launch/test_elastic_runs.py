@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from shoal.train import checkpoint
 from tests import forked
@@ -25,13 +27,26 @@ from functools import partial
 
 folder, steps, pause_s, waits_at = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 
+class Tally(torch.nn.Module):
+    # With a learning rate of the batch size, each training of sample i takes 1 from weight i.
+    def __init__(self):
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(96))
+
+    def forward(self, rows):
+        return (rows @ self.counts).mean()
+
 def train(job):
     torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(96, 6), torch.arange(96) % 3)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Dropout(0.2),
-                                torch.nn.Linear(32, 3))
-    step = job.step(model, torch.nn.functional.cross_entropy, exact=True,
-                    optimizer=partial(torch.optim.Adam, lr=0.01))
+    if sys.argv[5] == "tally":
+        data = torch.utils.data.TensorDataset(torch.eye(96))
+        step = job.step(Tally(), optimizer=partial(torch.optim.SGD, lr=24))
+    else:
+        data = torch.utils.data.TensorDataset(torch.randn(96, 6), torch.arange(96) % 3)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Dropout(0.2),
+                                    torch.nn.Linear(32, 3))
+        step = job.step(model, torch.nn.functional.cross_entropy, exact=True,
+                        optimizer=partial(torch.optim.Adam, lr=0.01))
     with open(f"{folder}/run_dir", "w") as file:
         file.write(os.environ.get("SHOAL_RUN_DIR", ""))
     with open(f"{folder}/pid-{job.rank}.new", "w") as file:
@@ -53,7 +68,12 @@ shoal.run(train)
 
 
 def start(
-    folder: Path, steps: int, pause_s: float, *options: str, waits_at: int = 0
+    folder: Path,
+    steps: int,
+    pause_s: float,
+    *options: str,
+    waits_at: int = 0,
+    model: str = "exact",
 ) -> forked.Popen:
     """`waits_at`: after this step all wait until a worker has come later."""
     folder.mkdir()
@@ -61,7 +81,7 @@ def start(
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "shoal", "run", str(script), *options]
     command += ["--report", str(folder / "report.json")]
-    command += ["--", str(folder), str(steps), str(pause_s), str(waits_at)]
+    command += ["--", str(folder), str(steps), str(pause_s), str(waits_at), model]
     pipes: dict[str, Any] = {"stdout": forked.subprocess.PIPE, "stderr": forked.subprocess.PIPE}
     return forked.Popen(command, cwd=ROOT, text=True, **pipes)
 
@@ -74,6 +94,12 @@ def bits(process: forked.Popen, folder: Path) -> tuple[str, str]:
     tensors = [*saved.model.values(), *saved.optimizer.values()]
     bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(bits).hexdigest(), err
+
+
+def counts(process: forked.Popen, folder: Path) -> tuple[Tensor, str]:
+    """How often each sample has counted, and what the run wrote to stderr."""
+    _, err = bits(process, folder)
+    return -checkpoint.read(folder / "saved").model["0:counts"], err
 
 
 def log_of(folder: Path) -> list[tuple[float, int, int]]:
@@ -138,6 +164,58 @@ def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path, strategy:
     assert joined is not None
     used = {step for _, worker, step in log_of(folder) if worker == 2}
     assert used == set(range(int(joined[1]), 101))
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", "zero(2, elastic=True)"])
+def test_a_worker_that_is_stopped_for_longer_than_the_timeout_disturbs_no_bit(
+    tmp_path: Path, strategy: str
+) -> None:
+    folder = tmp_path / "run"
+    plain = start(tmp_path / "plain", 60, 0.0, "-n", "1")
+    options = ("-n", "3", "-s", strategy, "--timeout", "20", "--restart", "1")
+    process = start(folder, 60, 0.1, *options, waits_at=20)
+    wait_for_step(folder, 5)
+    os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)
+    found, err = bits(process, folder)
+    assert found == bits(plain, tmp_path / "plain")[0]
+    assert "worker 1 has been stopped for 20 s and is killed: --timeout" in err
+    assert re.search(r"worker 1 was lost at step \d+ and came back", err)
+
+
+AVERAGES = ["localsgd(every=4)", 'gossip(graph="complete")', "gossip"]
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", AVERAGES)
+def test_each_sample_counts_once_when_a_worker_is_killed_and_comes_back(
+    tmp_path: Path, strategy: str
+) -> None:
+    options = ("--elastic", "1:3", "-s", strategy, "--kill", "1@9", "--restart", "1")
+    run = start(tmp_path / "run", 60, 0.1, *options, waits_at=12, model="tally")
+    found, err = counts(run, tmp_path / "run")
+    torch.testing.assert_close(found, torch.full_like(found, 60 / 4))
+    assert "worker 1 was lost at step 9 and came back after" in err
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", AVERAGES)
+def test_each_sample_counts_once_when_a_worker_joins(tmp_path: Path, strategy: str) -> None:
+    folder = tmp_path / "run"
+    options = ("-n", "2", "--elastic", "1:3", "-s", strategy)
+    process = start(folder, 80, 0.1, *options, waits_at=40, model="tally")
+    wait_for_step(folder, 40)
+    command = [sys.executable, "-m", "shoal", "join", (folder / "run_dir").read_text()]
+    forked.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    found, err = counts(process, folder)
+    torch.testing.assert_close(found, torch.full_like(found, 80 / 4))
+    joined = re.search(r"worker 2 joined at step (\d+)", err)
+    assert joined is not None
+    used = {step for _, worker, step in log_of(folder) if worker == 2}
+    assert used == set(range(int(joined[1]), 81))
 
 
 @pytest.mark.whole
