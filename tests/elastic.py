@@ -85,6 +85,8 @@ class Workers:
     train: Train
     strategy: str = "ddp(elastic=True)"
     dies: dict[GroupMember, tuple[int, str]] = field(default_factory=dict)  # in which call
+    dies_in: dict[GroupMember, tuple[int, int, str]] = field(default_factory=dict)
+    """In which generation, and in which call of it."""
     samples: dict[int, list[float]] = field(default_factory=dict)  # by step
     used: dict[int, set[int]] = field(default_factory=dict)  # step -> workers
     results: dict[int, Any] = field(default_factory=dict)  # by worker
@@ -162,7 +164,22 @@ class Workers:
 
         if dies_in >= 0:
             group.wrap = lambda executor: Mortal(executor, is_last)
+        if member in self.dies_in:
+            group.wrap = partial(self._mortal_in, membership, *self.dies_in[member])
         return group
+
+    def _mortal_in(
+        self,
+        membership: GroupMembership,
+        generation: int,
+        dies_in: int,
+        when: str,
+        executor: Executor,
+    ) -> Executor:
+        if membership.generation.number != generation:
+            return executor
+        calls = iter(range(1_000_000))
+        return Mortal(executor, lambda: when if next(calls) == dies_in else None)
 
     def _job(self, group: ElasticGroup) -> Job:
         generation = group.membership.me.incarnation

@@ -1,0 +1,87 @@
+"""Workers that are lost while the state is copied to a newcomer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.comm.board import GroupMember
+from shoal.train.job import Job
+from tests.elastic import BATCH, EPOCHS, Workers, exact_step, numbered
+from tests.train.test_elastic_training import accuracy, wait_for_request
+from tests.train.test_elastic_zero import STAGES, assert_same_bits, undisturbed
+
+NEWCOMER, SENDER, OTHER = GroupMember(1, 1), GroupMember(0, 0), GroupMember(2, 0)
+ADMITTING = 3  # the generation: 1 has all workers, 2 is without worker 1
+WHOLE = pytest.mark.whole
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return undisturbed(tmp_path_factory.mktemp("alone"))
+
+
+def run(
+    folder: Path, strategy: str, wanted: Any, lost: GroupMember, call: int, when: str
+) -> Workers:
+    """Worker 1 comes back when the others are at step 6, who wait for its request."""
+    at_six = threading.Event()
+
+    def train(workers: Workers, job: Job) -> list[float]:
+        step = exact_step(job)
+        is_late = job._services.config.generation > 0
+        losses = []
+        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            losses.append(float(step(batch)))
+            if job.steps % 4 == 0:
+                losses.append(round(job.evaluate(accuracy, numbered()), 9))
+            if job.steps == 6 and not is_late:
+                at_six.set()
+                wait_for_request(job)
+        job.save(workers.folder / "saved")
+        return wanted[0] if is_late else losses
+
+    def come_back() -> None:
+        assert at_six.wait(60)
+        workers.live(1, 1)
+
+    workers = Workers(
+        folder,
+        4,
+        train,
+        strategy,
+        dies={GroupMember(1, 0): (5, "before")},
+        dies_in={lost: (ADMITTING, call, when)},
+    )
+    workers.run(come_back)
+    return workers
+
+
+@pytest.mark.parametrize("lost", [NEWCOMER, SENDER, OTHER])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp(elastic=True)", marks=WHOLE),
+        *(pytest.param(text, marks=WHOLE) for text in STAGES[:2]),
+        STAGES[2],
+    ],
+)
+def test_a_loss_while_a_newcomer_gets_the_state_changes_no_bit(
+    tmp_path: Path,
+    wanted: Any,
+    strategy: str,
+    lost: GroupMember,
+    request: pytest.FixtureRequest,
+) -> None:
+    is_whole = request.config.getoption("--whole")
+    for call in range(14) if is_whole else (4,):
+        for when in ("before", "after") if is_whole else ("before",):
+            folder = tmp_path / f"{call}-{when}"
+            folder.mkdir()
+            workers = run(folder, strategy, wanted, lost, call, when)
+            assert lost.worker not in workers.results or lost.worker == 1
+            assert set(workers.results) >= {0, 2, 3} - {lost.worker}
+            assert_same_bits(workers, wanted)
