@@ -72,6 +72,7 @@ def about(
         raise typer.Exit
 
 
+_REPORT = "--report FILE writes the report of the run as JSON"
 _INTERRUPTED = 130  # what a command returns after Ctrl-C
 
 
@@ -98,6 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _usage_message(error: typer.BadParameter) -> str:
     message = error.format_message()
+    if error.ctx is not None and message.startswith("No such option: --json"):
+        command = error.ctx.command_path
+        instead = {"shoal run": _REPORT, "shoal train": _REPORT}.get(command)
+        message = f"No such option: --json; {instead}" if instead else message
     if "\n" in message or error.ctx is None:  # a command without arguments prints its help
         return message
     return f"shoal: {message.rstrip('.')} (see {error.ctx.command_path} --help)"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.embedding.chunks import fit_chunks
-from shoal.embedding.spec import Init, Placement, RowOptimizer, TableSpec
+from shoal.embedding.spec import UNNAMED, Init, Placement, RowOptimizer, TableSpec
 from shoal.embedding.store import LocalStore, RowStore
 from shoal.embedding.table import sum_duplicates
 from shoal.errors import BadInput
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
         super().__init__()
         # checked where the script creates it; name and seed may still change
         self.spec = TableSpec(
-            name or "embedding",
+            name or UNNAMED,
             num_rows,
             dim,
             init,
@@ -219,7 +219,7 @@ class Embedding(nn.Module):
 def embeddings_of(model: nn.Module) -> list[tuple[str, Embedding]]:
     """All shoal.Embedding of a model, each once, with the name of its table."""
     embeddings = [
-        (module.name or path or "embedding", module)
+        (module.name or path or UNNAMED, module)
         for path, module in model.named_modules()
         if isinstance(module, Embedding)
     ]

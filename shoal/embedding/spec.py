@@ -99,6 +99,9 @@ class RowOptimizer:
         }[self.kind]
 
 
+UNNAMED = "embedding"  # until job.step names the table by its path in the model
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """A table as all its shards and users know it.
@@ -161,6 +164,8 @@ class TableSpec:
         return self.min_count == 1 and self.ttl_steps is None
 
     def __str__(self) -> str:
+        if self.name == UNNAMED:  # its model, which names it, is not known yet
+            return f"shoal.Embedding({self.num_rows}, {self.dim})"
         return f"table {self.name!r}"
 
     @functools.cached_property

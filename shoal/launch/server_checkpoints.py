@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.errors import BadInput, ShardLost
 from shoal.launch.checkpoint_option import read_folder, require_writable
 from shoal.runtime.config import RunConfig
-from shoal.server.saving.folder import complete_versions, remove_incomplete
+from shoal.server.saving.folder import complete_versions, remove_incomplete, require_unused
 from shoal.strategy.strategy import Strategy
 
 _OPTION_NAME = "--server-checkpoint"
@@ -34,6 +34,8 @@ def with_server_checkpoint(
         return config
     strategy.require_server_saves()
     require_writable(_OPTION_NAME, checkpoint.folder)
+    if not resume:
+        require_unused(complete_versions(checkpoint.folder), checkpoint.folder)
     return replace(config, server_checkpoint=replace(checkpoint, resume=resume))
 
 

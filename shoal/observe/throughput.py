@@ -21,10 +21,12 @@ class Throughput:
     """Counts the samples of the job and of this rank, and the steps of the job.
 
     `sharing` ranks compute the same samples: those of a replica that tp, pp or cp splits.
+    `present` is the fraction of the samples of a batch whose ranks are there.
     """
 
     def __init__(self, sharing: int = 1) -> None:
         self._sharing = sharing
+        self.present = 1.0
         self._rank_samples = 0
         self._steps = 0
         self._calls = 0
@@ -35,13 +37,13 @@ class Throughput:
 
     def restart(self) -> None:
         """Measure the speed of progress from the next `progress` on."""
-        self._job_samples = 0
+        self._job_samples = 0.0
         self._start_steps = 0
         self._start_ns: int | None = None
 
     def add_samples(self, job: int, rank: int) -> None:
         """A batch of `job` samples begins, `rank` of them on this rank."""
-        self._job_samples += job
+        self._job_samples += job * self.present
         self._rank_samples += rank
 
     def remove_samples(self, rank: int) -> None:
@@ -66,7 +68,7 @@ class Throughput:
         if self._start_ns is None:  # the first step has start-up costs: measure from its end
             self._start_ns = now_ns
             self._start_steps = steps
-            self._job_samples = 0
+            self._job_samples = 0.0
             return {"samples_per_s": None, "left_s": None}
         passed_s = (now_ns - self._start_ns) / 1e9
         done = steps - self._start_steps

@@ -71,14 +71,20 @@ def quorum_of(quorum: float, workers: int) -> int:
     return min(workers, max(1, int(count)))
 
 
-def quorum_in_words(rule: Rule, counted: str = "worker") -> str:
-    """What the start of a run says: how many it waits for, and what would leave a straggler."""
+def quorum_in_words(rule: Rule, counted: str = "worker", takes_back: bool = False) -> str:
+    """What the start of a run says: how many it waits for, and what would leave a straggler.
+
+    `takes_back`: workers that were lost come back, or come late.
+    """
     assert rule.quorum is not None
     workers = rule.workers
     of = f"quorum {rule.quorum} of {workers} {counted}{'s' * (workers != 1)}"
     left = workers - rule.quorum
     if left:
         return f"{of}: each step leaves behind up to {left} straggler{'s' * (left != 1)}"
+    if takes_back and not left:
+        others = "a step waits for all workers, and while some are away for all that are there"
+        return f"{of}: {others}"
     if workers == 1:
         return f"{of}: there is no other worker to wait for"
     return f"{of}: no straggler is left behind; {_fraction_that_leaves_one(workers)} leaves one"

@@ -362,6 +362,8 @@ class Job(LoopMethods):
             if not math.isfinite(value) and self._loss_watch.reported is None:
                 self._say_once(f"{name} is not a finite number any more")
         total = self._stream.total_steps
+        if self._steps and not self._steps[-1].sync.synchronous:  # others go on without lost ranks
+            self._throughput.present = self._services.present(self.size)
         speeds = self._throughput.progress(self._logged_step, total)
         self._services.progress.show(
             {"step": self._logged_step, "total": total, "metrics": values, **speeds}

@@ -33,3 +33,10 @@ class RunServices:
     local_rank: int = 0
     local_size: int = 1
     config: RunConfig = field(default_factory=RunConfig.from_environment)
+
+    def present(self, size: int) -> float:
+        """The fraction of so many ranks that are there, where a loss does not end the run."""
+        run_dir = self.config.run_dir
+        if run_dir is None or self.step_count is None:
+            return 1.0
+        return sum(not run_dir.has_exited(rank) for rank in range(size)) / size

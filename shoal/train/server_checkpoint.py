@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import CheckpointError
 from shoal.replica.state_dicts import state_of
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
@@ -25,6 +25,7 @@ from shoal.server.saving.folder import (
     WORKER_FILE,
     SavedVersion,
     complete_versions,
+    require_unused,
     versions_in,
 )
 from shoal.server.saving.shard_file import SavedShard, read_shard
@@ -85,12 +86,7 @@ def is_server_checkpoint(folder: Path) -> bool:
 
 def check_unused(folder: Path, model: int) -> None:
     """Refuse a folder that has checkpoints of another run, which this one does not continue."""
-    for version in complete_versions(folder):
-        if version.model != model:
-            raise BadInput(
-                f"{folder} has the checkpoint of another run after {version.number} steps: go on "
-                "from it with --resume, or use another folder"
-            )
+    require_unused([v for v in complete_versions(folder) if v.model != model], folder)
 
 
 def read_servers(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:

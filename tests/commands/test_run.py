@@ -189,6 +189,7 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         (["run", "train.py", "-n", "0"], "Invalid value for '--workers'"),
         (["run", "train.py", "-n", "two"], "Invalid value for '--workers' / '-n'"),
         (["run", "train.py", "--wrokers", "2"], "No such option: --wrokers"),
+        (["run", "train.py", "--json"], "No such option: --json; --report FILE writes the report"),
         (["run"], "Missing argument 'script' (see shoal run --help)"),
         (["rum"], "No such command 'rum'"),
         (["run", "train.py", "--gpus", "a,b"], "--gpus takes numbers"),

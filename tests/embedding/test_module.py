@@ -380,8 +380,8 @@ def test_bad_ids_are_refused(ids: Tensor, complaint: str) -> None:
 @pytest.mark.parametrize(
     "make, complaint",
     [
-        (lambda: shoal.Embedding(0, 3), "num_rows must be .*not 0"),
-        (lambda: shoal.Embedding(3, -1), "dim must be .*not -1"),
+        (lambda: shoal.Embedding(0, 3), r"^shoal.Embedding\(0, 3\): num_rows must be .*not 0"),
+        (lambda: shoal.Embedding(3, -1, name="ads"), "^table 'ads': dim must be .*not -1"),
         (lambda: shoal.Embedding(3, 3, padding_idx=3), "padding_idx=3 is out of range"),
         (lambda: shoal.Embedding(3, 3, optimizer=torch.optim.AdamW), "trained by AdamW"),
         (lambda: shoal.Embedding(3, 3, init="ones"), "init must be"),  # type: ignore[arg-type]

@@ -84,6 +84,14 @@ def test_the_end_says_which_checkpoint_is_the_latest_and_removes_a_half_written_
     assert said == [none, latest, f"{latest}: --resume goes on from it"]
 
 
+def test_a_used_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    with pytest.raises(BadInput, match="has the checkpoint of another run after 10 steps: go on"):
+        with_server_checkpoint(RunConfig(), parse("ps"), str(tmp_path), False)
+    config = with_server_checkpoint(RunConfig(), parse("ps"), str(tmp_path), True)
+    assert config.server_checkpoint.resume
+
+
 def test_an_error_that_names_the_checkpoint_or_the_input_is_all_that_is_said(
     tmp_path: Path,
 ) -> None:

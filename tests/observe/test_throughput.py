@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shoal.observe.throughput import Throughput
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.step_count import StepCount
+from shoal.train.run_services import RunServices
 
 
 class Clock:
@@ -76,3 +82,22 @@ def test_a_skipped_step_has_no_samples() -> None:
     meter.add_samples(job=16, rank=8)
     meter.remove_samples(rank=8)
     assert meter.report()["samples"] == 0
+
+
+def test_progress_counts_the_samples_of_the_ranks_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = Clock(monkeypatch)
+    meter = Throughput()
+    run_dir = RunDir(tmp_path)
+    count = StepCount(run_dir.steps(0))
+    services = RunServices(step_count=count, config=RunConfig(run_dir=run_dir))
+    assert services.present(4) == 1.0
+    meter.progress(1, 11)
+    for exited in range(4):
+        clock.now_s += 1.0
+        meter.present = services.present(4)
+        meter.add_samples(job=16, rank=4)
+        run_dir.note_exit(exited, -9)
+    assert meter.progress(5, 11)["samples_per_s"] == (16 + 12 + 8 + 4) / 4
+    count.close()

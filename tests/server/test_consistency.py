@@ -63,6 +63,15 @@ def test_the_start_says_whom_a_quorum_waits_for(quorum: float, workers: int, sen
     assert quorum_in_words(Rule.of(Ps(quorum=quorum), workers)) == sentence
 
 
+def test_where_workers_come_back_a_whole_quorum_is_of_those_that_are_there() -> None:
+    assert quorum_in_words(Rule(2, quorum=2), takes_back=True) == (
+        "quorum 2 of 2 workers: a step waits for all workers, and while some are away for all "
+        "that are there"
+    )
+    some = Rule(3, quorum=2)
+    assert quorum_in_words(some, takes_back=True) == quorum_in_words(some)
+
+
 @given(st.integers(2, 5000))
 def test_the_fraction_that_is_proposed_leaves_one_behind(workers: int) -> None:
     proposed = quorum_in_words(Rule(workers, quorum=workers)).split()[-3]

@@ -15,11 +15,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
 
 WORKER_FILE = "worker.safetensors"
@@ -75,6 +76,15 @@ def versions_in(folder: Path) -> list[SavedVersion]:
 
 def complete_versions(folder: Path) -> list[SavedVersion]:
     return [version for version in versions_in(folder) if version.is_complete]
+
+
+def require_unused(others: Sequence[SavedVersion], folder: Path) -> None:
+    """Refuse a folder that has checkpoints of another run, which this one does not continue."""
+    for version in others[:1]:
+        raise BadInput(
+            f"{folder} has the checkpoint of another run after {version.number} steps: go on "
+            "from it with --resume, or use another folder"
+        )
 
 
 def remove_old(folder: Path, present: SavedVersion) -> None:

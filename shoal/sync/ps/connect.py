@@ -47,7 +47,8 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
         _check_eventual(term, served)
     if rule.quorum is not None:
         is_split = replica.replica_group.size > 1
-        replica.say(quorum_in_words(rule, "replica" if is_split else "worker"))
+        counted = "replica" if is_split else "worker"
+        replica.say(quorum_in_words(rule, counted, replica.config.takes_back))
     if term.promise is not None:
         replica.say(term.promise)
     servers = find_or_start_servers(term, replica.group, replica.replica_group, replica.config)
