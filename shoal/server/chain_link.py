@@ -161,6 +161,10 @@ class ChainLink(ServerLink):
             self._watch.end(channel)
 
     @property
+    def _lends(self) -> bool:
+        return False  # an answer may say that another replica is to be asked
+
+    @property
     def _resends(self) -> bool:
         return True
 

@@ -1,6 +1,7 @@
-"""Short requests to several servers of this host at once: sent in one call, answered in another.
+"""Short requests to several servers at once: sent in one call, answered in another.
 
-Where this is not possible (`begin` returns None), requests are posted (`link.py`).
+Rows of servers on other hosts go from the sockets straight to their places, in the order in which
+they come. Where this is not possible (`begin` returns None), requests are posted (`link.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shoal.embedding.hashing import Ids
+from shoal.embedding.row_copy import Rows
 from shoal.runtime.waits import waiting
 from shoal.server.link import PATIENCE, ServerLink
 from shoal.server.protocol.connection import Closed, Connection
@@ -21,6 +24,7 @@ from shoal.server.request import Request
 
 try:
     from shoal.server.protocol import _frames as _native
+    from shoal.server.protocol._frames import receive_rows as _receive_rows
 except ImportError:  # Shoal was installed without a compiler, or is newer than its native part
     _native = None  # type: ignore[assignment]
 
@@ -34,7 +38,7 @@ class Asked(NamedTuple):
 
 
 class ServerExchange:
-    """Requests that were sent. Their connections are taken until `metas` or `abandon` returns."""
+    """Requests that were sent. Their connections are taken until the answers are read."""
 
     def __init__(self, asked: Sequence[Asked], channel: Channel):
         self._asked = asked
@@ -59,6 +63,39 @@ class ServerExchange:
         finally:
             self._give_back()
         return [_meta(each, answer) for each, answer in zip(self._asked, answers, strict=True)]
+
+    def rows(self, target: Rows, places: Sequence[Ids]) -> list[bytes | None]:
+        """Wait for all answers, whose rows go to these places; returns their metadata.
+
+        None: the connection is broken, and the request is to be sent again over another one.
+        """
+        first = self._asked[0]
+        pairs = list(zip(self._asked, places, strict=True))
+        asked = [(each.connection.sock.fileno(), where) for each, where in pairs]
+        row_bytes = 4 * target.shape[1]
+        doing = first.request.kind.name
+        try:
+            with waiting(f"rank {first.link.rank}", self._whom, doing, self._give_up, PATIENCE):
+                answers = _receive_rows(asked, target, row_bytes, self._awaited)
+            for each, answer in zip(self._asked, answers, strict=True):
+                if isinstance(answer, int):
+                    self._note_broken(each, answer)
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        finally:
+            self._give_back()
+        return [
+            None if isinstance(answer, int) else _meta(each, answer, len(where) * row_bytes)
+            for (each, where), answer in zip(pairs, answers, strict=True)
+        ]
+
+    def _note_broken(self, asked: Asked, number: int) -> None:
+        """A Unix socket breaks with its server."""
+        broken = self._broken(asked, number)
+        asked.connection.break_off(broken)
+        if asked.link.is_unix:
+            raise broken
 
     def abandon(self, error: BaseException) -> None:
         """Answers that were not read yet are not read: no request can follow."""
@@ -109,14 +146,16 @@ class ServerExchange:
             each.link.give_back(self._channel)
 
 
-def _meta(asked: Asked, answer: bytes | int) -> bytes:
+def _meta(asked: Asked, answer: bytes | int, payload_bytes: int = 0) -> bytes:
     link, request, connection = asked
     assert isinstance(answer, bytes)
     header, meta = unpack(answer), answer[HEADER_BYTES:]
     verify(answer, meta, header)
-    connection.received_bytes += len(answer)
+    connection.received_bytes += len(answer) + header.payload_bytes
     connection.requests += 1
     link.check_answer(header, meta, request.kind)
+    if header.payload_bytes != payload_bytes:
+        raise connection.break_off(link.wrong_size(request.kind, payload_bytes, header))
     return meta
 
 

@@ -132,6 +132,11 @@ class ServerLink:
         return []
 
     @property
+    def _lends(self) -> bool:
+        """Whether a caller may use the socket of a connection by itself."""
+        return True
+
+    @property
     def _resends(self) -> bool:
         """Whether requests without an answer may have to be sent again."""
         return not self.is_unix
@@ -155,9 +160,12 @@ class ServerLink:
         return posted
 
     def take(self, channel: Channel) -> Connection | None:
-        """The connection for the caller alone, until `give_back`; None if it is in use."""
+        """The connection for the caller alone, until `give_back`; None if it cannot be had."""
         taken = self._channels[channel]
-        return taken.connection if not self._resends and taken.queue.try_take() else None
+        connection = taken.connection
+        is_usable = connection.is_whole or connection.is_unix  # another one takes its place
+        is_lent = self._lends and connection.is_plain and is_usable
+        return connection if is_lent and taken.queue.try_take() else None
 
     def give_back(self, channel: Channel) -> None:
         self._channels[channel].queue.give_back()
@@ -289,14 +297,17 @@ class ServerLink:
             views = (memoryview(payload),)
         expected_bytes = sum(view.nbytes for view in views)
         if header.payload_bytes != expected_bytes:
-            error = ShoalError(
-                f"rank {self.rank}: expected {expected_bytes} bytes in the answer of server "
-                f"{self.index} to {request.kind.name}, got {header.payload_bytes}"
-            )
+            error = self.wrong_size(request.kind, expected_bytes, header)
             raise self.connection(channel).break_off(error)
         for view in views:
             self.connection(channel).read_into(view)
         return Reply(meta, payload)
+
+    def wrong_size(self, kind: FrameKind, expected_bytes: int, header: Header) -> ShoalError:
+        return ShoalError(
+            f"rank {self.rank}: expected {expected_bytes} bytes in the answer of server "
+            f"{self.index} to {kind.name}, got {header.payload_bytes}"
+        )
 
     def _receive_header(self, channel: Channel, kind: FrameKind) -> tuple[Header, bytes]:
         return self._receive_from(self.connection(channel), kind)

@@ -26,6 +26,7 @@ from shoal.server.replicas.operations import (
     Operation,
     Payload,
 )
+from shoal.server.row_memory import RowBuffer
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class Peer:
         self.ok = Header(FrameKind.OK, self.worker, self.model_id)
         self.has_reconnected = False
         self.table_reader = TableReader()
+        self.row_buffer = RowBuffer()
         self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
 
     def joined(self) -> tuple[ServedModel, Member]:

@@ -4,7 +4,8 @@
     server   writes each row where the worker wants it; the answer has no payload
 
 Rows that a worker has got are a view of such memory. It is used again once no tensor refers to it,
-so there are several; rows come with the answer while all of them are in use.
+so there are several; rows come with the answer while all of them are in use. The same memory is
+used where servers are on other hosts, and is not shared: fresh memory costs more than the rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shoal.transport.shm import memfd
 
 MAX_MEMORY_BYTES = 1 << 28
 _MIN_BYTES = 1 << 20
+_KEPT_NUMBERS = 4 << 20  # of a buffer: 16 MiB
 
 
 class RowTarget(NamedTuple):
@@ -61,6 +63,22 @@ def attach(descriptor: int) -> Rows:
         raise Refused(f"memory for rows cannot be mapped: {error}") from error
 
 
+class RowBuffer:
+    """Memory for rows that come or go one after the other, used again for the next ones."""
+
+    def __init__(self) -> None:
+        self._numbers = np.empty(0, np.float32)
+
+    def rows(self, count: int, dim: int) -> Rows:
+        """With any values."""
+        size = count * dim
+        if size > _KEPT_NUMBERS:
+            return np.empty((count, dim), np.float32)
+        if size > len(self._numbers):
+            self._numbers = np.empty(1 << size.bit_length(), np.float32)
+        return self._numbers[:size].reshape(count, dim)
+
+
 class _Memory:
     """One piece of memory; free while no tensor refers to it."""
 
@@ -83,37 +101,43 @@ class _Memory:
 
 
 class PulledRows(NamedTuple):
-    """The rows of one pull, and the number of their memory where servers share it."""
+    """The rows of one pull, and the number of their memory where servers share it.
+
+    Else they come to a buffer first.
+    """
 
     rows: Tensor
-    memory: int | None = None
+    memory: int | None
+    buffer: RowBuffer
 
 
 class RowMemories:
     """The memories of one worker. `share(number, descriptor)` passes one to all servers.
 
-    None: some servers are on other hosts.
+    None: some servers are on other hosts, and no memory is shared.
     """
 
     def __init__(self, share: Callable[[int, int], None] | None):
         self._share = share
+        self._buffer = RowBuffer()
         self._memories: list[_Memory | None] = [None] * MAX_ROW_MEMORIES
 
     @contextmanager
     def take(self, count: int, dim: int) -> Iterator[PulledRows]:
-        """Memory for rows that are pulled in the block; shared, if one is free and can be had."""
+        """Memory for rows that are pulled in the block; used again, if one is free."""
         memory = self._find(4 * count * dim)
-        if memory is None:
-            yield PulledRows(torch.empty(count, dim))
-            return
+        rows = torch.empty(count, dim) if memory is None else memory.rows(count, dim)
+        number = None if memory is None or self._share is None else memory.number
         try:
-            yield PulledRows(memory.rows(count, dim), memory.number)
-        except BaseException:
-            memory.is_unsafe = True
+            yield PulledRows(rows, number, self._buffer)
+        except BaseException:  # answers that were not waited for may still come
+            self._buffer = RowBuffer()
+            if memory is not None:
+                memory.is_unsafe = True
             raise
 
     def _find(self, num_bytes: int) -> _Memory | None:
-        if self._share is None or not 0 < num_bytes <= MAX_MEMORY_BYTES:
+        if not 0 < num_bytes <= MAX_MEMORY_BYTES:
             return None
         free = [each for each in self._memories if each is not None and each.is_free]
         large = [each for each in free if each.size >= num_bytes]
@@ -125,8 +149,11 @@ class RowMemories:
 
     def _make(self, number: int, num_bytes: int) -> _Memory | None:
         """New memory under this number, in place of a smaller one."""
-        assert self._share is not None
         size = max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())
+        if self._share is None:
+            private = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memories[number] = _Memory(number, private)
+            return self._memories[number]
         descriptor = memfd.make("shoal-rows", size)
         if descriptor < 0:
             return None

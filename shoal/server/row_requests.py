@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,23 +61,36 @@ class RowRequests:
         self._routed = routed
         self._pulled = pulled
         self._version = version
-        self._received = _room(len(routed.ids), pulled)
         self._parts = list(self._split())
         self._posted: list[PostedRequest] = []
-        requests = [(part.link, self._request(part)) for part in self._parts]
-        self._exchange = exchange.begin(requests, "rows") if self._is_short else None
+        self._room: Tensor | None = None  # where rows come to first, if they do
+        self._exchange = self._begin() if self._is_short else None
         if self._exchange is None:
-            self._posted = [link.post("rows", request) for link, request in requests]
+            self._posted = [self._post(part) for part in self._parts]
 
     def wait(self) -> Answered:
-        metas = (
-            [posted.result().meta for posted in self._posted]
-            if self._exchange is None
-            else self._exchange.metas()
-        )
-        if self._received is not None:
-            copy_rows(self._received, None, self._pulled.rows, self._routed.places)
+        if self._exchange is None:
+            metas = [posted.result().meta for posted in self._posted]
+            if self._room is not None:
+                copy_rows(self._room, None, self._pulled.rows, self._routed.places)
+        elif self._is_shared:
+            metas = self._exchange.metas()
+        else:
+            metas = self._read_rows(self._exchange)
         return self._answered(metas)
+
+    def _read_rows(self, begun: exchange.ServerExchange) -> list[bytes]:
+        """Read the rows of all answers into their places; ask again where a connection broke."""
+        rows = self._pulled.rows
+        places = [self._routed.places[part.start : part.stop] for part in self._parts]
+        found = begun.rows(rows.numpy(), places)
+        metas = []
+        for part, where, meta in zip(self._parts, places, found, strict=True):
+            if meta is None:
+                meta = self._post(part).result().meta
+                copy_rows(self._received[part.start : part.stop], None, rows, where)
+            metas.append(meta)
+        return metas
 
     def abandon(self, error: BaseException) -> None:
         """The rows are not waited for."""
@@ -85,9 +99,32 @@ class RowRequests:
 
     @property
     def _is_short(self) -> bool:
-        """Whether each server gets one request, and its answer has no payload."""
+        """Whether each server gets one request, and can answer it in one frame."""
         is_small = all(part.stop - part.start <= _AT_ONCE_ROWS for part in self._parts)
-        return is_small and self._received is None and len(self._parts) <= len(self._links)
+        return is_small and len(self._parts) <= len(self._links)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether servers put rows into their places."""
+        return self._pulled.memory is not None
+
+    @property
+    def _received(self) -> Tensor:
+        """Where rows come to first, in the order of requests."""
+        if self._room is None:
+            size = (len(self._routed.ids), self._pulled.rows.shape[1])
+            self._room = torch.from_numpy(self._pulled.buffer.rows(*size))
+        return self._room
+
+    def _begin(self) -> exchange.ServerExchange | None:
+        return exchange.begin([(part.link, self._request(part)) for part in self._parts], "rows")
+
+    def _post(self, part: _Part) -> PostedRequest:
+        request = self._request(part)
+        if not self._is_shared:
+            into = bytes_of(self._received[part.start : part.stop])
+            request = replace(request, into=(into,))
+        return part.link.post("rows", request)
 
     def _split(self) -> Iterator[_Part]:
         max_rows = max(1, MAX_ROW_BYTES // (16 + 4 * self._pulled.rows.shape[1]))
@@ -104,10 +141,9 @@ class RowRequests:
         count = part.stop - part.start
         of_part = slice(part.start, part.stop)
         ids = _bytes(self._routed.ids[of_part])
-        if self._received is not None:
+        if not self._is_shared:
             message = RowBatch(self._table, count, copies=part.copies, version=self._version)
-            into = bytes_of(self._received[of_part])
-            return Request(FrameKind.TABLE_PULL, encode(message), (ids,), (into,))
+            return Request(FrameKind.TABLE_PULL, encode(message), (ids,))
         message = RowBatch(
             self._table,
             count,
@@ -131,11 +167,6 @@ class RowRequests:
             refresh |= answer.refresh
         found = np.concatenate(missing) if missing else np.zeros(0, np.int64)
         return Answered(found, hot, link, refresh)
-
-
-def _room(count: int, pulled: PulledRows) -> Tensor | None:
-    """Where rows come to first; None: servers put them into their places."""
-    return None if pulled.memory is not None else torch.empty(count, pulled.rows.shape[1])
 
 
 def _bytes(numbers: Any) -> memoryview:

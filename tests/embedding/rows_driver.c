@@ -118,6 +118,41 @@ static void answers(void) {
     close(ends[0]);
 }
 
+static void rows_in_pieces(void) {
+    enum { COUNT = 3, BYTES = 700 };
+    static uint8_t rows[4 * BYTES];
+    const uint64_t places[COUNT] = {3, 0, 1};
+    pthread_t thread;
+    int64_t awaited = -1;
+    struct pollfd polled[1];
+    Target target = {rows, 4, BYTES};
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+    memset(frame, 0, HEADER);
+    frame[META_AT] = (sizeof frame - HEADER - COUNT * BYTES) & 255;
+    frame[META_AT + 1] = (sizeof frame - HEADER - COUNT * BYTES) >> 8;
+    frame[PAYLOAD_AT] = (COUNT * BYTES) & 255;
+    frame[PAYLOAD_AT + 1] = (COUNT * BYTES) >> 8;
+    for (size_t i = HEADER; i < sizeof frame; i++) frame[i] = (uint8_t)(i / 100);
+    Exchange e = {.fd = ends[0], .places = places, .num_places = COUNT, .answer = malloc(FIRST)};
+    CHECK(pthread_create(&thread, NULL, answer, NULL) == 0);
+    receive_rows(&e, 1, &target, polled, &awaited);
+    CHECK(pthread_join(thread, NULL) == 0);
+    const uint8_t *sent = frame + sizeof frame - COUNT * BYTES;
+    CHECK(!e.error && e.row_bytes_done == COUNT * BYTES && !memcmp(e.answer, frame, e.answer_bytes));
+    for (int i = 0; i < COUNT; i++) CHECK(!memcmp(rows + places[i] * BYTES, sent + i * BYTES, BYTES));
+    e.answer_bytes = e.row_bytes_done = 0;
+    e.num_places = 2;
+    CHECK(write(ends[1], frame, HEADER) == HEADER);
+    receive_rows(&e, 1, &target, polled, &awaited);
+    CHECK(e.error == EPROTO);
+    e = (Exchange){.fd = ends[0], .places = places, .num_places = COUNT, .answer = e.answer};
+    close(ends[1]);
+    receive_rows(&e, 1, &target, polled, &awaited);
+    CHECK(e.error == ECONNRESET);
+    free(e.answer);
+    close(ends[0]);
+}
+
 int main(void) {
     int32_t hot[ROWS];
     goes_on = go_on;
@@ -131,6 +166,7 @@ int main(void) {
     places_and_counts();
     gathers();
     answers();
+    rows_in_pieces();
     puts("rows: fine");
     return 0;
 }

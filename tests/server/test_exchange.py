@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,54 @@ def test_what_is_no_request_is_refused(request_: object) -> None:
         native.send([request_])  # type: ignore[list-item]
 
 
+# ------------------------------------------------------------------------------ rows
+
+
+def rows_answer(rows: np.ndarray[Any, Any]) -> bytes:
+    return pack(Header(FrameKind.OK), b"meta", payload_bytes=rows.nbytes) + rows.tobytes()
+
+
+def test_rows_go_to_their_places_whichever_server_answers_first() -> None:
+    first, second = socket.socketpair(), socket.socketpair()
+    wanted = np.arange(5 * 300, dtype=np.float32).reshape(5, 300)
+    target = np.zeros_like(wanted)
+    places = [np.array([4, 0, 1]), np.array([2, 3])]
+    whole = rows_answer(wanted[places[0]])
+
+    def answer() -> None:
+        second[1].sendall(rows_answer(wanted[places[1]]))
+        for start in range(0, len(whole), 1000):
+            first[1].sendall(whole[start : start + 1000])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    asked = [(first[0].fileno(), places[0]), (second[0].fileno(), places[1])]
+    answers = native.receive_rows(asked, target, 1200, np.zeros(1, np.int64))
+    thread.join()
+    assert [answer[64:] for answer in answers if isinstance(answer, bytes)] == [b"meta", b"meta"]
+    assert np.array_equal(target, wanted)
+    for each in (*first, *second):
+        each.close()
+
+
+def test_one_server_that_fails_does_not_stop_the_rows_of_others() -> None:
+    first, second = socket.socketpair(), socket.socketpair()
+    target = np.zeros((2, 2), np.float32)
+    first[1].sendall(rows_answer(np.ones((3, 2), np.float32)))  # one row was asked for
+    second[1].sendall(rows_answer(np.ones((1, 2), np.float32)))
+    asked = [(first[0].fileno(), np.array([0])), (second[0].fileno(), np.array([1]))]
+    answers = native.receive_rows(asked, target, 8, np.zeros(1, np.int64))
+    assert isinstance(answers[0], int) and isinstance(answers[1], bytes)
+    assert target.tolist() == [[0, 0], [1, 1]]
+    for each in (*first, *second):
+        each.close()
+
+
+def test_places_out_of_range_are_refused() -> None:
+    with pytest.raises(IndexError):
+        native.receive_rows([(0, np.array([2]))], np.zeros((2, 2)), 16, np.zeros(1, np.int64))
+
+
 # ------------------------------------------------------------------------------ with servers
 
 
@@ -114,10 +163,11 @@ def store_of(client: Client) -> ServerStore:
     return store
 
 
+@pytest.mark.parametrize("tcp", [False, True])
 def test_rows_are_the_same_with_and_without_the_native_call(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tcp: bool
 ) -> None:
-    with servers(3) as found:
+    with servers(3, tcp) as found:
         client = client_of(found, 0, Rule(1))
         store = store_of(client)
         rows = store.pull("t", IDS)
@@ -127,11 +177,25 @@ def test_rows_are_the_same_with_and_without_the_native_call(
         client.close()
 
 
-def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_asked_for_again_over_another_connection() -> None:
+    with servers(3, tcp=True) as found:
+        client = client_of(found, 0, Rule(1))
+        store = store_of(client)
+        store.pull("t", IDS)
+        broken = client.links[1].connection("rows")
+        broken.abort()
+        assert torch.equal(store.pull("t", IDS), SPEC.initial(IDS))
+        assert client.links[1].connection("rows") is not broken
+        assert torch.equal(store.pull("t", IDS), SPEC.initial(IDS))
+        client.close()
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch, tcp: bool) -> None:
     def refuse(peer: object, header: object, meta: bytes) -> None:
         raise Refused("no rows today")
 
-    with servers(3) as found:
+    with servers(3, tcp) as found:
         client = client_of(found, 0, Rule(1))
         store = store_of(client)
         registered = dispatch.HANDLERS[FrameKind.TABLE_PULL]._replace(handler=refuse)

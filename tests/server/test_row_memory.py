@@ -35,8 +35,15 @@ def test_rows_are_private_while_all_memory_is_in_use_or_servers_are_elsewhere() 
         with memories.take(4, 2) as pulled:
             taken.append(pulled)
     assert [pulled.memory for pulled in taken] == [*range(8), None]
-    with RowMemories(None).take(4, 2) as pulled:
+    memories = RowMemories(None)
+    with memories.take(4, 2) as pulled:
         assert pulled.memory is None and pulled.rows.shape == (4, 2)
+    address = pulled.rows.data_ptr()
+    with memories.take(4, 2) as other:
+        assert other.rows.data_ptr() != address
+    del pulled
+    with memories.take(3, 2) as again:
+        assert again.rows.data_ptr() == address
 
 
 def test_memory_of_a_pull_that_failed_is_not_used_again() -> None:

@@ -44,7 +44,7 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     check_size(header, request.count, 8 if request.memory is None else 16, 8 + 4 * dim)
     if request.copies > request.count:
         raise Refused(f"{request.copies} copies among {request.count} rows")
-    ids, target = _read_wanted(peer.connection, member, request, dim)
+    ids, target = _read_wanted(peer, member, request, dim)
     try:
         pulled = peer.read(lambda: model.pull_rows(peer.worker, request, ids, target))
     except IndexError as error:
@@ -53,18 +53,16 @@ def pull(peer: Peer, header: Header, meta: bytes) -> None:
     peer.reply_committed(encode(pulled), *payload)
 
 
-def _read_wanted(
-    connection: Connection, member: Member, request: RowBatch, dim: int
-) -> tuple[Ids, RowTarget]:
+def _read_wanted(peer: Peer, member: Member, request: RowBatch, dim: int) -> tuple[Ids, RowTarget]:
     """The ids of a pull, and where their rows go."""
     count = request.count
     if request.memory is None:
-        rows = np.empty((count, dim), np.float32)
-        return _read_integers(connection, count), RowTarget(rows)
+        rows = peer.row_buffer.rows(count, dim)
+        return _read_integers(peer.connection, count), RowTarget(rows)
     memory = member.row_memory.get(request.memory)
     if memory is None or request.places * dim > len(memory):
         raise Refused(f"memory {request.memory} has no room for {request.places} rows")
-    numbers = _read_integers(connection, 2 * count)
+    numbers = _read_integers(peer.connection, 2 * count)
     rows = memory[: request.places * dim].reshape(request.places, dim)
     return numbers[:count], RowTarget(rows, numbers[count:])
 

@@ -165,6 +165,15 @@ class Connection:
             return TimedOut(self._broken)
         return Closed(self._broken) if isinstance(error, OSError) else error
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether frames are the bytes of the socket, as they are without TLS."""
+        return self._scatters
+
+    @property
+    def is_whole(self) -> bool:
+        return self._broken is None
+
     def check_whole(self) -> None:
         """Closed if a frame was sent or read in part."""
         if self._broken is not None:
