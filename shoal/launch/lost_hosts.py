@@ -20,6 +20,7 @@ class LostHosts:
         self._names: set[str] = set()
         self._changed = threading.Condition()
         self._gave_up: set[int] = set()
+        self._is_over = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -39,4 +40,11 @@ class LostHosts:
         """Whether the host `name`, on which this worker was, is lost."""
         patience_s = _NOTICED_S if rank in self._gave_up else 0.0
         with self._changed:
-            return self._changed.wait_for(lambda: name in self._names, patience_s)
+            self._changed.wait_for(lambda: self._is_over or name in self._names, patience_s)
+            return name in self._names
+
+    def end(self) -> None:
+        """The run is over: what waits for a host waits no longer."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()

@@ -179,6 +179,10 @@ class RemoteWorkers(RemoteProcesses):
         """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
         self._agents.preempt()
 
+    def __exit__(self, *error: object) -> None:
+        self._lost_hosts.end()
+        super().__exit__(*error)
+
     # ------------------------------------------------------------------ what agents report
 
     def lose_agent(self, name: str) -> None:

@@ -23,6 +23,13 @@ def test_where_a_worker_gave_up_the_launcher_waits_until_it_notices_that_its_hos
     assert lost.names == {"h2"}
 
 
+def test_the_end_of_the_run_ends_this_wait() -> None:
+    lost = LostHosts()
+    lost.note_exit(2, 1)
+    lost.end()
+    assert not lost.has_host_of(2, "h2")
+
+
 def test_a_killed_worker_comes_back_on_its_host_at_once() -> None:
     lost = LostHosts()
     lost.note_exit(2, 1)
