@@ -153,6 +153,7 @@ int add_peer(Engine *e, int peer, const int *fds, int count) {
     for (int i = 0; i < count && fine; i++)
         p->stream[i] = (Stream){.fd = fds[i], .scratch = scratch[i]};
     if (fine) p->streams = count;
+    e->connected += fine;
     leave(e);
     wake(e);
     for (int i = 0; i < count && !fine; i++) free(scratch[i]);
@@ -236,6 +237,10 @@ void post(Engine *e, Op *op) {
     op->state = -1;
     op->source = op->peer;
     append(e, op);
+    if (!op->is_send) {
+        op->at = e->asked_bytes;
+        e->asked_bytes += op->bytes;
+    }
     if (e->closing || is_aborted(e, e->rank, op->space)) give_up(e, op, CLOSED, WHY_ENDED);
     else if (!op->is_send) start_receive(e, op);
     else if (e->peers[op->peer].is_lost || !e->peers[op->peer].streams
@@ -275,7 +280,10 @@ void forget(Engine *e, Op *op) {
 /* The end of a wait whose time is over: the outcome, LATE where there was none. */
 int expire(Engine *e, Op *op) {
     enter(e);
-    if (op->state < 0) give_up(e, op, LATE, WHY_ENDED);
+    if (op->state < 0) {
+        give_up(e, op, LATE, WHY_ENDED);
+        grant(e);
+    }
     int state = op->state;
     leave(e);
     return state;

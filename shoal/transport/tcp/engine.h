@@ -12,8 +12,9 @@
  *
  * So a large message never lies in memory of its own: it is sent from the sender's tensor and
  * received into the receiver's. CTS is said in the order of the receives and for few bytes at a time,
- * so that of many senders none is far ahead of the others. Where a message is to be added, each piece is added while it is in the
- * cache and the next one is on the wire. A small message that came before its receive is kept.
+ * so that of many senders none is far ahead of the others: TCP alone may give one of two senders
+ * that share a link several times the rate of the other. Where a message is to be added, each piece
+ * is added while it is in the cache and the next one is on the wire. A small message that came before its receive is kept.
  *
  * Files: frames.c sends, messages.c receives, endings.c gives up and loses, engine.c serves, posts
  * and waits, _tcp.c is the part for Python. Names are hidden outside of the library.
@@ -73,6 +74,7 @@ struct Op {
     struct Message *incoming; /* of a receive: the large message that it has met */
     u32 space, descriptor_bytes;
     u64 tag, message, bytes, handed; /* handed: bytes that streams have taken */
+    u64 at; /* of a receive: bytes of all that were posted before */
     u64 sent;
     u8 *data;
     u8 descriptor[MAX_DESCRIPTOR];
@@ -121,8 +123,8 @@ typedef struct {
     Op *ops, *last_op;
     u32 *aborted; /* pairs (peer, space) */
     u64 aborts;
-    u64 close_ns, granted_bytes;
-    int closing;
+    u64 close_ns, granted_bytes, asked_bytes; /* asked: of all receives that were posted */
+    int closing, connected;
     _Atomic int wanted;
     pthread_mutex_t lock;
     pthread_cond_t changed;

@@ -32,11 +32,22 @@ static void take_grant_back(Engine *e, Peer *p, Message *m) {
     e->granted_bytes -= m->head.bytes;
 }
 
-/* Let large messages come: those of the oldest receives, and at least one of each peer. */
+/* Whether a sender would be more than a message ahead of another one of the same call, which has not
+ * sent all of `oldest`. */
+static int is_ahead(const Engine *e, const Op *oldest, const Op *op) {
+    return op->source != oldest->source && op->space == oldest->space && op->tag == oldest->tag
+           && op->at - oldest->at >= op->bytes * (u64)(e->connected + 1);
+}
+
+/* Let large messages come: those of the oldest receives, and at least one of each peer that is not
+ * ahead of the others. */
 void grant(Engine *e) {
+    const Op *oldest = NULL;
     for (Op *op = e->ops; op; op = op->next) {
         Message *m = op->incoming;
-        if (!m || m->granted) continue;
+        if (!m) continue;
+        if (!oldest) oldest = op;
+        if (m->granted || is_ahead(e, oldest, op)) continue;
         Peer *p = &e->peers[op->source];
         if (p->granted_bytes && e->granted_bytes + m->head.bytes > GRANTED_BYTES) continue;
         m->granted = 1;
