@@ -23,7 +23,10 @@ class SampleShares:
 
         A fraction is part of a batch.
         """
-        return None if self.is_covered else max(0, steps) / self.turns
+        if self.is_covered:
+            return None
+        whole, left = divmod(max(0, steps), self.turns)
+        return whole + left / self.turns if left else whole
 
     def step_of(self, rank: int, done: int) -> int:
         """The number of the step that a worker does after so many steps of the run."""

@@ -125,18 +125,21 @@ class LedgerState(msgspec.Struct, frozen=True):
     counted: tuple[int, ...]
     folded: int
     lost_before: tuple[int, ...] = ()
+    updates: int = 0
 
 
 class Ledger:
     """Which worker has pushed what: the state of a rule.
 
     `version` counts completed steps; with bounded staleness and asynchronous it counts pushes.
+    `updates` counts the same, without those before a checkpoint that was loaded.
     """
 
     def __init__(self, rule: Rule, start: int = 0):
         self.rule = rule
         self.outcomes = {worker: Counter[PushVerdict]() for worker in range(rule.workers)}
         self.live = set(range(rule.workers))
+        self.updates = 0
         self.restart(start)
 
     def restart(self, start: int) -> None:
@@ -211,6 +214,7 @@ class Ledger:
     def apply(self) -> None:
         """The step is complete: the next one begins."""
         self.version += 1
+        self.updates += 1
         self.counted.clear()
         self.folded = 0
 
@@ -257,10 +261,12 @@ class Ledger:
             tuple(sorted(self.counted)),
             self.folded,
             tuple(self._lost_before[w] for w in workers),
+            self.updates,
         )
 
     def load(self, state: LedgerState) -> None:
         self.version = state.version
+        self.updates = state.updates
         self.start = state.start
         self.clocks = dict(enumerate(state.clocks))
         self._pushes = Counter(dict(enumerate(state.pushes)))

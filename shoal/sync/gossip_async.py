@@ -62,6 +62,7 @@ class AsyncGossip(Sync):
         self.size = group.size
         self.gradient_scale = float(group.size)
         self.steps = self.bytes_sent = self.bytes_read = 0
+        self._joined_at = 0  # the steps that others had done before
         self.lost: set[int] = set()
         self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
         self.distances: list[tuple[int, float]] = []
@@ -140,7 +141,7 @@ class AsyncGossip(Sync):
         if not self._is_away or not self.pages.latest():
             return None
         self._is_away = False
-        self.update.steps = self.steps = step
+        self.update.steps = self.steps = self._joined_at = step
         self.pages.note_steps(step)
         return Comeback(step, lost_at)
 
@@ -162,7 +163,7 @@ class AsyncGossip(Sync):
             "second_eigenvalue": self.mixing.second_eigenvalue,
             "steps": self.steps,
             "bytes_sent": self.bytes_sent,
-            "bytes_per_step": self.bytes_sent / max(1, self.steps),
+            "bytes_per_step": self.bytes_sent / max(1, self.steps - self._joined_at),
             "bytes_read": self.bytes_read,
             "lost": sorted(self.lost),
             "steps_behind": self.behind / max(1, self.reads),

@@ -219,3 +219,13 @@ def test_steps_left_out_are_those_that_were_not_pushed() -> None:
     assert ledger.skipped(0, to_the_end=True) == 0
     assert ledger.skipped(1, to_the_end=False) == 1, "step 6"
     assert ledger.skipped(1, to_the_end=True) == 2, "and step 8"
+
+
+def test_updates_of_a_run_are_counted_from_its_checkpoint_on() -> None:
+    ledger = Ledger(Rule(1, asynchronous=True))
+    ledger.restart(100)
+    ledger.arrive(0, 100)
+    ledger.apply()
+    copy = Ledger(ledger.rule)
+    copy.load(ledger.state())
+    assert (copy.version, copy.updates) == (101, 1)

@@ -76,6 +76,9 @@ def test_a_worker_may_come_that_was_not_there_at_the_start(
     late.join(60)
     assert run.results[1, 1] == [1.0] * 3
     assert (run.reports[0]["steps"], run.reports[1]["steps"]) == (STEPS, STEPS)
+    if strategy != "hogwild":
+        rates = [run.reports[rank]["sync"][0]["bytes_per_step"] for rank in range(2)]
+        assert rates[1] > 0.9 * rates[0], "by its own steps"
 
 
 # ------------------------------------------------------------------ the memory

@@ -397,7 +397,8 @@ class ServedModel:
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:
             ledger = self.state.ledger if self.is_leader else None
-            counts = self.statistics.report(self.version, self.membership, ledger)
+            updates = self.state.ledger.updates
+            counts = self.statistics.report(updates, self.membership, ledger)
             counts["lost_pushes"] = self.state.lost_pushes
             return counts | self.tables.report() if with_tables else counts
 

@@ -49,10 +49,10 @@ class Statistics:
         self._returns = dict(counts.returns)
         self.is_from_start = False
 
-    def report(self, version: int, membership: Membership, ledger: Ledger | None) -> dict[str, Any]:
+    def report(self, updates: int, membership: Membership, ledger: Ledger | None) -> dict[str, Any]:
         """The ledger is the leader's; decisions are in the leader's report only."""
         counts = {
-            "updates": version,
+            "updates": updates,
             "sent_again": self.repeated_pushes,
             "lost": membership.lost,
             "came_back": {str(w): self._returns[w] for w in sorted(self._returns)},
