@@ -24,7 +24,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.scheduled.executor import Scheduled
-from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks
+from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks, Ordered
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import generation_name, own_generation
@@ -158,25 +158,31 @@ def _open_shared(spec: GroupSpec) -> SharedMemory | Hierarchical | None:
 def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
     if spec.algorithm is None:
         return Torch(world)
-    algorithm: Algorithm = spec.algorithm
+    transport, order = _between_all(spec, world)
+    algorithm: Algorithm = Ordered(spec.algorithm, order)
     if is_user_function(spec.algorithm):  # it is made and proven for the replicas
         algorithm = ForRanks(spec.algorithm, spec.replicas)
-    transport = _tcp_between_all(spec, world) or TorchTransport(world)
     return Scheduled(transport, {"all_reduce": algorithm}, background=True)
 
 
-def _tcp_between_all(spec: GroupSpec, world: dist.ProcessGroup) -> Transport | None:
-    """TCP between all pairs of ranks, where they are on several hosts and all of them can."""
+def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, tuple[int, ...]]:
+    """Messages between all pairs of ranks, and their order in a ring: host by host, rack by rack.
+
+    Over TCP where ranks are on several hosts and all of them can.
+    """
     if spec.config is None or spec.is_one_host or spec.backend != "gloo":
-        return None
+        return TorchTransport(world), tuple(range(spec.size))
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
+    hosts = Topology.of(exchange(host_id(spec.host_id)), spec.rank)
+    placed = in_ring_order(hosts, spec.network, exchange)
+    order = tuple(rank for ranks in placed.hosts for rank in ranks)
     if agreed_between(spec.network, exchange) == "gloo":
         spec.network.check_gloo(spec.rank)
-        return None
+        return TorchTransport(world), order
     topology = Topology(tuple((rank,) for rank in range(spec.size)), spec.rank)
     engine = open_engine(topology, exchange, spec.timeout_s, spec.network)
-    return TcpTransport(engine, timeout_s=spec.timeout_s)
+    return TcpTransport(engine, timeout_s=spec.timeout_s), order
 
 
 # ---------------------------------------------------------------------- shared memory

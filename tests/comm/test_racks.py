@@ -10,6 +10,7 @@ import torch
 from shoal.cluster.toml_writer import cluster_text
 from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
 from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.scheduled.selection import AlgorithmSelector, Ordered, for_subset
 from shoal.comm.group import Op
 from shoal.comm.network import HostNetwork
 from shoal.comm.racks import in_ring_order
@@ -17,6 +18,8 @@ from shoal.commands.run import with_cluster
 from shoal.errors import BadInput
 from shoal.lab.design import LabDesign
 from shoal.runtime.config import RunConfig
+from shoal.schedules.collectives.cost import Link
+from shoal.schedules.collectives.proof import prove
 from shoal.transport.tcp.transport import TcpTransport, is_built
 from tests.comm.shm import Table
 from tests.comm.threads import Ranks
@@ -85,3 +88,19 @@ def test_sums_of_two_racks_cross_between_them_only_as_slices() -> None:
 
     for total in on_tcp(4, body):
         assert torch.equal(total, 4 * torch.arange(numel, dtype=torch.float32) + 6)
+
+
+def test_a_named_ring_enters_each_rack_once_and_so_does_that_of_some_of_its_ranks() -> None:
+    ring = Ordered("ring", (0, 2, 1, 3))
+    assert sent_to(ring, 4) == {(0, 2), (2, 1), (1, 3), (3, 0)}
+    choice = for_subset({"all_reduce": ring}, [0, 1, 2])
+    assert choice == {"all_reduce": Ordered("ring", (0, 2, 1))}
+    star = AlgorithmSelector({"all_reduce": Ordered("star", (1, 0))}, 0, 2)
+    prove(star.program("all_reduce", 8, Link()).collective)
+
+
+def sent_to(algorithm: Ordered, ranks: int) -> set[tuple[int, int]]:
+    selector = AlgorithmSelector({"all_reduce": algorithm}, 0, ranks)
+    collective = selector.program("all_reduce", 1 << 20, Link()).collective
+    prove(collective)
+    return {(transfer.src, transfer.dst) for row in collective.rounds for transfer in row}

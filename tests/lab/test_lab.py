@@ -16,7 +16,6 @@ import pytest
 from shoal.cli import main
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
-from shoal.lab import lab as labs
 from shoal.lab import namespaces
 from shoal.lab.design import LabDesign, parse_rate
 from shoal.lab.lab import build_lab, find_lab, known_labs, remove_lab
@@ -159,17 +158,19 @@ def test_nothing_is_left_of_a_lab_that_cannot_be_built(monkeypatch: pytest.Monke
 
 @needs_root
 @pytest.mark.usefixtures("removed")
-def test_what_a_killed_builder_leaves_is_named_and_removed() -> None:
+def test_what_a_builder_killed_half_way_leaves_is_removed_and_a_second_one_works() -> None:
     pid = os.fork()
     if pid == 0:
-        labs.cluster_text = lambda cluster: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        CableEnd.attach = lambda end: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
         build_lab(design(1))
     os.waitpid(pid, 0)
+    assert {f"shoal.{NAME}.h0", f"shoal.{NAME}.rack0"} <= set(left())
     for act in (lambda: find_lab(NAME), lambda: build_lab(design(1))):
         with pytest.raises(BadInput, match=r"is not complete: .* shoal lab down"):
             act()
     remove_lab(NAME)
     assert not left()
+    assert build_lab(design(1)) == find_lab(NAME)
 
 
 @needs_root

@@ -29,7 +29,7 @@ from shoal.errors import BadInput
 from shoal.schedules.collectives.kinds import CollectiveKind, kind_named
 from shoal.schedules.collectives.transfer_table import Transfer, TransferTable, from_rounds
 
-__all__ = ["Collective", "Transfer", "rooted_at"]
+__all__ = ["Collective", "Transfer", "in_order", "rooted_at"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +100,12 @@ def rooted_at(collective: Collective, root: int) -> Collective:
         unit, offset = np.divmod(slots[: collective.chunks], per_unit)
         slots[: collective.chunks] = turn[unit] * per_unit + offset
     return replace(collective, root=root, rounds=collective.table.relabelled(turn, slots))
+
+
+def in_order(collective: Collective, order: Sequence[int]) -> Collective:
+    """The same schedule with rank `order[i]` in the role of rank i, for kinds of one unit."""
+    if collective.pattern.units(collective.ranks) != 1 or collective.ranks == 1:
+        return collective
+    roles = np.asarray(order)
+    table = collective.table.relabelled(roles, np.arange(collective.slots))
+    return replace(collective, root=int(roles[collective.root]), rounds=table)

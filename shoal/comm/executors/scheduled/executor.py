@@ -14,7 +14,7 @@ from shoal.comm.executors.scheduled.buffers import SlotBuffers
 from shoal.comm.executors.scheduled.calibration import measure_link
 from shoal.comm.executors.scheduled.interpreter import Interpreter
 from shoal.comm.executors.scheduled.program import Program, compile_for
-from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector
+from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector, for_subset
 from shoal.comm.piece_counts import check_counts, counts_row, counts_table
 from shoal.comm.staging import FlatTensor
 from shoal.comm.wide_mean import widened
@@ -108,7 +108,7 @@ class Scheduled(Executor):
         tag_space = (self._tag_space << 20) | self._children
         return Scheduled(
             transport,
-            self._algorithm,
+            for_subset(self._algorithm, ranks),
             self.link,
             self._segment_bytes,
             self._background,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.comm.executors.scheduled.program import Program, compile_for
 from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import CATALOG, build
-from shoal.schedules.collectives.collective import Collective, rooted_at
+from shoal.schedules.collectives.collective import Collective, in_order, rooted_at
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
@@ -28,7 +28,18 @@ class ForRanks(NamedTuple):
     ranks: int
 
 
-Algorithm = str | ScheduleFunction | ForRanks
+class Ordered(NamedTuple):
+    """A named algorithm whose rank i is rank `order[i]`: neighbours of a ring are in one rack."""
+
+    name: str
+    order: tuple[int, ...]
+
+    def among(self, ranks: Sequence[int]) -> Ordered:
+        """For some of the ranks, which are counted from 0 again."""
+        return Ordered(self.name, tuple(ranks.index(rank) for rank in self.order if rank in ranks))
+
+
+Algorithm = str | ScheduleFunction | ForRanks | Ordered
 AlgorithmChoice = str | ScheduleFunction | Mapping[str, Algorithm]
 AUTO = "auto"
 
@@ -46,6 +57,7 @@ class AlgorithmSelector:
         self._ranks = ranks
         self._user_schedules: dict[str, Collective] = {}
         self._names: dict[str, str] = {}
+        self._orders: dict[str, tuple[int, ...]] = {}
         self._programs: dict[tuple[str, str, int], Program] = {}
         self._settle(choice)
 
@@ -69,7 +81,8 @@ class AlgorithmSelector:
             return rooted_at(self._user_schedules[kind], root)
         if is_user_function(name):
             return rooted_at(proven_collective(name, kind, self._ranks), root)
-        return build(kind, name, self._ranks, root)
+        schedule = build(kind, name, self._ranks, root)
+        return in_order(schedule, self._orders[kind]) if kind in self._orders else schedule
 
     def _settle(self, choice: AlgorithmChoice) -> None:
         if isinstance(choice, Mapping):
@@ -83,6 +96,9 @@ class AlgorithmSelector:
     def _settle_kind(self, kind: str, algorithm: Algorithm) -> None:
         if isinstance(algorithm, ForRanks):
             algorithm = algorithm.function if algorithm.ranks == self._ranks else AUTO
+        elif isinstance(algorithm, Ordered):
+            self._orders[kind] = algorithm.order
+            algorithm = algorithm.name
         if not isinstance(algorithm, str):
             self._add_function(kind, algorithm)
         elif is_user_function(algorithm):
@@ -107,6 +123,16 @@ class AlgorithmSelector:
             )
         prove(schedule)
         return replace(schedule, name=f"{schedule.name} (own)")
+
+
+def for_subset(choice: AlgorithmChoice, ranks: Sequence[int]) -> AlgorithmChoice:
+    """The choice of a group for some of its ranks."""
+    if not isinstance(choice, Mapping):
+        return choice
+    return {
+        kind: algorithm.among(ranks) if isinstance(algorithm, Ordered) else algorithm
+        for kind, algorithm in choice.items()
+    }
 
 
 def _kinds_with(name: str) -> list[str]:
