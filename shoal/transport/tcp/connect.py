@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.open_files import require_open_files
 from shoal.runtime.strangers import Strangers
 from shoal.transport.tcp import tls
 from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, accept, prove
@@ -137,6 +138,7 @@ class _Listener:
 
 def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.socket]]:
     """The streams to every peer; all ranks call it. `exchange` tells the ranks' addresses."""
+    require_open_files(spec.streams * len(spec.others))
     listener = _Listener(spec)
     made: dict[int, list[socket.socket]] = {}
     try:
