@@ -182,6 +182,7 @@ def launch(
                     in_words = spec.replication.in_words
                     return names + [(in_words(i), pid) for i, pid in servers.running()]
 
+                supervisor.say = say
                 supervisor.restart = restart
                 supervisor.join = join
                 supervisor.server_policy = server_policy
@@ -211,7 +212,8 @@ def launch(
             tuple(policy.joined()),
             policy.absent,
         )
-    signals.raise_first()
+    if supervisor.ends_by_signal(failures, finished):
+        signals.raise_first()
     if supervisor.output_error is not None:
         raise supervisor.output_error
     if policy.too_few is not None:

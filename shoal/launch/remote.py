@@ -57,6 +57,7 @@ def run_remote(
             servers.end_start()
             workers.end_start()
 
+        supervisor.say = run.say
         supervisor.survives = lambda exit: exit.returncode == 0
         with (
             SignalEvents(put_signal) as signals,
@@ -85,7 +86,8 @@ def run_remote(
             lost_servers=tuple(servers.policy.lost),
             servers_removed=servers.policy.removed,
         )
-    signals.raise_first()
+    if supervisor.ends_by_signal(failures, finished):
+        signals.raise_first()
     if supervisor.output_error is not None:
         raise supervisor.output_error
     if policy.too_few is not None:

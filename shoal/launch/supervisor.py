@@ -104,6 +104,8 @@ class Supervisor:
     grace_s: float = 30.0  # for workers after SIGTERM
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
+    ended_ns: int | None = None  # when it no longer waited for workers to save
+    say: Callable[[str], None] | None = None  # a line for the user
     survives: Callable[[ProcessExit], bool] | None = None
     restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
     join: Callable[[JoinRequest], bool] | None = None  # starts one that is not there, if any
@@ -131,6 +133,7 @@ class Supervisor:
         self.stopped_ns = time.monotonic_ns()
         if self._is_preempted():
             self._let_save(workers, run_dir)
+        self.ended_ns = time.monotonic_ns()
         run_dir.mark_ending()
         signals = self.signals
         workers.signal(signal.SIGTERM)
@@ -139,7 +142,19 @@ class Supervisor:
         # The rest is killed at the end of the block of `Processes`.
 
     def _is_preempted(self) -> bool:
-        return self.first_signal in PREEMPTING and not self.failed and not self.output_error
+        is_asked = self.first_signal in PREEMPTING
+        return is_asked and not self.failed and not self.output_error
+
+    def ends_by_signal(self, failures: Sequence[ProcessFailure], finished: Sequence[int]) -> bool:
+        """Whether a signal has decided how the run ended.
+
+        After a preemption workers may still fail, for want of room to save, or come to their end.
+        """
+        if self.first_signal not in PREEMPTING:
+            return self.signals > 0
+        exits = [exit.returncode for exit in self.exits if exit.role == "worker"]
+        has_finished = len(finished) == len(exits) > 0 and not any(exits)
+        return not failures and not has_finished
 
     def _let_save(self, workers: SignalledWorkers, run_dir: RunDir) -> None:
         """Servers stay: workers need them to save."""
@@ -147,6 +162,12 @@ class Supervisor:
         run_dir.mark_preempted()
         workers.signal_alone(signal.SIGTERM)
         self._until(lambda: self._workers_exited() or self.signals > signals, self.grace_s)
+        if self.say is not None and not self._workers_exited():
+            is_second = self.signals > signals
+            why = (
+                "a second signal" if is_second else f"not ended within {self.grace_s:g} s (--grace)"
+            )
+            self.say(f"{why}: workers are ended, and what they have not saved by now is lost")
 
     def failures(
         self, run_dir: RunDir, stderr: Mapping[Role, Sequence[LineForwarder]]
@@ -171,7 +192,13 @@ class Supervisor:
             )
             for exit in (self.failed if succeeded or self.failed else errors)
         ]
-        return [failure for failure in failures if self._was_before_stop(failure)]
+        return [f for f in failures if self._was_before_stop(f) or self._has_failed_to_save(f)]
+
+    def _has_failed_to_save(self, failure: ProcessFailure) -> bool:
+        """Whether a worker that was asked to stop has failed by itself, and says why."""
+        is_asked = self.first_signal in PREEMPTING and self.ended_ns is not None
+        has_reason = failure.report is not None and not failure.is_loss
+        return is_asked and has_reason and failure.noticed_ns < (self.ended_ns or 0)
 
     def _was_before_stop(self, failure: ProcessFailure) -> bool:
         noticed_ns = failure.noticed_ns

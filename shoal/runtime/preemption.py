@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -139,7 +140,7 @@ class Preemption:
         """While the block runs there is nothing to save: a signal ends the process at once."""
         self._is_starting = True
         if self.is_asked:
-            die()
+            self._end_unsaved()
         try:
             yield
         finally:
@@ -152,7 +153,13 @@ class Preemption:
             die()
         self.is_asked = True
         if self._is_starting:
-            die()
+            self._end_unsaved()
+
+    def _end_unsaved(self) -> None:
+        if self._rank == 0:
+            sentence = "preempted before the first step: there is nothing to save"
+            print(f"shoal: {sentence}", file=sys.stderr, flush=True)
+        die()
 
 
 def _set_wakeup(descriptor: int, instead_of: int | None = None) -> int:

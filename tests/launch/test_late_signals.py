@@ -1,0 +1,141 @@
+"""SIGTERM before the first step, in an evaluation, twice, or with a full disk: one outcome each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.launch.failures import FailureReport, write_failure
+from shoal.launch.output import LineForwarder, print_lines
+from shoal.launch.processes import ProcessExit, Role
+from shoal.launch.supervisor import Supervisor
+from shoal.runtime.run_dir import RunDir
+from tests import forked
+from tests.scripts import HEAD
+
+SCRIPT = (
+    HEAD
+    + """
+import signal, time
+from shoal.train import checkpoint
+
+when = sys.argv[1]
+is_first_start = not os.path.exists("struck")
+write = checkpoint.write
+
+def strike(job_rank=0):
+    if is_first_start and job_rank == 0:
+        open("struck", "w").close()
+        os.kill(os.getppid(), signal.SIGTERM)
+
+def write_late(path, saved):
+    if os.path.exists("struck") and is_first_start and when == "second":
+        strike()
+        time.sleep(60)
+    if os.path.exists("struck") and is_first_start and when == "full":
+        raise OSError(28, "No space left on device")
+    write(path, saved)
+
+checkpoint.write = write_late
+
+def train(job):
+    if when == "early":
+        strike(job.rank)
+    def metric(outputs, targets):
+        if not os.path.exists("struck"):
+            strike(job.rank)
+        return (outputs.argmax(1) == targets).float().mean()
+    step = job.step(model(), loss, optimizer=sgd)
+    for batch in job.batches(data, batch_size=20, epochs=8):
+        value = step(batch)
+        if job.steps == 12 and when in ("second", "full"):
+            strike(job.rank)
+        if job.steps == 12 and when == "evaluation":
+            job.evaluate(metric, data)
+        if is_first_start:
+            time.sleep(0.05)
+    if when == "end":
+        job.evaluate(metric, data)
+    job.print("final", float(value))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+)
+
+
+def run(folder: Path, when: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    command = ["run", "-n", "2", "--checkpoint", "saved:every=10", "train.py", "--", when]
+    return forked.run(
+        [sys.executable, "-m", "shoal", *command],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("when", "status", "sentence", "saved"),
+    [
+        ("early", 143, "preempted before the first step: there is nothing to save", None),
+        ("evaluation", 143, "preempted: stopped after step 13; saved in", 13),
+        ("end", 0, "", 40),  # it has come to its end: a requeued job would do it again
+        ("second", 143, "a second signal: workers are ended, and what they have not saved", 10),
+        ("full", 1, "No space left on device", 10),
+    ],
+)
+def test_a_signal_at_any_time_has_one_outcome(
+    tmp_path: Path, when: str, status: int, sentence: str, saved: int | None
+) -> None:
+    struck = run(tmp_path, when)
+    assert (struck.returncode, sentence in struck.stderr) == (status, True), struck.stderr
+    manifest = tmp_path / "saved" / "manifest.json"
+    steps = json.loads(manifest.read_text())["steps"] if manifest.exists() else None
+    assert steps == saved
+    resumed = run(tmp_path, when)
+    assert "final" in resumed.stdout, resumed.stderr
+    assert (saved is None) == ("no checkpoint is in" in resumed.stderr)
+
+
+class Preempted(Supervisor):
+    """A run of two workers that got SIGTERM, and how they ended."""
+
+    def __init__(self, *statuses: int):
+        super().__init__(2)
+        self.first_signal = signal.SIGTERM
+        self.signals = 1
+        self.stopped_ns, self.ended_ns = 100, 300
+        exits = [ProcessExit(rank, status, 200, "worker") for rank, status in enumerate(statuses)]
+        self.exits = exits
+        self.failed = [exit for exit in exits if exit.returncode]
+
+    def ends(self, run_dir: RunDir, *finished: int) -> str:
+        stderr = [LineForwarder(print_lines, "", True)] * 2
+        streams: dict[Role, list[LineForwarder]] = {"worker": stderr, "server": stderr}
+        failures = self.failures(run_dir, streams)
+        if self.ends_by_signal(failures, finished):
+            return "preempted"
+        return "failed" if failures else "finished"
+
+
+def test_workers_that_were_asked_to_stop_may_fail_to_save_or_finish(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert Preempted(143, 143).ends(run_dir, 0, 1) == "preempted"
+    assert Preempted(0, 0).ends(run_dir, 0, 1) == "finished"
+    assert Preempted(0, 0).ends(run_dir) == "preempted"  # handlers of a script without shoal.run
+    assert Preempted(0, 143).ends(run_dir, 0) == "preempted"
+    assert Preempted().ends(run_dir) == "preempted"  # before any worker was started
+    write_failure(run_dir, 1, FailureReport(250, 1, "", "", lost_peer=True))
+    assert Preempted(-15, 1).ends(run_dir) == "preempted"  # the loss of the other one
+    write_failure(run_dir, 0, FailureReport(250, 2, "cannot save: the disk is full", ""))
+    assert Preempted(2, 1).ends(run_dir) == "failed"
