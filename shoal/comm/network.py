@@ -20,7 +20,7 @@ from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.proof import fresh_nonce, proof
-from shoal.runtime.trust import require_protected, require_trusted_network
+from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.tcp.connect import TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, is_built
@@ -59,7 +59,7 @@ class HostNetwork:
 
     @property
     def is_local(self) -> bool:
-        return _is_loopback(self.address)
+        return is_loopback(self.address)
 
     @property
     def host_name(self) -> str:
@@ -149,7 +149,3 @@ def _address_towards(host: str) -> str:
             f"this host does not reach MASTER_ADDR {host} ({error.strerror}): SHOAL_HOST can name "
             "the address at which others reach this one"
         ) from error
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")

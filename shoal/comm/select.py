@@ -244,6 +244,8 @@ def share_memory(
     if local is None or b"no" in answers:
         if local is not None:
             local.close()
+        if len(topology.hosts) > 1:
+            host.network.check_gloo(rank)
         _warn_once(rank)
         return None
     if len(topology.hosts) == 1:

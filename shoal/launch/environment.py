@@ -13,17 +13,16 @@ The first launcher in this order counts: it is the innermost one.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.launch.slurm import first_host, rendezvous_port, tasks_on_node
 from shoal.runtime.config import RunConfig, variable_name
+from shoal.runtime.trust import is_loopback
 from shoal.runtime.variables import required_count, required_text
 
 Environ = Mapping[str, str]
@@ -93,12 +92,6 @@ def _torchrun(environ: Environ) -> Placement:
 
 def _missing(environ: Environ, name: str, instead: str) -> dict[str, str]:
     return {} if environ.get(name) else {name: environ[instead]}
-
-
-def is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host.lower() == "localhost"
 
 
 # --- Open MPI ------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ Whatever would listen where other hosts reach it asks here before it does.
 
 from __future__ import annotations
 
+import ipaddress
 import sys
+from contextlib import suppress
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
@@ -29,9 +31,7 @@ def require_protected(config: RunConfig, what: str, says: bool = True) -> bytes 
     if secret is not None:
         return secret
     if not config.tls.trusted_network:
-        raise BadInput(
-            f"{what} would listen beyond this host without a key: {_HOW}, or {_OR_TRUST}"
-        )
+        raise BadInput(without_key(what))
     if says:
         _say(f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1")
     return None
@@ -45,6 +45,18 @@ def require_trusted_network(config: RunConfig, what: str, says: bool = True) -> 
         )
     if says:
         _say(f"{what} lets in every process that reaches it: SHOAL_TRUSTED_NETWORK is 1")
+
+
+def without_key(what: str) -> str:
+    """Why `what` does not start, and what to do."""
+    return f"{what} would listen beyond this host without a key: {_HOW}, or {_OR_TRUST}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches what listens there; a name is not looked up."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 def _say(sentence: str) -> None:

@@ -31,6 +31,7 @@ from shoal.comm.guarded_store.silence import notice_silence
 from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
 from shoal.runtime.strangers import oldest_of_most
+from shoal.runtime.trust import is_loopback, without_key
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 128
@@ -262,6 +263,8 @@ class _Client:
 
 def _listen(host: str, port: int, is_keyed: bool) -> socket.socket:
     """At this address; with a key also at all of this host, where it is behind NAT."""
+    if not is_keyed and not is_loopback(host):
+        raise BadInput(without_key(f"the rendezvous at {host}"))
     errors: list[OSError] = []
     for name in (host, "") if is_keyed else (host,):
         try:

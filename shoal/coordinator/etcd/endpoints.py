@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig
-from shoal.server.protocol.endpoint import is_loopback
+from shoal.runtime.trust import is_loopback
 
 _DEFAULT_PORT = 2379
 _FORMS = "use etcd://HOST:PORT,HOST:PORT, or etcds://… for TLS"

@@ -10,7 +10,6 @@ sides show certificates), or the statement that the network is trusted (SHOAL_TR
 from __future__ import annotations
 
 import io
-import ipaddress
 import os
 import select
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.trust import is_loopback
 from shoal.server.protocol.connection import Closed, Connection
 
 CONNECT_S = 30.0
@@ -237,15 +237,6 @@ def _set_options(sock: socket.socket, silent_ms: int, idle_s: int, interval_s: i
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
