@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.backoff import Backoff
@@ -53,13 +55,22 @@ class Refusals:
         if not is_proof(code, self._secret, _KEY, data):
             raise OtherRankRefused(
                 f"{_KEY!r} in the store of the rendezvous was written by a process that does not "
-                "know the secret of this run"
+                "know the secret of this run: a rank with another key or none, or a stranger "
+                "(`shoal keys show` tells keys apart)"
             )
         text = data[NONCE_BYTES:].decode(errors="replace")
         raise OtherRankRefused("".join(char if char.isprintable() else " " for char in text))
 
     def _read(self) -> bytes:
         return self._store.get(_KEY) if self._store.check([_KEY]) else b""
+
+
+def leave_with_agent(rank: int, size: int, name: str, reason: str) -> None:
+    """A reason for ranks of the run `name`, in the store of torchrun's agent, of one that has not
+    come as far as to meet them."""
+    with suppress(RuntimeError):  # the store has ended
+        store = next(rendezvous("env://", rank, size))[0]
+        Refusals(PrefixStore(name, store), None).leave(rank, reason)
 
 
 class HeedingStore(Store):
@@ -84,11 +95,22 @@ class HeedingStore(Store):
         """A store in C++ cannot be interrupted while it waits."""
         deadline_s = time.monotonic() + _WAIT_S
         pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        while not self._store.check([key]):
-            self._refusals.check()
+        while not self._is_there(key):
             if time.monotonic() > deadline_s:
                 raise ShoalError(f"no rank has written {key!r} into the rendezvous in {_WAIT_S:g}s")
             pause()
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            if self._store.check([key]):
+                return True
+            self._refusals.check()
+        except DistError as error:
+            raise ShoalError(
+                "the store of the rendezvous has ended: the rank that failed first, on another "
+                "host, says why"
+            ) from error
+        return False
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]

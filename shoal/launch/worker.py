@@ -39,6 +39,7 @@ from shoal.comm.meetings import Meetings
 from shoal.comm.membership import GroupMembership
 from shoal.comm.network import HostNetwork
 from shoal.comm.network_board import open_board
+from shoal.comm.refusals import leave_with_agent
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group, shared_store
 from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
@@ -372,7 +373,18 @@ class Worker:
                 yield group
 
     def _check_network(self, placement: Placement) -> bytes | None:
-        """The key of the run; BadInput where hosts that are not trusted would reach it."""
+        """The key of the run; BadInput where hosts that are not trusted would reach it.
+
+        The others may have a key, and would wait for this rank.
+        """
+        try:
+            return self._key_of_hosts(placement)
+        except BadInput as error:
+            if placement.launcher == "torchrun" and placement.rendezvous == "env://":
+                leave_with_agent(self.rank, self.size, f"run {self.number}", str(error))
+            raise
+
+    def _key_of_hosts(self, placement: Placement) -> bytes | None:
         if placement.local_size == placement.size or dist.is_initialized():
             return self.config.read_secret()
         says = self.rank == 0

@@ -152,5 +152,6 @@ def test_a_stranger_who_writes_in_the_name_of_a_rank_that_gives_up_is_named() ->
         Refusals(store, None).leave(1, "\x1b[2J all is lost")
     assert heard == [
         "'refused' in the store of the rendezvous was written by a process that does not know the "
-        "secret of this run"
+        "secret of this run: a rank with another key or none, or a stranger (`shoal keys show` "
+        "tells keys apart)"
     ]

@@ -21,6 +21,7 @@ from shoal.runtime.secret import new_secret
 from tests.namespaces import Host, Sniffer
 
 ROOT = Path(__file__).parents[2]
+SHOAL = (sys.executable, "-m", "shoal")
 _LOOK_S = 0.02
 _RUN_S = 280.0
 _MOST_RECORDED = 4096
@@ -51,12 +52,10 @@ class AttackedLab:
 
     def run(self, *words: str, on_line: Callable[[str], None] = lambda line: None) -> str:
         """`shoal run` on the lab, in the folder; its output, with its exit status at the end."""
-        environ = {**os.environ, "SHOAL_SECRET_FILE": str(self.key_file), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "shoal", "run", "--on", f"lab://{self.lab.design.name}"]
         with subprocess.Popen(
-            [*command, *words],
+            [*SHOAL, "run", "--on", f"lab://{self.lab.design.name}", *words],
             cwd=self.folder,
-            env=environ,
+            env=self._environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -70,6 +69,16 @@ class AttackedLab:
                 on_line(line)
             limit.cancel()
         return "".join(lines) + f"exit status {process.returncode}\n"
+
+    def join(self) -> None:
+        """`shoal join` for the run of this lab."""
+        subprocess.run([*SHOAL, "join"], env=self._environ, check=True, stdout=subprocess.DEVNULL)
+
+    @property
+    def _environ(self) -> dict[str, str]:
+        """Runs of other tests have other folders for temporary files."""
+        given = {"SHOAL_SECRET_FILE": str(self.key_file), "TMPDIR": str(self.folder)}
+        return {**os.environ, **given, "PYTHONPATH": str(ROOT)}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

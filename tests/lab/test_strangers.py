@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +26,7 @@ pytestmark = [
 ]
 NAME = f"keys{os.getpid() % 100_000}"
 SCRIPT = """
-import hashlib, time
+import hashlib, sys, time
 from functools import partial
 from pathlib import Path
 import torch, shoal
@@ -32,7 +35,7 @@ from torch import nn
 def train(job):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-    x = torch.randn(16 * 60, 16)
+    x = torch.randn(16 * int(sys.argv[1]), 16)
     data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     step = job.step(model, nn.functional.cross_entropy, exact=True,
                     optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
@@ -42,7 +45,8 @@ def train(job):
         if job.steps % 10 == 0:
             seen.append(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
             print(f"step {job.steps} loss {loss.hex()}", flush=True)
-        time.sleep(0.05)
+        if job.size > 1:
+            time.sleep(0.5 if job.replicas == 1 else 0.05)
     if job.rank == 0:
         Path("weights").write_bytes(b"".join(seen))
     print("bits", hashlib.sha256(seen[-1]).hexdigest()[:16], "replicas", job.replicas, flush=True)
@@ -82,7 +86,7 @@ def assert_kept_out(attacked: AttackedLab, told: list[Told]) -> None:
 def test_a_run_among_strangers_has_the_bits_of_one_alone(
     attacked: AttackedLab, strategy: str
 ) -> None:
-    words = ("-n", "2", "-s", strategy, "train.py")
+    words = ("-n", "2", "-s", strategy, "train.py", "60")
     with attacked.recorded():
         alone = attacked.run(*words)
     assert "exit status 0" in alone, alone
@@ -93,3 +97,28 @@ def test_a_run_among_strangers_has_the_bits_of_one_alone(
     assert results(among) == results(alone) != []
     assert_kept_out(attacked, told)
     assert len(among.splitlines()) < len(alone.splitlines()) + 10, among
+
+
+def test_a_worker_joins_an_elastic_run_among_strangers(attacked: AttackedLab) -> None:
+    words = ("-n", "2", "--elastic", "1:2", "--start", "1", "train.py", "200")
+    alone = subprocess.run(
+        [sys.executable, "train.py", "200"], cwd=attacked.folder, capture_output=True, text=True
+    ).stdout
+    asked: list[threading.Thread] = []
+
+    def ask(line: str) -> None:
+        if "step 10 " in line and not asked:
+            asked.append(threading.Thread(target=attacked.join))
+            asked[0].start()
+
+    told: list[Told] = []
+    with attacked.recorded():
+        assert "exit status 0" in attacked.run("-n", "2", "--elastic", "1:2", "train.py", "20")
+    with attacked.strangers(told):
+        among = attacked.run(*words, on_line=ask)
+    asked[0].join()
+    assert "exit status 0" in among, among
+    bits = re.findall("bits [0-9a-f]+", alone)
+    assert re.findall("bits [0-9a-f]+", among) == bits * 2, among
+    assert re.findall("replicas [0-9]+", among) == ["replicas 2"] * 2, among
+    assert_kept_out(attacked, told)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -58,6 +59,7 @@ class StoreService:
         self._secret = secret
         self._table = StoreTable()
         self._on_gone = on_gone
+        self._has_refused = False
         self._posted: deque[StoreRequest] = deque()
         self._listener = listener or _listen(host, port, bool(secret))
         self._listener.setblocking(False)
@@ -163,12 +165,24 @@ class StoreService:
         try:
             answer, client.session = client.greeting.accept(bytes(client.inbox))
         except BadFrame:
+            self._say_refused(client.host)
             with suppress(OSError):
                 client.sock.send(REFUSED)
             raise
         client.inbox.clear()
         del self._strangers[client]
         self._send(client, answer)
+
+    def _say_refused(self, host: str) -> None:
+        """Once: a rank with another key is a mistake that others wait for; strangers are many."""
+        if not self._has_refused:
+            self._has_refused = True
+            print(
+                f"shoal: the rendezvous has refused a process at {host} that has another key than "
+                "this run, or none (`shoal keys show` tells keys apart); others are not reported",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _take_posted(self) -> None:
         while self._posted:
