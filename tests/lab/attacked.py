@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class AttackedLab:
         self.lab = lab
         self.folder = folder
         self.secret = new_secret()
-        self.key_file = folder / "key"
+        self.key_file = folder / "secret"
         self.key_file.touch(mode=0o600)
         self.key_file.write_text(self.secret.hex() + "\n")
         (folder / "recorded").mkdir()
@@ -93,16 +93,17 @@ class AttackedLab:
             (self.folder / "recorded" / f"{index}").write_bytes(data)
 
     @contextmanager
-    def strangers(self, told: list[Told]) -> Iterator[None]:
-        """Two without a key and one with another, in the block; at its end `told` has reports."""
+    def strangers(
+        self, told: list[Told], keys: Sequence[str] = ("", "", new_secret().hex())
+    ) -> Iterator[list[subprocess.Popen[str]]]:
+        """One for each key, in the block; at its end `told` has their reports."""
         (self.folder / "targets").touch()
-        keys = ("", "", new_secret().hex())
         with self._scouting():
             started = [self._start(number, key) for number, key in enumerate(keys)]
             try:
                 for process in started:
                     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-                yield
+                yield started
                 told += [self._end(number, process) for number, process in enumerate(started)]
             finally:
                 for process in started:
@@ -120,7 +121,7 @@ class AttackedLab:
         )
 
     def _end(self, number: int, process: subprocess.Popen[str]) -> Told:
-        said = json.loads(process.communicate("\n", 60.0)[0])
+        said = json.loads(process.communicate("\n", 60.0)[0].splitlines()[-1])
         received = (self.folder / f"received.{number}").read_bytes()
         return Told(said["tried"], said["let_in"], received)
 

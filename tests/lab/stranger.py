@@ -4,8 +4,9 @@
 
 FOLDER/targets has a line "host port" for everything that listens on the hosts of the run, and
 FOLDER/recorded what ranks have sent in an earlier run with the same key. KEY is empty, or another
-key. It goes on until its stdin ends. Then it prints a JSON document: what it tried, and how often
-it was let in. FOLDER/received.NUMBER has everything that it was sent. Loads no torch.
+key. It prints a line for each round, and goes on until its stdin ends. Then it prints a JSON
+document: what it tried, and how often it was let in. FOLDER/received.NUMBER has everything that it
+was sent. Loads no torch.
 """
 
 from __future__ import annotations
@@ -163,8 +164,10 @@ def main() -> None:
     flooding.start()
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], _PAUSE_S)[0]:
-        for target in targets():
-            stranger.attack(target)
+        if found := list(targets()):
+            for target in found:
+                stranger.attack(target)
+            print("round", flush=True)
     over.set()
     flooding.join()
     for sock in stranger.held:

@@ -21,6 +21,7 @@ from shoal.launch.submit import spec as spec_module
 from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, escaped, manifest
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
+from shoal.runtime.secret import new_secret
 from tests.launch.kubernetes_schema import LABEL, faults
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
@@ -356,6 +357,26 @@ def test_a_secret_does_not_go_into_the_text() -> None:
     for text in ("SHOAL_SECRET=00", "A", "1=2", "=3"):
         with pytest.raises(BadInput):
             read_variables([text])
+
+
+@pytest.mark.parametrize("kind", [["--slurm"], ["--k8s", "--image", "a", "--secret", "key"]])
+def test_the_key_of_who_submits_is_in_no_job(
+    kind: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    secret = new_secret().hex()
+    (tmp_path / "shoal").mkdir()
+    (tmp_path / "shoal" / "key").write_text(secret)
+    (tmp_path / "shoal" / "key").chmod(0o600)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("SHOAL_SECRET", secret)
+    args = [*kind, "-n", "4", "--nodes", "2", "--dry-run"]
+    assert not submitted(tmp_path, *args, monkeypatch=monkeypatch)
+    said = capsys.readouterr()
+    assert "train.py" in said.out
+    assert secret not in said.out + said.err
 
 
 @given(TEXTS)
