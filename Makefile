@@ -45,7 +45,7 @@ check: setup
 
 check-models: setup
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models,frameworks,ray]'
-	$(BIN)/python -m pytest -n 0 --whole tests/comm/test_frameworks.py tests/launch/test_ray.py
+	$(BIN)/python -m pytest -n 0 --whole tests/comm/test_frameworks.py tests/launch/test_ray.py tests/launch/test_ray_losses.py
 	$(BIN)/python -m tests.models
 
 chaos: setup

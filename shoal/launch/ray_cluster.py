@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,11 @@ except ImportError as missing:
     raise BadInput("--on ray needs Ray: pip install 'shoal[ray]'") from missing
 
 _REACH_S = 10.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
+    [0, 0, 0, 4, 0, 0, 0, 0, 0]
+)  # of a gRPC client
+_FRAME_BYTES = 9
+_SETTINGS = 4  # the kind of the first frame of a gRPC server, at byte 3
 _HEAD = "node:__internal_head__"  # a resource that the head node alone has
 _TOKEN = (
     "every node needs RAY_AUTH_MODE=token and the same token (ray get-auth-token --generate), or "
@@ -30,13 +37,16 @@ _TOKEN = (
 Bundle = Mapping[str, float]  # resources by their name
 
 
-def connect(address: str, num_cpus: int) -> None:
+def connect(address: str, num_cpus: int, environ: Mapping[str, str]) -> None:
     """To the cluster of the address, of this host, or to one that is started here."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    # At the loss of a node Ray prints the log of its raylet. No option prevents it; its debugger
+    # uses this, too
+    ray._private.worker._worker_logs_enabled = False
     if address:
-        _check_reachable(address)
+        _check_reachable(address, is_encrypted=environ.get("RAY_USE_TLS", "0") != "0")
     try:
-        with suppress(ConnectionError):
+        with suppress(ConnectionError), _without_stderr():
             ray.init(address=address or "auto", **quiet)
             return
         if address:
@@ -44,11 +54,40 @@ def connect(address: str, num_cpus: int) -> None:
                 f"there is no Ray cluster at {address} that this host is a node of "
                 f"(ray start --address={address}) and has the token of: {_TOKEN}"
             )
-        set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
-        num_cpus = max(cores(), num_cpus)
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        _start_cluster(max(cores(), num_cpus), quiet)
     except AuthenticationError:
         raise BadInput(f"this host has no token of a Ray cluster: {_TOKEN}") from None
+    except RuntimeError as error:  # other versions, or no node here
+        why = " ".join(str(error).split()).rstrip(".")
+        raise BadInput(
+            f"Ray does not connect to the cluster: {why}; this host has to be a node of it (ray "
+            "start --address=…), with the same versions of Ray and Python"
+        ) from None
+
+
+def _start_cluster(num_cpus: int, quiet: Mapping[str, Any]) -> None:
+    """On this host, until this process leaves it."""
+    set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
+    try:
+        with _without_stderr():
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray has no class for a node that does not start in 30 s
+        why = " ".join(str(error).split()).rstrip(".")
+        raise BadInput(f"Ray cannot start a cluster on this host: {why}") from None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Ray's native code warns there, again and again, of what `ray.init` then raises."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
 
 
 def own_address() -> str:
@@ -62,15 +101,33 @@ def leave() -> None:
         ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for a minute."""
+def _check_reachable(address: str, is_encrypted: bool) -> None:
+    """Ray itself tries for a minute, and for a quarter of an hour where a server is silent."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise BadInput(f"--on ray://{address} has to name host and port: --on ray://HOST:6379")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-    except (OSError, OverflowError) as error:
+        with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as sock:
+            is_grpc = is_encrypted or _answers_grpc(sock)
+    except OSError as error:
         raise BadInput(f"cannot reach a Ray cluster at {address}: {error}") from None
+    if not is_grpc:
+        raise BadInput(
+            f"what listens at {address} does not answer as the head node of a Ray cluster: name "
+            "the address that `ray start --head` has printed"
+        )
+
+
+def _answers_grpc(sock: socket.socket) -> bool:
+    """Whether the server begins as all gRPC servers do, before any call and any token."""
+    got = b""
+    try:
+        sock.sendall(_PREFACE)
+        while len(got) < _FRAME_BYTES and (more := sock.recv(_FRAME_BYTES - len(got))):
+            got += more
+    except OSError:  # silent, or it has closed the connection
+        return False
+    return len(got) == _FRAME_BYTES and got[3] == _SETTINGS
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import RunConfig
 
 _BACKLOG = 1024
+_INTERRUPTIBLE_S = 0.5  # Ctrl-C does not end a wait inside Ray
 _WORKER = "worker "  # begins what `reserved` says of the actor of one worker
 _SERVER_BYTES = 128 << 20  # which a server reserves; its CPUs are those of waiting workers
 
@@ -84,7 +85,7 @@ class RayMachines:
     def hosts(self, workers: int) -> Sequence[Machine]:
         """Where Ray has placed the workers; after the loss of a node, where they are since then."""
         if self._workers is None:
-            connect(self._address, workers * self._cpus)
+            connect(self._address, workers * self._cpus, self._config.environ)
             self._known = nodes_now()
             bundle = self._bundle_of_worker(workers)
             self._check_room(workers, bundle)
@@ -147,8 +148,10 @@ class RayMachines:
         on_line: Callable[[str], None],
     ) -> RayProcess:
         group = self._workers
+        of_node: list[int] = []  # actors whose GPUs the process may use
         if machine.reserved.startswith(_WORKER):
             index = int(machine.reserved.removeprefix(_WORKER))
+            of_node = [index]
         elif machine.reserved:
             number, index = map(int, machine.reserved.split(":"))
             group = self._servers[number]
@@ -156,9 +159,9 @@ class RayMachines:
             node = self._nodes[machine.name]
             of_node = [i for i, slot in enumerate(self._slots) if slot.node == node]
             index = self._free(of_node)
-            gpus = [gpu for i in of_node for gpu in self._slots[i].gpus]
-            if gpus:
-                environ = {**environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        gpus = [gpu for i in of_node for gpu in self._slots[i].gpus]
+        if gpus:
+            environ = {**environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         assert group is not None
         try:
             process = group.run(index, command, environ, given, on_line)
@@ -208,9 +211,11 @@ class RayMachines:
         """For as long as others use the CPUs, or until --timeout."""
         start_s = time.monotonic()
         noticed = False
-        while not group.is_reserved(min(self._config.wait.notice_s, self._limit_s)):
-            has = f"the Ray cluster has {resources_in_words(nodes_now())}"
+        while not group.is_reserved(_INTERRUPTIBLE_S):
             seconds = time.monotonic() - start_s
+            if seconds < min(self._config.wait.notice_s, self._limit_s):
+                continue
+            has = f"the Ray cluster has {resources_in_words(nodes_now())}"
             if seconds >= self._limit_s:
                 raise BadInput(f"Ray has not placed {what} in {seconds:.0f} s: {has}")
             if not noticed:

@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this host, in a process of its own that tests command.
 
-python -m tests.launch.ray_nodes   reads `add GPUS`, `kill ID`, `kill-other ID`, `state`; gives JSON
+python -m tests.launch.ray_nodes   reads `add RESOURCES` (JSON), `kill ID`, `state`; gives JSON
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ _STORE_BYTES = 80 << 20
 
 
 class RayNodes:
-    """Two nodes with 2 CPUs each, beside a head without any."""
+    """Nodes of a cluster, beside a head without CPUs."""
 
     def __init__(self, token: str):
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -34,16 +35,13 @@ class RayNodes:
         )
         self.address = str(self._answer())
 
-    def add(self, gpus: int = 0) -> None:
-        self._ask(f"add {gpus}")
+    def add(self, **resources: int) -> str:
+        """Such as `num_cpus` (default 2); returns its id."""
+        return str(self._ask(f"add {json.dumps({'num_cpus': CPUS, **resources})}"))
 
     def kill(self, prefix: str) -> None:
         """The node whose id begins so, as a host that loses its power: SIGKILL to its processes."""
         self._ask(f"kill {prefix}")
-
-    def kill_other(self, prefix: str) -> None:
-        """All nodes but that one, and the head."""
-        self._ask(f"kill-other {prefix}")
 
     def state(self) -> dict[str, Any]:
         """How many actors live, and how many placement groups there are."""
@@ -76,8 +74,9 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(token: str) -> Iterator[RayNodes]:
-    nodes = RayNodes(token)
+def ray_nodes() -> Iterator[RayNodes]:
+    """Without any but the head."""
+    nodes = RayNodes(secrets.token_hex(32))
     try:
         yield nodes
     finally:
@@ -96,17 +95,17 @@ def main() -> None:
     size = {"object_store_memory": _STORE_BYTES}
     head = {"num_cpus": 0, "include_dashboard": False, **size}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(num_cpus=CPUS, **size) for _ in range(2)]
+    nodes: list[Any] = []
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     answer(cluster.address)
     for line in sys.stdin:
-        command, *rest = line.split()
+        command, _, rest = line.strip().partition(" ")
         if command == "add":
-            nodes.append(cluster.add_node(num_cpus=CPUS, num_gpus=int(rest[0]), **size))
-            answer(len(nodes))
-        elif command in ("kill", "kill-other"):
+            nodes.append(cluster.add_node(**json.loads(rest), **size))
+            answer(nodes[-1].node_id)
+        elif command == "kill":
             for node in list(nodes):
-                if node.node_id.startswith(rest[0]) == (command == "kill"):
+                if node.node_id.startswith(rest):
                     nodes.remove(node)
                     cluster.remove_node(node, allow_graceful=False)
             answer(len(nodes))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
-import secrets
 import signal
-import subprocess
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,40 +17,7 @@ from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from tests.coordinator.helpers import until
 from tests.launch.ray_nodes import RayNodes, ray_nodes
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'shoal[ray]'"
-)
-NOTHING = {"actors": 0, "groups": 0}
-SCRIPT = """
-import os, time, torch, shoal
-from functools import partial
-from torch import nn
-
-def train(job):
-    torch.manual_seed(1)
-    layers = [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)]
-    x = torch.randn(240, 8)
-    y = (x.sum(1) > 0).long()
-    step = job.step(nn.Sequential(*layers), nn.functional.cross_entropy,
-                    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    losses = []
-    data = torch.utils.data.TensorDataset(x, y)
-    if os.path.exists("model"):
-        job.load("model")
-    for _ in range(int(os.environ.get("EPOCHS", "2"))):
-        for batch in job.batches(data, 24):
-            losses.append(float(step(batch)))
-            if len(losses) == 1:
-                print("training", os.getpid(), flush=True)
-            time.sleep(float(os.environ.get("PAUSE", "0")))
-        job.save("model")
-        print("saved", flush=True)
-    if job.rank == 0:
-        print("losses", losses, flush=True)
-
-shoal.run(train)
-"""
+from tests.launch.ray_runs import lines_until, losses, needs_ray, nothing_is_left, start
 
 
 def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,56 +28,54 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatc
         open_engine("ray", RunConfig())
 
 
+@needs_ray
+@pytest.mark.whole
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_what_is_not_a_head_node_is_refused_in_time(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
+    """It accepts connections, and is silent (None), ends them, or speaks another protocol."""
+    from shoal.launch import ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "_REACH_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threading.Thread(target=answer_once, args=(listener, answer))
+        answering.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BadInput, match="does not answer as the head node of a Ray cluster"):
+            ray_cluster.connect(address, 1, {})
+        answering.join()
+
+
+def answer_once(listener: socket.socket, answer: bytes | None) -> None:
+    with listener.accept()[0] as sock:
+        if answer is not None:
+            sock.sendall(answer)
+        else:
+            while sock.recv(1024):  # until the other side gives up
+                pass
+
+
+@needs_ray
+@pytest.mark.whole
+def test_another_version_of_ray_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.launch import ray_cluster
+
+    def init(**_: object) -> None:
+        os.write(2, b"Ray warns\n")
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.1\n")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    with pytest.raises(BadInput, match=r"started with: Ray: 2\.1; .* the same versions of Ray"):
+        ray_cluster.connect("", 1, {})
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with ray_nodes(secrets.token_hex(32)) as nodes:
+    with ray_nodes() as nodes:
+        nodes.add()
+        nodes.add()
         yield nodes
-
-
-def start(
-    folder: Path,
-    nodes: RayNodes | None,
-    *arguments: str,
-    workers: int = 4,
-    script: str = SCRIPT,
-    **variables: str,
-) -> subprocess.Popen[str]:
-    """`shoal run` on the nodes, or on this host."""
-    folder.mkdir()
-    (folder / "train.py").write_text(script)
-    on = [] if nodes is None else ["--on", f"ray://{nodes.address}"]
-    own = {} if nodes is None else nodes.variables
-    return subprocess.Popen(
-        [sys.executable, "-m", "shoal", "run", *on, "-n", str(workers), "train.py", *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            **own,
-            "SHOAL_TRUSTED_NETWORK": "1",
-            "OMP_NUM_THREADS": "1",
-            **variables,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def losses(output: str) -> list[float]:
-    line = next(line for line in output.splitlines() if "losses" in line)
-    values: list[float] = ast.literal_eval(line.partition("losses ")[2])
-    return values
-
-
-def lines_until(process: subprocess.Popen[str], word: str, count: int = 4) -> list[str]:
-    """Until all workers have printed it."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if sum(word in line for line in lines) == count:
-            return lines
-    raise AssertionError(f"the run has ended:\n{''.join(lines)}")
 
 
 @needs_ray
@@ -128,7 +91,7 @@ def test_the_losses_are_those_of_a_run_on_this_host(
     assert losses(there) == pytest.approx(losses(here), rel=1e-4)
     prefixes = [line.split("]")[0] for line in there.splitlines() if "training" in line]
     assert len({prefix.split()[1] for prefix in prefixes}) == 2  # nodes
-    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+    nothing_is_left(nodes)
 
 
 @needs_ray
@@ -144,76 +107,7 @@ def test_an_interrupted_launcher_leaves_no_worker_and_no_actor(
     process.communicate()
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers are gone")
-    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
-
-
-@needs_ray
-@pytest.mark.whole
-def test_a_killed_node_is_replaced_and_training_goes_on(tmp_path: Path, nodes: RayNodes) -> None:
-    here, _ = start(tmp_path / "here", None, "-s", "ddp", EPOCHS="4").communicate()
-    nodes.add()
-    process = start(
-        tmp_path / "there", nodes, "-s", "ddp", "--restart", "1", PAUSE="0.3", EPOCHS="4"
-    )
-    lines = lines_until(process, "saved")
-    last = next(line for line in lines if line.startswith("[3 "))
-    nodes.kill(last.split("]")[0].rpartition("-")[2])
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    assert "all workers are started again (1 of 1)" in output
-    goes_on = losses(output)
-    assert len(goes_on) < len(losses(here))  # from the checkpoint
-    assert goes_on == pytest.approx(losses(here)[-len(goes_on) :], rel=1e-4)
-
-
-def node_of(lines: list[str], prefix: str) -> str:
-    """The first digits of the id of the node on which a process is."""
-    line = next(line for line in lines if line.startswith(f"[{prefix} "))
-    return line.split("]")[0].rpartition("-")[2]
-
-
-@needs_ray
-@pytest.mark.whole
-def test_replicas_take_over_from_a_killed_node_and_training_goes_on(
-    tmp_path: Path, nodes: RayNodes
-) -> None:
-    strategy = ("-s", "ps(servers=2, replicas=2)")
-    here, _ = start(tmp_path / "here", None, *strategy, workers=2, EPOCHS="4").communicate()
-    process = start(*(tmp_path / "there", nodes, *strategy), workers=2, PAUSE="0.5", EPOCHS="4")
-    lines = lines_until(process, "saved", 2)
-    worker = node_of(lines, "0")
-    assert node_of(lines, "1") == worker  # the other node has servers alone
-    nodes.kill_other(worker)
-    output, _ = process.communicate()
-    nodes.add()
-    assert process.returncode == 0, output
-    assert losses(output) == pytest.approx(losses(here), rel=1e-4)
-    assert output.count("Ray cannot reach this node any more") == 2, output  # a server of each
-    assert "goes on with replica" in output
-    assert "starts again on" in output
-    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
-
-
-@needs_ray
-@pytest.mark.whole
-def test_without_replicas_servers_go_on_from_their_checkpoint(
-    tmp_path: Path, nodes: RayNodes
-) -> None:
-    process = start(
-        *(tmp_path / "there", nodes, "-s", "ps(servers=2)", "--restart", "1"),
-        *("--server-checkpoint", f"{tmp_path}/saved:every=5"),
-        workers=2,
-        PAUSE="0.3",
-        EPOCHS="4",
-    )
-    lines = lines_until(process, "saved", 2)
-    nodes.kill_other(node_of(lines, "0"))
-    output, _ = process.communicate()
-    nodes.add()
-    assert process.returncode == 0, output
-    assert "; all workers are started again (1 of 1)" in output
-    assert len(losses(output)) < 40, output
-    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+    nothing_is_left(nodes)
 
 
 PRINTS_GPUS = """
@@ -238,13 +132,13 @@ def test_what_a_cluster_has_no_room_for_is_refused_in_one_sentence(
         output, _ = process.communicate()
         assert process.returncode == 2, output
         assert says in output and len(output.strip().splitlines()[-1:]) == 1
-    until(lambda: nodes.state() == NOTHING, "Ray has no actor and no placement group")
+    nothing_is_left(nodes)
 
 
 @needs_ray
 @pytest.mark.whole
 def test_workers_see_the_gpus_of_their_bundles(tmp_path: Path, nodes: RayNodes) -> None:
-    nodes.add(gpus=2)
+    nodes.add(num_gpus=2)
     process = start(*(tmp_path / "there", nodes, "--device", "cuda"), workers=2, script=PRINTS_GPUS)
     output, _ = process.communicate()
     assert process.returncode == 0, output
