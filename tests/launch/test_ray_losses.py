@@ -26,6 +26,31 @@ ONE_EACH = {"num_cpus": 1}
 FOR_SERVERS = {"num_cpus": 0, "memory": 2 * SERVER_BYTES}
 FOR_WORKERS = {"num_cpus": 2, "memory": SERVER_BYTES // 2}
 EXACT = ("-s", "ddp(elastic=True)")
+# It saves and loads nothing itself
+CHECKPOINTED = """
+import os, time, torch, shoal
+from functools import partial
+from torch import nn
+
+def train(job):
+    torch.manual_seed(1)
+    x = torch.randn(240, 8)
+    step = job.step(nn.Linear(8, 3), nn.functional.cross_entropy,
+                    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    losses = []
+    for batch in job.batches(data, 24, epochs=4):
+        losses.append(float(step(batch)))
+        if len(losses) == 1:
+            print("begins after", job.steps - 1, flush=True)
+        if job.steps == 12:
+            print("at step 12", flush=True)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+    if job.rank == 0:
+        print("losses", losses, flush=True)
+
+shoal.run(train)
+"""
 
 
 @pytest.fixture
@@ -107,21 +132,27 @@ def test_a_replica_that_ray_has_moved_serves_alone_when_the_other_node_is_lost(
     nothing_is_left(nodes)
 
 
-def test_without_replicas_servers_go_on_from_their_checkpoint(
+def test_after_a_lost_node_servers_go_on_from_the_checkpoint_that_they_have_saved(
     tmp_path: Path, nodes: RayNodes
 ) -> None:
-    added = [nodes.add(), nodes.add()]
+    servers = [nodes.add(**FOR_SERVERS) for _ in range(2)]
+    nodes.add(**FOR_WORKERS)
+    strategy = ("-s", "ps(servers=2)")
     process = start(
-        *(tmp_path / "there", nodes, "-s", "ps(servers=2)", "--restart", "1"),
+        *(tmp_path / "there", nodes, *strategy, "--restart", "1"),
         *("--server-checkpoint", f"{tmp_path}/saved:every=5"),
         workers=2,
+        script=CHECKPOINTED,
         PAUSE="0.3",
-        EPOCHS="4",
     )
-    of_workers = node_of(lines_until(process, "saved", 2), "0")
-    nodes.kill(next(node for node in added if not node.startswith(of_workers)))
-    output, _ = process.communicate()
+    lines_until(process, "at step 12", 2)
+    nodes.kill(servers[0])
+    output = process.communicate()[0]
     assert process.returncode == 0, output
-    assert "; all workers are started again (1 of 1)" in output
-    assert len(losses(output)) < 40, output
+    assert_ours(output)
+    assert "all workers are started again (1 of 1)" in output
+    (began,) = {int(step) for step in re.findall(r"begins after (\d+)", output)}
+    assert began >= 10 and began % 5 == 0, output
+    alone = start(tmp_path / "here", None, *strategy, workers=2, script=CHECKPOINTED)
+    assert losses(output) == losses(alone.communicate()[0])[began:], output  # momentum included
     nothing_is_left(nodes)
