@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from shoal.runtime.run_dir import RunDir
@@ -35,6 +35,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STATUS = 128 + signal.SIGTERM  # after either of them
 _AHEAD = 2  # steps that ranks may take while one of them chooses
 _PATIENCE_S = 1.0
+_END = b"\0"  # no signal has this number
 
 
 class Preemption:
@@ -63,6 +64,8 @@ class Preemption:
     def __exit__(self, *_: object) -> None:
         if self._listener is not None:
             _set_wakeup(self._previous, self._wakeup)
+            with suppress(BlockingIOError):  # it is full, of signals that the listener reads
+                os.write(self._wakeup, _END)  # data loaders may have the pipe open, too
             os.close(self._wakeup)
             self._listener.join()
             for number in filter(self._is_ours, self._ours):
@@ -91,6 +94,8 @@ class Preemption:
         while numbers := os.read(listen, 64):
             if any(number in numbers and self._is_ours(number) for number in self._ours):
                 self._decide()
+            if _END in numbers:
+                break
         os.close(listen)
 
     def _is_ours(self, number: signal.Signals) -> bool:

@@ -189,3 +189,12 @@ def test_the_pipe_of_an_event_loop_is_given_back(tmp_path: Path) -> None:
         assert signal.set_wakeup_fd(before) == wakeup
         os.close(pipe)
         os.close(wakeup)
+
+
+def test_a_data_loader_that_has_inherited_the_pipe_of_signals_does_not_keep_a_worker_alive() -> (
+    None
+):
+    """A script that raised inside of a loop over its DataLoader hung at its end."""
+    with Preemption(None) as preemption:
+        inherited = os.dup(preemption._wakeup)
+    os.close(inherited)
