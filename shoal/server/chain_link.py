@@ -25,7 +25,7 @@ from shoal.server.broken import Broken, MovedAway
 from shoal.server.chain_view import ChainView
 from shoal.server.head_search import FIRST_ASK_S, LONGEST_ASK_S, HeadSearch
 from shoal.server.interruptions import Interruptions
-from shoal.server.link import RETRY_S, START_TIMEOUT_S, ServerLink
+from shoal.server.link import RETRY_S, START_TIMEOUT_S, IsOver, ServerLink, never
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
@@ -51,10 +51,11 @@ def link_to(
     rank_of: Callable[[int], int],
     tracer: Tracer = OFF,
     tls: TlsConfig = PLAIN,
+    is_over: IsOver = never,
 ) -> ServerLink:
     """To one server, or to one with replicas: then it has several addresses."""
     if isinstance(address, str):
-        return ServerLink(index, address, secret, header, rank_of, tracer, tls)
+        return ServerLink(index, address, secret, header, rank_of, tracer, tls, is_over)
     return ChainLink(index, address, secret, header, rank_of, tracer, tls)
 
 

@@ -22,7 +22,7 @@ from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
 from shoal.server.chain_link import link_to
 from shoal.server.device_exchange import DeviceExchange, share_device
-from shoal.server.link import ServerLink
+from shoal.server.link import IsOver, ServerLink, never
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
 from shoal.server.posted import PostedRequest
@@ -97,8 +97,12 @@ class Client:
         tracer: Tracer = OFF,
         tls: TlsConfig = PLAIN,
         generation: int = 0,
+        is_over: IsOver = never,
     ):
-        """`generation` is how often the process of this worker was started again."""
+        """`generation` is how often the process of this worker was started again.
+
+        `is_over` tells whether a server that is not there has ended with the run.
+        """
         first = specs[0]
         self.rank = rank
         self.model = model
@@ -122,7 +126,7 @@ class Client:
         try:
             for index, address in enumerate(addresses):
                 rank_of = first.split.rank
-                link = link_to(index, address, secret, header, rank_of, tracer, tls)
+                link = link_to(index, address, secret, header, rank_of, tracer, tls, is_over)
                 self.links.append(link)
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):

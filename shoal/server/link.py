@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.comm.work_queue import WorkQueue
-from shoal.errors import PeerLost, ShoalError
+from shoal.errors import PeerLost, RunOver, ShoalError
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.waits import waiting
@@ -38,6 +38,13 @@ PATIENCE = 1.5  # times the limit of the run
 MAX_RECONNECTS = 100  # while one request is carried out
 
 _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
+
+
+IsOver = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass
@@ -61,8 +68,12 @@ class ServerLink:
         rank_of: Callable[[int], int],
         tracer: Tracer = OFF,
         tls: TlsConfig = PLAIN,
+        is_over: IsOver = never,
     ):
-        """`rank_of` turns the number of a worker, as servers count them, into its rank."""
+        """`rank_of` turns the number of a worker, as servers count them, into its rank.
+
+        `is_over` tells of a server that is not there whether it has ended, and will not start.
+        """
         self.index = index
         self.address = address
         self.rank = rank_of(header.worker)
@@ -72,6 +83,7 @@ class ServerLink:
         self._rank_of = rank_of
         self._tracer = tracer
         self._tls = tls
+        self._is_over = is_over
         self._channels: dict[Channel, _OpenChannel] = {}
         self._replaced: list[Connection] = []
         self._failure: PeerLost | None = None
@@ -372,6 +384,8 @@ class ServerLink:
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
                 is_final = isinstance(error, Closed) and self.address.startswith("unix:")
                 after_s = round(time.monotonic() - start_s, 1)
+                if self._is_over():
+                    raise RunOver(self.rank) from error
                 if is_final or after_s > timeout_s or self.is_closing:
                     doing = f"connecting to server {self.index} at {self.address} ({error})"
                     raise PeerLost(self.rank, None, doing, after_s) from error

@@ -10,12 +10,14 @@ from functools import partial
 import pytest
 import torch
 
-from shoal.errors import BadInput, PeerLost, ShoalError
+from shoal.errors import BadInput, PeerLost, RunOver, ShoalError
 from shoal.runtime.config import TlsConfig
+from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import Listener, connect
 from shoal.server.protocol.messages import Commit
-from tests.server.helpers import MODEL, client_of, fill, servers, weights
+from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
 
@@ -237,3 +239,11 @@ def test_a_listener_beyond_loopback_asks_for_tls_or_a_word() -> None:
     Listener("tcp:0.0.0.0:0", TlsConfig(trusted_network=True)).close()
     with pytest.raises(BadInput, match=r"unix:PATH or tcp:HOST:PORT"):
         connect("tcp:nowhere")
+
+
+def test_a_worker_whose_server_has_ended_with_the_run_does_not_wait_for_it() -> None:
+    with servers() as found:
+        pass
+    specs = specs_of(flat_of(), [found[0].address], ServedOptions(ASYNC))
+    with pytest.raises(RunOver, match="worker 1 came after the others had finished"):
+        Client(1, MODEL, [found[0].address], SECRET, specs, is_over=lambda: True)

@@ -9,6 +9,7 @@ from functools import partial
 
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
+from shoal.runtime.config import RunConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule, quorum_in_words
 from shoal.server.discovery import ServerSet, all_gather_text, find_or_start_servers
@@ -193,12 +194,19 @@ def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client
         replica.update.tracer,
         replica.config.tls,
         replica.config.generation,
+        partial(_have_others_finished, replica.config),
     )
     if shares_leader and replica.replica_group.is_leader:
         replica.replica_group.barrier()
     if served.on == "cuda" and replica.flat.device.type == "cuda" and served.compress is None:
         client.share_device(replica.flat.device)
     return client
+
+
+def _have_others_finished(config: RunConfig) -> bool:
+    """Whether this worker was started again too late: a server may end with the worker it is in."""
+    run_dir = config.run_dir
+    return config.generation > 0 and run_dir is not None and bool(run_dir.finished_ranks())
 
 
 def _shares_leader(replica: Replica, rule: Rule) -> bool:
