@@ -11,12 +11,13 @@ import pytest
 
 import shoal.transport.shm
 from shoal.transport.shm import segment
+from tests.scripts import shoal as shoal_command
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import sys
-sys.modules["shoal.transport.shm._shm"] = None  # as if it had not been built
 import torch, shoal
+from shoal.transport.shm import segment
+segment._shm = None  # as if it had not been built
 
 def train(job):
     data = torch.ones(3)
@@ -43,24 +44,34 @@ def test_without_a_compiler_the_build_succeeds_and_leaves_the_native_part_out(
 
 def test_without_the_native_part_workers_go_over_gloo_and_say_so_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal.cli", "run", str(tmp_path / "train.py"), "-n", "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = shoal_command("run", "train.py", "-n", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Torch [2.0, 2.0, 2.0]" in done.stdout
     assert (done.stdout + done.stderr).count("no shared memory") == 1
+
+
+def new_segment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as it is when it is imported now."""
+    spec = spec_from_file_location("segment_of_newer_sources", segment.__file__)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_native_part_that_is_not_there_counts_as_not_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(shoal.transport.shm, "_shm", raising=False)
+    monkeypatch.setitem(sys.modules, "shoal.transport.shm._shm", None)
+    without = new_segment(monkeypatch)
+    assert not without.is_built() and "without a compiler" in without.NOT_BUILT
 
 
 def test_a_native_part_of_older_sources_counts_as_not_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shoal.transport.shm, "_shm", ModuleType("_shm"), raising=False)
-    spec = spec_from_file_location("segment_of_newer_sources", segment.__file__)
-    assert spec is not None and spec.loader is not None
-    newer = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, newer)  # dataclasses look there
-    spec.loader.exec_module(newer)
+    newer = new_segment(monkeypatch)
     assert not newer.is_built() and "older than its sources" in newer.NOT_BUILT
