@@ -12,7 +12,7 @@ from shoal.launch.checkpoint_option import OPTION_NAME, read_folder
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
 from shoal.runtime.config import CheckpointConfig, RunConfig, variable_name
 
-TRUSTED = "SHOAL_TRUSTED_NETWORK"
+TRUSTED = variable_name("trusted_network")
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_a_mistake_without_a_launcher_is_one_sentence_too(tmp_path: Path) -> Non
     text = scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, lr=0.1")
     (tmp_path / "train.py").write_text(text)
     command = [sys.executable, "train.py"]
-    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert done.stderr.startswith("shoal: lr has to be a function, not 0.1;")
     assert "(train.py, line" in done.stderr and done.stderr.count("\n") == 1
