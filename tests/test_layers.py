@@ -41,8 +41,8 @@ LAYERS = [
     ["train.rollback", "train.sharded_state"],
     ["train.elastic_training"],
     [
-        *("train.build_step", "train.evaluate", "train.state", "train.restore"),
-        "train.server_checkpoint",
+        *("train.build_optimizer", "train.build_step", "train.prepare_model"),
+        *("train.evaluate", "train.state", "train.restore", "train.server_checkpoint"),
     ],
     [
         "train.loop_part",

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.train.build_step import PreparedModel, StepContext, check_pieces
+from shoal.train.build_optimizer import check_pieces
 from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
+from shoal.train.prepare_model import PreparedModel
+from shoal.train.step_context import StepContext
 
 _Former = tuple["weakref.ref[nn.Parameter]", nn.Parameter]
 

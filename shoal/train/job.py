@@ -30,7 +30,7 @@ from shoal.strategy.strategy import Strategy
 from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train.agreement import Agreement
-from shoal.train.build_step import StepContext, build_step
+from shoal.train.build_step import build_step
 from shoal.train.elastic_training import ElasticTraining
 from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.job_checkpoints import JobCheckpoints
@@ -43,6 +43,7 @@ from shoal.train.other_optimizers import OtherOptimizers
 from shoal.train.own_loop import OwnLoop
 from shoal.train.run_services import RunServices
 from shoal.train.step import AfterStep, Step
+from shoal.train.step_context import StepContext
 
 T = TypeVar("T")
 

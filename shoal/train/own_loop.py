@@ -20,17 +20,19 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.errors import BadInput
-from shoal.train.build_step import PreparedModel, StepContext, with_faults
 from shoal.train.cut_batch import BatchCutter
 from shoal.train.earlier_setups import EarlierSetups
+from shoal.train.injected_faults import with_faults
 from shoal.train.loop_forwards import LoopForwards
 from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
 from shoal.train.loop_proof import LoopProof
 from shoal.train.loop_rows import LoopRows
+from shoal.train.prepare_model import PreparedModel
 from shoal.train.reached_parts import check_loss, check_parts, reached_parts
 from shoal.train.setup_loop import set_up
 from shoal.train.step import Step
+from shoal.train.step_context import StepContext
 from shoal.train.torch_clipping import clip_for
 
 _SMALLEST_SHARE = 1e-30

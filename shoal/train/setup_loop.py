@@ -21,17 +21,13 @@ from shoal.errors import BadInput, NotBuilt
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.split_terms import Tp
-from shoal.train.build_step import (
-    PreparedModel,
-    StepContext,
-    assemble_step,
-    broadcast_start,
-    prepare_model,
-)
+from shoal.train.build_step import assemble_step, broadcast_start
 from shoal.train.earlier_setups import EarlierSetups
 from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
 from shoal.train.options import StepFunctions, StepOptions
+from shoal.train.prepare_model import PreparedModel, prepare_model
+from shoal.train.step_context import StepContext
 from shoal.train.tensor_plans import tensor_plans
 
 Named = list[tuple[str, nn.Parameter]]

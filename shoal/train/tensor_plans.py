@@ -13,7 +13,7 @@ from torch import nn
 from shoal.replica.tensor.planning.plan import plan_of
 from shoal.replica.tensor.planning.unsplit import NothingToSplit, plan_for
 from shoal.strategy.split_terms import Tp
-from shoal.train.build_step import StepContext
+from shoal.train.step_context import StepContext
 
 
 def tensor_plans(

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.train.build_step import PreparedModel
 from shoal.train.checkpoint import Checkpoint
 from shoal.train.named_tensors import copy_into, fit_model, model_tensors
+from shoal.train.prepare_model import PreparedModel
 
 
 def gather_untrained(models: Sequence[PreparedModel], saved: Checkpoint) -> None:

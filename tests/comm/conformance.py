@@ -250,7 +250,7 @@ def duplicates_have_an_order_of_their_own(group: Group) -> Findings:
 
 
 def duplicates_are_waited_for_in_contrary_orders(group: Group) -> Findings:
-    """For groups whose operations go on while nobody waits for them."""
+    """For groups whose operations go on without a rank that waits for them."""
     return _on_duplicates(group, lambda order: reversed(order))
 
 

@@ -119,7 +119,7 @@ def test_receives_from_any_source_take_from_this_host_and_from_others() -> None:
 
 
 def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> None:
-    """Rank 0 hears its neighbour first, while Gloo still listens for anybody."""
+    """Rank 0 hears its neighbour first, while Gloo still listens for any rank."""
 
     def work(group: Group) -> list[tuple[int, float]]:
         if group.rank == 1:

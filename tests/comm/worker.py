@@ -38,7 +38,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     world.barrier().wait()
     if rank == size - 1:
         write(report, rank, folder)
-        os._exit(0)  # as if it had crashed: nobody is told
+        os._exit(0)  # as if it had crashed: without a word to the others
     report["lost"] = error_of_a_lost_peer(world)
     write(report, rank, folder)
     os._exit(0)  # the world is broken: there is nothing to take down in order

@@ -72,7 +72,7 @@ class Rope:
         self.path = directory / "rope"
         os.mkfifo(self.path)
         self._read = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        self._own = os.open(self.path, os.O_WRONLY)  # no end before somebody holds it
+        self._own = os.open(self.path, os.O_WRONLY)  # no end before a process holds it
 
     def wait_held(self, processes: int, seconds: float = 60.0) -> None:
         self.wait_bytes(processes, seconds)

@@ -36,7 +36,7 @@ def ended(rank: int, at_ms: int, returncode: int, stderr: str = "") -> ProcessFa
     [
         # the time of the report counts, not that of the exit
         ([reported(0, 20, exits_at_ms=30), reported(1, 10, exits_at_ms=800)], 1),
-        # SIGKILL, noticed after its peers have told of the loss
+        # SIGKILL, noticed after its peers have reported the loss
         ([reported(0, 50, lost_peer=True), ended(1, 80, -9), reported(2, 51, lost_peer=True)], 1),
         # the same with errors that we do not know as echoes
         ([reported(0, 50), ended(1, 80, -9)], 1),

@@ -132,7 +132,7 @@ def decide(tmp_path: Path, returncode: int, error: Exception | None, **options: 
         (0, None, True),
         (-9, None, True),
         (-11, None, True),  # a crash of native code
-        (1, None, False),  # it exited, and nobody knows why
+        (1, None, False),  # it exited, for an unknown reason
         (1, PeerLost(1, 2, "a pull"), True),
         (1, ConnectionResetError("connection reset by peer"), True),
         (1, ValueError("boom"), False),

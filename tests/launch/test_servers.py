@@ -150,7 +150,7 @@ def test_every_run_has_a_secret_of_its_own() -> None:
 def test_a_secret_that_is_there_already_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "secret").write_text("known to somebody")
+    (tmp_path / "secret").write_text("known already")
     monkeypatch.setattr("tempfile.mkdtemp", lambda prefix, dir: str(tmp_path))
     with pytest.raises(FileExistsError), new_run_dir():
         raise AssertionError("it was used")

@@ -16,7 +16,8 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
 from shoal.plan.validation.measured import MeasuredRow, TableDefaults, read_table
 from shoal.plan.validation.validate import MEGATRON, RunsAs, validate
-from shoal.plan.workloads.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.transformer import Transformer
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import Recompute
 from shoal.strategy.strategy import as_strategy
 

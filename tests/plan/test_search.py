@@ -17,7 +17,8 @@ from shoal.plan.ranking import Priced, plainest_first
 from shoal.plan.search import SearchOptions, SearchResult, search
 from shoal.plan.step.rank_order import RankGroup
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.transformer import Transformer
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.strategy.strategy import parse
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))

@@ -15,7 +15,7 @@ from shoal.plan.validation.fit import BOUNDS, constants_of, fit, with_constants
 from shoal.plan.validation.measured import MeasuredRow, TableDefaults, read_table
 from shoal.plan.validation.sloped import Sloped, slopes_of
 from shoal.plan.validation.validate import PricedTable, RunsAs, validate
-from shoal.plan.workloads.transformer import TransformerSizes
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 
 HEAD = "gpus,global batch,micro batch,hidden size,attention heads,layers,tp,pp,iteration_ms\n"
 

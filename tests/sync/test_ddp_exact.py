@@ -1,4 +1,4 @@
-"""The order of additions is a tree over the index of the micro-batch, whoever computed it."""
+"""The order of additions is a tree over the index of the micro-batch, wherever it is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gossip at everybody's own pace: nobody waits, and a worker that dies is left out."""
+"""Asynchronous gossip: no worker waits, and a worker that dies is left out."""
 
 from __future__ import annotations
 

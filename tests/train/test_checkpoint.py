@@ -348,7 +348,7 @@ def test_old_files_are_removed(saved: Path) -> None:
 
 
 def test_files_of_the_user_stay(saved: Path) -> None:
-    """An export beside the checkpoint is nobody's business but the user's."""
+    """An export beside the checkpoint belongs to the user: it stays."""
     mine = [saved / "model-final.safetensors", saved / "optimizer-notes.safetensors"]
     for file in mine:
         file.write_bytes(b"mine")

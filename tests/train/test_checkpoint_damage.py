@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, or none, is told in a sentence."""
+"""A checkpoint that is damaged, or missing, is refused with one sentence."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shoal.errors import BadInput
-from shoal.plan.workloads.transformer import TransformerSizes
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import Recompute
 
 NAMES: Mapping[str, tuple[str, ...]] = {

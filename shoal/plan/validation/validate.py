@@ -20,7 +20,8 @@ from shoal.plan.prediction import Prediction
 from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, RankOrder
 from shoal.plan.validation.fit import BOUNDS, Fitted, fit
 from shoal.plan.validation.measured import MeasuredRow
-from shoal.plan.workloads.transformer import Transformer, TransformerSizes
+from shoal.plan.workloads.transformer import Transformer
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
 

@@ -11,7 +11,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shoal.errors import BadInput
-from shoal.plan.workloads.transformer import MIXED, Transformer, TransformerSizes
+from shoal.plan.workloads.transformer import MIXED, Transformer
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import Precision
 
 _PRECISIONS = {

@@ -1,24 +1,14 @@
-"""Transformers from their sizes alone: GPT, Llama and mixtures of experts.
-
-One block, with b samples of s tokens, hidden size h, a heads, f inner size, split over t ranks:
-
-    norm    QKV: [bs, h] x [h, (h + 2 h_kv)/t]    scores: a/t x [s, d] x [d, s]    softmax, dropout
-    values: a/t x [s, s] x [s, d]    projection: [bs, h/t] x [h/t, h]    all-reduce    dropout, add
-    norm    up: [bs, h] x [h, f/t] (twice if gated)    activation    down: [bs, f/t] x [f/t, h]
-    all-reduce    dropout, add
-
-What backward needs is counted as in Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (2022): the input of every product, norm and activation, and masks of dropout.
-"""
+"""Transformers from their sizes alone: GPT, Llama and mixtures of experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from shoal.errors import BadInput
+from shoal.plan.workloads.kernels import gradients_of, moving, product
+from shoal.plan.workloads.transformer_block import block_cost
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import (
-    Kernel,
     LayerCost,
     LayerMessage,
     LayerRun,
@@ -29,55 +19,6 @@ from shoal.plan.workloads.workload import (
 )
 
 MIXED = Precision("fp16", 2, 2, 4, 8)
-_FP32_BYTES = 4
-_FLASH_BACKWARD = 2.5  # five products, where forward has two
-
-
-@dataclass(frozen=True)
-class TransformerSizes:
-    """The sizes of a decoder; `kv_heads` below `heads` is grouped-query attention."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int = 51200
-    sequence: int = 2048
-    kv_heads: int | None = None
-    ffn: int | None = None
-    gated: bool = False
-    experts: int = 1
-    top_k: int = 1
-    dropout: bool = True
-    tied: bool = True
-    learned_positions: bool = True
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name}={getattr(self, name)} of a transformer must be 1 or more")
-        if self.hidden % self.heads or self.heads % self.key_heads:
-            raise BadInput(
-                f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads="
-                f"{self.key_heads} must divide heads"
-            )
-
-    @property
-    def key_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def inner(self) -> int:
-        return self.ffn or 4 * self.hidden
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def qkv(self) -> int:
-        """Columns of the matrix that makes queries, keys and values."""
-        return self.hidden + 2 * self.key_heads * self.head_size
 
 
 @dataclass(frozen=True)
@@ -109,7 +50,8 @@ class Transformer:
         )
 
     def cost(self, run: int, split: Split) -> LayerCost:
-        return (_embedding, _block, _head)[run](self, split)
+        width = self.precision.parameter_bytes
+        return (_embedding, block_cost, _head)[run](self.sizes, width, split)
 
     def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
         """None: sizes say how many numbers there are, not how a program lays them out."""
@@ -125,268 +67,8 @@ class Transformer:
         return total * samples
 
 
-def product(name: str, m: float, n: float, k: float, width: int, batch: float = 1) -> Kernel:
-    """A matrix product [m, k] x [k, n], `batch` times."""
-    rows, columns, inner, times = (max(1, round(size)) for size in (m, n, k, batch))
-    flops = 2.0 * rows * columns * inner * times
-    moved = float(width) * times * (rows * inner + inner * columns + rows * columns)
-    return Kernel(name, flops, moved, rows, columns, inner, times)
-
-
-def moving(name: str, num_bytes: float) -> Kernel:
-    """An operation that is bound by memory: norms, dropout, activations, additions."""
-    return Kernel(name, 0.0, num_bytes)
-
-
-def _gradients(kernel: Kernel, width: int) -> tuple[Kernel, Kernel]:
-    """The products of backward: the gradient of the input and that of the weight."""
-    _, _, _, m, n, k, batch = kernel
-    to_input = product(f"{kernel.name} input gradient", m, k, n, width, batch)
-    return to_input, product(f"{kernel.name} weight gradient", k, n, m, width, batch)
-
-
 @lru_cache(maxsize=100_000)
-def _block(model: Transformer, split: Split) -> LayerCost:
-    sizes = model.sizes
-    width = model.precision.parameter_bytes
-    tokens = split.microbatch * sizes.sequence / split.cp
-    rows = tokens * (1 / split.tp if split.sequence_parallel else 1)  # of norms and dropouts
-    hidden_bytes = width * rows * sizes.hidden
-    attention = _attention(sizes, split, width)
-    linear = _linear_products(sizes, split, width)
-    pointwise = _pointwise(sizes, split, width, hidden_bytes)
-    backward = [_gradients(kernel, width) for kernel in linear]
-    core = _attention_gradients(attention, split, width)
-    moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
-    attention = _in_rounds(split, attention)
-    core = _in_rounds(split, core)
-    sums = _sums_of_rounds(sizes, split)
-    ring_there, ring_back = _cp_messages(sizes, split, width, (attention, (*core, *moved)))
-    forward = (*linear, *attention, *sums, *pointwise)
-    backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
-    message = _tp_messages(split, width * tokens * sizes.hidden)
-    selective = () if _is_blockwise(split) else attention
-    again = {"none": (), "selective": selective, "full": forward}[split.recompute]
-    return LayerCost(
-        forward=forward,
-        backward_input=(
-            *(one for one, _ in backward),
-            *core,
-            *sums,
-            *backward_moves,
-            *moved,
-        ),
-        backward_weight=tuple(other for _, other in backward),
-        recompute=again,
-        forward_messages=message
-        + ring_there
-        + _ep_messages(sizes, split, width * tokens * sizes.hidden),
-        backward_messages=message
-        + ring_back
-        + _gathered_again(split, width * tokens * sizes.hidden)
-        + _ep_messages(sizes, split, width * tokens * sizes.hidden),
-        parameters=_block_parameters(sizes, split),
-        activation_bytes=_kept(sizes, split, width),
-        output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
-        expert_parameters=_expert_parameters(sizes, split),
-        largest_tensor=sizes.hidden * max(sizes.inner, sizes.qkv) / split.tp,
-    )
-
-
-def _attention_gradients(
-    attention: tuple[Kernel, ...], split: Split, width: int
-) -> tuple[Kernel, ...]:
-    """Two products for each one; what works in blocks also computes the scores again."""
-    if split.flash_attention:
-        (one,) = attention
-        return (
-            one._replace(
-                name="attention backward", flops=_FLASH_BACKWARD * one.flops, bytes=2 * one.bytes
-            ),
-        )
-    products = [kernel for kernel in attention if kernel.flops]
-    pairs = [_gradients(kernel, width) for kernel in products]
-    gradients = tuple(
-        gradient._replace(flops=kernel.flops, bytes=kernel.bytes)
-        for kernel, pair in zip(products, pairs, strict=True)
-        for gradient in pair
-    )
-    return (*gradients, *attention[:2]) if split.cp > 1 else gradients
-
-
-def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
-    tokens = split.microbatch * sizes.sequence / split.cp
-    hidden = sizes.hidden
-    inner = sizes.inner / split.tp
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
-    expert_tokens = tokens * sizes.top_k
-    copies = sizes.experts / split.ep  # products of a worker's experts, each with its tokens
-    per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
-    times = copies if sizes.experts > 1 else 1
-    up = 2 if sizes.gated else 1
-    return (
-        product("qkv", tokens, hidden / split.tp + 2 * kv, hidden, width),
-        product("projection", tokens, hidden, hidden / split.tp, width),
-        product("up", per_expert, up * inner, hidden, width, times),
-        product("down", per_expert, hidden, inner, width, times),
-    )
-
-
-def _attention(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
-    heads = split.microbatch * sizes.heads / split.tp
-    queries = sizes.sequence / split.cp
-    scores = product("scores", queries, sizes.sequence, sizes.head_size, width, heads)
-    values = product("values", queries, sizes.head_size, sizes.sequence, width, heads)
-    seen = _seen(sizes, split)
-    if split.flash_attention:  # scores stay on the chip
-        moved = width * heads * 2 * (queries + sizes.sequence) * sizes.head_size
-        flops = (scores.flops + values.flops) * seen
-        dims = scores._replace(name="attention", flops=flops, bytes=moved)
-        return (dims,)
-    scores = scores._replace(flops=seen * scores.flops, bytes=seen * scores.bytes)
-    values = values._replace(flops=seen * values.flops, bytes=seen * values.bytes)
-    table = seen * width * heads * queries * sizes.sequence
-    softmax = moving("mask and softmax", 2 * table)
-    drop = (moving("attention dropout", 2 * table + table / width),) if sizes.dropout else ()
-    return (scores, softmax, *drop, values)
-
-
-def _in_rounds(split: Split, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
-    """Ring attention computes block by block, as the blocks arrive."""
-    rounds = split.cp
-    parts = [one._replace(flops=one.flops / rounds, bytes=one.bytes / rounds) for one in kernels]
-    return tuple(parts) * rounds
-
-
-def _sums_of_rounds(sizes: TransformerSizes, split: Split) -> tuple[Kernel, ...]:
-    """Each round's result is added to those before, in fp32."""
-    tokens = split.microbatch * sizes.sequence / split.cp
-    numbers = tokens * sizes.heads / split.tp * sizes.head_size
-    return (moving("sum of rounds", 3 * _FP32_BYTES * numbers),) * (split.cp - 1)
-
-
-def _is_blockwise(split: Split) -> bool:
-    """Whether attention keeps no scores: flash kernels, and the ring of cp."""
-    return split.flash_attention or split.cp > 1
-
-
-def _seen(sizes: TransformerSizes, split: Split) -> float:
-    """The share of all scores that causal attention computes.
-
-    Flash kernels skip what is masked. Ring attention skips chunks: of 2p chunks a rank has one
-    from each end, and of its 4p pairs of chunks it computes 2p + 1.
-    """
-    if not sizes.causal:
-        return 1.0
-    if split.flash_attention:
-        return 0.5
-    return 1.0 if split.cp == 1 else (2 * split.cp + 1) / (4 * split.cp)
-
-
-def _pointwise(
-    sizes: TransformerSizes, split: Split, width: int, hidden_bytes: float
-) -> tuple[Kernel, ...]:
-    tokens = split.microbatch * sizes.sequence / split.cp * sizes.top_k
-    inner_bytes = width * tokens * sizes.inner / split.tp
-    mask = hidden_bytes / width if sizes.dropout else 0.0
-    reads = 3 if sizes.gated else 2
-    return (
-        moving("norm", 2 * hidden_bytes),
-        moving("dropout and add", 3 * hidden_bytes + mask),
-        moving("norm", 2 * hidden_bytes),
-        moving("activation", reads * inner_bytes),
-        moving("dropout and add", 3 * hidden_bytes + mask),
-    )
-
-
-def _tp_messages(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
-    """Two a direction; under sequence parallelism an all-gather and a reduce-scatter each."""
-    if split.tp == 1:
-        return ()
-    if split.sequence_parallel:
-        pair = (
-            LayerMessage("all_gather", "tp", num_bytes),
-            LayerMessage("reduce_scatter", "tp", num_bytes),
-        )
-        return pair + pair
-    return (LayerMessage("all_reduce", "tp", num_bytes),) * 2
-
-
-def _gathered_again(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
-    """Inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole."""
-    if split.tp == 1 or not split.sequence_parallel:
-        return ()
-    return (LayerMessage("all_gather", "tp", num_bytes),) * 2
-
-
-def _cp_messages(
-    sizes: TransformerSizes,
-    split: Split,
-    width: int,
-    computed: tuple[tuple[Kernel, ...], tuple[Kernel, ...]],
-) -> tuple[tuple[LayerMessage, ...], tuple[LayerMessage, ...]]:
-    """Ring attention: K and V go round, in backward again with their gradients in fp32.
-
-    While a block is on its way, the rank computes with it.
-    """
-    if split.cp == 1:
-        return (), ()
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
-    numbers = 2 * split.microbatch * sizes.sequence * kv
-    there = LayerMessage("ring_attention", "cp", width * numbers, computed[0])
-    back = LayerMessage("ring_attention", "cp", (width + 4) * numbers, computed[1])
-    return (there,), (back,)
-
-
-def _ep_messages(
-    sizes: TransformerSizes, split: Split, num_bytes: float
-) -> tuple[LayerMessage, ...]:
-    if split.ep == 1 or sizes.experts == 1:
-        return ()
-    return (LayerMessage("all_to_all", "ep", num_bytes * sizes.top_k),) * 2
-
-
-def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
-    up = 2 if sizes.gated else 1
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
-    attention = sizes.hidden * (sizes.hidden / split.tp + 2 * kv) + sizes.hidden**2 / split.tp
-    experts = (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
-    router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
-    biases = 0.0 if sizes.gated else (3 * sizes.hidden + sizes.inner) / split.tp + 2 * sizes.hidden
-    norms = (2 if sizes.gated else 4) * sizes.hidden
-    return attention + experts + router + biases + norms
-
-
-def _expert_parameters(sizes: TransformerSizes, split: Split) -> float:
-    if sizes.experts == 1:
-        return 0.0
-    up = 2 if sizes.gated else 1
-    return (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
-
-
-def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
-    """Bytes between forward and backward; `width` 2 gives sbh(10 + 24/t + 5as/(ht))."""
-    tokens = split.microbatch * sizes.sequence / split.cp
-    rows = tokens / (split.tp if split.sequence_parallel else 1)
-    block_input = width * rows * sizes.hidden
-    if split.recompute == "full":
-        return block_input
-    masks = 2 * rows * sizes.hidden if sizes.dropout else 0.0
-    per_row = 4 * block_input + masks  # two norms, and the inputs of QKV and of the MLP
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
-    heads = width * tokens * (2 * sizes.hidden / split.tp + 2 * kv)  # Q, K, V, projection's input
-    inner = (3 if sizes.gated else 2) * width * tokens * sizes.top_k * sizes.inner / split.tp
-    kept = per_row + heads + inner
-    if split.recompute == "none" and not _is_blockwise(split):
-        scores = split.microbatch * sizes.heads / split.tp * sizes.sequence**2 / split.cp
-        kept += scores * (2 * width + 1 if sizes.dropout else width)
-    return kept
-
-
-@lru_cache(maxsize=100_000)
-def _embedding(model: Transformer, split: Split) -> LayerCost:
-    sizes = model.sizes
-    width = model.precision.parameter_bytes
+def _embedding(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     tokens = split.microbatch * sizes.sequence / split.cp
     out = width * tokens * sizes.hidden
     positions = sizes.sequence * sizes.hidden if sizes.learned_positions else 0
@@ -407,14 +89,12 @@ def _embedding(model: Transformer, split: Split) -> LayerCost:
 
 
 @lru_cache(maxsize=100_000)
-def _head(model: Transformer, split: Split) -> LayerCost:
+def _head(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     """The last norm, logits and cross-entropy; logits are kept in fp32."""
-    sizes = model.sizes
-    width = model.precision.parameter_bytes
     tokens = split.microbatch * sizes.sequence / split.cp
     columns = sizes.vocab / split.tp
     logits = product("logits", tokens, columns, sizes.hidden, width)
-    to_input, to_weight = _gradients(logits, width)
+    to_input, to_weight = gradients_of(logits, width)
     table = tokens * columns
     hidden_bytes = width * tokens * sizes.hidden
     messages = (LayerMessage("all_reduce", "tp", 4 * tokens),) * 3 if split.tp > 1 else ()
