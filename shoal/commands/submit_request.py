@@ -10,9 +10,9 @@ from shoal.commands.launching import EXAMPLES, command_for, strategy_for
 from shoal.errors import BadInput
 from shoal.launch.checkpoint_option import OPTION_NAME, read_folder
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
-from shoal.runtime.config import CheckpointConfig, RunConfig, variable_name
+from shoal.runtime.config import CheckpointConfig, RunConfig, TlsConfig, variable_name
 
-TRUSTED = variable_name("trusted_network")
+TRUSTED = variable_name("trusted_network", TlsConfig)
 
 
 @dataclass(frozen=True)

@@ -345,9 +345,9 @@ def _has_loopback() -> bool:
     return True
 
 
-def variable_name(field_name: str) -> str:
-    """The environment variable of a field of RunConfig, for errors."""
-    return str(next(f.metadata["variable"] for f in fields(RunConfig) if f.name == field_name))
+def variable_name(field_name: str, config: type[Any] = RunConfig) -> str:
+    """The environment variable of a field of RunConfig or of a class inside it, for errors."""
+    return str(next(f.metadata["variable"] for f in fields(config) if f.name == field_name))
 
 
 def _variables(cls: Any) -> Iterator[Field[Any]]:
