@@ -8,26 +8,24 @@ with them.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.generation import own_generation
+from shoal.comm.store_wrapper import StoreWrapper
 from shoal.errors import BadInput
 from shoal.runtime.proof import fresh_nonce, is_proof, proof
 
 _CODE_BYTES = 32
 
 
-class AuthenticatedStore(Store):
-    """Values of `store` under `key`. Keep a reference: torch does not.
+class AuthenticatedStore(StoreWrapper):
+    """Values of `store` under `key`.
 
     `below` is another store in Python to which `store` leads.
     """
 
     def __init__(self, store: Store, key: bytes, below: Store | None = None):
-        super().__init__()
-        self._store = store
+        super().__init__(store)
         self._key = key
         self._kept = [] if below is None else [below]
 
@@ -44,24 +42,6 @@ class AuthenticatedStore(Store):
                 "know the secret of this run (does `shoal keys show` say the same on every host?)"
             )
         return data
-
-    def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self._store.wait(keys)
-        else:
-            self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
 
     def clone(self) -> Store:
         clone = AuthenticatedStore(self._store.clone(), self._key)  # type: ignore[attr-defined]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm.store_wrapper import StoreWrapper
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
@@ -73,15 +73,11 @@ def leave_with_agent(rank: int, size: int, name: str, reason: str) -> None:
         Refusals(PrefixStore(name, store), None).leave(rank, reason)
 
 
-class HeedingStore(Store):
-    """As `store`; until `is_over`, `get` also ends when another rank has refused.
-
-    Keep a reference: torch does not.
-    """
+class HeedingStore(StoreWrapper):
+    """As `store`; until `is_over`, `get` also ends when another rank has refused."""
 
     def __init__(self, store: Store, refusals: Refusals):
-        super().__init__()
-        self._store = store
+        super().__init__(store)
         self._refusals = refusals
         self._clones: list[Store] = []
         self.is_over = False
@@ -114,24 +110,6 @@ class HeedingStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]
-
-    def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self._store.wait(keys)
-        else:
-            self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
 
     def clone(self) -> Store:
         self._clones.append(self._store.clone())  # type: ignore[attr-defined]
