@@ -115,6 +115,7 @@ typedef struct {
     int streams, is_lost, why;
     u64 next_message, deadline_ns, kept_bytes, granted_bytes;
     Message *messages, *last;
+    u64 look; /* the latest one that has found a receive from it */
 } Peer;
 
 typedef struct {
@@ -124,6 +125,7 @@ typedef struct {
     u32 *aborted; /* pairs (peer, space) */
     u64 aborts;
     u64 close_ns, granted_bytes, asked_bytes; /* asked: of all receives that were posted */
+    u64 looks; /* how often the senders of a call were counted */
     int closing, connected;
     _Atomic int wanted;
     pthread_mutex_t lock;

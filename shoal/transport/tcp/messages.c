@@ -32,6 +32,20 @@ static void take_grant_back(Engine *e, Peer *p, Message *m) {
     e->granted_bytes -= m->head.bytes;
 }
 
+/* Whether each of the peers sends in the call of this receive, as to the root of a star. In other
+ * calls a sender may be ahead because it is a phase ahead. */
+static int all_send(Engine *e, const Op *of) {
+    int sources = 0;
+    e->looks++;
+    for (const Op *op = e->ops; op; op = op->next) {
+        if (op->is_send || op->source < 0 || op->space != of->space || op->tag != of->tag) continue;
+        Peer *p = &e->peers[op->source];
+        sources += p->look != e->looks;
+        p->look = e->looks;
+    }
+    return sources == e->connected;
+}
+
 /* Whether a sender would be more than a message ahead of another one of the same call, which has not
  * sent all of `oldest`. */
 static int is_ahead(const Engine *e, const Op *oldest, const Op *op) {
@@ -43,11 +57,16 @@ static int is_ahead(const Engine *e, const Op *oldest, const Op *op) {
  * ahead of the others. */
 void grant(Engine *e) {
     const Op *oldest = NULL;
+    int in_turns = -1; /* whether all peers send in the call of the oldest; not known yet */
     for (Op *op = e->ops; op; op = op->next) {
         Message *m = op->incoming;
         if (!m) continue;
         if (!oldest) oldest = op;
-        if (m->granted || is_ahead(e, oldest, op)) continue;
+        if (m->granted) continue;
+        if (is_ahead(e, oldest, op)) {
+            if (in_turns < 0) in_turns = all_send(e, oldest);
+            if (in_turns) continue;
+        }
         Peer *p = &e->peers[op->source];
         if (p->granted_bytes && e->granted_bytes + m->head.bytes > GRANTED_BYTES) continue;
         m->granted = 1;
