@@ -11,16 +11,18 @@ from typing import NamedTuple
 from shoal.commands import options
 from shoal.commands import submit_options as given
 from shoal.commands.submit_request import (
+    CHECKPOINT,
     TRUSTED,
     SubmitRequest,
     network_warning,
     refuse_others,
 )
 from shoal.errors import BadInput
-from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, manifest
+from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, checkpoint_warning, manifest
 from shoal.launch.submit.send import submit_file, write_job
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
 from shoal.runtime.config import RunConfig
+from shoal.runtime.secret import read_secret_file
 
 
 def submit(
@@ -103,8 +105,8 @@ def submit(
     else:
         pods = KubernetesOptions(image, namespace, kind, secret, tuple(claim or ()))
         job = _kubernetes(request, pods)
-    if job.warning:
-        print(f"shoal: {job.warning}", file=sys.stderr)
+    for warning in filter(None, job.warnings):
+        print(f"shoal: {warning}", file=sys.stderr)
     if dry_run:
         print(json.dumps({"text": job.text}) if as_json else job.text.rstrip("\n"))
         return
@@ -120,23 +122,29 @@ class _Job(NamedTuple):
     text: str
     file_name: str
     command: Sequence[str]
-    warning: str | None
+    warnings: Sequence[str | None]
 
 
 def _slurm(request: SubmitRequest, asked: SlurmOptions, secret_file: Path | None) -> _Job:
+    if secret_file is not None:
+        read_secret_file(secret_file)  # refuses one that workers would refuse
     spec = request.spec(is_in_image=False, secret_file=secret_file)
     text = slurm_script(spec, asked)
     here = RunConfig.from_environment()  # sbatch passes the variables of this process on
     has_key = secret_file is not None or here.read_secret() is not None
     is_trusted = here.tls.trusted_network or any(TRUSTED in line for line in asked.setup)
     uses_gpus = bool(spec.gpus_per_node or asked.gpus)
-    warning = network_warning(spec, has_key, is_trusted, uses_gpus, "--secret-file FILE")
-    return _Job(text, f"{spec.name}.sbatch", ["sbatch"], warning)
+    network = network_warning(spec, has_key, is_trusted, uses_gpus, "--secret-file FILE")
+    warnings = (network, request.elastic_warning("srun"))
+    return _Job(text, f"{spec.name}.sbatch", ["sbatch"], warnings)
 
 
 def _kubernetes(request: SubmitRequest, asked: KubernetesOptions) -> _Job:
     spec = request.spec(is_in_image=True)
     text = manifest(spec, asked)
     uses_gpus = bool(spec.gpus_per_node)
-    warning = network_warning(spec, asked.secret is not None, False, uses_gpus, "--secret NAME")
-    return _Job(text, f"{spec.name}.json", ["kubectl", "create", "-f"], warning)
+    network = network_warning(spec, asked.secret is not None, False, uses_gpus, "--secret NAME")
+    folder = spec.environ.get(CHECKPOINT)
+    lost = None if folder is None else checkpoint_warning(folder, asked)
+    warnings = (network, lost, request.elastic_warning("Kubernetes"))
+    return _Job(text, f"{spec.name}.json", ["kubectl", "create", "-f"], warnings)

@@ -11,8 +11,10 @@ from shoal.errors import BadInput
 from shoal.launch.checkpoint_option import OPTION_NAME, read_folder
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
 from shoal.runtime.config import CheckpointConfig, RunConfig, TlsConfig, variable_name
+from shoal.strategy.strategy import Strategy
 
 TRUSTED = variable_name("trusted_network", TlsConfig)
+CHECKPOINT = variable_name("folder", CheckpointConfig)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,17 @@ class SubmitRequest:
             notice_s=self.notice_s,
         )
 
+    def elastic_warning(self, launcher: str) -> str | None:
+        """Launchers other than Shoal's end all workers with the first that is lost."""
+        strategy = self._strategy
+        if not strategy.is_elastic:
+            return None
+        return f"{strategy}: under {launcher} a lost worker ends the run, elastic or not"
+
+    @property
+    def _strategy(self) -> Strategy:
+        return strategy_for(self.strategy, self.workers)
+
     def _command(self, is_in_image: bool) -> list[str]:
         args = list(self.args)
         program = self._in_image() + args if is_in_image else command_for(self.script, args)
@@ -74,8 +87,9 @@ class SubmitRequest:
 
     def _variables(self, is_in_image: bool) -> dict[str, str]:
         """Those of Shoal."""
-        strategy = str(strategy_for(self.strategy, self.workers))
-        config = RunConfig(strategy=strategy, seed=self.seed, device=self.device)
+        strategy = self._strategy
+        strategy.check_hosts(self.workers, self.nodes > 1)
+        config = RunConfig(strategy=str(strategy), seed=self.seed, device=self.device)
         if self.checkpoint is not None:
             config = replace(config, checkpoint=_checkpoint(self.checkpoint, is_in_image))
         return {name: text for name, text in config.to_environment().items() if text}

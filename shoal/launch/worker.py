@@ -481,11 +481,7 @@ def _check_host(strategy: Strategy, placement: Placement | None, device: torch.d
     is_cpu = device.type == "cpu"
     if term.collective_algorithm is not None and not is_cpu:
         raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
-    if term.needs_one_host and placement.local_size < placement.size:
-        raise StrategyError(
-            f"{term.name} keeps the weights in the memory of one host, and these {placement.size} "
-            'workers are on several: take ps(mode="async") or gossip(mode="async")'
-        )
+    strategy.check_hosts(placement.size, placement.local_size < placement.size)
     if term.needs_one_host and not is_cpu:
         raise StrategyError(
             f"{term.name} keeps the weights in memory that processes share, and {device} is not "

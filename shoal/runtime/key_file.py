@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.proof import proof
-from shoal.runtime.secret import new_secret
+from shoal.runtime.secret import new_secret, why_not_private
 
 _FINGERPRINT_DIGITS = 16
 
@@ -44,8 +44,5 @@ def mode_warning(path: Path) -> str | None:
         status = path.stat()
     except OSError as error:
         return f"{path}: {error.strerror}"
-    if status.st_uid not in (os.getuid(), 0):
-        return f"{path} belongs to another user"
-    if status.st_mode & 0o077:
-        return f"other users can use {path}: chmod 600 {path}"
-    return None
+    why = why_not_private(path, status)
+    return f"{path} holds a secret, and {why}" if why else None

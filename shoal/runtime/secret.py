@@ -33,13 +33,18 @@ def read_secret_file(path: Path) -> bytes:
             text = file.read(_MAX_SECRET_TEXT).decode("ascii", errors="replace")
     except OSError as error:
         raise BadInput(f"{path}, which holds the secret of the run: {error.strerror}") from error
-    if status.st_uid not in (os.getuid(), 0):
-        raise BadInput(f"{path} holds the secret of the run, and belongs to another user")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise BadInput(
-            f"{path} holds the secret of the run, and other users can read it: chmod 600 {path}"
-        )
+    if why := why_not_private(path, status):
+        raise BadInput(f"{path} holds the secret of the run, and {why}")
     return parse_secret(text.strip(), str(path))
+
+
+def why_not_private(path: Path, status: os.stat_result) -> str | None:
+    """What is wrong with who may use a file that holds a secret; None if nothing is."""
+    if status.st_uid not in (os.getuid(), 0):
+        return "it belongs to another user"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return f"other users can read it: chmod 600 {path}"
+    return None
 
 
 def parse_secret(text: str, source: str) -> bytes:

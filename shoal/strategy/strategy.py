@@ -208,6 +208,15 @@ class Strategy:
         tp, pp, ep, cp = (1 if term is None else term.size for term in self._split_roles)
         return Layout(replicas, tp, pp, ep, cp)
 
+    def check_hosts(self, workers: int, are_several: bool) -> None:
+        """Refuse workers on several hosts where all of them have to be on one."""
+        term = self.sync_for(workers)
+        if term.needs_one_host and are_several:
+            raise StrategyError(
+                f"{term.name} keeps the weights in the memory of one host, and these {workers} "
+                'workers are on several: take ps(mode="async") or gossip(mode="async")'
+            )
+
     def sync_for(self, replicas: int) -> SyncTerm:
         """The sync term, or what its absence means for this many replicas."""
         return self.sync or (Ddp() if replicas > 1 else Single())

@@ -28,6 +28,15 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 HOSTILE = ("a b", "it's", '"$(touch x)"', "`id`", "two\nlines", "-rf", "$HOME", "\\", "é;&|*?[", "")
 
 
+IMAGE = ["--k8s", "--image", "a"]
+SHORT = ["--slurm", "--time", "10"]
+
+
+def write_key(file: Path) -> None:
+    file.touch(0o600)
+    file.write_text(new_secret().hex())
+
+
 def spec_of(*command: str, **options: Any) -> SubmitSpec:
     given: dict[str, Any] = {"workers": 4, "name": "train", **options}
     return SubmitSpec(command=command or ("python", "train.py"), **given)
@@ -150,6 +159,11 @@ def test_options_of_srun_arrive_as_they_are(tmp_path: Path) -> None:
     text = slurm_script(spec_of(), SlurmOptions(srun=(image,)))
     assert run_script(text, tmp_path, 'printf "%s" "$2" > image') == 0
     assert (tmp_path / "image").read_text() == image
+
+
+def test_a_line_may_set_what_the_script_does_not() -> None:
+    text = slurm_script(spec_of(), SlurmOptions(lines=("--time=5", "-p gpu", "--nodelist=a")))
+    assert directives(text)[-3:] == ["--time=5", "-p gpu", "--nodelist=a"]
 
 
 def test_tasks_of_an_array_do_not_share_a_checkpoint() -> None:
@@ -392,6 +406,7 @@ def submitted(folder: Path, *args: str, monkeypatch: pytest.MonkeyPatch) -> int 
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", str(folder / "bin"))
     (folder / "train.py").touch()
+    (folder / "train.py").chmod(0o644)
     with pytest.raises(SystemExit) as end:
         main(["submit", "train.py", *args])
     return end.value.code
@@ -450,9 +465,14 @@ def test_what_sbatch_answers_is_in_the_document(
         (["--slurm", "-n", "4", "--nodes", "2", "--gpus", "4"], "NCCL between 2 nodes takes --env"),
         (["--slurm", "-n", "4", "--nodes", "2", "--env", "SHOAL_TRUSTED_NETWORK=1"], ""),
         (["--k8s", "-n", "4", "--nodes", "2", "--image", "a"], "--secret NAME"),
+        ([*IMAGE, "--checkpoint", "runs/a"], "runs/a is not in a volume (--claim NAME:/PATH)"),
+        ([*IMAGE, "--checkpoint", "/run", "--claim", "a:/data"], "/run is not below /data: it is"),
+        ([*IMAGE, "--checkpoint", "/data/../run", "--claim", "a:/data"], "is not below /data"),
+        ([*IMAGE, "--checkpoint", "/data/run", "--claim", "a:/data"], ""),
+        (["--slurm", "-n", "2", "-s", "ddp(elastic=True)"], "under srun a lost worker ends the"),
     ],
 )
-def test_what_would_end_workers_on_several_nodes_is_said_before(
+def test_what_would_end_a_job_or_its_checkpoint_is_said_before(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -461,6 +481,7 @@ def test_what_would_end_workers_on_several_nodes_is_said_before(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    write_key(tmp_path / "key")
     assert not submitted(tmp_path, "--dry-run", *args, monkeypatch=monkeypatch)
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == bool(sentence)
@@ -486,6 +507,14 @@ def test_a_refusal_of_sbatch_is_status_1(
         (["--k8s"], "give --image"),
         (["--slurm", "--checkpoint", "x:every=0"], "--checkpoint takes DIR"),
         (["--slurm", "-n", "3", "-s", "tp(2)"], "3"),
+        (["--slurm", "-n", "4", "--nodes", "2", "-s", "hogwild"], "in the memory of one host"),
+        ([*IMAGE, "-n", "4", "--nodes", "2", "-s", "hogwild"], "in the memory of one host"),
+        (["--slurm", "--secret-file", "none"], "none, which holds the secret of the run: No such"),
+        (["--slurm", "--secret-file", "train.py"], "other users can read it: chmod 600 train.py"),
+        (["--slurm", "-n", "2", "--line=--nodes=9"], "the script has --nodes=1 already"),
+        (["--slurm", "-n", "2", "--line=-N 9"], "the script has --nodes=1 already"),
+        (["--slurm", "--checkpoint", "a", "--line=--signal=INT"], "--signal=B:USR1@60 already"),
+        ([*SHORT, "--notice", "600", "--checkpoint", "a"], "--notice 600 s before the end of"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -15,8 +15,10 @@ often as `restarts` says.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from shoal.errors import BadInput
@@ -65,6 +67,15 @@ class KubernetesOptions:
             if path in paths:
                 raise BadInput(f"--claim {claim}: something else is at {path} already")
             paths.append(path)
+
+
+def checkpoint_warning(folder: str, options: KubernetesOptions) -> str | None:
+    """What a pod writes elsewhere than in a volume is lost with it."""
+    paths = [claim.partition(":")[2] for claim in options.claims]
+    if any(PurePosixPath(posixpath.normpath(folder)).is_relative_to(path) for path in paths):
+        return None
+    where = f"below {' or '.join(paths)}" if paths else "in a volume (--claim NAME:/PATH)"
+    return f"the checkpoint {folder} is not {where}: it is lost with its pod"
 
 
 def manifest(spec: SubmitSpec, options: KubernetesOptions) -> str:
