@@ -60,6 +60,17 @@ def detect(config: RunConfig) -> Placement | None:
     return None
 
 
+def is_one_host(placement: Placement, config: RunConfig) -> bool:
+    """Whether all ranks are on this host: nothing then has to listen beyond loopback.
+
+    torchrun may be started on it several times, with a rendezvous that other hosts do not reach.
+    """
+    if placement.local_size == placement.size:
+        return True
+    is_torchruns = placement.launcher == "torchrun" and config.host_dir is None
+    return is_torchruns and is_loopback(config.environ.get("MASTER_ADDR", ""))
+
+
 # --- shoal ---------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StrategyError
 from shoal.launch.device import asked_device, choose_backend, choose_device
-from shoal.launch.environment import Placement
+from shoal.launch.environment import Placement, is_one_host
 from shoal.launch.failures import report_failure
 from shoal.launch.host_ranks import ask_hosts, meet
 from shoal.launch.orphan import ending_with_agent, require_agent_store
@@ -361,7 +361,7 @@ class Worker:
                 run_dir=self.config.run_dir,
                 secret=self._check_network(placement),
                 hostname=self._own_host(),
-                is_one_host=placement.local_size == placement.size,
+                is_one_host=is_one_host(placement, self.config),
                 timeout_s=self.config.wait.limit_s or DEFAULT_TIMEOUT_S,
                 config=self.config,
                 store=store,
@@ -385,7 +385,7 @@ class Worker:
             raise
 
     def _key_of_hosts(self, placement: Placement) -> bytes | None:
-        if placement.local_size == placement.size or dist.is_initialized():
+        if is_one_host(placement, self.config) or dist.is_initialized():
             return self.config.read_secret()
         says = self.rank == 0
         backend = "NCCL" if choose_backend(self.device, placement) == "nccl" else "Gloo"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_four_variables_are_enough_on_one_host(address: str) -> None:
     here = Placement("torchrun", 1, 4, 1, 4, there)
     assert detect(four) == detect({**four, "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}) == here
     assert detect({**four, "LOCAL_RANK": "1"}) == here
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1", "10.0.0.1", "node1"])
+def test_torchrun_may_be_started_twice_on_one_host(address: str) -> None:
+    for environ in (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": ""}):
+        config = RunConfig.from_environment({**environ, "MASTER_ADDR": address})
+        placement = environment.detect(config)
+        assert placement is not None and placement.local_size < placement.size
+        is_here = address not in ("10.0.0.1", "node1")
+        assert environment.is_one_host(placement, config) == is_here
+        lent = replace(config, host_dir=RunDir(Path("/tmp/run")))  # hosts of an engine
+        assert not environment.is_one_host(placement, lent)
 
 
 def test_four_variables_do_not_say_which_ranks_share_a_host() -> None:
