@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shoal.launch.joining import ask_to_join, wait_for_answer
+from shoal.launch.running import run_name
 
 
 def join(
@@ -19,5 +20,6 @@ def join(
 ) -> None:
     """Ask a run on this host to start a worker that is not there, up to its number (-n)."""
     run_dir, request = ask_to_join(run)
+    name = run_name(run_dir)
     said = wait_for_answer(run_dir, request)
-    print(f"{said}, in the run of {run_dir.path}; its launcher says what follows")
+    print(f"{said}, in the run {name}; its launcher says what follows")

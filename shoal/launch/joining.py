@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.running import entries, find_run
+from shoal.launch.running import find_run, run_name
 from shoal.runtime.locked_folders import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 
@@ -75,8 +75,7 @@ def _only_run() -> RunDir:
     if not takes:
         raise BadInput(f"no run of yours on this host takes a worker: {_HOW}")
     if len(takes) > 1:
-        known = {entry.run_dir: entry.name for entry in entries()}
-        names = ", ".join(known.get(run_dir, str(run_dir.path)) for run_dir in takes)
+        names = ", ".join(map(run_name, takes))
         raise BadInput(f"several runs take a worker: name one of them: {names}")
     return takes[0]
 

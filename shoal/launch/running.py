@@ -17,7 +17,7 @@ from shoal.runtime.locked_folders import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 
 # fmt: off
-_NAMES = (
+_NAMES = (  # none is the name of an engine or launcher
     "anchovy", "anthias", "barbel", "bass", "betta", "bleak", "blenny",
     "bonito", "bream", "brill", "burbot", "carp", "catfish", "char",
     "chub", "cod", "dab", "dace", "danio", "dory", "eel",
@@ -25,7 +25,7 @@ _NAMES = (
     "haddock", "hake", "halibut", "herring", "hoki", "ide", "killi",
     "koi", "ling", "loach", "mackerel", "marlin", "minnow", "molly",
     "mullet", "opah", "orfe", "parr", "perch", "pike", "plaice",
-    "pollack", "ray", "roach", "ruffe", "salmon", "sardine", "scad",
+    "pollack", "roach", "ruffe", "salmon", "sardine", "scad",
     "shad", "smelt", "snapper", "sole", "sprat", "sturgeon", "tang",
     "tench", "tetra", "tilapia", "trout", "tuna", "turbot", "wahoo",
     "whiting", "wrasse", "zander",
@@ -136,6 +136,12 @@ def find_run(name: str) -> RunEntry:
     if found:
         raise BadInput(f"{name!r} is not the name of one run: {names}")
     raise BadInput(f"there is no run {name!r}: {names} {'run' if len(known) > 1 else 'runs'} here")
+
+
+def run_name(run_dir: RunDir) -> str:
+    """As `shoal ps` shows it; the folder of a run without an entry."""
+    names = {entry.run_dir: entry.name for entry in entries()}
+    return names.get(run_dir, str(run_dir.path))
 
 
 def _free_name(taken: Iterable[str]) -> str:

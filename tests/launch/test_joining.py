@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.commands.join import join
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.joining import ask_to_join, wait_for_answer
 from shoal.launch.local import LaunchSpec, RunResult, launch
@@ -104,6 +105,20 @@ def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for gone in (second.path, tmp_path / "nothing", Path("/dev/null")):
         with pytest.raises(BadInput, match=f"{gone} is not the folder of a run that goes on"):
             ask_to_join(str(gone))
+
+
+def test_the_run_that_is_joined_is_named_as_ps_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("shoal.commands.join.wait_for_answer", lambda *_: "worker 1 is started")
+    with new_run_dir() as run_dir:
+        run_dir.open_joins()
+        join()
+        name = enter_run(run_dir, RunFacts("ps", 2, 0, ("python", "train.py"), ("here", "here")))
+        join()
+    said = "worker 1 is started, in the run {}; its launcher says what follows\n"
+    assert capsys.readouterr().out == said.format(run_dir.path) + said.format(name)
 
 
 def test_the_launcher_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

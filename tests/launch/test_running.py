@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from shoal.commands.engines import ENGINES
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, enter
 from shoal.launch.log_files import LogFiles
 from shoal.launch.output import LineForwarder, discard_lines
-from shoal.launch.running import RunFacts, enter_run, entries, find_run
+from shoal.launch.running import _NAMES, RunFacts, enter_run, entries, find_run
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir, new_run_dir
 from shoal.runtime.step_count import StepCount
@@ -204,8 +205,14 @@ def test_a_full_disk_ends_a_log_and_not_the_run(
 
 def test_logs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match="--logs: cannot make the folder"):
+    with pytest.raises(BadInput, match=r"--logs takes a folder, and .*/file is a file$"):
         LogFiles(tmp_path / "file")
+    with pytest.raises(BadInput, match=r"cannot make the folder .*/file/logs: Not a directory$"):
+        LogFiles(tmp_path / "file" / "logs")
+
+
+def test_no_run_has_the_name_of_an_engine_or_a_launcher() -> None:
+    assert not {*ENGINES, "slurm", "k8s", "srun", "torchrun", "mpirun"} & set(_NAMES)
 
 
 @alone
