@@ -44,13 +44,22 @@ def parse_s_per_byte(text: str) -> float:
     number, unit = _split(text)
     if unit == "":
         return number
+    rate = parse_bytes_per_s(text)
+    if rate is None:
+        raise BadInput(
+            f"{text!r} is not a cost per byte: write seconds, or a rate such as 10GB/s or 80Gb/s"
+        )
+    return 1 / rate
+
+
+def parse_bytes_per_s(text: str) -> float | None:
+    """`1Gb/s` and `1Gbps` are 125,000,000; None where it is no rate."""
+    number, unit = _split(text)
     for end in ("/s", "ps"):
         width = _bytes_in(unit[: -len(end)]) if unit.endswith(end) else None
         if width is not None and number > 0:
-            return 1 / (number * width)
-    raise BadInput(
-        f"{text!r} is not a cost per byte: write seconds, or a rate such as 10GB/s or 80Gb/s"
-    )
+            return number * width
+    return None
 
 
 def _split(text: str) -> tuple[float, str]:

@@ -18,7 +18,7 @@ from shoal.commands.cluster import document
 from shoal.commands.output import wide_console
 from shoal.errors import BadInput
 from shoal.lab.design import MTU, LabDesign, parse_rate
-from shoal.lab.lab import Lab, build_lab, find_lab, known_labs, remove_lab
+from shoal.lab.lab import Lab, build_lab, find_lab, known_labs, refuse_built_now, remove_lab
 from shoal.lab.namespaces import require
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 _NAME_OF_LAB = "Which lab, where there are several."
 LabName = Annotated[str | None, typer.Argument(metavar="NAME", help=_NAME_OF_LAB)]
+NameOption = Annotated[str | None, typer.Option("--name", help="The same as NAME.")]
 
 
 @app.command()
@@ -57,24 +58,27 @@ def up(
 
 
 @app.command()
-def show(name: LabName = None, as_json: options.Json = False) -> None:
+def show(name: LabName = None, named: NameOption = None, as_json: options.Json = False) -> None:
     """Draw a lab with the bandwidth of every level, and list its hosts."""
-    _show(find_lab(name), as_json)
+    _show(find_lab(_one_name(name, named)), as_json)
 
 
 @app.command()
 def down(
     name: LabName = None,
+    named: NameOption = None,
     remove_all: Annotated[
         bool, typer.Option("--all", help="Remove all labs of this machine.")
     ] = False,
 ) -> None:
     """Remove a lab, and what a killed `shoal lab up` has left; processes in it are killed."""
+    name = _one_name(name, named)
     if name is not None and remove_all:
         raise BadInput("shoal lab down takes a name or --all, not both")
     require()
     names = known_labs() if remove_all else [_one_to_remove(name)]
     for one in names:
+        refuse_built_now(one)
         ended = remove_lab(one)
         processes = "" if not ended else f"; {ended} processes in it were killed"
         typer.echo(f"lab {one} is removed{processes}")
@@ -94,6 +98,12 @@ def execute(
     words = namespace.command(command)
     sys.stdout.flush()
     os.execvp(words[0], words)
+
+
+def _one_name(name: str | None, named: str | None) -> str | None:
+    if name is not None and named is not None and name != named:
+        raise BadInput(f"NAME is {name!r} and --name is {named!r}: give one of them")
+    return name if named is None else named
 
 
 def _one_to_remove(name: str | None) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.discover import this_machine
 from shoal.cluster.hardware import Device, LinkSpec
-from shoal.cluster.units import parse_s_per_byte, show_rate
+from shoal.cluster.units import parse_bytes_per_s, show_rate
 from shoal.errors import BadInput
 
 MOST_HOSTS = 64
@@ -131,8 +131,7 @@ def check_name(name: str) -> None:
 
 def parse_rate(text: str) -> float:
     """Bytes a second: `1Gb/s` is 125 million."""
-    try:
-        rate = 1 / parse_s_per_byte(text)
-    except (BadInput, ZeroDivisionError) as error:
-        raise BadInput(f"--link {text!r} is not a rate: write 1Gb/s or 100MB/s") from error
+    rate = parse_bytes_per_s(text)
+    if rate is None:
+        raise BadInput(f"--link {text!r} is not a rate: write 1Gb/s or 100MB/s")
     return rate

@@ -10,8 +10,13 @@ process that built them was killed.
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any
 
 from shoal.cluster.toml_writer import cluster_text
@@ -119,20 +124,42 @@ def build_lab(design: LabDesign) -> Lab:
     design.check()
     require()
     files = LabFiles(design.name)
-    if not files.claim(asdict(design)):
-        raise BadInput((_there_already if files.is_complete else _left)(design.name))
-    lab = Lab(design)
-    try:
-        remove(namespaces_of(f"{_PREFIX}{design.name}."))  # of a lab whose files are gone
-        lab.build()
-        files.complete(cluster_text(design.cluster()))
-    except NetworkError as error:
-        remove_lab(design.name)
-        raise BadInput(f"this machine cannot have a lab: {error}") from error
-    except BaseException:
-        remove_lab(design.name)
-        raise
+    with _ending_by_exception(), files.claimed(asdict(design)) as is_ours:
+        if not is_ours:
+            raise BadInput((_there_already if files.is_complete else _incomplete)(design.name))
+        lab = Lab(design)
+        try:
+            remove(namespaces_of(f"{_PREFIX}{design.name}."))  # of a lab whose files are gone
+            lab.build()
+            files.complete(cluster_text(design.cluster()))
+        except NetworkError as error:
+            remove_lab(design.name)
+            raise BadInput(f"this machine cannot have a lab: {error}") from error
+        except BaseException:
+            remove_lab(design.name)
+            raise
     return lab
+
+
+@contextmanager
+def _ending_by_exception() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what it has made is removed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for ours in taken:
+            signal.signal(ours, signal.SIG_IGN)  # a second one does not interrupt the removal
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    asked = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    taken = [number for number in asked if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def find_lab(name: str | None = None) -> Lab:
@@ -149,8 +176,14 @@ def find_lab(name: str | None = None) -> Lab:
         raise BadInput(f"there is no lab {name!r}: shoal lab up --name {name} builds one")
     design = None if document is None else _design(document)
     if design is None or not files.is_complete or not Lab(design).hosts[-1].namespace.exists():
-        raise BadInput(_left(name))
+        raise BadInput(_incomplete(name))
     return Lab(design)
+
+
+def refuse_built_now(name: str) -> None:
+    """BadInput where a process builds the lab, which would go on without what is removed."""
+    if builder := LabFiles(name).builder():
+        raise BadInput(f"lab {name!r} is being built by {builder}: wait for it, or end it first")
 
 
 def remove_lab(name: str) -> int:
@@ -184,5 +217,7 @@ def _there_already(name: str) -> str:
     return f"there is a lab {name!r} already: remove it with shoal lab down {name}, or give --name"
 
 
-def _left(name: str) -> str:
+def _incomplete(name: str) -> str:
+    if builder := LabFiles(name).builder():
+        return f"lab {name!r} is being built by {builder}: wait until it is complete"
     return f"lab {name!r} is not complete: remove what is left of it with shoal lab down {name}"

@@ -1,14 +1,17 @@
 """Files of labs (`shoal lab`), by name. They last until the machine restarts, as a lab does.
 
-lab.json    what `shoal lab up` was asked for; there before the first namespace is made
+lab.json    what `shoal lab up` was asked for; there before the first namespace is made, and locked
+            as long as the lab is being built
 lab.toml    the cluster file of a lab that is complete
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from shoal.runtime.atomic_write import write_atomically
 FOLDER = Path("/run/shoal-lab")  # root makes labs; other users may read what they are
 DEFAULT_LAB = "lab"
 _MAX_BYTES = 1 << 16
+_BUILDER = "builder_pid"  # in lab.json
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,39 @@ class LabFiles:
     def cluster(self) -> Path:
         return FOLDER / f"{self.name}.toml"
 
-    def claim(self, document: dict[str, Any]) -> bool:
-        """Write what the lab is to be; False where there is one of this name."""
-        FOLDER.mkdir(mode=0o755, exist_ok=True)
-        try:
-            handle = os.open(self.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
+    @contextmanager
+    def claimed(self, document: dict[str, Any]) -> Iterator[bool]:
+        """Write what the lab is to be, which is built in the block.
+
+        False where there is one of this name.
+        """
+        handle = self._new_state()
+        if handle is None:
+            yield False
+            return
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        return True
+            fcntl.flock(file, fcntl.LOCK_EX)
+            json.dump({**document, _BUILDER: os.getpid()}, file)
+            file.flush()
+            yield True
+
+    def _new_state(self) -> int | None:
+        FOLDER.mkdir(mode=0o755, exist_ok=True)
+        with suppress(FileExistsError):
+            return os.open(self.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        return None
+
+    def builder(self) -> str | None:
+        """Which process builds the lab now; None where none does."""
+        try:
+            with self.state.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = (self._read_state() or {}).get(_BUILDER)
+            return f"process {pid}" if isinstance(pid, int) else "another process"
+        except OSError:
+            return None
+        return None
 
     def complete(self, cluster_text: str) -> None:
         write_atomically(self.cluster, cluster_text)
@@ -52,6 +79,10 @@ class LabFiles:
 
     def read(self) -> dict[str, Any] | None:
         """What the lab is to be; None where there is none."""
+        document = self._read_state()
+        return document and {key: document[key] for key in document if key != _BUILDER}
+
+    def _read_state(self) -> dict[str, Any] | None:
         try:
             document = json.loads(self.state.read_bytes()[:_MAX_BYTES])
         except (OSError, ValueError, RecursionError):

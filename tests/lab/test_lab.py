@@ -86,7 +86,7 @@ def test_a_lab_that_makes_no_sense_is_refused(bad: LabDesign, words: str) -> Non
 
 
 def test_a_rate_is_bits_or_bytes() -> None:
-    assert parse_rate("1Gb/s") == pytest.approx(parse_rate("125MB/s"))
+    assert parse_rate("1Gb/s") == parse_rate("125MB/s") == 125_000_000
     with pytest.raises(BadInput, match="is not a rate"):
         parse_rate("fast")
 
@@ -171,6 +171,53 @@ def test_what_a_builder_killed_half_way_leaves_is_removed_and_a_second_one_works
     remove_lab(NAME)
     assert not left()
     assert build_lab(design(1)) == find_lab(NAME)
+
+
+@needs_root
+@pytest.mark.usefixtures("removed")
+def test_nothing_is_left_of_a_lab_whose_builder_is_asked_to_end() -> None:
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        CableEnd.attach = lambda end: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore
+        try:
+            build_lab(design(1))
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
+    assert not left()
+
+
+@needs_root
+@pytest.mark.usefixtures("removed")
+def test_a_lab_that_is_being_built_is_neither_built_nor_removed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with LabFiles(NAME).claimed({}) as is_ours:
+        assert is_ours
+        for act in (lambda: find_lab(NAME), lambda: build_lab(design(1))):
+            with pytest.raises(BadInput, match=f"is being built by process {os.getpid()}: wait"):
+                act()
+        assert shoal("lab", "down", NAME) == 2
+        assert f"being built by process {os.getpid()}" in capsys.readouterr().err
+    assert LabFiles(NAME).builder() is None
+    assert shoal("lab", "down", "--name", NAME) == 0
+    assert not left()
+
+
+def test_a_lab_has_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("lab", "show", "a", "--name", "b") == 2
+    assert capsys.readouterr().err == "shoal: NAME is 'a' and --name is 'b': give one of them\n"
+    assert shoal("lab", "show", "--name", "none") == 2
+    assert "there is no lab 'none'" in capsys.readouterr().err
+
+
+def shoal(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return int(end.value.code or 0)
 
 
 @needs_root
