@@ -85,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if status == _INTERRUPTED:
             print("shoal: interrupted", file=sys.stderr)
         sys.exit(status)
+    except KeyboardInterrupt:  # while the modules of the command were loaded
+        print("shoal: interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
     except _UsageError as error:
         print(_usage_message(error), file=sys.stderr)
         sys.exit(2)

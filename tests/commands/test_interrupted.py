@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 
-from shoal import cli
+from shoal import __main__, cli
 from shoal.commands import plan_validate
 
 
@@ -17,5 +21,22 @@ def test_an_interrupted_command_says_so_in_one_line(
     monkeypatch.setattr(plan_validate, "read_table", interrupt)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "validate", "table.csv"])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out, err) == (130, "", "shoal: interrupted\n")
+
+
+class InterruptedLoading(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt if name in ("main", "app") else AttributeError(name)
+
+
+@pytest.mark.parametrize("module", ["shoal.cli", "shoal.commands.keys"])
+def test_ctrl_c_while_modules_are_loaded_is_one_line_too(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, InterruptedLoading(module))
+    monkeypatch.setattr(sys, "argv", ["shoal", "keys"])
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main()
     out, err = capsys.readouterr()
     assert (stopped.value.code, out, err) == (130, "", "shoal: interrupted\n")
