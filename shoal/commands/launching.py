@@ -75,6 +75,7 @@ class WorkersOptions:
         takes_back = config.takes_back and (self.on is None or strategy.is_elastic)
         if takes_back:
             option = "--restart" if config.restarts else "--start"
+            option = "--elastic" if self.at_least is not None else option
             strategy.taking_back(self.workers).require_takes_back(option)
         config = with_checkpoint(config, self.checkpoint)
         config = with_server_checkpoint(config, strategy, self.server_checkpoint, self.resume)
@@ -83,8 +84,13 @@ class WorkersOptions:
         return replace(config, strategy=str(taking_back(strategy, self.workers)))
 
 
-def elastic_options(options: WorkersOptions, text: str | None) -> WorkersOptions:
-    """The options with `--elastic MIN:MAX`: MAX workers at most, of which -n are started."""
+def elastic_options(
+    options: WorkersOptions, text: str | None, workers: int | None = None
+) -> WorkersOptions:
+    """The options with `--elastic MIN:MAX`: MAX workers at most, of which -n are started.
+
+    `workers` is the number of -n; None where it is not given. Beside --start it may also be MAX.
+    """
     if text is None:
         return options
     match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
@@ -93,7 +99,12 @@ def elastic_options(options: WorkersOptions, text: str | None) -> WorkersOptions
             f"--elastic takes the fewest and the most workers, as 2:8, not {text[:40]!r}"
         )
     fewest, most = int(match[1]), int(match[2])
-    start = options.start or (options.workers if options.workers > 1 else most)
+    start = options.start or workers or most
+    if workers not in (None, start, most):
+        raise BadInput(
+            f"--elastic {text}: -n {workers} and --start {start} are two numbers of workers at "
+            "first: leave out one of them"
+        )
     if not fewest <= start <= most:
         raise BadInput(f"--elastic {text}: {start} workers at first are not {fewest} to {most}")
     strategy = str(strategy_for(options.strategy or "ddp", most).as_elastic())

@@ -23,7 +23,7 @@ from shoal.runtime.config import RunConfig
 def run(
     script: options.Script,
     args: options.ScriptArgs = None,
-    workers: options.Workers = 1,
+    workers: options.RunWorkers = None,
     on: options.On = None,
     strategy: options.Strategy = None,
     seed: options.Seed = None,
@@ -48,15 +48,15 @@ def run(
     if on is not None:
         check_engine(on)
     command = command_for(script, args)
-    strategy = resolve_auto(strategy, command, workers, device)
+    strategy = resolve_auto(strategy, command, workers or 1, device)
     asked = WorkersOptions(
-        *(workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
+        *(workers or 1, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
         server_checkpoint=server_checkpoint,
         resume=resume,
         on=on,
         checkpoint=checkpoint,
     )
-    asked = elastic_options(asked, elastic)
+    asked = elastic_options(asked, elastic, workers)
     options_config = with_cluster(asked.to_config(), cluster, on)
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")

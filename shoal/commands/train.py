@@ -27,7 +27,7 @@ from shoal.train.checkpoint_folder import MANIFEST
 def train(
     example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
     args: options.ScriptArgs = None,
-    workers: options.Workers = 1,
+    workers: options.RunWorkers = None,
     strategy: options.Strategy = None,
     seed: options.Seed = None,
     device: options.Device = None,
@@ -53,13 +53,13 @@ def train(
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
-    strategy = resolve_auto(strategy, command, workers, device)
+    strategy = resolve_auto(strategy, command, workers or 1, device)
     asked = WorkersOptions(
-        *(workers, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
+        *(workers or 1, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
         server_checkpoint=server_checkpoint,
         resume=resume,
     )
-    asked = elastic_options(asked, elastic)
+    asked = elastic_options(asked, elastic, workers)
     config = asked.to_config()
     start_s = time.monotonic()
     with traced(config, trace) as traced_config:

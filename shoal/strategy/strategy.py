@@ -125,8 +125,14 @@ class Strategy:
         return self.sync is not None and self.sync.is_elastic
 
     def as_elastic(self) -> Strategy:
-        """This strategy with workers that leave and join between two steps."""
-        return replace(self, sync=(self.sync or Ddp()).as_elastic())
+        """This strategy with workers that leave and join between two steps (`--elastic`)."""
+        sync = (self.sync or Ddp()).as_elastic()
+        if sync.is_elastic and self.splits:
+            raise StrategyError(
+                f"--elastic: the workers of a replica that {self.splits[0]} splits stay the same; "
+                "leave out one of the two"
+            )
+        return replace(self, sync=sync)
 
     @property
     def is_exact_at_any_number(self) -> bool:
@@ -160,7 +166,7 @@ class Strategy:
         """
         if self.takes_back or (self.sync is not None and self.sync.server_replicas > 1):
             return
-        whom = "a worker that comes later" if option == "--start" else "a worker back"
+        whom = "a worker back" if option == "--restart" else "a worker that comes later"
         raise StrategyError(f"{option}: {self} cannot take {whom}: {self._why_not_back}")
 
     @property

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.launching import WorkersOptions
+from shoal.cli import main
+from shoal.commands.launching import WorkersOptions, elastic_options
 from shoal.errors import BadInput
 
 
@@ -73,3 +74,43 @@ def test_what_is_refused_is_the_only_line(
     assert capfd.readouterr().err == ""
     WorkersOptions(4, "ps", start=1, server_checkpoint="c").to_config()
     assert "ps runs as ps(quorum=4)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("-n 1", "--elastic 2:4: 1 workers at first are not 2 to 4"),
+        (
+            "-n 2 --start 3",
+            "--elastic 2:4: -n 2 and --start 3 are two numbers of workers at first: leave out one "
+            "of them",
+        ),
+        (
+            "-s pp(2)",
+            "--elastic: the workers of a replica that pp(2) splits stay the same; leave out one of "
+            "the two",
+        ),
+        (
+            "-s ps(mode='async')+tp(2)",
+            '--elastic: ps(mode="async") + tp(2) cannot take a worker that comes later: the '
+            "workers of a replica that tp(2) splits meet at the start; leave it out",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_a_refused_elastic_run_names_what_was_given(
+    command: str, words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "digits", "--elastic", "2:4", *words.split()])
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"shoal: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("workers", "start", "at_first"), [(None, None, 4), (3, None, 3), (3, 3, 3), (4, 3, 3)]
+)
+def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
+    workers: int | None, start: int | None, at_first: int
+) -> None:
+    options = elastic_options(WorkersOptions(workers or 1, start=start), "2:4", workers)
+    assert (options.workers, options.start, options.at_least) == (4, at_first, 2)
