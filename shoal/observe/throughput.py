@@ -50,6 +50,10 @@ class Throughput:
         """This rank has skipped the step."""
         self._rank_samples -= rank
 
+    def recount_samples(self, before: int, now: int) -> None:
+        """A batch was split again: `now` of its samples are on this rank, not `before`."""
+        self._rank_samples += now - before
+
     def end_step(self, steps: int = 1) -> None:
         """A step has ended; it counts as `steps` where replicas take batches in turns."""
         self._steps += steps

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
-from shoal.data.batch import BatchPart
+from shoal.data.batch import AnyBatch, BatchPart
 from shoal.data.sources import Recall
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, PeerLost, RunOver
@@ -47,12 +47,20 @@ class TrainingState(UnshardedState, Protocol):
 
 
 @dataclass(eq=False)
+class OwnSamples:
+    """How many samples of a batch are counted as those of this worker."""
+
+    number: int
+
+
+@dataclass(eq=False)
 class Attempt:
     """A call of a step that replicas have not agreed after: it may have to be done again."""
 
     step: Step
     number: int  # `step.steps` after it
     recall: Recall | None  # makes its batch again; None: the script has made another one of it
+    samples: OwnSamples  # of its batch, on which several models may train
     is_reported: bool = False  # the script has got its loss
 
 
@@ -66,16 +74,21 @@ class ElasticTraining:
         steps: Sequence[Step],
         state: TrainingState,
         after_regroup: Callable[[], None],
+        recount: Callable[[int, int], None],
     ):
         """`steps` are those of the job, also those that are added later.
 
-        `after_regroup` is called when there are other replicas than before.
+        `after_regroup` is called when there are other replicas than before, `recount` with the
+        samples of this worker in a batch, as they were counted and as they are.
         """
         self.group = group
         self._stream = stream
         self._steps = steps
         self._state = state
         self._after_regroup = after_regroup
+        self._recount = recount
+        self._latest: AnyBatch | None = None  # the batch that `_samples` are of
+        self._samples = OwnSamples(0)
         self._shards = ShardedState(group, steps, state)
         self._is_new = True
         self._returned: list[dict[str, Any]] = []  # by the latest steps of the worker that sent
@@ -89,7 +102,8 @@ class ElasticTraining:
     def train(self, step: Step, batch: Any) -> Any:
         """What `step` returns, however often it has to be done again."""
         self.join()
-        attempt = Attempt(step, step.steps + 1, self._recall(step, batch))
+        recall = self._recall(step, batch)
+        attempt = Attempt(step, step.steps + 1, recall, self._samples_of(step.latest))
         self._undone.append(attempt)
         try:
             if self._fetched_in == self.group.membership.generation.number:
@@ -113,6 +127,17 @@ class ElasticTraining:
             )
         return None
 
+    def _samples_of(self, batch: AnyBatch | None) -> OwnSamples:
+        """Those of the latest batch of job.batches, which was counted when it was given out."""
+        if batch is not self._latest:
+            self._latest = batch
+            self._samples = OwnSamples(0 if batch is None else sum(batch.microbatch_sizes))
+        return self._samples
+
+    def _count_again(self, samples: OwnSamples, number: int) -> None:
+        self._recount(samples.number, number)
+        samples.number = number
+
     def _do(self, attempt: Attempt, batch: Any) -> None:
         step = attempt.step
         if step.sync.is_agreed:
@@ -132,9 +157,12 @@ class ElasticTraining:
         If the script made another one of it, it gets the batch of job.batches again.
         """
         if attempt.recall is not None:
-            self._do(attempt, attempt.recall(self.group.rank, self.group.size))
+            batch = attempt.recall(self.group.rank, self.group.size)
+            self._count_again(attempt.samples, sum(batch.microbatch_sizes))
+            self._do(attempt, batch)
             return
         self._undone.remove(attempt)
+        self._count_again(attempt.samples, 0)  # it is counted when it is given out again
         if not self._stream.repeat():
             raise BadInput(
                 "an elastic run takes its batches from job.batches, inside of whose loop step is "

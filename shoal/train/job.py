@@ -108,7 +108,12 @@ class Job(LoopMethods):
         self._elastic: ElasticTraining | None = None
         if isinstance(group, ElasticGroup):
             self._elastic = ElasticTraining(
-                group, self._stream, self._steps, self._state, self._after_regroup
+                group,
+                self._stream,
+                self._steps,
+                self._state,
+                self._after_regroup,
+                self._throughput.recount_samples,
             )
             self._stream.same.compares = False  # one who joins later has not been there
         agreement = Agreement(group, device, self._services.elastic_sum)

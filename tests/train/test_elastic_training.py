@@ -20,6 +20,7 @@ from tests.elastic import (
     PER_EPOCH,
     Workers,
     alone,
+    built,
     each_once,
     exact_step,
     numbered,
@@ -119,6 +120,30 @@ def test_each_sample_of_an_epoch_is_trained_once(tmp_path: Path) -> None:
     workers = Workers(tmp_path, 4, train, dies={GroupMember(1, 0): (13, "before")})
     workers.run()
     assert all(each == list(range(BATCH * PER_EPOCH)) for each in each_once(workers))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_samples_are_counted_as_they_are_split_in_the_step_that_ends(
+    tmp_path: Path, changes: bool
+) -> None:
+    """`changes`: the script changes its rows, so it gets the interrupted batch again."""
+
+    def train(workers: Workers, job: Job) -> tuple[int, int]:
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        step = job.step(built(), torch.nn.functional.cross_entropy, optimizer=sgd)
+        counted = 0
+        for inputs, targets in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            before = job.steps
+            step((inputs * 1.0 if changes else inputs, targets))
+            counted += BATCH // job.replicas if job.steps > before else 0
+        return job.report()["samples"], counted
+
+    workers = Workers(tmp_path, 3, train, dies={GroupMember(1, 0): (13, "before")})
+    workers.run()
+    counts = list(workers.results.values())
+    assert len(counts) == 2 and all(samples == counted for samples, counted in counts)
+    most = BATCH * PER_EPOCH * EPOCHS // 2
+    assert all(2 * most // 3 < counted < most for _, counted in counts), "lost at an end"
 
 
 def train_on_loader(workers: Workers, job: Job) -> Any:
