@@ -24,14 +24,44 @@ class PlacedRanks:
 
 def place(machines: Sequence[Machine], workers: int) -> list[PlacedRanks]:
     """Fill the hosts one after the other; BadInput where there are more workers than slots."""
-    placed: list[PlacedRanks] = []
-    first = 0
+    counts: list[int] = []
     for machine in machines:
-        count = min(machine.slots, workers - first)
+        counts.append(min(machine.slots, workers - sum(counts)))
+    if sum(counts) < workers:
+        hosts = "1 host" if len(machines) == 1 else f"{len(machines)} hosts"
+        raise BadInput(f"there are slots for {sum(counts)} workers on {hosts}, not for {workers}")
+    return _blocks(machines, counts)
+
+
+def place_evenly(machines: Sequence[Machine], started: int, workers: int) -> list[PlacedRanks]:
+    """The first workers evenly over the hosts; those that come later, in the slots that are left.
+
+    For 3 of 6 workers on 3 hosts: ranks 0 | 1 | 2, later 3 | 4 | 5. BadInput as for `place`.
+    """
+    filled = place(machines, workers)
+    if started == workers:
+        return filled
+    slots = [machine.slots for machine in machines]
+    early = _evenly(slots, started)
+    late = [most - few for most, few in zip(_evenly(slots, workers), early, strict=True)]
+    return [*_blocks(machines, early), *_blocks(machines, late, started)]
+
+
+def _evenly(slots: Sequence[int], workers: int) -> list[int]:
+    """One worker at a time, where the fewest are."""
+    counts = [0] * len(slots)
+    for _ in range(workers):
+        hosts = [host for host, most in enumerate(slots) if counts[host] < most]
+        counts[min(hosts, key=lambda host: counts[host])] += 1
+    return counts
+
+
+def _blocks(
+    machines: Sequence[Machine], counts: Sequence[int], first: int = 0
+) -> list[PlacedRanks]:
+    placed: list[PlacedRanks] = []
+    for machine, count in zip(machines, counts, strict=True):
         if count > 0:
             placed.append(PlacedRanks(machine, first, count))
             first += count
-    if first < workers:
-        hosts = "1 host" if len(machines) == 1 else f"{len(machines)} hosts"
-        raise BadInput(f"there are slots for {first} workers on {hosts}, not for {workers}")
     return placed

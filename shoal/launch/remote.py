@@ -19,7 +19,7 @@ from shoal.launch.log_files import LogFiles
 from shoal.launch.lost_workers import LossPolicy
 from shoal.launch.machines import Machines, ServerHosts
 from shoal.launch.output import LineForwarder, OnProgress, Write, print_lines
-from shoal.launch.placing import place
+from shoal.launch.placing import place_evenly
 from shoal.launch.processes import Role
 from shoal.launch.remote_elastic import serving_elastic
 from shoal.launch.remote_run import RemoteRun
@@ -39,7 +39,7 @@ def run_remote(
     """As `launch`, on other hosts. A tolerance is that of an elastic strategy."""
     spec.check()
     _check_local_options(spec)
-    placed = place(machines.hosts(spec.workers), spec.workers)
+    placed = place_evenly(machines.hosts(spec.workers), spec.started, spec.workers)
     server_hosts = _server_hosts(machines, spec)
     supervisor = Supervisor(spec.started, grace_s=spec.config.grace_s)
     put = supervisor.events.put

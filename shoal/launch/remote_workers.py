@@ -1,9 +1,10 @@
 """The workers of a run on lent hosts: an agent on each host starts them and reports on them.
 
-Ranks are placed block by block: those of a host are neighbours. The agent of the first host finds
-a free port for the rendezvous; then the others are started. What workers report about themselves
-comes through their agents into the run directory of this launcher. A worker of an elastic run that
-is started later has an agent of its own.
+Ranks are placed block by block: those of a host are neighbours; workers of an elastic run that may
+come later have the ranks after all of these. The agent of the first host finds a free port for the
+rendezvous; then the others are started. What workers report about themselves comes through their
+agents into the run directory of this launcher. A worker of an elastic run that is started later has
+an agent of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +68,7 @@ class RemoteWorkers(RemoteProcesses):
         """`placed` has all workers that there may be, also those that come later."""
         super().__init__(run)
         self._placed = placed
-        self._at = {rank: (on.machine, rank - on.first) for on in placed for rank in on.ranks}
+        self._at = _with_local_ranks(placed)
         self._spec = run.spec
         self._run_dir = run.run_dir
         self._on_progress = on_progress
@@ -278,6 +280,17 @@ class RemoteWorkers(RemoteProcesses):
         self._run_dir.note_exit(rank, returncode)
         self._run.put(ProcessExit(rank, returncode, time_ns))
         self.end_start()
+
+
+def _with_local_ranks(placed: Sequence[PlacedRanks]) -> dict[int, tuple[Machine, int]]:
+    """By rank its host, which may have several blocks of ranks, and its number there."""
+    here: Counter[str] = Counter()
+    found: dict[int, tuple[Machine, int]] = {}
+    for on in placed:
+        for rank in on.ranks:
+            found[rank] = (on.machine, here[on.machine.name])
+            here[on.machine.name] += 1
+    return found
 
 
 def _common(ranks: range, others: range) -> range:

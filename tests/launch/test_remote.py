@@ -24,7 +24,7 @@ from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine
 from shoal.launch.output import Write
-from shoal.launch.placing import place
+from shoal.launch.placing import place, place_evenly
 from shoal.launch.remote import run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
@@ -53,6 +53,19 @@ def test_ranks_of_a_host_are_neighbours() -> None:
     hosts = [Machine("a", "10.0.0.1", 2), Machine("b", "10.0.0.2", 3), Machine("c", "10.0.0.3", 2)]
     placed = place(hosts, 4)
     assert [(on.machine.name, list(on.ranks)) for on in placed] == [("a", [0, 1]), ("b", [2, 3])]
+
+
+def test_the_first_workers_of_an_elastic_run_are_placed_evenly() -> None:
+    hosts = [Machine("a", "10.0.0.1", 3), Machine("b", "10.0.0.2", 1), Machine("c", "10.0.0.3", 2)]
+
+    def ranks(started: int, workers: int) -> list[tuple[str, list[int]]]:
+        placed = place_evenly(hosts, started, workers)
+        return [(on.machine.name, list(on.ranks)) for on in placed]
+
+    early = [("a", [0]), ("b", [1]), ("c", [2])]
+    assert ranks(3, 6) == [*early, ("a", [3, 4]), ("c", [5])]
+    assert ranks(4, 5) == [("a", [0, 1]), ("b", [2]), ("c", [3]), ("c", [4])]
+    assert ranks(4, 4) == [("a", [0, 1, 2]), ("b", [3])]
 
 
 def test_more_workers_than_slots_are_refused() -> None:

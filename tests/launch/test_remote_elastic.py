@@ -21,30 +21,39 @@ from shoal.strategy.strategy import parse
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
 
-# Each process writes a file; those of the first start wait for that of the second one.
+# Each process writes a file; those of the first start wait for that of one that comes later.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 rank, generation = os.environ["RANK"], os.environ.get("SHOAL_GENERATION", "0")
 print("here", rank, generation, os.environ["LOCAL_RANK"], os.environ["SHOAL_HOST"])
-how = sys.argv[1]
+how, late = sys.argv[1:]
 if how != "join" and rank == "1" and generation == "0":
     os.kill(os.getpid() if how == "worker" else os.getppid(), signal.SIGKILL)
     time.sleep(60)
 Path(f"here-{rank}-{generation}").touch()
-while not Path("here-1-1").exists():
+while not Path(f"here-{late}-1").exists():
     time.sleep(0.02)
 """
 
 
-def run(tmp_path: Path, how: str, shown: Write, machines: HostsHere, **options: Any) -> RunResult:
+def run(
+    tmp_path: Path,
+    how: str,
+    shown: Write,
+    machines: HostsHere,
+    late: int = 1,
+    workers: int = 2,
+    **options: Any,
+) -> RunResult:
+    """`late` is the worker that comes later."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = replace(RunConfig.from_environment(), strategy="ddp(elastic=True)", **options)
     losses = (config.restarts, config.start, config.min_workers)
-    tolerance = tolerance_of(parse("ddp(elastic=True)"), 2, *losses)
-    command = [sys.executable, "script.py", how]
+    tolerance = tolerance_of(parse("ddp(elastic=True)"), workers, *losses)
+    spec = LaunchSpec([sys.executable, "script.py", how, str(late)], workers, config)
     with machines:
-        return run_attempts(machines, LaunchSpec(command, 2, config, tolerance=tolerance), shown)
+        return run_attempts(machines, replace(spec, tolerance=tolerance), shown)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_with_fewer_workers_than_asked_for_the_run_ends_in_one_sentence(
         run(tmp_path, "worker", Screen(), HostsHere([1, 1]), min_workers=2)
 
 
-def test_a_worker_that_is_asked_for_starts_on_its_host(
+def test_a_worker_that_is_asked_for_starts_where_the_first_ones_have_left_a_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,6 +95,7 @@ def test_a_worker_that_is_asked_for_starts_on_its_host(
         if "here 0 0" in text:
             ask_to_join(None)
 
-    run(tmp_path, "join", write, HostsHere([1, 1]), start=1)
-    assert "worker 1 of 2 is started, as it was asked for" in shown.err
-    assert "[1 h1] here 1 1 0 127.0.0.2" in shown.out
+    run(tmp_path, "join", write, HostsHere([2, 2]), late=2, workers=4, start=2)
+    assert "worker 2 of 4 is started, as it was asked for" in shown.err
+    assert "[1 h1] here 1 0 0 127.0.0.2" in shown.out
+    assert "[2 h0] here 2 1 1 127.0.0.1" in shown.out
