@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.launch.failures import ProcessFailure, read_failure, when_lost
@@ -136,7 +136,7 @@ class LossPolicy:
         `request` is answered.
         """
         ranks = [rank for rank in range(self._workers) if self._run_dir.has_exited(rank)]
-        if not ranks or self._has_succeeded:
+        if not ranks or self._is_ending(ranks):
             why = "the first workers have finished" if ranks else f"all {self._workers} are there"
             self._say(f"a worker was asked for, and none is started: {why}")
             self._run_dir.answer_join(request, False, f"no worker is started: {why}")
@@ -151,6 +151,11 @@ class LossPolicy:
         self._say(f"{started}, as it was asked for")
         self._run_dir.answer_join(request, True, started)
         return rank
+
+    def _is_ending(self, exited: Sequence[int]) -> bool:
+        """Whether one that comes now would come too late: a worker has finished its training."""
+        left = [rank for rank in range(self._workers) if rank not in exited]
+        return self._has_succeeded or any(map(self._run_dir.has_ended_training, left))
 
     def returned(self) -> list[ReturnedWorker]:
         """The workers that were started again, as far as they came back."""

@@ -111,6 +111,8 @@ class Worker:
     def run(self, train: Train) -> Any:
         """Call `train(job)`, and return what it returns."""
         die_with_launcher(self.config.launcher_pid)
+        if self.report_dir is not None:
+            self.report_dir.mark_training(self.rank)
         with ExitStack() as stack:
             stack.enter_context(ending_with_agent(self.rank, self.config.environ))
             stack.enter_context(Watcher(self.config.wait))

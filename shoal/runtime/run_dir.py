@@ -6,6 +6,7 @@
     all-joined           every worker has joined the group
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
+    training-0           worker 0 is in a call of shoal.run, maybe after one that it has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
     joins/               requests of `shoal join`; join-….json is the answer of the launcher
     run.json             what runs here, for `shoal ps` and `shoal stop` (launch/running.py)
@@ -100,6 +101,9 @@ class RunDir:
 
     def finished(self, rank: int) -> Path:
         return self.path / f"finished-{rank}"
+
+    def training(self, rank: int) -> Path:
+        return self.path / f"training-{rank}"
 
     def exited(self, rank: int, generation: int = 0) -> Path:
         return self.path / f"exited-{_life(rank, generation)}.json"
@@ -225,10 +229,20 @@ class RunDir:
     def have_all_joined(self) -> bool:
         return self.all_joined.exists()
 
+    def mark_training(self, rank: int) -> None:
+        """This worker has called shoal.run."""
+        with suppress(OSError):
+            self.training(rank).touch()
+
     def mark_finished(self, rank: int) -> None:
         """This worker has finished; written before it closes what others may wait for."""
         with suppress(OSError):
             self.finished(rank).touch()
+            self.training(rank).unlink(missing_ok=True)
+
+    def has_ended_training(self, rank: int) -> bool:
+        """Whether this worker has finished and not called shoal.run again."""
+        return self.finished(rank).exists() and not self.training(rank).exists()
 
     def finished_ranks(self) -> list[int]:
         """The workers that have finished, in that order."""

@@ -312,6 +312,20 @@ def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) ->
     assert policy.joined() == [JoinedWorker(1, None, came_too_late=True)]
 
 
+def test_none_is_started_when_a_worker_has_finished_its_training(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    policy = LossPolicy(run_dir, 3, Tolerance("hogwild"), Told())
+    policy.note_absent(1)
+    run_dir.mark_training(0)
+    run_dir.mark_finished(0)  # its process has not exited yet
+    assert policy.join("a") is None
+    answer = run_dir.read_join_answer("a")
+    sentence = "no worker is started: the first workers have finished"
+    assert answer == {"is_started": False, "sentence": sentence}
+    run_dir.mark_training(0)  # the script calls shoal.run again
+    assert policy.join("b") == 1
+
+
 def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), Told())
