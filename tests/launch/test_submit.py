@@ -437,12 +437,18 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+def make_sbatch(folder: Path, line: str) -> None:
+    """An sbatch that does what this line of shell says."""
+    program = folder / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/bash\n{line}\n")
+    program.chmod(0o755)
+
+
 def test_what_sbatch_answers_is_in_the_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 17\n")
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    make_sbatch(tmp_path, "echo Submitted batch job 17")
     assert not submitted(tmp_path, "--slurm", "--json", monkeypatch=monkeypatch)
     assert json.loads(capsys.readouterr().out) == {
         "file": "train.sbatch",
@@ -490,9 +496,7 @@ def test_what_would_end_a_job_or_its_checkpoint_is_said_before(
 def test_a_refusal_of_sbatch_is_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\nexit 3\n")
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    make_sbatch(tmp_path, "exit 3")
     assert submitted(tmp_path, "--slurm", "-o", "job", monkeypatch=monkeypatch) == 1
     assert "sbatch has refused the job (exit status 3); it is in job" in capsys.readouterr().err
 
