@@ -82,7 +82,7 @@ class CoordinatorService:
     # ------------------------------------------------------------------ connections
 
     def _accept(self, listener: Listener) -> None:
-        while (sock := listener.accept()) is not None:
+        while (sock := listener.accept(self._strangers.make_room)) is not None:
             self._strangers.add(sock)
             thread = threading.Thread(
                 target=self._serve, args=(listener, sock), name="shoal-coordinate", daemon=True

@@ -60,8 +60,22 @@ class Strangers:
                     self._end(worst)
                     evicted += 1
             self._changed.wait_for(lambda: len(self._ending) < _MAX_ENDING, _MAX_WAIT_S)
-            self._hosts[sock] = _Arrival(_host_of(sock), time.monotonic())
+            self._hosts[sock] = _Arrival(host_of(sock), time.monotonic())
             return evicted
+
+    def make_room(self) -> bool:
+        """End the one that a newcomer would end, and wait until its descriptor is free.
+
+        False where there is none. One that has proven the secret meanwhile is not ended.
+        """
+        with self._changed:
+            if not self._hosts:
+                return False
+            worst, left_s = self._worst()
+            self._changed.wait_for(lambda: worst not in self._hosts, max(0.0, left_s))
+            if worst in self._hosts:
+                self._end(worst)
+            return self._changed.wait_for(lambda: worst not in self._ending, _MAX_WAIT_S)
 
     def remove(self, sock: socket.socket) -> bool:
         """It has proven the secret, or has ended. False if it was to end."""
@@ -92,7 +106,7 @@ class Strangers:
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def _host_of(sock: socket.socket) -> str:
+def host_of(sock: socket.socket) -> str:
     """Empty for sockets of this host, and where the connection has ended already."""
     with suppress(OSError):
         name = sock.getpeername()

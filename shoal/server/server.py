@@ -149,7 +149,7 @@ class Server:
     # ------------------------------------------------------------------ connections
 
     def _accept(self, listener: Listener) -> None:
-        while (sock := listener.accept()) is not None:
+        while (sock := listener.accept(self.strangers.make_room)) is not None:
             for _ in range(self.strangers.add(sock)):
                 self._count("too many unauthenticated connections")
             thread = threading.Thread(

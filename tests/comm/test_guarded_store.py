@@ -35,6 +35,7 @@ from shoal.comm.guarded_store.session import (
 from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
 from shoal.runtime.secret import new_secret
+from tests.descriptors import no_descriptors
 
 SECRET = new_secret()
 
@@ -207,6 +208,36 @@ def test_a_stranger_that_says_nothing_is_closed(
     monkeypatch.setattr(service_module, "HANDSHAKE_S", 0.1)
     with stranger(service) as sock:
         assert is_closed(sock)
+
+
+def test_a_process_without_descriptors_serves_its_ranks_and_takes_others_later(
+    service: StoreService, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = store_of(service)
+    one.set("key", "before")
+    early = [socket.socket() for _ in range(2)]
+    with no_descriptors():
+        for sock in early:
+            sock.settimeout(20.0)
+            sock.connect(("127.0.0.1", service.port))
+            assert sock.recv(1) == b"", "closed at once"
+        assert one.get("key") == b"before"
+    two = store_of(service)
+    assert two.get("key") == b"before"
+    assert capfd.readouterr().err.count("Too many open files") == 1
+    for ended in (*early, one, two):
+        ended.close()
+
+
+def test_a_stranger_is_closed_for_a_rank_where_no_descriptor_is_left(service: StoreService) -> None:
+    silent = stranger(service)
+    read(silent, GREETING_BYTES)
+    with socket.socket() as sock, no_descriptors():
+        sock.settimeout(20.0)
+        sock.connect(("127.0.0.1", service.port))
+        assert len(read(sock, GREETING_BYTES)) == GREETING_BYTES
+    assert is_closed(silent)
+    silent.close()
 
 
 def test_ranks_that_wait_notice_the_end_of_the_service() -> None:

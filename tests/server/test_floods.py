@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from shoal.runtime.strangers import MAX_UNAUTHENTICATED, Strangers
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import PLAIN, Listener
 from shoal.server.server import Server
+from tests.descriptors import no_descriptors
 from tests.server.helpers import SECRET, client_of, fill, weights
 from tests.server.test_tls import certificate, needs_openssl
 
@@ -76,7 +76,7 @@ def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None
     honest = [ours for ours, _ in pairs[:2]]
     hosts = {ours: f"host {min(i, 2)}" for i, (ours, _) in enumerate(pairs)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.runtime.strangers._host_of", hosts.__getitem__)
+        patch.setattr("shoal.runtime.strangers.host_of", hosts.__getitem__)
         evicted = sum(strangers.add(ours) for ours, _ in pairs)
     assert evicted == 5
     assert [strangers.remove(ours) for ours in honest] == [True, True]
@@ -84,26 +84,6 @@ def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None
     for pair in pairs:
         for sock in pair:
             sock.close()
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Inside the block this process cannot open a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-    taken = []
-    try:
-        while True:
-            try:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-            except OSError:
-                break
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_listener_without_descriptors_sheds_connections_and_goes_on() -> None:
@@ -132,3 +112,23 @@ def test_a_listener_without_descriptors_sheds_connections_and_goes_on() -> None:
         sock.close()
     listener.close()
     assert listener.accept() is None
+
+
+def test_a_hello_that_comes_byte_by_byte_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.server.protocol.handshake.HANDSHAKE_S", 0.3)
+    over = threading.Event()
+    with Server("tcp:127.0.0.1:0", SECRET) as server, silent(server) as sock:
+
+        def drip() -> None:
+            while not over.wait(0.02):
+                with suppress(OSError):
+                    sock.send(b"s")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+        over.set()
+        dripping.join()
+        wait_until(lambda: server.refused["silent or broken before HELLO"] == 1, "counted")

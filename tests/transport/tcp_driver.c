@@ -102,11 +102,36 @@ static void troubles(Engine *e) {
     free(given), free(found);
 }
 
+/* All peers send to rank 0, so that none is to get ahead of the others. */
+static void star(Engine *e) {
+    enum { MESSAGES = 16, NUMBERS = FRAGMENT_BYTES / 2 };
+    u64 tag = 1u << 24, bytes = NUMBERS * sizeof(float);
+    float *data = calloc((size_t)RANKS * MESSAGES * NUMBERS, sizeof *data);
+    Op *ops[RANKS * MESSAGES];
+    int count = 0;
+    CHECK(data);
+    for (int m = 0; m < MESSAGES; m++)
+        for (int peer = 1; peer < RANKS; peer++) {
+            if (e->rank && peer != e->rank) continue;
+            float *at = data + (size_t)count * NUMBERS;
+            for (int k = 0; e->rank && k < NUMBERS; k++) at[k] = (float)(MESSAGES * peer + m);
+            ops[count++] = begin(e, e->rank != 0, e->rank ? 0 : peer, tag, at, bytes, COPY);
+        }
+    for (int i = 0; i < count; i++) CHECK(end(e, ops[i], PATIENCE_NS) == FINE);
+    for (int i = 0; !e->rank && i < count; i++) {
+        int peer = 1 + i % (RANKS - 1), m = i / (RANKS - 1);
+        for (int k = 0; k < NUMBERS; k++)
+            CHECK(data[(size_t)i * NUMBERS + (size_t)k] == (float)(MESSAGES * peer + m));
+    }
+    free(data);
+}
+
 static void *one_rank(void *argument) {
     Engine *e = argument;
     for (int round = 0; round < ROUNDS; round++) exchange(e, round);
     troubles(e);
     exchange(e, ROUNDS);
+    star(e);
     return NULL;
 }
 

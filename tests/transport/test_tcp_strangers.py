@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from shoal.errors import PeerLost, ShoalError
+from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
 from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.handshake import Stranger, StreamName, accept, prove
@@ -85,6 +89,27 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
         return meeting.exchange(0)(address)
 
     assert_swapped(exchange, meeting.exchange(1), strangers)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
+def test_ranks_connect_when_accepting_has_failed(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is closed where there are no descriptors is tried again."""
+    errors = [OSError(number, "injected") for _ in range(3)]
+    accept_one = Acceptor.accept_now
+
+    def failing(acceptor: Acceptor, make_room: Callable[[], bool]) -> socket.socket | None:
+        with pytest.MonkeyPatch.context() as patch:
+            if errors:
+                patch.setattr(acceptor, "sock", Mock(wraps=acceptor.sock))
+                patch.setattr(acceptor.sock, "accept", Mock(side_effect=errors.pop()))
+            return accept_one(acceptor, make_room)
+
+    monkeypatch.setattr(Acceptor, "accept_now", failing)
+    meeting = Meeting(2)
+    assert_swapped(meeting.exchange(0), meeting.exchange(1), [])
+    assert errors == []
 
 
 def test_a_rank_with_another_key_does_not_get_in() -> None:

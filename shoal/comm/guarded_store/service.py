@@ -31,7 +31,8 @@ from shoal.comm.guarded_store.session import (
 from shoal.comm.guarded_store.silence import notice_silence
 from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
-from shoal.runtime.strangers import oldest_of_most
+from shoal.runtime.acceptor import Acceptor
+from shoal.runtime.strangers import host_of, oldest_of_most
 from shoal.runtime.trust import is_loopback, without_key
 
 HANDSHAKE_S = 5.0
@@ -61,7 +62,8 @@ class StoreService:
         self._on_gone = on_gone
         self._has_refused = False
         self._posted: deque[StoreRequest] = deque()
-        self._listener = listener or _listen(host, port, bool(secret))
+        self._acceptor = Acceptor(listener or _listen(host, port, bool(secret)))
+        self._listener = self._acceptor.sock
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._strangers: OrderedDict[_Client, None] = OrderedDict()  # the oldest first
@@ -101,7 +103,7 @@ class StoreService:
         for client in list(self._clients):
             self._drop(client)
         self._selector.close()
-        self._listener.close()
+        self._acceptor.close()
         self._woken.close()
 
     # ------------------------------------------------------------------ strangers
@@ -116,26 +118,31 @@ class StoreService:
             self._drop(oldest)
 
     def _accept(self) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except OSError:  # it is gone again, or there are no descriptors: a stranger gives one back
-            self._drop_stranger()
+        sock = self._acceptor.accept_now(self._drop_stranger)
+        if sock is None:
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        client = _Client(sock, str(address[0]), ServiceGreeting(self._secret))
+        client = _Client(sock, ServiceGreeting(self._secret))
         if len(self._strangers) >= MAX_STRANGERS:
             self._drop_stranger()
+        try:
+            client.prepare()
+            self._selector.register(sock, selectors.EVENT_READ, client)
+        except OSError:  # it has ended
+            sock.close()
+            return
         self._strangers[client] = None
         self._clients.add(client)
-        self._selector.register(sock, selectors.EVENT_READ, client)
-        self._send(client, client.greeting.greeting)
+        try:
+            self._send(client, client.greeting.greeting)
+        except OSError:
+            self._drop(client)
 
-    def _drop_stranger(self) -> None:
+    def _drop_stranger(self) -> bool:
         """A flood from one host ends its own connections, not those of others."""
         if self._strangers:
             self._drop(oldest_of_most({client: client.host for client in self._strangers})[0])
+            return True
+        return False
 
     # ------------------------------------------------------------------ ranks
 
@@ -249,15 +256,21 @@ class StoreService:
 class _Client:
     """One connection: what has come and what has still to go."""
 
-    def __init__(self, sock: socket.socket, host: str, greeting: ServiceGreeting):
+    def __init__(self, sock: socket.socket, greeting: ServiceGreeting):
         self.sock = sock
-        self.host = host
+        self.host = host_of(sock)
         self.greeting = greeting
         self.session: FrameSession | None = None
         self.name: str | None = None  # of the process whose presence it shows
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.deadline_s = time.monotonic() + HANDSHAKE_S
+
+    def prepare(self) -> None:
+        """An OSError if it has ended."""
+        self.sock.setblocking(False)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def wants(self) -> int:
         return _CHUNK_BYTES if self.session else ANSWER_BYTES - len(self.inbox)

@@ -10,6 +10,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -53,6 +54,7 @@ class Connection:
         self._descriptors: list[int] = []
         self._ahead: _ReadAhead | None = None
         self._broken: str | None = None  # why no frame can follow the latest one
+        self._deadline_s: float | None = None
 
     def send(self, header: Header, meta: bytes = b"", *payload: memoryview) -> None:
         head = pack_frame(header, meta, payload)
@@ -100,6 +102,16 @@ class Connection:
         self.requests += 1
         return header, meta
 
+    def receive_within(self, max_meta: int, limit_s: float) -> tuple[Header, bytes]:
+        """As `receive`; TimedOut after so long, even where single bytes come now and then."""
+        before_s = self.sock.gettimeout()
+        self._deadline_s = time.monotonic() + limit_s
+        try:
+            return self.receive(max_meta)
+        finally:
+            self._deadline_s = None
+            self.sock.settimeout(before_s)
+
     def _read(self, count: int) -> bytes:
         """In chunks: an announced length alone allocates nothing."""
         if self._ahead is not None and self._ahead.has(count):
@@ -126,6 +138,8 @@ class Connection:
         size = view.nbytes
         while done < size:
             try:
+                if self._deadline_s is not None:
+                    self._limit_wait(self._deadline_s)
                 if self._ahead is not None and self._ahead.suits(size - done):
                     count = self._ahead.receive(self._receive, view[done:])
                 else:
@@ -139,6 +153,12 @@ class Connection:
                 raise Closed(self._broken or "the other side has closed the connection")
             done += count
         self.received_bytes += size
+
+    def _limit_wait(self, deadline_s: float) -> None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self.sock.settimeout(left_s)
 
     def skip(self, count: int) -> None:
         """Read and discard a payload."""

@@ -9,16 +9,15 @@ sides show certificates), or the statement that the network is trusted (SHOAL_TR
 
 from __future__ import annotations
 
-import io
 import os
-import select
 import socket
 import ssl
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import BadInput
+from shoal.runtime.acceptor import Acceptor, no_room
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.trust import is_loopback
 from shoal.server.protocol.connection import Closed, Connection
@@ -26,7 +25,6 @@ from shoal.server.protocol.connection import Closed, Connection
 CONNECT_S = 30.0
 PLAIN = TlsConfig()  # for sockets of this host
 SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
-_SHED_PAUSE_S = 0.02
 
 
 def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) -> Connection:
@@ -113,20 +111,15 @@ def remove_left_socket(address: str) -> None:
 
 
 class Listener:
-    """Accepts connections at one address. `accept` returns None once it is closed.
-
-    A descriptor is kept in reserve: where the process has no other left (EMFILE), it serves to
-    accept connections and close them, so that those who connect are told at once.
-    """
+    """Accepts connections at one address. `accept` returns None once it is closed."""
 
     def __init__(self, address: str, tls: TlsConfig = PLAIN):
         kind, _, path = address.partition(":")
-        self._closed = threading.Event()
         self._path: str | None = None
         self._context: ssl.SSLContext | None = None
         self._certificate = b""
         if kind == "unix":
-            self._sock = _bound(socket.AF_UNIX, path)
+            sock = _bound(socket.AF_UNIX, path)
             os.chmod(path, 0o600)
             self._path = path
             self.address = address
@@ -135,36 +128,27 @@ class Listener:
             self._context = _server_context(host, tls)
             self._certificate = _first_certificate(tls) if self._context else b""
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._sock = _bound(family, (host, port))
-            self.address = f"tcp:{host}:{self._sock.getsockname()[1]}"
+            sock = _bound(family, (host, port))
+            self.address = f"tcp:{host}:{sock.getsockname()[1]}"
         else:
             raise BadInput(f"a server listens at unix:PATH or tcp:HOST:PORT, not at {address!r}")
-        self._sock.listen(256)
-        self._reserve = io.FileIO(os.devnull)
+        sock.listen(256)
+        self._acceptor = Acceptor(sock)
 
-    def accept(self) -> socket.socket | None:
+    def accept(self, make_room: Callable[[], bool] = no_room) -> socket.socket | None:
         """The next connection; under TLS before its handshake, which may take long.
 
-        An error is the end of one connection, or of descriptors; never of the listener.
+        `make_room`: see `Acceptor`.
         """
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                self._shed()
-                continue
+        while (sock := self._acceptor.accept(make_room)) is not None:
             try:
                 return self._prepared(sock)
-            except OSError:
+            except OSError:  # it has ended
                 sock.close()
         return None
 
     def close(self) -> None:
-        self._closed.set()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        self._reserve.close()
+        self._acceptor.close()
         if self._path is not None:
             with suppress(OSError):
                 os.unlink(self._path)
@@ -175,19 +159,6 @@ class Listener:
         if self._context is None:
             return sock
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-
-    def _shed(self) -> None:
-        """Close a waiting connection, and let those that end give descriptors back."""
-        self._reserve.close()
-        with suppress(OSError, ValueError):  # closed meanwhile
-            poll = select.poll()
-            poll.register(self._sock, select.POLLIN)
-            if poll.poll(0):
-                self._sock.accept()[0].close()
-        with suppress(OSError):
-            self._reserve = io.FileIO(os.devnull)
-        if self._closed.wait(_SHED_PAUSE_S):
-            self._reserve.close()
 
     def secure(self, sock: socket.socket) -> Connection:
         """Under TLS, the handshake; for the thread of one connection."""

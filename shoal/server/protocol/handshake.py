@@ -37,7 +37,7 @@ def authenticate_peer(connection: Connection, secret: bytes) -> tuple[Hello, Hea
     """The server's side; Refused if the worker does not prove the secret."""
     nonce = fresh_nonce()
     connection.send(Header(FrameKind.CHALLENGE), encode(Challenge(nonce)))
-    header, meta = connection.receive(MAX_HELLO_BYTES)
+    header, meta = connection.receive_within(MAX_HELLO_BYTES, HANDSHAKE_S)
     _expect(header, FrameKind.HELLO)
     hello = decode(meta, Hello)
     claims = _claims(connection, hello.nonce, hello.channel, header)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.errors import BadInput, PeerLost, ShoalError
+from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.open_files import require_open_files
@@ -86,23 +87,16 @@ class _Listener:
         self._spec = spec
         self.arrivals = _Arrivals(spec)
         self._tls = tls.accepting(spec.tls)
-        self._sock = _listen(spec.host)
+        self._acceptor = Acceptor(_listen(spec.host))
+        host, port = self._acceptor.sock.getsockname()[:2]
+        self.address = f"{host} {port}".encode()
         self._strangers = Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S)
         self._handshakes: list[threading.Thread] = []
-        self._closed = False
         self._thread = threading.Thread(target=self._accept_all, name="shoal tcp listener")
         self._thread.start()
 
-    @property
-    def address(self) -> bytes:
-        host, port = self._sock.getsockname()[:2]
-        return f"{host} {port}".encode()
-
     def close(self) -> None:
-        self._closed = True
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        self._acceptor.close()
         self._strangers.end_all()  # the thread may wait for one of them
         self._thread.join()
         self._strangers.end_all()
@@ -110,19 +104,24 @@ class _Listener:
             thread.join()
 
     def _accept_all(self) -> None:
-        while not self._closed:
+        while (sock := self._acceptor.accept(self._strangers.make_room)) is not None:
             try:
-                sock, _ = self._sock.accept()
                 sock.settimeout(HANDSHAKE_S)
                 stranger = tls.accepted(sock, self._tls)
-            except OSError:
+            except OSError:  # it has ended
+                sock.close()
                 continue
             self._strangers.add(stranger)
-            thread = threading.Thread(
-                target=self._greet, args=(stranger,), name="shoal tcp handshake"
-            )
-            self._handshakes = [t for t in self._handshakes if t.is_alive()] + [thread]
+            self._start_greeting(stranger)
+
+    def _start_greeting(self, stranger: socket.socket) -> None:
+        thread = threading.Thread(target=self._greet, args=(stranger,), name="shoal tcp handshake")
+        try:
             thread.start()
+        except RuntimeError:  # as many threads as this process may have: the rank tries again
+            self._end(stranger)
+            return
+        self._handshakes = [t for t in self._handshakes if t.is_alive()] + [thread]
 
     def _greet(self, sock: socket.socket) -> None:
         is_kept = False
@@ -131,9 +130,13 @@ class _Listener:
             name = accept(sock, self._spec.key, tls.own_certificate(self._spec.tls))
             is_here = self._strangers.remove(sock)
             is_kept = is_here and name.target == self._spec.rank and self.arrivals.add(name, sock)
-        self._strangers.remove(sock)
         if not is_kept:
-            sock.close()
+            self._end(sock)
+
+    def _end(self, sock: socket.socket) -> None:
+        """Closed first: `make_room` waits for its descriptor."""
+        sock.close()
+        self._strangers.remove(sock)
 
 
 def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.socket]]:
