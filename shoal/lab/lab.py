@@ -10,13 +10,8 @@ process that built them was killed.
 
 from __future__ import annotations
 
-import signal
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any
 
 from shoal.cluster.toml_writer import cluster_text
@@ -32,6 +27,7 @@ from shoal.lab.namespaces import (
     remove,
     require,
 )
+from shoal.runtime.ending_signals import ending_by_exception
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
 
 _PREFIX = "shoal."
@@ -124,7 +120,7 @@ def build_lab(design: LabDesign) -> Lab:
     design.check()
     require()
     files = LabFiles(design.name)
-    with _ending_by_exception(), files.claimed(asdict(design)) as is_ours:
+    with ending_by_exception(), files.claimed(asdict(design)) as is_ours:
         if not is_ours:
             raise BadInput((_there_already if files.is_complete else _incomplete)(design.name))
         lab = Lab(design)
@@ -139,27 +135,6 @@ def build_lab(design: LabDesign) -> Lab:
             remove_lab(design.name)
             raise
     return lab
-
-
-@contextmanager
-def _ending_by_exception() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what it has made is removed."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for ours in taken:
-            signal.signal(ours, signal.SIG_IGN)  # a second one does not interrupt the removal
-        raise SystemExit(128 + number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    asked = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    taken = [number for number in asked if signal.getsignal(number) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def find_lab(name: str | None = None) -> Lab:

@@ -47,7 +47,7 @@ def _loss(error: WorkersFailed | ServerFailed) -> str:
     """Its last line, where a worker has reported the loss of a peer with a traceback."""
     lines = str(error).strip().splitlines()
     if len(lines) == 1 or isinstance(error, ServerFailed):
-        return lines[0]
+        return lines[0].rstrip(":")  # what a lost server has printed last was shown
     return f"worker {error.rank} failed: {lines[-1]}"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ def connect(address: str, num_cpus: int, environ: Mapping[str, str]) -> None:
     if address:
         _check_reachable(address, is_encrypted=environ.get("RAY_USE_TLS", "0") != "0")
     try:
-        with suppress(ConnectionError), _without_stderr():
+        with suppress(ConnectionError), _quietly():
             ray.init(address=address or "auto", **quiet)
             return
         if address:
@@ -69,7 +71,7 @@ def _start_cluster(num_cpus: int, quiet: Mapping[str, Any]) -> None:
     """On this host, until this process leaves it."""
     set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
     try:
-        with _without_stderr():
+        with _quietly():
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except Exception as error:  # Ray has no class for a node that does not start in 30 s
         why = " ".join(str(error).split()).rstrip(".")
@@ -77,17 +79,23 @@ def _start_cluster(num_cpus: int, quiet: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Ray's native code warns there, again and again, of what `ray.init` then raises."""
+def _quietly() -> Iterator[None]:
+    """For `ray.init`: without the warnings of its native code, and with the caller's SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
     sys.stderr.flush()
     shown = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
+    except SystemExit:  # of the handler that Ray sets, which ends with other statuses
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
         os.dup2(shown, 2)
         os.close(shown)
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def own_address() -> str:
@@ -172,19 +180,38 @@ def idle_head(nodes: Sequence[RayNode]) -> str | None:
     return heads[0] if heads and len(nodes) > 1 else None
 
 
-def resources_in_words(nodes: Sequence[RayNode]) -> str:
-    """ "2 nodes with 4 CPUs (1 free) and 0 GPUs"; nodes without CPUs are not counted."""
+def resources_in_words(nodes: Sequence[RayNode], bundle: Bundle) -> str:
+    """ "2 nodes with 4 CPUs (1 free) and 0 GPUs": CPUs, GPUs, and what else the bundle has.
+
+    Nodes without CPUs are counted only where the bundle needs none.
+    """
     free = ray.available_resources()
-    useful = [node for node in nodes if node.resources.get("CPU")]
+    useful = [node for node in nodes if "CPU" not in bundle or node.resources.get("CPU")]
     count = f"{len(useful)} node{'' if len(useful) == 1 else 's'}"
     amounts = []
-    for name in ("CPU", "GPU"):
-        total = int(sum(node.resources.get(name, 0) for node in useful))
-        left = f" ({int(free.get(name, 0))} free)" if total else ""
-        amounts.append(f"{total} {name}{'' if total == 1 else 's'}{left}")
-    return f"{count} with {' and '.join(amounts)}"
+    for name in {"CPU": 0, "GPU": 0, **bundle}:
+        if name == _HEAD:
+            continue
+        total = sum(node.resources.get(name, 0) for node in useful)
+        left = f" ({_number(name, free.get(name, 0))} free)" if total else ""
+        amounts.append(f"{_amount(name, total)}{left}")
+    return f"{count} with {_joined(amounts)}"
 
 
 def bundle_in_words(bundle: Bundle) -> str:
-    words = [f"{int(n)} {name}{'' if n == 1 else 's'}" for name, n in bundle.items()]
-    return " and ".join(words)
+    return _joined([_amount(name, n) for name, n in bundle.items() if name != _HEAD])
+
+
+def _amount(name: str, n: float) -> str:
+    if name == "memory":
+        return f"{_number(name, n)} of memory"
+    return f"{_number(name, n)} {name}{'' if n == 1 else 's'}"
+
+
+def _number(name: str, n: float) -> str:
+    return f"{n / (1 << 20):.0f} MiB" if name == "memory" else str(int(n))
+
+
+def _joined(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

@@ -23,7 +23,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
+from typing import TypeVar
 
 from shoal.errors import BadInput
 from shoal.launch.machines import Machine, ServerHosts
@@ -44,11 +46,14 @@ from shoal.launch.ray_slots import RayProcess, Slot, SlotGroup
 from shoal.launch.replication import Replication
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import RunConfig
+from shoal.runtime.ending_signals import ending_by_exception
 
 _BACKLOG = 1024
 _INTERRUPTIBLE_S = 0.5  # Ctrl-C does not end a wait inside Ray
 _WORKER = "worker "  # begins what `reserved` says of the actor of one worker
-_SERVER_BYTES = 128 << 20  # which a server reserves; its CPUs are those of waiting workers
+_SERVER_BYTES = 128 << 20
+_SERVER: Bundle = {"memory": _SERVER_BYTES}  # which it reserves; its CPUs are those of workers
+_Found = TypeVar("_Found")
 
 
 class RayMachines:
@@ -67,8 +72,11 @@ class RayMachines:
         self._running: dict[int, RayProcess] = {}  # agents, by the worker's actor
         self._replacing = threading.Lock()
         self._promised: set[int] = set()  # actors that `replacement` has chosen
+        self._block = ExitStack()
 
     def __enter__(self) -> RayMachines:
+        self._block.enter_context(ending_by_exception())
+        self._block.callback(leave)
         return self
 
     def __exit__(
@@ -77,10 +85,12 @@ class RayMachines:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for group in (self._workers, *self._servers):
-            if group is not None:
-                group.release()
-        leave()
+        try:
+            for group in (self._workers, *self._servers):
+                if group is not None:
+                    group.release()
+        finally:
+            self._block.__exit__(kind, error, trace)
 
     def hosts(self, workers: int) -> Sequence[Machine]:
         """Where Ray has placed the workers; after the loss of a node, where they are since then."""
@@ -88,7 +98,7 @@ class RayMachines:
             connect(self._address, workers * self._cpus, self._config.environ)
             self._known = nodes_now()
             bundle = self._bundle_of_worker(workers)
-            self._check_room(workers, bundle)
+            self._check_room(workers, "workers", bundle, self._known)
             self._workers = SlotGroup([bundle] * workers, "PACK")
             self._reserve(self._workers, f"{workers} workers with {bundle_in_words(bundle)} each")
         self._slots = self._find(self._workers, "the workers")
@@ -101,11 +111,14 @@ class RayMachines:
 
     def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
         if not self._servers:
-            not_on = idle_head(nodes_now())
+            nodes = nodes_now()
+            not_on = idle_head(nodes)
+            useful = [node for node in nodes if node.node_id != not_on]
+            self._check_room(servers, "servers", _SERVER, useful)
             for bundles in _bundles_of_servers(servers, replication):
                 self._servers.append(SlotGroup(bundles, "SPREAD", not_on))
             for group in self._servers:
-                self._reserve(group, f"{servers} servers")
+                self._reserve(group, f"{servers} servers with {bundle_in_words(_SERVER)} each")
         found = [
             self._server_machine(number, index, slot)
             for number, group in enumerate(self._servers)
@@ -195,47 +208,41 @@ class RayMachines:
             return with_gpu
         return {"CPU": self._cpus}
 
-    def _check_room(self, workers: int, bundle: Bundle) -> None:
+    def _check_room(self, count: int, what: str, bundle: Bundle, nodes: Sequence[RayNode]) -> None:
         """BadInput where the cluster is too small; with --timeout it may grow until then."""
-        nodes = nodes_now()
         room = room_for(nodes, bundle)
-        if room >= workers or self._config.wait.limit_s is not None:
+        if room >= count or self._config.wait.limit_s is not None:
             return
         raise BadInput(
-            f"{workers} workers with {bundle_in_words(bundle)} each do not fit the Ray cluster: it "
-            f"has {resources_in_words(nodes)}, which is room for {room}; take fewer workers, add "
-            "nodes (ray start --address=…), or wait for a cluster that grows with --timeout SECONDS"
+            f"{count} {what} with {bundle_in_words(bundle)} each do not fit the Ray cluster: it "
+            f"has {resources_in_words(nodes, bundle)}, which is room for {room}; take fewer {what}"
+            ", add nodes (ray start --address=…), or wait for a cluster that grows with "
+            "--timeout SECONDS"
         )
 
     def _reserve(self, group: SlotGroup, what: str) -> None:
         """For as long as others use the CPUs, or until --timeout."""
+        self._wait(group, what, lambda: group.is_reserved(_INTERRUPTIBLE_S) or None)
+        group.start_actors()
+
+    def _find(self, group: SlotGroup, what: str) -> list[Slot]:
+        return self._wait(group, what, lambda: group.find_all(_INTERRUPTIBLE_S))
+
+    def _wait(self, group: SlotGroup, what: str, find: Callable[[], _Found | None]) -> _Found:
+        """Until it is found; says what it waits for, and gives up after --timeout."""
         start_s = time.monotonic()
         noticed = False
-        while not group.is_reserved(_INTERRUPTIBLE_S):
+        while (found := find()) is None:
             seconds = time.monotonic() - start_s
             if seconds < min(self._config.wait.notice_s, self._limit_s):
                 continue
-            has = f"the Ray cluster has {resources_in_words(nodes_now())}"
+            has = f"the Ray cluster has {resources_in_words(nodes_now(), group.bundle)}"
             if seconds >= self._limit_s:
                 raise BadInput(f"Ray has not placed {what} in {seconds:.0f} s: {has}")
             if not noticed:
                 _say(f"waiting for Ray to place {what}: {has}")
             noticed = True
-        group.start_actors()
-
-    def _find(self, group: SlotGroup, what: str) -> list[Slot]:
-        start_s = time.monotonic()
-        backoff = Backoff(0.1, 2.0)
-        noticed = False
-        while (slots := group.find_all(min(self._config.wait.notice_s, self._limit_s))) is None:
-            seconds = time.monotonic() - start_s
-            if seconds >= self._limit_s:
-                raise BadInput(f"Ray has not started the actors of {what} in {seconds:.0f} s")
-            if not noticed:
-                _say(f"waiting for Ray to place {what}")
-            noticed = True
-            backoff()
-        return slots
+        return found
 
     @property
     def _cpus(self) -> int:
@@ -265,11 +272,12 @@ def _bundles_of_servers(servers: int, replication: Replication) -> list[list[Bun
 
     Ray spreads the bundles of one group over nodes.
     """
-    server: Bundle = {"memory": _SERVER_BYTES}
     if not replication.is_on:
-        return [[server] * servers]
+        return [[_SERVER] * servers]
     shards = servers // replication.replicas
-    return [[server] * replication.replicas for _ in range(shards)] + [[head_bundle(_SERVER_BYTES)]]
+    return [[_SERVER] * replication.replicas for _ in range(shards)] + [
+        [head_bundle(_SERVER_BYTES)]
+    ]
 
 
 def _say(text: str) -> None:

@@ -7,6 +7,7 @@ RayProcess  that process, as the launcher sees it
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -29,10 +30,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.errors import BadInput
 from shoal.launch.polled_process import PolledProcess
-from shoal.launch.ray_cluster import Bundle
+from shoal.launch.ray_cluster import Bundle, nodes_now
 from shoal.runtime.backoff import Backoff
 
 _READ_S = 20.0  # a call of `read` that has nothing to tell returns after it
+_LOOK_S = 5.0  # a call that takes longer than it should may be for a node that is lost
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,38 @@ class SlotActor(PolledProcess):
         address = str(ray.util.get_node_ip_address())
         return Slot(context.get_node_id(), address, socket.gethostname(), gpus)
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str], given: bytes) -> None:
+    def run(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], given: bytes
+    ) -> None:
         """The launcher's interpreter, or that of Ray where a node has it elsewhere."""
         program = command[0] if os.access(command[0], os.X_OK) else sys.executable
-        self.start([program, *command[1:]], environ, given)
+        self.start(name, [program, *command[1:]], environ, given)
 
 
 class RayProcess:
-    """One process of an actor."""
+    """One process of an actor.
 
-    def __init__(self, actor: Any, on_line: Callable[[str], None]):
+    Ray keeps a call until it has restarted the actor of a lost node, which may be never. The
+    process was lost with the node, so no call is waited for once the node is gone.
+    """
+
+    def __init__(self, actor: Any, node: str, on_line: Callable[[str], None]):
         self._actor = actor
+        self._node = node
         self._on_line = on_line
+        self._name = secrets.token_hex(8)
+        self._is_lost = False
         self.has_ended = False
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], given: bytes) -> None:
+        """BadInput where there is no such program; that the node is lost is said by `wait`."""
+        try:
+            call = self._actor.run.remote(self._name, list(command), dict(environ), given)
+            self._result(call, _LOOK_S)
+        except RayTaskError as error:
+            raise BadInput(str(error.cause)) from None
+        except RayActorError:
+            self._is_lost = True
 
     def wait(self) -> int:
         try:
@@ -76,24 +97,37 @@ class RayProcess:
 
     def _wait(self) -> int:
         returncode = None
-        while returncode is None:
+        while returncode is None and not self._is_lost:
             try:
-                lines, returncode = ray.get(self._actor.read.remote(_READ_S))
+                call = self._actor.read.remote(self._name, _READ_S)
+                lines, returncode = self._result(call, _READ_S + _LOOK_S)
             except RayError:
-                self._on_line("Ray cannot reach this node any more")
-                return -int(signal.SIGKILL)
+                self._is_lost = True
+                continue
             for line in lines:
                 self._on_line(line)
+        if returncode is None:
+            self._on_line("Ray cannot reach this node any more")
+            return -int(signal.SIGKILL)
         return int(returncode)
 
+    def _result(self, call: Any, look_s: float) -> Any:
+        """RayActorError where the node is lost."""
+        while True:
+            try:
+                return ray.get(call, timeout=look_s)
+            except GetTimeoutError:
+                if all(node.node_id != self._node for node in nodes_now()):
+                    raise RayActorError from None
+
     def preempt(self) -> None:
-        self._actor.preempt.remote()
+        self._actor.preempt.remote(self._name)
 
     def terminate(self) -> None:
-        self._actor.terminate.remote()
+        self._actor.terminate.remote(self._name)
 
     def kill(self) -> None:
-        self._actor.kill.remote()
+        self._actor.kill.remote(self._name)
 
 
 class SlotGroup:
@@ -103,6 +137,9 @@ class SlotGroup:
         """`not_on`: a node that is to have none, except where a bundle asks for its resources."""
         self._bundles = bundles
         self._actors: list[Any] = []
+        self._asked: list[Any] = []  # calls that tell where the actors are
+        self._pause = Backoff(0.1, 2.0)
+        self._found: dict[int, Slot] = {}  # where each actor was when it was asked last
         selectors = None
         if not_on is not None:
             selector = {"ray.io/node-id": f"!{not_on}"}
@@ -110,6 +147,11 @@ class SlotGroup:
         self._group = placement_group(
             [dict(bundle) for bundle in bundles], strategy, bundle_label_selector=selectors
         )
+
+    @property
+    def bundle(self) -> Bundle:
+        """The first one."""
+        return self._bundles[0]
 
     def is_reserved(self, wait_s: float) -> bool:
         """Waits for it, at most for so long."""
@@ -132,15 +174,21 @@ class SlotGroup:
         ]
 
     def find_all(self, wait_s: float) -> list[Slot] | None:
-        """None where an actor has not answered: Ray may have to restart it elsewhere."""
+        """None where an actor has not answered yet: Ray may have to restart it elsewhere."""
+        self._asked = self._asked or [actor.where.remote() for actor in self._actors]
         try:
-            calls = [actor.where.remote() for actor in self._actors]
-            return list(ray.get(calls, timeout=wait_s))
-        except ActorDiedError as error:
-            first = str(error).strip().partition("\n")[0].rstrip(".")
-            raise BadInput(f"Ray cannot start its actors: {first}") from None
-        except (ActorUnavailableError, GetTimeoutError):
+            slots: list[Slot] = ray.get(self._asked, timeout=wait_s)
+        except GetTimeoutError:
             return None
+        except ActorUnavailableError:
+            self._asked = []
+            self._pause()
+            return None
+        except ActorDiedError as error:
+            raise BadInput(f"Ray cannot start its actors: {_first_line(error)}") from None
+        self._asked = []
+        self._found = dict(enumerate(slots))
+        return slots
 
     def find(self, index: int, over: threading.Event) -> Slot | None:
         """Waits until Ray has placed it again; None when `over` is set."""
@@ -148,11 +196,13 @@ class SlotGroup:
         while not over.is_set():
             try:
                 slot: Slot = ray.get(self._actors[index].where.remote(), timeout=1.0)
+                self._found[index] = slot
                 return slot
             except (ActorUnavailableError, GetTimeoutError):
                 backoff()
             except RayError as error:
-                raise BadInput(f"Ray cannot start its actor again: {error}") from None
+                why = _first_line(error)
+                raise BadInput(f"Ray cannot start its actor again: {why}") from None
         return None
 
     def run(
@@ -164,16 +214,15 @@ class SlotGroup:
         on_line: Callable[[str], None],
     ) -> RayProcess:
         """Start a process in the actor of a bundle."""
-        actor = self._actors[index]
-        try:
-            ray.get(actor.run.remote(list(command), dict(environ), given))
-        except RayTaskError as error:
-            raise BadInput(str(error.cause)) from None
-        except RayActorError:
-            pass  # `wait` says that the node is lost
-        return RayProcess(actor, on_line)
+        process = RayProcess(self._actors[index], self._found[index].node, on_line)
+        process.start(command, environ, given)
+        return process
 
     def release(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
+
+
+def _first_line(error: RayError) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -92,6 +92,7 @@ def main() -> None:
     def answer(value: Any) -> None:
         print(json.dumps({"answer": value}), flush=True)
 
+    ray._private.worker._worker_logs_enabled = False  # of nodes that are killed
     size = {"object_store_memory": _STORE_BYTES}
     head = {"num_cpus": 0, "include_dashboard": False, **size}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -12,6 +12,7 @@ from shoal.errors import BadInput
 from shoal.launch.polled_process import PolledProcess
 
 WAIT_S = 30.0
+NAME = "first"
 
 
 @pytest.fixture
@@ -22,13 +23,13 @@ def process() -> Iterator[PolledProcess]:
 
 
 def start(process: PolledProcess, program: str, given: bytes = b"") -> None:
-    process.start(["/bin/sh", "-c", program], dict(os.environ), given)
+    process.start(NAME, ["/bin/sh", "-c", program], dict(os.environ), given)
 
 
 def read_all(process: PolledProcess) -> tuple[list[str], int]:
     lines: list[str] = []
     while True:
-        more, status = process.read(WAIT_S)
+        more, status = process.read(NAME, WAIT_S)
         lines += more
         if status is not None:
             return lines, status
@@ -48,14 +49,14 @@ def test_more_lines_than_are_kept_wait_for_their_reader(process: PolledProcess) 
 def test_signals_reach_it(process: PolledProcess) -> None:
     for end, number in ((process.terminate, signal.SIGTERM), (process.kill, signal.SIGKILL)):
         start(process, "echo started; exec sleep 60")
-        assert process.read(WAIT_S) == (["started"], None)
-        end()
-        assert process.read(WAIT_S) == ([], -number)
+        assert process.read(NAME, WAIT_S) == (["started"], None)
+        end(NAME)
+        assert process.read(NAME, WAIT_S) == ([], -number)
 
 
 def test_another_start_ends_the_earlier_process(process: PolledProcess) -> None:
     start(process, "echo $$; exec sleep 60")
-    (line,), _ = process.read(WAIT_S)
+    (line,), _ = process.read(NAME, WAIT_S)
     start(process, "echo second")
     with pytest.raises(ProcessLookupError):
         os.kill(int(line), 0)
@@ -64,4 +65,17 @@ def test_another_start_ends_the_earlier_process(process: PolledProcess) -> None:
 
 def test_a_program_that_is_not_there_is_refused(process: PolledProcess) -> None:
     with pytest.raises(BadInput, match="cannot start /no/such/program"):
-        process.start(["/no/such/program"], {}, b"")
+        process.start(NAME, ["/no/such/program"], {}, b"")
+
+
+def test_calls_for_an_earlier_process_find_it_killed_and_leave_the_next_alone(
+    process: PolledProcess,
+) -> None:
+    """So it is with an actor that Ray has restarted: it has no process yet."""
+    assert process.read("earlier", WAIT_S) == ([], -signal.SIGKILL)
+    start(process, "echo started; exec sleep 60")
+    for act in (process.preempt, process.terminate, process.kill):
+        act("earlier")
+    assert process.read("earlier", WAIT_S) == ([], -signal.SIGKILL)
+    assert process.read(NAME, WAIT_S) == (["started"], None)
+    assert process.read(NAME, 0.05) == ([], None)

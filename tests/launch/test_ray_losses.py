@@ -156,3 +156,32 @@ def test_after_a_lost_node_servers_go_on_from_the_checkpoint_that_they_have_save
     alone = start(tmp_path / "here", None, *strategy, workers=2, script=CHECKPOINTED)
     assert losses(output) == losses(alone.communicate()[0])[began:], output  # momentum included
     nothing_is_left(nodes)
+
+
+@pytest.mark.parametrize(
+    ("rule", "lost"),
+    [('mode="async"', "worker"), ("staleness=2", "server")],
+)
+def test_a_relaxed_run_that_loses_a_node_goes_on_from_the_checkpoint_of_its_servers(
+    tmp_path: Path, nodes: RayNodes, rule: str, lost: str
+) -> None:
+    servers = [nodes.add(**FOR_SERVERS) for _ in range(2)]
+    for _ in range(3):  # one takes the place of another
+        nodes.add(num_cpus=1, memory=SERVER_BYTES // 2)
+    process = start(
+        *(tmp_path / "there", nodes, "-s", f"ps({rule}, servers=2)", "--restart", "1"),
+        *("--server-checkpoint", f"{tmp_path}/saved:every=5"),
+        workers=2,
+        script=CHECKPOINTED,
+        PAUSE="0.3",
+    )
+    lines = lines_until(process, "at step 12", 2)
+    nodes.kill(node_of(lines, "1") if lost == "worker" else servers[0])
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert_ours(output)
+    assert "all workers are started again (1 of 1)" in output and ":;" not in output
+    began = [int(step) for step in re.findall(r"begins after (\d+)", output)]
+    assert len(began) == 2 and min(began) >= 5, output
+    assert "losses" in output, output
+    nothing_is_left(nodes)
