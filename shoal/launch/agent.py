@@ -149,7 +149,7 @@ class Agent:
         task = self.task
         rank = task.first_rank + index
         config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
-        with self._progress_pipe(rank, pump) as pipe:
+        with self._progress_pipe(rank == 0 or config.board is not None, pump) as pipe:
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
             out, err = workers.start(_command(task), environ, inherited)
@@ -157,9 +157,12 @@ class Agent:
         pump.add(err, LineForwarder(self._writer(rank), "", True))
 
     @contextmanager
-    def _progress_pipe(self, rank: int, pump: OutputPump) -> Iterator[int | None]:
-        """The worker's end, open while the worker is started."""
-        if rank != 0 or not self.task.shows_progress:
+    def _progress_pipe(self, may_be_first: bool, pump: OutputPump) -> Iterator[int | None]:
+        """The worker's end, open while the worker is started.
+
+        In an elastic run each worker may be the first one left.
+        """
+        if not may_be_first or not self.task.shows_progress:
             yield None
             return
         pipe, worker_end = os.pipe()

@@ -348,8 +348,13 @@ class _Starter:
 
     @contextmanager
     def _progress_pipe(self, rank: int) -> Iterator[int | None]:
-        """The worker's end, open while the worker is started; rank 0 alone has one."""
-        if rank != 0 or self.on_progress is None:
+        """The worker's end, open while the worker is started.
+
+        Rank 0 alone has one, or each that may be the first one left.
+        """
+        tolerance = self.spec.tolerance
+        may_be_first = rank == 0 or (tolerance is not None and tolerance.shares.is_covered)
+        if not may_be_first or self.on_progress is None:
             yield None
             return
         pipe, worker_end = os.pipe()

@@ -87,7 +87,7 @@ class LineForwarder:
 
 
 class ProgressReader:
-    """The progress of rank 0: one JSON object a line; other lines are ignored."""
+    """The progress that a worker sends: one JSON object a line; other lines are ignored."""
 
     def __init__(self, on_progress: OnProgress):
         self._on_progress = on_progress

@@ -121,7 +121,8 @@ class Worker:
             group = stack.enter_context(self._open_group())
             stack.enter_context(self._agreeing(preemption, group))
             tracer = self._make_tracer(group)
-            progress = for_worker(self.rank, self.size, open_progress(self.config.progress_fd))
+            send = open_progress(self.config.progress_fd)
+            progress = for_worker(self.rank, self.size, send, isinstance(group, ElasticGroup))
             stack.callback(progress.close)
             if isinstance(group, ElasticGroup):
                 group.wrap = lambda executor: _traced(executor, tracer)

@@ -118,12 +118,18 @@ class ProgressBar:
         self._rich.stop()
 
 
-def for_worker(rank: int, size: int, send: Callable[[Mapping[str, Any]], None] | None) -> Progress:
+def for_worker(
+    rank: int,
+    size: int,
+    send: Callable[[Mapping[str, Any]], None] | None,
+    takes_over: bool = False,
+) -> Progress:
     """How a rank shows progress: only rank 0 shows anything, through `send` if there is one.
 
-    A bar needs a terminal for one worker alone; mpirun gives one to each of many.
+    A bar needs a terminal for one worker alone; mpirun gives one to each of many. `takes_over`:
+    rank 0 may be lost, and then this one may be the first.
     """
-    if rank != 0:
+    if rank != 0 and not takes_over:
         return SilentProgress()
     if send is not None:
         return ProgressSender(send)

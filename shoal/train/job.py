@@ -219,14 +219,16 @@ class Job(LoopMethods):
         self._stream.max_steps = steps
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Show progress: rank 0 shows the metrics now and then, other ranks do nothing."""
+        """Show progress: the first rank shows the metrics now and then, the others do nothing."""
         self._logged = {
             name: value.detach() if isinstance(value, Tensor) else value
             for name, value in metrics.items()
         }
         self._logged_step = self.steps + self._steps_under_way()
         self._is_log_shown = False
-        if self._services.progress.due(self._logged_step, self._stream.total_steps):
+        if self._shows_log and self._services.progress.due(
+            self._logged_step, self._stream.total_steps
+        ):
             self._show_log()
 
     def print(self, *words: Any) -> None:
@@ -290,8 +292,8 @@ class Job(LoopMethods):
         if self._elastic is not None:
             self._elastic.close()
         self._loss_watch.look()
-        if not self._is_log_shown:  # the latest, where the number of steps was not known
-            self._show_log()
+        if not self._is_log_shown and self._shows_log:
+            self._show_log()  # the latest, where the number of steps was not known
         if self._others is not None:
             self._others.end()
         if self._stream.has_nothing_left:
@@ -359,6 +361,11 @@ class Job(LoopMethods):
         self._stream.same.compares &= step.sync.synchronous
         for callback in self.on_build:
             callback(step)
+
+    @property
+    def _shows_log(self) -> bool:
+        """In an elastic run the first worker that is left, elsewhere rank 0."""
+        return self._elastic is None or self._is_first
 
     def _show_log(self) -> None:
         """Show what was logged last."""

@@ -18,6 +18,8 @@ import torch
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import Lab, build_lab, remove_lab
 from shoal.train import checkpoint
+from tests.chaos.elastic_kills import sweep
+from tests.disturbed import Disturbances
 from tests.namespaces import why_not
 
 pytestmark = [
@@ -107,6 +109,14 @@ def test_the_others_go_on_with_the_bits_of_one_worker(
     wanted = re.findall("bits ([0-9a-f]+)", alone.stdout)
     assert re.findall("bits ([0-9a-f]+) replicas 3", text) == wanted * 3, text
     assert "finished by workers 1, 2 and 3, without worker 0" in text
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("lab")
+def test_twenty_kills_at_random_moments_change_no_bit() -> None:
+    said = sweep("ddp", Disturbances(), on=f"lab://{NAME}")
+    print(said)
+    assert not said.startswith("WRONG"), said
 
 
 RETURNS = """

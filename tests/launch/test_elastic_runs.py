@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import sys
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from shoal.train import checkpoint
 from tests import forked
+from tests.chaos.elastic_kills import sweep
+from tests.disturbed import Disturbances
 from tests.launch.helpers import ROOT
 
 SCRIPT = """
@@ -220,38 +221,8 @@ def test_each_sample_counts_once_when_a_worker_joins(tmp_path: Path, strategy: s
 
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", *SHARDED])
-def test_twenty_kills_at_random_moments_change_no_bit(tmp_path: Path, strategy: str) -> None:
-    """Of workers that hold shards, one is killed when the loss of the last one is overcome."""
-    folder = tmp_path / "run"
-    plain = start(tmp_path / "plain", 2000, 0.0, "-n", "1")
-    options = ("-n", "4", "-s", strategy, "--restart", "30")
-    process = start(folder, 2000, 0.05, *options)
-    wait_for_step(folder, 3)
-    choose = random.Random(17)
-    kills_s = []
-    while len(kills_s) < 20:
-        time.sleep(choose.uniform(0.2, 1.5))
-        pid = _take_pid(folder, choose.choice(range(4)))
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-            kills_s.append(time.monotonic())
-            if strategy in SHARDED:
-                wait_for_step(folder, max(step for _, _, step in log_of(folder)) + 2)
-    found, err = bits(process, folder)
-    assert found == bits(plain, tmp_path / "plain")[0]
-    assert err.count("was killed by SIGKILL") == 20
-    times_s = sorted(time_s for time_s, _, _ in log_of(folder))
-    waits_s = [min(t for t in times_s if t > kill_s) - kill_s for kill_s in kills_s]
-    print(f"the next step had ended {max(waits_s):.2f} s after a kill, at most")
-
-
-def _take_pid(folder: Path, rank: int) -> int | None:
-    """Of a worker that trains, where another one does, too; each life is ended once."""
-    recent = {worker for _, worker, _ in log_of(folder)[-8:]}
-    training = [worker for worker in recent if (folder / f"pid-{worker}").exists()]
-    if rank not in training or len(training) < 2:
-        return None
-    pid = int((folder / f"pid-{rank}").read_text())
-    (folder / f"pid-{rank}").unlink()
-    return pid
+@pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "zero(2)", "zero(3)"])
+def test_twenty_kills_at_random_moments_change_no_bit(strategy: str) -> None:
+    said = sweep(strategy, Disturbances())
+    print(said)
+    assert not said.startswith("WRONG"), said

@@ -136,7 +136,7 @@ def test_records_for_the_launcher_come_ten_times_a_second_and_at_the_end(time_s:
     remote.close()
 
 
-def test_only_rank_0_shows_anything() -> None:
+def test_only_rank_0_shows_anything_unless_others_may_be_the_first_one_left() -> None:
     sent: list[Any] = []
     assert isinstance(for_worker(0, 8, sent.append), ProgressSender)
     assert isinstance(for_worker(0, 8, None), ProgressLines)
@@ -147,6 +147,8 @@ def test_only_rank_0_shows_anything() -> None:
         silent.show({"step": 1})
         silent.close()
     assert sent == []
+    assert isinstance(for_worker(1, 8, sent.append, takes_over=True), ProgressSender)
+    assert isinstance(for_worker(1, 8, None, takes_over=True), ProgressLines)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shoal.comm.board import GroupMember
+from shoal.observe.progress import ProgressSender
 from shoal.train.job import Job
 from tests.elastic import (
     BATCH,
@@ -232,3 +234,20 @@ def wait_for_request(job: Job) -> None:
     membership = job._elastic.group.membership
     while not membership.has_newcomers():
         threading.Event().wait(0.001)
+
+
+def test_the_first_worker_that_is_left_shows_progress(tmp_path: Path) -> None:
+    shown: list[tuple[int, int]] = []  # worker, step
+
+    def train(workers: Workers, job: Job) -> None:
+        progress = ProgressSender(lambda record: shown.append((job.rank, record["step"])))
+        progress.due = lambda step, total: True  # type: ignore[method-assign]
+        job._services = replace(job._services, progress=progress)
+        step = exact_step(job)
+        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+            job.log(loss=step(batch))
+
+    Workers(tmp_path, 3, train, dies={GroupMember(0, 0): (13, "before")}).run()
+    steps = sorted(step for _, step in shown)
+    assert steps == list(range(1, EPOCHS * PER_EPOCH + 1))
+    assert {worker for worker, _ in shown} == {0, 1}
