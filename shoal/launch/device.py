@@ -12,10 +12,10 @@ from shoal.launch.environment import Placement
 def choose_device(device: str | None, placement: Placement | None) -> torch.device:
     """The GPU of this rank, one that ranks share where there are too few, or the CPU."""
     chosen = asked_device(device)
-    if chosen.type != "cuda":
+    gpus = possible_gpus(device)
+    if not gpus:
         return chosen
-    if chosen.index is None:
-        chosen = torch.device("cuda", _position(placement) % torch.cuda.device_count())
+    chosen = gpus[_position(placement) % len(gpus)]
     torch.cuda.set_device(chosen)
     return chosen
 
@@ -33,6 +33,16 @@ def asked_device(device: str | None) -> torch.device:
     if asked.type == "cuda" and asked.index is not None and asked.index >= num_gpus:
         raise BadInput(f"device {name!r} was asked for, and there are {num_gpus} GPUs")
     return asked
+
+
+def possible_gpus(device: str | None) -> list[torch.device]:
+    """Those that `choose_device` chooses from, by the rank's number on its host."""
+    chosen = asked_device(device)
+    if chosen.type != "cuda":
+        return []
+    if chosen.index is not None:
+        return [chosen]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def _position(placement: Placement | None) -> int:

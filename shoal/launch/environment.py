@@ -40,7 +40,12 @@ class Placement:
     local_size: int
     rendezvous: str  # file:///..., tcp://host:port or env://; `open_rendezvous` makes it usable
     knows_hosts: bool = True  # False: `host_ranks` has to ask the other ranks
-    has_gpu_each: bool | None = None  # whether every rank of every host has one; None: not asked
+    has_gpu_each: bool | None = None  # whether no two ranks have the same one; None: not asked
+
+    @property
+    def has_several_agents(self) -> bool:
+        """Whether torchrun was started more than once, on several hosts or on one."""
+        return self.rendezvous == "env://" and self.local_size < self.size
 
 
 def detect(config: RunConfig) -> Placement | None:
@@ -177,7 +182,9 @@ def _slurm(environ: Environ) -> Placement:
     local_size = tasks_on_node(per_node, required_text(environ, per_node), node)
     counted = {**environ, per_node: str(local_size)}
     names = (rank_name, size_name, "SLURM_LOCALID", per_node)
-    return _placement("slurm", counted, names, _slurm_rendezvous(environ))
+    placement = _placement("slurm", counted, names, _slurm_rendezvous(environ))
+    shows_own_gpus = "SLURM_GPUS_PER_TASK" in environ  # each task may see its own ones alone
+    return replace(placement, has_gpu_each=True if shows_own_gpus else None)
 
 
 def _slurm_rendezvous(environ: Environ) -> str:

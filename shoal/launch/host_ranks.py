@@ -9,6 +9,9 @@ Each rank writes into the store of the rendezvous where it is, and reads the sam
 
 A host is what `host_id` says: ranks that reach each other by memory and by loopback. A variable
 that is set counts more than what follows from hosts; variables that contradict each other do not.
+
+Each rank also writes which GPUs it sees: two agents of torchrun on one host give their ranks the
+same LOCAL_RANK, hence the same GPU, and Slurm may show each task a GPU of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -28,29 +30,35 @@ from shoal.comm.generation import own_generation
 from shoal.comm.guarded_store.meet import meet_at
 from shoal.comm.select import exchange_over, shared_store
 from shoal.errors import BadInput, ShoalError
+from shoal.launch.device import possible_gpus
 from shoal.launch.environment import LOCAL_NAMES, Placement
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trust import require_protected
 from shoal.runtime.variables import parse_count
+from shoal.transport.cuda_ipc import device_name
 
-_SENTENCE = re.compile(r"([0-9a-f]{32}) (-|\d{1,18}) (-|\d{1,18}) (\d{1,18})")
+_GPU = "[0-9a-f-]{36}"  # a UUID
+_SENTENCE = re.compile(
+    rf"([0-9a-f]{{32}}) (-|\d{{1,18}}) (-|\d{{1,18}}) (-|{_GPU}(?:,{_GPU}){{0,255}})"
+)
 
 
 @dataclass(frozen=True)
 class RankHost:
-    """What one rank says: its host, what its variables say, and how many GPUs it sees."""
+    """What one rank says: its host, what its variables say, and the GPUs that it may take."""
 
     host: str
     local_rank: int | None
     local_size: int | None
-    num_gpus: int
+    gpus: tuple[str, ...]
 
     @classmethod
     def here(cls, config: RunConfig) -> RankHost:
         rank_name, size_name = LOCAL_NAMES
         host = host_id(config.host_id).decode()
         local_rank = _given_count(config, rank_name, 0)
-        return cls(host, local_rank, _given_count(config, size_name, 1), torch.cuda.device_count())
+        gpus = tuple(map(device_name, possible_gpus(config.device)))
+        return cls(host, local_rank, _given_count(config, size_name, 1), gpus)
 
     @classmethod
     def parse(cls, sentence: bytes, rank: int) -> RankHost:
@@ -61,11 +69,12 @@ class RankHost:
                 "another process, or it runs another version of Shoal"
             )
         local_rank, local_size = (None if text == "-" else int(text) for text in found.group(2, 3))
-        return cls(found[1], local_rank, local_size, int(found[4]))
+        gpus = () if found[4] == "-" else tuple(found[4].split(","))
+        return cls(found[1], local_rank, local_size, gpus)
 
     def __str__(self) -> str:
         said = ("-" if count is None else count for count in (self.local_rank, self.local_size))
-        return " ".join(map(str, (self.host, *said, self.num_gpus)))
+        return " ".join(map(str, (self.host, *said, ",".join(self.gpus) or "-")))
 
 
 def _given_count(config: RunConfig, name: str, at_least: int) -> int | None:
@@ -80,13 +89,19 @@ def meet(placement: Placement, config: RunConfig, is_cuda: bool) -> Store | None
     """The store of these ranks; None where the script has made a process group already."""
     if dist.is_initialized():
         return None
+    if placement.rendezvous == "env://":  # of torchrun's agents; the key is proven in it later
+        return _torch_store(placement)
     host = config.environ.get("MASTER_ADDR")
     what = f"the rendezvous at MASTER_ADDR={host} (localhost where all ranks are on one host)"
     secret = require_protected(config, what, placement.rank == 0)
     if secret is None or (is_cuda and config.tls.trusted_network):  # NCCL: see GroupSpec
-        met: Store = next(rendezvous(placement.rendezvous, placement.rank, placement.size))[0]
-        return met
+        return _torch_store(placement)
     return meet_at(placement.rendezvous, placement.rank, secret, is_one_host=False)
+
+
+def _torch_store(placement: Placement) -> Store:
+    store: Store = next(rendezvous(placement.rendezvous, placement.rank, placement.size))[0]
+    return store
 
 
 def ask_hosts(
@@ -117,14 +132,24 @@ def place(placement: Placement, hosts: Sequence[RankHost]) -> Placement:
     for ranks in topologies[0].hosts:
         _check_distinct(ranks, found)
     own_rank, own_size = found[placement.rank]
-    has_gpu_each = all(len(t.local) <= h.num_gpus for h, t in zip(hosts, topologies, strict=True))
     return replace(
         placement,
         local_rank=own_rank,
         local_size=own_size,
         knows_hosts=True,
-        has_gpu_each=has_gpu_each,
+        has_gpu_each=_has_gpu_each(hosts, [local_rank for local_rank, _ in found]),
     )
+
+
+def _has_gpu_each(hosts: Sequence[RankHost], local_ranks: Sequence[int]) -> bool:
+    """Whether no two ranks compute on the same GPU."""
+    if not all(host.gpus for host in hosts):
+        return False
+    taken = [
+        (host.host, host.gpus[local_rank % len(host.gpus)])
+        for host, local_rank in zip(hosts, local_ranks, strict=True)
+    ]
+    return len(set(taken)) == len(taken)
 
 
 def _local(said: RankHost, topology: Topology) -> tuple[int, int]:

@@ -92,6 +92,7 @@ class Worker:
         strategy.require_built()
         strategy.layout(self.size)
         self.device = asked_device(config.device)
+        self._is_settled = False
         self._membership: GroupMembership | None = None  # of an elastic run
         if not self._asks_hosts:
             self._settle(placement)
@@ -99,11 +100,15 @@ class Worker:
     @property
     def _asks_hosts(self) -> bool:
         """Whether the other ranks have to say first which of them are on this host."""
-        is_known = self.placement is None or self.placement.knows_hosts
+        if self.placement is None or self._is_settled:
+            return False
+        shares_gpus = self.placement.has_several_agents and self.device.type == "cuda"
+        is_known = self.placement.knows_hosts and not shares_gpus
         return not is_known and self.strategy.sync_for(self.size).communicates
 
     def _settle(self, placement: Placement | None) -> None:
         """Which ranks share this host is known now, as far as it ever is."""
+        self._is_settled = True
         self.placement = placement
         self.device = choose_device(self.config.device, placement)
         _check_host(self.strategy, placement, self.device)

@@ -121,6 +121,9 @@ def test_slurm() -> None:
     placement = detect(SLURM)
     assert placement is not None
     assert placement == Placement("slurm", 9, 11, 1, 3, placement.rendezvous)
+    assert placement.has_gpu_each is None
+    own = detect({**SLURM, "SLURM_GPUS_PER_TASK": "1"})
+    assert own is not None and own.has_gpu_each
     host, port = placement.rendezvous.removeprefix("tcp://").split(":")
     assert host == "node01" and 20000 <= int(port) <= 59999
 

@@ -24,7 +24,11 @@ HOSTS = {name: name * 32 for name in "abc"}
 
 
 def rank_host(host: str, local_rank: int | None, local_size: int | None, gpus: int) -> RankHost:
-    return RankHost(HOSTS[host], local_rank, local_size, gpus)
+    return RankHost(HOSTS[host], local_rank, local_size, tuple(map(gpu, range(gpus))))
+
+
+def gpu(number: int) -> str:
+    return f"0ab12c34-0000-0000-0000-{number:012x}"
 
 
 def placed(hosts: Sequence[RankHost]) -> list[tuple[int, int]]:
@@ -53,6 +57,10 @@ def test_nccl_needs_a_gpu_for_every_rank_of_every_host() -> None:
     for gpus, expected in ((3, True), (2, False)):
         found = place(at, [rank_host(host, None, None, gpus) for host in "aaab"])
         assert found.has_gpu_each is expected
+    agents = [rank_host("a", local_rank, 2, 8) for local_rank in (0, 1, 0, 1)]  # of torchrun
+    assert not place(at, agents).has_gpu_each
+    slurm = [RankHost(HOSTS["a"], rank, 4, (gpu(rank),)) for rank in range(4)]  # --gpus-per-task=1
+    assert place(at, slurm).has_gpu_each
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,7 @@ def test_variables_that_contradict_each_other_are_named(
 def test_what_is_written_is_read_back_and_nothing_else_is() -> None:
     for said in (rank_host("a", None, None, 8), rank_host("b", 1, 2, 0)):
         assert RankHost.parse(str(said).encode(), 0) == said
-    for written in (b"", b"\xff", f"{HOSTS['a']} -1 2 0".encode()):
+    for written in (b"", b"\xff", f"{HOSTS['a']} -1 2 -".encode()):
         with pytest.raises(ShoalError, match="what rank 7 wrote"):
             RankHost.parse(written, 7)
 
