@@ -15,6 +15,7 @@ from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machines
 from shoal.launch.remote import run_remote
 from shoal.runtime.config import RunConfig
+from shoal.runtime.wording import counted
 
 MODULE = "shoal.bench.between"
 RESULT = "measured between hosts: "  # begins the line of rank 0 with what it has found
@@ -50,7 +51,10 @@ def _result(lines: Iterable[str]) -> Found:
 def calls_between(found: Found, workers: int) -> tuple[MeasuredCalls, ...]:
     """BadInput where workers were not on several hosts, equally many on each."""
     if found["hosts"] < 2:
-        raise BadInput(f"{workers} workers are on one host: nothing was measured between hosts")
+        raise BadInput(
+            f"{counted(workers, 'worker')} on one host: nothing was measured between hosts; give "
+            "--workers a multiple of the number of hosts"
+        )
     if not found["even"]:
         raise BadInput(
             f"{workers} workers are not equally many on each of {found['hosts']} hosts: take "

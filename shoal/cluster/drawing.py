@@ -12,6 +12,7 @@ from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.host import Host
 from shoal.cluster.levels import levels, narrowest_cut
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
+from shoal.runtime.wording import counted
 
 
 def draw_cluster(cluster: Cluster, console: Console) -> None:
@@ -178,10 +179,6 @@ def _flops(rate: float) -> str:
 def link_words(link: LinkSpec, per: str = "") -> str:
     rate = f"{show_rate(link.bytes_per_s)} {per}".rstrip()
     return f"{link.name}: {rate}, alpha {show_seconds(link.alpha_s)}"
-
-
-def counted(number: int, word: str, several: str | None = None) -> str:
-    return f"{number} {word if number == 1 else several or word + 's'}"
 
 
 def _numbered(one: str, short: str, count: int, bare: bool = False) -> str:

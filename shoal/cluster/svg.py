@@ -7,11 +7,12 @@ from html import escape
 from textwrap import wrap
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.drawing import counted, device_words, heading
+from shoal.cluster.drawing import device_words, heading
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.levels import narrowest, narrowest_cut
 from shoal.cluster.torus import coordinates
 from shoal.cluster.units import show_rate
+from shoal.runtime.wording import counted
 
 MOST_RACKS = 4
 MOST_NODES = 4  # in a rack

@@ -14,6 +14,7 @@ from shoal.commands.launching import config_for, run_quietly, strategy_for
 from shoal.errors import BadInput
 from shoal.lab.lab import find_lab
 from shoal.runtime.lab_files import LabFiles
+from shoal.runtime.wording import counted
 
 _FASTER = {"pulls_per_s": "speedup", "busiest_server_pulls_per_s": "busiest_server_speedup"}
 _OTHERS = ("max_over_mean_cpu", "worker_cpu_ms", "server_cpu_ms", "busiest_link_bytes")
@@ -46,7 +47,8 @@ def measure(bench: RowsBench, workers: int, servers: int, on: str | None = None)
     """`on`: the lab whose hosts workers and servers are spread over."""
     bench.check()
     rate = None if on is None else link_rate(on)
-    say(f"measuring {workers} workers and {servers} servers on {on or 'this host'}")
+    processes = f"{counted(workers, 'worker')} and {counted(servers, 'server')}"
+    say(f"measuring {processes} on {on or 'this host'}")
     strategy = strategy_for(f'ps(servers={servers}, mode="async")', workers)
     config = config_for(strategy, device="cpu")
     run = partial(run_quietly, on=on)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from shoal.cluster.units import show_rate
 from shoal.commands.output import plain_table, wide_console
+from shoal.runtime.wording import counted
 
 _FULL = 0.8  # of a link: it is what bounds the speed
 _ON_ONE_HOST = (
@@ -39,10 +40,11 @@ def is_bound(document: dict[str, Any], way: str) -> bool:
 
 
 def names_of(document: dict[str, Any]) -> dict[str, str]:
+    kept = counted(document["cache"], "step")
     return {
         "owners": "owners",
         "copies": "all servers, if hot",
-        "cache": f"the same, kept {document['cache']} steps ({document['hit_rate']:.0%} hits)",
+        "cache": f"the same, kept {kept} ({document['hit_rate']:.0%} hits)",
     }
 
 
@@ -50,8 +52,8 @@ def table_of(document: dict[str, Any]) -> Table:
     rate = document["link_bytes_per_s"]
     over = "" if rate is None else f", links of {show_rate(rate)}"
     title = (
-        f"{document['rows']:,} rows by range on {document['servers']} servers, "
-        f"Zipf({document['exponent']:g}), {document['workers']} workers, "
+        f"{document['rows']:,} rows by range on {counted(document['servers'], 'server')}, "
+        f"Zipf({document['exponent']:g}), {counted(document['workers'], 'worker')}, "
         f"{document['rows_per_pull']:.0f} rows a pull{over}"
     )
     heads = ["rows are asked of", "copied\nrows", "largest/mean\nrows"]

@@ -25,6 +25,7 @@ from shoal.errors import BadInput
 from shoal.lab.lab import find_lab
 from shoal.runtime.config import RunConfig
 from shoal.runtime.lab_files import LabFiles
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
 
 _GLOO_NEEDS = "Gloo needs SHOAL_TRUSTED_NETWORK=1"
@@ -39,7 +40,8 @@ def measure_between(
     known = load_cluster(name)
     count = workers or known.nodes
     config = RunConfig.from_environment()
-    _say(f"measuring all-reduces of {count} workers on the hosts of {on}, about {seconds:g} s")
+    what = f"all-reduces of {counted(count, 'worker')} on the hosts of {on}"
+    _say(f"measuring {what}, about {seconds:g} s")
     with open_engine(on, config) as machines:
         found = calibrate_between(machines, config, known, count, seconds)
     text = cluster_text(found)

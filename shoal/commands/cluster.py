@@ -103,7 +103,7 @@ def resized(
     if total > 1 and cluster.node.nic is None:
         raise BadInput(f"--nodes {total}: a node of {cluster.name} has no nic to reach another")
     if racks is not None and racks > total:
-        raise BadInput(f"--racks {racks}: there are only {total} nodes")
+        raise BadInput(f"--racks {racks}: give at least as many --nodes as racks, not {total}")
     if racks is not None and total % racks:
         raise BadInput(f"--racks {racks}: {total} nodes do not fill {racks} racks evenly")
     per_rack = cluster.nodes_per_rack if racks is None else total // racks

@@ -30,6 +30,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import TERMS
 
@@ -92,8 +93,8 @@ def compare(
         document = {"script": script, "workers": workers, "seed": seed or 0}
         print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
     else:
-        length = f", {outcomes[0].steps} steps" if outcomes[0].ran else ""
-        _print(outcomes, f"{script} on {workers} workers{length}")
+        length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
+        _print(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from shoal.lab.design import MTU, LabDesign, parse_rate
 from shoal.lab.lab import Lab, build_lab, find_lab, known_labs, refuse_built_now, remove_lab
 from shoal.lab.namespaces import require
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles
+from shoal.runtime.wording import counted
 
 app = typer.Typer(
     help="A lab: hosts, switches and shaped links in network namespaces of this machine.",
@@ -80,7 +82,9 @@ def down(
     for one in names:
         refuse_built_now(one)
         ended = remove_lab(one)
-        processes = "" if not ended else f"; {ended} processes in it were killed"
+        processes = (
+            "" if not ended else f", and {counted(ended, 'process', 'processes')} in it killed"
+        )
         typer.echo(f"lab {one} is removed{processes}")
     if not names:
         typer.echo("there is no lab")
@@ -92,9 +96,11 @@ def execute(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND")],
     name: Annotated[str | None, typer.Option(help=_NAME_OF_LAB)] = None,
 ) -> None:
-    """Run a command on one host of a lab."""
+    """Run a command on one host of a lab; the exit status is the command's, or 2."""
     namespace = find_lab(name).host(host).namespace
     require()
+    if shutil.which(command[0]) is None:  # hosts of a lab have the files of this machine
+        raise BadInput(f"{host} has no program {command[0]!r}: name one on the PATH, or its file")
     words = namespace.command(command)
     sys.stdout.flush()
     os.execvp(words[0], words)

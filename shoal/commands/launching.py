@@ -26,6 +26,7 @@ from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults
 from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.wording import counted
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
 
@@ -71,7 +72,14 @@ class WorkersOptions:
         why_none = strategy.sync_for(self.workers).why_no_server_processes
         check_faults(config, self.workers, servers, why_none)
         if config.start is not None and config.start > self.workers:
-            raise BadInput(f"--start {config.start} is more than the {self.workers} workers of -n")
+            raise BadInput(
+                f"--start {config.start} is more than the {counted(self.workers, 'worker')} of -n"
+            )
+        if self.on is not None and self.at_least is not None and not strategy.is_elastic:
+            raise BadInput(
+                f"--elastic with --on: workers of {strategy} leave and join on this host only; on "
+                "other hosts those of ddp, zero, localsgd and gossip do"
+            )
         takes_back = config.takes_back and (self.on is None or strategy.is_elastic)
         if takes_back:
             option = "--restart" if config.restarts else "--start"
@@ -106,7 +114,10 @@ def elastic_options(
             "first: leave out one of them"
         )
     if not fewest <= start <= most:
-        raise BadInput(f"--elastic {text}: {start} workers at first are not {fewest} to {most}")
+        raise BadInput(
+            f"--elastic {text}: the run cannot start with {counted(start, 'worker')}: give -n from "
+            f"{fewest} to {most}"
+        )
     strategy = str(strategy_for(options.strategy or "ddp", most).as_elastic())
     return replace(options, workers=most, start=start, strategy=strategy, at_least=fewest)
 

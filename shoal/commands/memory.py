@@ -24,6 +24,7 @@ from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput
 from shoal.runtime.config import MemoryProbeConfig
 from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
 
 _HEADS = {  # short, so that the columns fit 80 characters
@@ -91,7 +92,7 @@ def memory(
     if as_json:
         print(json.dumps({"script": script, "strategy": str(value), **document}))
     else:
-        _print(document, f"{script} under {value} on {workers} workers")
+        _print(document, f"{script} under {value} on {counted(workers, 'worker')}")
 
 
 def _print(document: dict[str, Any], title: str) -> None:

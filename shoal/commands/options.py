@@ -95,7 +95,8 @@ Elastic = Annotated[
         metavar="MIN:MAX",
         help="Let workers leave (crash, preemption) and join (--restart, `shoal join`) between two "
         "steps, up to MAX; with fewer than MIN the run ends. -n or --start says how many there are "
-        "at first (default: MAX). Makes ddp ddp(elastic=True); so zero, localsgd, gossip.",
+        "at first (default: MAX). Makes ddp ddp(elastic=True); so zero, localsgd, gossip. "
+        "Relaxed ps, hogwild and asynchronous gossip stay as they are, on this host.",
         show_default=False,
     ),
 ]

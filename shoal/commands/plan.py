@@ -32,6 +32,7 @@ from shoal.plan.explain import in_script, nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings
 from shoal.plan.ranking import Priced
 from shoal.plan.search import OnPriced, SearchOptions, SearchResult, search
+from shoal.runtime.wording import counted
 
 Top = Annotated[int, typer.Option(min=1, help="How many strategies to show.")]
 IncludeAsync = Annotated[
@@ -93,7 +94,8 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
 
 def _print(subject: Subject, cluster: str, workers: int, result: SearchResult) -> None:
     console = wide_console()
-    title = f"{subject.workload.name} on {workers} workers of {cluster}, batch {subject.batch}"
+    hardware = f"{counted(workers, 'worker')} of {cluster}"
+    title = f"{subject.workload.name} on {hardware}, batch {subject.batch}"
     console.print(title, style="bold")
     for number, one in enumerate(result.ranked, 1):
         _print_one(console, f"{number:>2}", one, result.ranked[0])

@@ -35,6 +35,7 @@ from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.workloads.workload import Recompute, Workload
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
 
 RECOMPUTES = ("none", "selective", "full")
@@ -175,10 +176,11 @@ def _print(prediction: Prediction, workload: Workload, traffic: str) -> None:
 
 def _heading(prediction: Prediction, workload: Workload) -> str:
     spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
+    hardware = f"{counted(prediction.workers, 'worker')} of {prediction.cluster}"
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
     return (
-        f"{workload.name} under {prediction.strategy} on {prediction.workers} workers of "
-        f"{prediction.cluster}, batch {prediction.batch}: {show_seconds(prediction.step_s)} a step "
+        f"{workload.name} under {prediction.strategy} on {hardware}, "
+        f"batch {prediction.batch}: {show_seconds(prediction.step_s)} a step "
         f"({spread}), {prediction.samples_per_s:.3g} samples/s{utilization}"
     )
 

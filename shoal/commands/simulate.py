@@ -28,6 +28,7 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.simulator.work import Unevenness
 from shoal.runtime.faults import read_slow
+from shoal.runtime.wording import counted
 
 _MOST_SHOWN = 16  # ranks whose time is divided in a table
 NoiseSeed = Annotated[
@@ -82,7 +83,7 @@ def simulate(
         return
     console = wide_console()
     console.print(
-        f"{workload.name} under {value} on {workers} workers of {hardware.name}, batch "
+        f"{workload.name} under {value} on {counted(workers, 'worker')} of {hardware.name}, batch "
         f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
         f"{show_seconds(closed.step_s)} by the closed form",
         style="bold",

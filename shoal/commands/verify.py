@@ -17,6 +17,7 @@ from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.verify_runs import RunPair, ScriptRuns
 from shoal.errors import BadInput
 from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def verify(
         taken = steps_taken(
             verdict.steps, steps, value.sync_for(workers).batches is Batches.WHOLE_DATASET
         )
-        where = f"{workers} workers{runs.where}"
+        where = f"{counted(workers, 'worker')}{runs.where}"
         _print(verdict, f"{script} under {value} on {where}, {taken}")
     if not verdict.ok:
         for reason in _reasons(alone, together, workers):
@@ -126,7 +127,7 @@ def _parts_of_sum(alone: CapturedRun, together: CapturedRun) -> int | None:
 
 def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
     """The number of steps, and why it is not the one that was asked for."""
-    text = f"{taken} step{'s' if taken != 1 else ''}"
+    text = counted(taken, "step")
     text += " over the whole dataset each" if of_everything else ""
     return text if taken == asked else f"{text} (the script takes no more)"
 
@@ -171,14 +172,14 @@ def _about_rounding(verdict: Verification) -> Iterator[str]:
             "measured by adding up in another order"
             if verdict.measured_rounding
             else f"from {verdict.additions:,} additions per gradient element and "
-            f"{verdict.steps} steps"
+            f"{counted(verdict.steps, 'step')}"
         )
         yield from _about_own_precision(verdict)
         return
     what, rounding = double.largest_rounding
     yield (
         f"rounding, measured on one worker {rounding:.3g} in {what} "
-        f"({double.steps} steps beside double precision)"
+        f"({counted(double.steps, 'step')} beside double precision)"
     )
     worst = double.worst
     yield (

@@ -18,6 +18,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.processes import Forks
 from shoal.launch.python_fork import can_fork, load, modules_to_load
 from shoal.runtime.config import CaptureConfig, RunConfig
+from shoal.runtime.wording import counted
 
 if TYPE_CHECKING:
     from shoal.observe.captured_run import CapturedRun
@@ -33,7 +34,7 @@ CHANCE = (
     "draws has to follow from the seed, not from the time or before `import shoal`"
 )
 GOES_ON = (
-    "the script catches the exception that ends it after {} steps, as a bare `except:` does: "
+    "the script catches the exception that ends it after {}, as a bare `except:` does: "
     "catch Exception instead"
 )
 SEVERAL_CALLS = "the script calls shoal.run {} times: the first call is compared"
@@ -92,7 +93,7 @@ class ScriptRuns:
         if not run.losses:
             check_trained(folder / "loss")
         if run.goes_on:
-            raise BadInput(GOES_ON.format(steps))
+            raise BadInput(GOES_ON.format(counted(steps, "step")))
         return run
 
     @property

@@ -23,6 +23,7 @@ from shoal.embedding.pool import RowPool
 from shoal.embedding.row_copy import Rows
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
 from shoal.errors import BadInput
+from shoal.runtime.wording import counted
 
 CHUNK_ROWS = 1 << 16  # rows that `state` gives at a time
 
@@ -39,7 +40,9 @@ class RowTable:
         self.shard = shard
         self.shards = shards
         if spec.rows_of(shard, shards) > LARGEST_SHARD:
-            raise BadInput(f"{spec} has too many rows for {shards} servers: use more servers")
+            raise BadInput(
+                f"{spec} has too many rows for {counted(shards, 'server')}: use more servers"
+            )
         self.optimizer = spec.optimizer
         self.clear()
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.runtime.wording import counted
 from shoal.train.checkpoint_folder import MANIFEST
 
 
@@ -143,6 +144,6 @@ def resume(job: shoal.Job, out: str) -> None:
     """Continue from the checkpoint in `out`, if there is one."""
     if (Path(out) / MANIFEST).is_file():
         job.load(out)
-        job.print(f"resuming from {out} after {job.steps} steps")
+        job.print(f"resuming from {out} after {counted(job.steps, 'step')}")
     else:
         job.print(f"no checkpoint in {out} yet: starting from the beginning")

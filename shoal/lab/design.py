@@ -51,7 +51,9 @@ class LabDesign:
         if self.hosts > MOST_HOSTS:
             raise BadInput(f"--hosts {self.hosts}: a lab has at most {MOST_HOSTS} hosts")
         if self.racks > self.hosts:
-            raise BadInput(f"--racks {self.racks}: there are only {self.hosts} hosts")
+            raise BadInput(
+                f"--racks {self.racks}: give at least as many --hosts as racks, not {self.hosts}"
+            )
         if self.hosts % self.racks:
             raise BadInput(
                 f"--racks {self.racks}: {self.hosts} hosts do not fill {self.racks} racks evenly"

@@ -90,8 +90,17 @@ def _run_of(name: str) -> RunDir:
     return run_dir
 
 
-def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -> str:
-    """What the launcher says of the worker that it has started; ShoalError where it has not."""
+@dataclass(frozen=True)
+class StartedWorker:
+    """What a launcher says of the worker that it has started."""
+
+    rank: int
+    generation: int
+    sentence: str
+
+
+def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -> StartedWorker:
+    """ShoalError where the launcher has not started a worker."""
     deadline_s = time.monotonic() + limit_s
     while (answer := run_dir.read_join_answer(request)) is None:
         if not run_dir.is_there():
@@ -99,6 +108,24 @@ def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -
         if time.monotonic() > deadline_s:
             raise ShoalError(f"the run in {run_dir.path} has not answered for {limit_s:g} s")
         time.sleep(_LOOK_S)
-    if not answer.get("is_started"):
+    rank, generation = answer.get("rank"), answer.get("generation")
+    if not isinstance(rank, int) or not isinstance(generation, int):
         raise ShoalError(str(answer.get("sentence")))
-    return str(answer.get("sentence"))
+    return StartedWorker(rank, generation, str(answer.get("sentence")))
+
+
+def wait_until_joined(run_dir: RunDir, worker: StartedWorker) -> None:
+    """ShoalError where it has not taken its place: the run has finished, or it has failed."""
+    rank, generation = worker.rank, worker.generation
+    while True:
+        is_there = run_dir.is_there()
+        has_ended = run_dir.has_ended(rank, generation)  # what it wrote before is final
+        if run_dir.read_return(rank, generation) is not None:
+            return
+        if run_dir.late(rank, generation).exists():
+            raise ShoalError(f"worker {rank} has not joined: the run had finished when it came")
+        if not is_there:
+            raise ShoalError(f"the run has ended, and worker {rank} had not joined it by then")
+        if has_ended:
+            raise ShoalError(f"worker {rank} has exited and not joined: see the output of the run")
+        time.sleep(_LOOK_S)

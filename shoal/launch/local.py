@@ -47,6 +47,7 @@ from shoal.launch.worker_losses import JoinedWorker, LostWorker, ReturnedWorker,
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir, new_run_dir
+from shoal.runtime.wording import counted
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def launch(
                 supervisor.server_lost = server_lost
                 supervisor.start_server = start_server
                 if spec.started < spec.workers:
-                    now = f"{spec.started} of {spec.workers} workers are started"
+                    now = f"started {spec.started} of {counted(spec.workers, 'worker')}"
                     say(f"{now}; shoal join starts another one")
                 with (
                     _noticing(notice, spec, run_dir, say),

@@ -137,9 +137,9 @@ class LossPolicy:
         """
         ranks = [rank for rank in range(self._workers) if self._run_dir.has_exited(rank)]
         if not ranks or self._is_ending(ranks):
-            why = "the first workers have finished" if ranks else f"all {self._workers} are there"
+            why = "the first workers have finished" if ranks else self._all_there
             self._say(f"a worker was asked for, and none is started: {why}")
-            self._run_dir.answer_join(request, False, f"no worker is started: {why}")
+            self._run_dir.answer_join(request, f"no worker is started: {why}")
             return None
         rank = ranks[0]
         self._run_dir.note_start(rank, self._run_dir.generation(rank) + 1)
@@ -149,8 +149,12 @@ class LossPolicy:
         self.lost = [lost for lost in self.lost if lost.rank != rank]
         started = f"worker {rank} of {self._workers} is started"
         self._say(f"{started}, as it was asked for")
-        self._run_dir.answer_join(request, True, started)
+        self._run_dir.answer_join(request, started, rank)
         return rank
+
+    @property
+    def _all_there(self) -> str:
+        return "all workers are there" if self._workers > 1 else "its only worker is there"
 
     def _is_ending(self, exited: Sequence[int]) -> bool:
         """Whether one that comes now would come too late: a worker has finished its training."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shoal.errors import BadInput
 from shoal.launch.machines import Machine
+from shoal.runtime.wording import counted
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ def place(machines: Sequence[Machine], workers: int) -> list[PlacedRanks]:
     for machine in machines:
         counts.append(min(machine.slots, workers - sum(counts)))
     if sum(counts) < workers:
-        hosts = "1 host" if len(machines) == 1 else f"{len(machines)} hosts"
-        raise BadInput(f"there are slots for {sum(counts)} workers on {hosts}, not for {workers}")
+        room = f"{counted(sum(counts), 'worker')} on {counted(len(machines), 'host')}"
+        raise BadInput(f"there is room for {room}, not for {workers}")
     return _blocks(machines, counts)
 
 

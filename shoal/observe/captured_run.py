@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.runtime.wording import counted
+
 Tensors = dict[str, Tensor]
 LAMBDA = 4.0
 SAME_LOSS = 1e-4  # relative; kernels that add in any order change less
@@ -55,7 +57,7 @@ class CapturedRun:
                 return f"the loss of step {i + 1} is {loss}"
         for name, tensor in self.tensors.items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                return f"{name} is nan after {len(self.losses)} steps"
+                return f"{name} is nan after {counted(len(self.losses), 'step')}"
         return None
 
     def changes_by_chance(self, again: CapturedRun) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from shoal.observe.time_shares import TimeShares, time_shares_within
 from shoal.observe.trace import read_spans
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy
 
@@ -84,14 +85,18 @@ class RunOutcome:
         """Why there is no speed, where there is none."""
         if not self.ran or self.steps_per_s is not None:
             return None
-        return f"{_count(self.steps)} at this number of --steps: too few to measure a speed"
+        return (
+            f"{counted(self.steps, 'step')} at this number of --steps: too few to measure a speed"
+        )
 
     def _losses(self) -> str:
         """What was measured, for strategies that promise no equal result."""
         if self.loss is None:
             return "the loss is not a finite number"
         is_as_long = self.single_steps in (None, self.steps)
-        words = f"loss {self.loss:.3f}" + ("" if is_as_long else f" after {_count(self.steps)}")
+        words = f"loss {self.loss:.3f}" + (
+            "" if is_as_long else f" after {counted(self.steps, 'step')}"
+        )
         ends = (self.first_loss, self.training_loss)
         if None not in ends and ends[1] >= ends[0]:  # type: ignore[operator]
             words += f", at the start {self.first_loss:.3f}"
@@ -172,10 +177,6 @@ def steps_per_s(reports: Sequence[dict[str, Any]], in_turns: bool) -> float | No
     end = max(report["measured_ns"][1] for report in known)
     steps = sum(report["steps_per_s"] * report["seconds"] for report in known) / len(reports)
     return float(steps / ((end - begin) / 1e9))
-
-
-def _count(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps} steps"
 
 
 def losses_of(run: ComparedRun) -> list[float]:

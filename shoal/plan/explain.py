@@ -10,6 +10,7 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.ranking import Priced
 from shoal.plan.workloads.workload import Split, Workload
+from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
 
 _NAMES = {
@@ -145,16 +146,17 @@ def nothing_fits(least: Priced | None, larger: Priced | None) -> str:
         return "no strategy fits"
     prediction = least.prediction
     kind, most = largest_kind(prediction.memory)
+    workers = counted(prediction.workers, "worker")
     text = (
-        f"nothing fits {show_bytes(prediction.memory_limit_bytes)} on {prediction.workers} "
-        f"workers: the least is {show_bytes(prediction.memory.total)} a worker under "
+        f"nothing fits {show_bytes(prediction.memory_limit_bytes)} on {workers}: "
+        f"the least is {show_bytes(prediction.memory.total)} a worker under "
         f"{prediction.strategy}, of which {kind} {show_bytes(most)}"
     )
     if larger is None:
         return f"{text}; more workers do not help either"
     enough = larger.prediction
     return (
-        f"{text}; with {enough.workers} workers {enough.strategy} needs "
+        f"{text}; with {counted(enough.workers, 'worker')} {enough.strategy} needs "
         f"{show_bytes(enough.memory.total)}"
     )
 

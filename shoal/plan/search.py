@@ -19,6 +19,7 @@ from shoal.plan.candidates import Shape, candidate, layouts, pipelines, shapes, 
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.ranking import AS_FAST, Priced, merge, order
 from shoal.plan.workloads.workload import Recompute, Workload
+from shoal.runtime.wording import counted
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Layout
 
@@ -63,7 +64,9 @@ def search(
     relaxed = run.find(False, lambda done, total: None) if options.include_async else _Found()
     if not exact.fits and not exact.larger:
         why = run.first_refusal or "the batch has fewer samples than there are replicas"
-        raise BadInput(f"no strategy can be priced for {workload.name} on {workers} workers: {why}")
+        raise BadInput(
+            f"no strategy can be priced for {workload.name} on {counted(workers, 'worker')}: {why}"
+        )
     priced = run.priced
     ranked = merge(exact.fits.values())[: options.top]
     best_s = ranked[0].seconds if ranked else math.inf

@@ -286,9 +286,11 @@ class RunDir:
             request.unlink()
         return [request.name for request in requests]
 
-    def answer_join(self, request: str, is_started: bool, sentence: str) -> None:
+    def answer_join(self, request: str, sentence: str, rank: int | None = None) -> None:
+        """`rank`: the worker that is started; None where none is."""
+        generation = None if rank is None else self.generation(rank)
         with suppress(OSError):
-            text = json.dumps({"is_started": is_started, "sentence": sentence})
+            text = json.dumps({"sentence": sentence, "rank": rank, "generation": generation})
             write_atomically(self.join_answer(request), text)
 
     def read_join_answer(self, request: str) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shoal.errors import BadInput
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.wording import counted
 
 PREFIX = "server:"
 NO_SERVERS = "this strategy starts no servers"
@@ -97,7 +98,7 @@ def _read(
         if match is None:
             raise BadInput(f"{option} takes a text such as {example}, not {text[:40]!r}")
         if servers is not None and int(match[1]) >= servers:
-            last = f"the last of {servers} servers is {servers - 1}"
+            last = f"the last of {counted(servers, 'server')} is {servers - 1}"
             raise BadInput(f"{option} {text}: {last if servers else why_none}")
         found.append((int(match[1]), match[2]))
     return found

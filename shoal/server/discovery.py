@@ -24,6 +24,7 @@ from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.wording import counted
 from shoal.server.introduction import Announcer, Introduction, introduce
 from shoal.server.replica_addresses import ReplicaAddresses
 from shoal.server.server import Server
@@ -117,7 +118,8 @@ def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Se
         raise BadInput("SHOAL_SERVERS names servers, and there is no secret: set SHOAL_SECRET")
     needed = term.servers * term.replicas
     if len(addresses) < needed:
-        raise BadInput(f"{term} needs {needed} servers, and there are {len(addresses)}")
+        there = f"{'is' if len(addresses) == 1 else 'are'} {len(addresses)}"
+        raise BadInput(f"{term} needs {counted(needed, 'server')}, and there {there}")
     named = [LaunchedServer.decode(text) for text in addresses[:needed]]
     host = host_id(config.host_id).decode()
     found = _set_of(term, Announcer(secret), [_address_of(server) for server in named], host)

@@ -31,6 +31,7 @@ from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
+from shoal.runtime.wording import counted
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms.gossip import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan
@@ -250,7 +251,7 @@ class MixWeights(Mixer):
         (first, far) = self.distances[0]
         (last, near) = self.distances[-1]
         return [
-            f"gossip: replicas were {far:.3g} from their mean after {first} steps"
+            f"gossip: replicas were {far:.3g} from their mean after {counted(first, 'step')}"
             + (f", {near:.3g} after {last}" if last > first else "")
         ]
 

@@ -297,7 +297,7 @@ class Job(LoopMethods):
         if self._others is not None:
             self._others.end()
         if self._stream.has_nothing_left:
-            self._say_once(f"nothing is left to train: all {self.steps} steps were done before")
+            self._say_once(f"nothing is left to train: step {self.steps} was the last one")
         for step in self._steps:
             step.sync.close()
             for sentence in step.sync.summary():

@@ -10,6 +10,7 @@ from typing import Any
 from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
 from shoal.runtime.preemption import EXIT_STATUS
+from shoal.runtime.wording import counted
 from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
 from shoal.train.automatic_checkpoint import AutomaticCheckpoint, FindCheckpoint
@@ -190,7 +191,7 @@ class JobCheckpoints:
             self._say(f"{there} checkpoint is in {folder}: {begin}")
             return {}
         document = self._install(saved, fit(self._state.models, saved, folder), folder)
-        self._say(f"resuming from {folder} after {self._state.steps} steps")
+        self._say(f"resuming from {folder} after {counted(self._state.steps, 'step')}")
         return document
 
     def must_stop(self, steps: int) -> bool:

@@ -50,7 +50,10 @@ def test_the_picture_prints_both_units(tmp_path: Path) -> None:
         (("dgx-a10",), "did you mean dgx-a100?"),
         (("none.toml",), "cannot read none.toml: No such file or directory"),
         (("dgx-a100", "--nodes", "3", "--racks", "2"), "3 nodes do not fill 2 racks evenly"),
-        (("dgx-a100", "--nodes", "1", "--racks", "2"), "there are only 1 nodes"),
+        (
+            ("dgx-a100", "--nodes", "1", "--racks", "2"),
+            "give at least as many --nodes as racks, not 1",
+        ),
         (("dgx-a100", "--oversubscription", "4"), "give --racks 2"),
         (("laptop", "--nodes", "2"), "a node of laptop has no nic"),
         (("h200", "--svg", "/none/c.svg"), "cannot write /none/c.svg"),

@@ -60,7 +60,7 @@ def test_the_first_of_a_plan_can_be_predicted(capsys: pytest.CaptureFixture[str]
 def test_a_plan_where_nothing_fits_fails_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "plan", *SMALL, "-n", "1", "--limit", "300MB")
     assert status == 1
-    assert "nothing fits 300 MB on 1 workers: the least is " in out.replace("\n", " ")
+    assert "nothing fits 300 MB on 1 worker: the least is " in out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_a_table_that_makes_no_sense_is_refused(values: dict[str, Any], complain
 
 
 def test_a_table_that_is_too_large_for_its_servers_is_refused() -> None:
-    with pytest.raises(BadInput, match="too many rows for 1 servers"):
+    with pytest.raises(BadInput, match="too many rows for 1 server:"):
         RowTable(spec(2**40))
     with pytest.raises(BadInput, match="shard 0 of table 'users' does not fit"):
         RowTable(spec(2**30, 2**20))

@@ -74,7 +74,7 @@ def test_the_cluster_has_the_links_of_the_lab() -> None:
         (LabDesign("A/b", 2, 1, GIGABIT), "is not a name for a lab"),
         (LabDesign(NAME, 65, 1, GIGABIT), "at most 64 hosts"),
         (LabDesign(NAME, 3, 2, GIGABIT), "do not fill 2 racks evenly"),
-        (LabDesign(NAME, 1, 2, GIGABIT), "there are only 1 hosts"),
+        (LabDesign(NAME, 1, 2, GIGABIT), "give at least as many --hosts as racks, not 1"),
         (LabDesign(NAME, 2, 1, GIGABIT, 4.0), "there is one rack"),
         (LabDesign(NAME, 2, 1, 1.0), "a lab has links between"),
         (LabDesign(NAME, 2, 1, GIGABIT, mtu=100), "--mtu 100"),

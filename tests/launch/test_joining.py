@@ -14,7 +14,7 @@ import pytest
 
 from shoal.commands.join import join
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.joining import ask_to_join, wait_for_answer
+from shoal.launch.joining import StartedWorker, ask_to_join, wait_for_answer, wait_until_joined
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import Tolerance
 from shoal.launch.running import RunFacts, enter_run, entries
@@ -53,7 +53,7 @@ def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
     assert ending.reports == ({"rank": 0}, {"rank": 1}, None) and not ending.lost
     assert sorted(screen.out.splitlines()) == ["[0] generation 0", "[1] generation 1"]
     assert screen.err.splitlines() == [
-        "shoal: 1 of 3 workers are started; shoal join starts another one",
+        "shoal: started 1 of 3 workers; shoal join starts another one",
         "shoal: worker 1 of 3 is started, as it was asked for",
         "shoal: worker 1 joined at step 41; 40 steps were not trained before",
         "shoal: finished by workers 0 and 1, without worker 2",
@@ -78,7 +78,10 @@ def test_none_is_started_where_all_are_there() -> None:
         while os.listdir(run_dir + "/joins"): time.sleep(0.005)
     """
     _, screen = run(script, 1, start=1)
-    assert screen.err == "shoal: a worker was asked for, and none is started: all 1 are there\n"
+    assert (
+        screen.err
+        == "shoal: a worker was asked for, and none is started: its only worker is there\n"
+    )
 
 
 def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,13 +114,15 @@ def test_the_run_that_is_joined_is_named_as_ps_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("shoal.commands.join.wait_for_answer", lambda *_: "worker 1 is started")
+    started = StartedWorker(1, 1, "worker 1 of 2 is started")
+    monkeypatch.setattr("shoal.commands.join.wait_for_answer", lambda *_: started)
     with new_run_dir() as run_dir:
         run_dir.open_joins()
+        run_dir.note_return(1, 1, {"step": 40, "lost_at": 0})
         join()
         name = enter_run(run_dir, RunFacts("ps", 2, 0, ("python", "train.py"), ("here", "here")))
         join()
-    said = "worker 1 is started, in the run {}; its launcher says what follows\n"
+    said = "worker 1 has joined the run {}\n"
     assert capsys.readouterr().out == said.format(run_dir.path) + said.format(name)
 
 
@@ -126,14 +131,14 @@ def test_the_launcher_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with new_run_dir() as run_dir:
         run_dir.open_joins()
         answers = [
-            ("worker 1 of 2 is started", True),
-            ("no worker is started: all 2 are there", False),
+            ("worker 1 of 2 is started", 1),
+            ("no worker is started: all workers are there", None),
         ]
-        for sentence, is_started in answers:
+        for sentence, rank in answers:
             _, request = ask_to_join(None)
-            run_dir.answer_join(request, is_started, sentence)
-            if is_started:
-                assert wait_for_answer(run_dir, request) == sentence
+            run_dir.answer_join(request, sentence, rank)
+            if rank is not None:
+                assert wait_for_answer(run_dir, request) == StartedWorker(rank, 0, sentence)
                 continue
             with pytest.raises(ShoalError, match=sentence) as caught:
                 wait_for_answer(run_dir, request)
@@ -142,6 +147,25 @@ def test_the_launcher_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             wait_for_answer(run_dir, "another", limit_s=0)
     with pytest.raises(ShoalError, match=r"no worker is started: the run in .* has ended"):
         wait_for_answer(run_dir, "another")
+
+
+def test_a_join_succeeds_only_when_the_worker_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with new_run_dir() as run_dir:
+        run_dir.mark_too_late(0, 1)
+        run_dir.note_return(1, 1, {})
+        for rank, status in enumerate((0, 0, 1)):
+            run_dir.note_start(rank, 1)
+            run_dir.note_exit(rank, status)
+        wait_until_joined(run_dir, StartedWorker(1, 1, ""))
+        with pytest.raises(ShoalError, match="not joined: the run had finished when it came"):
+            wait_until_joined(run_dir, StartedWorker(0, 1, ""))
+        with pytest.raises(ShoalError, match="worker 2 has exited and not joined"):
+            wait_until_joined(run_dir, StartedWorker(2, 1, ""))
+    with pytest.raises(ShoalError, match="the run has ended, and worker 3 had not joined"):
+        wait_until_joined(run_dir, StartedWorker(3, 1, ""))
 
 
 @pytest.mark.whole

@@ -301,8 +301,9 @@ def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) ->
     assert policy.absent == (1,)
     assert policy.join("a") == 1
     assert run_dir.read_join_answer("a") == {
-        "is_started": True,
         "sentence": "worker 1 of 2 is started",
+        "rank": 1,
+        "generation": 1,
     }
     assert policy.survives(ProcessExit(0, 0, 0))
     run_dir.mark_too_late(1, 1)
@@ -321,7 +322,7 @@ def test_none_is_started_when_a_worker_has_finished_its_training(tmp_path: Path)
     assert policy.join("a") is None
     answer = run_dir.read_join_answer("a")
     sentence = "no worker is started: the first workers have finished"
-    assert answer == {"is_started": False, "sentence": sentence}
+    assert answer == {"sentence": sentence, "rank": None, "generation": None}
     run_dir.mark_training(0)  # the script calls shoal.run again
     assert policy.join("b") == 1
 
@@ -333,7 +334,8 @@ def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path
     assert policy.join("a") == 1 and not policy.lost
     assert policy.join("b") is None
     answer = run_dir.read_join_answer("b")
-    assert answer == {"is_started": False, "sentence": "no worker is started: all 2 are there"}
+    sentence = "no worker is started: all workers are there"
+    assert answer == {"sentence": sentence, "rank": None, "generation": None}
     run_dir.mark_too_late(1, 1)
     assert policy.survives(ProcessExit(1, 0, 0))
     assert [(lost.rank, lost.came_too_late) for lost in policy.lost] == [(1, True)]

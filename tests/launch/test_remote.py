@@ -69,7 +69,7 @@ def test_the_first_workers_of_an_elastic_run_are_placed_evenly() -> None:
 
 
 def test_more_workers_than_slots_are_refused() -> None:
-    with pytest.raises(BadInput, match="slots for 2 workers on 1 host, not for 3"):
+    with pytest.raises(BadInput, match="room for 2 workers on 1 host, not for 3"):
         place([Machine("a", "10.0.0.1", 2)], 3)
 
 

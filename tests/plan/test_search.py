@@ -107,7 +107,7 @@ def test_where_nothing_fits_the_fewest_workers_that_do_are_named() -> None:
     assert not result.ranked
     assert result.least_workers is not None and result.least_workers.prediction.fits
     sentence = nothing_fits(result.least, result.least_workers)
-    assert sentence.startswith("nothing fits 300 MB on 1 workers: the least is ")
+    assert sentence.startswith("nothing fits 300 MB on 1 worker: the least is ")
     assert f"; with {result.least_workers.prediction.workers} workers " in sentence
 
 

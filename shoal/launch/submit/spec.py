@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.runtime.config import variable_name
+from shoal.runtime.wording import counted
 
 MARK = "shoal-submit"  # in every file that is written
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -40,9 +41,9 @@ class SubmitSpec:
 
     def __post_init__(self) -> None:
         if self.nodes > self.workers:
+            workers = counted(self.workers, "worker")
             raise BadInput(
-                f"--nodes {self.nodes} is more than the {self.workers} workers of -n: every node "
-                "needs one"
+                f"--nodes {self.nodes} is more than the {workers} of -n: every node needs one"
             )
         for word in (*self.command, *self.environ.values()):
             if "\0" in word:

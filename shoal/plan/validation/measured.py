@@ -18,6 +18,7 @@ from typing import Any, cast
 from shoal.errors import BadInput
 from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import Recompute
+from shoal.runtime.wording import counted
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     "workers": ("gpus", "# gpus", "workers", "devices"),
@@ -156,7 +157,7 @@ def _rows(
     workers = values["workers"]
     dp = number("dp", max(1, workers // (tp * pp)))
     if tp * pp * dp != workers:
-        raise BadInput(f"{where}: tp {tp} x pp {pp} x dp {dp} are not {workers} workers")
+        raise BadInput(f"{where}: tp {tp} x pp {pp} x dp {dp} are not {counted(workers, 'worker')}")
     _check_split(where, sizes, tp, pp, number("chunks", 1))
     microbatch = number("microbatch", 0) or None
     of_replica = -(-values["batch"] // dp)

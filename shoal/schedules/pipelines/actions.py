@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import BadInput
+from shoal.runtime.wording import counted
 
 
 class ActionKind(enum.Enum):
@@ -143,14 +144,9 @@ class Pipeline:
     def __str__(self) -> str:
         chunks = f", {self.chunks} chunks each," if self.chunks > 1 else ""
         return (
-            f"{self.name} of {_count(self.stages, 'stage')}{chunks} "
-            f"and {_count(self.microbatches, 'micro-batch')}"
+            f"{self.name} of {counted(self.stages, 'stage')}{chunks} "
+            f"and {counted(self.microbatches, 'micro-batch', 'micro-batches')}"
         )
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def accumulate(stages: int, stage: int, microbatches: int) -> list[Action]:

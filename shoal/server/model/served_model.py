@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
+from shoal.runtime.wording import counted
 from shoal.server.device_memory import DeviceSegment
 from shoal.server.model.clipping import Clipping
 from shoal.server.model.compression import PushCompression
@@ -179,8 +180,8 @@ class ServedModel:
             if self.is_leader and self.spec.rule.is_synchronous:
                 steps = self.state.ledger.clocks[worker]
                 reason = (
-                    f"worker {worker} has ended its training after {steps} steps, and others go "
-                    "on: under ps all workers have to take equally many"
+                    f"worker {worker} has ended its training after {counted(steps, 'step')}, and "
+                    "others go on: under ps all workers have to take equally many"
                 )
                 self.membership.fail(ModelFailure(reason))
 

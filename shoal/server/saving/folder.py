@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
+from shoal.runtime.wording import counted
 
 WORKER_FILE = "worker.safetensors"
 KEPT = 2  # complete checkpoints that are not removed
@@ -82,8 +83,8 @@ def require_unused(others: Sequence[SavedVersion], folder: Path) -> None:
     """Refuse a folder that has checkpoints of another run, which this one does not continue."""
     for version in others[:1]:
         raise BadInput(
-            f"{folder} has the checkpoint of another run after {version.number} steps: go on "
-            "from it with --resume, or use another folder"
+            f"{folder} has the checkpoint of another run after {counted(version.number, 'step')}: "
+            "go on from it with --resume, or use another folder"
         )
 
 

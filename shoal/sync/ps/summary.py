@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.runtime.wording import counted
 from shoal.server.consistency import Rule
 from shoal.sync.ps.shard_counts import counts_of_shards
 
@@ -63,5 +64,5 @@ def _pushes_of(leader: dict[str, Any], worker: str, rule: Rule) -> str:
         phrases.append(f"{counts['folded']} folded into a later step")
         phrases.append(f"{counts['dropped']} dropped as late")
     if leader["left_out"][worker]:
-        phrases.append(f"{leader['left_out'][worker]} steps left out")
+        phrases.append(f"{counted(leader['left_out'][worker], 'step')} left out")
     return ", ".join(phrases)
