@@ -98,7 +98,9 @@ def _torchrun(environ: Environ) -> Placement:
         return _placement("torchrun", environ, names, there)
     if is_loopback(host):  # all ranks are on this host
         given = {**_missing(environ, names[2], "RANK"), **_missing(environ, names[3], "WORLD_SIZE")}
-        return _placement("torchrun", {**environ, **given}, names, there)
+        placement = _placement("torchrun", {**environ, **given}, names, there)
+        repeats = placement.local_size < placement.size  # agents of one host: a LOCAL_RANK, a GPU
+        return replace(placement, has_gpu_each=False if repeats else None)
     if not all(environ.get(name) for name in LOCAL_NAMES):
         alone = {**environ, names[2]: "0", names[3]: "1"}
         return replace(_placement("torchrun", alone, names, there), knows_hosts=False)

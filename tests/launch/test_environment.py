@@ -74,6 +74,8 @@ def test_torchrun_may_be_started_twice_on_one_host(address: str) -> None:
         assert placement is not None and placement.local_size < placement.size
         is_here = address not in ("10.0.0.1", "node1")
         assert environment.is_one_host(placement, config) == is_here
+        is_asked = placement.has_several_agents or not placement.knows_hosts
+        assert is_asked or placement.has_gpu_each is False
         lent = replace(config, host_dir=RunDir(Path("/tmp/run")))  # hosts of an engine
         assert not environment.is_one_host(placement, lent)
 

@@ -92,7 +92,8 @@ def test_ranks_of_one_store_ask_each_other() -> None:
     store = dist.HashStore()
 
     def ask(rank: int) -> Placement:
-        config = RunConfig.from_environment({"SHOAL_HOST_ID": "a" if rank < 2 else "b"})
+        host = "a" if rank < 2 else "b"
+        config = RunConfig.from_environment({"SHOAL_HOST_ID": host, "SHOAL_DEVICE": "cpu"})
         placement = Placement("torchrun", rank, 3, 0, 1, "tcp://a:1", knows_hosts=False)
         return ask_hosts(placement, config, 1, store)
 
