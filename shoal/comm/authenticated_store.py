@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.generation import own_generation
+from shoal.comm.refusals import by_a_stranger
 from shoal.comm.store_wrapper import StoreWrapper
 from shoal.errors import BadInput
 from shoal.runtime.proof import fresh_nonce, is_proof, proof
@@ -21,11 +22,12 @@ _CODE_BYTES = 32
 class AuthenticatedStore(StoreWrapper):
     """Values of `store` under `key`.
 
-    `below` is another store in Python to which `store` leads.
+    `below` is another store in Python to which `store` leads. `rank` is this one.
     """
 
-    def __init__(self, store: Store, key: bytes, below: Store | None = None):
+    def __init__(self, store: Store, key: bytes, rank: int, below: Store | None = None):
         super().__init__(store)
+        self._rank = rank
         self._key = key
         self._kept = [] if below is None else [below]
 
@@ -37,16 +39,19 @@ class AuthenticatedStore(StoreWrapper):
         signed = self._store.get(key)
         data, code = signed[:-_CODE_BYTES], signed[-_CODE_BYTES:]
         if not is_proof(code, self._key, "store", key.encode(), data):
-            raise BadInput(
-                f"{key!r} in the store of the rendezvous was written by a process that does not "
-                "know the secret of this run (does `shoal keys show` say the same on every host?)"
-            )
+            raise BadInput(by_a_stranger(self._rank, key, _writer_of(key)))
         return data
 
     def clone(self) -> Store:
-        clone = AuthenticatedStore(self._store.clone(), self._key)  # type: ignore[attr-defined]
+        clone = AuthenticatedStore(self._store.clone(), self._key, self._rank)  # type: ignore[attr-defined]
         self._kept.append(clone)
         return clone
+
+
+def _writer_of(key: str) -> str:
+    """The rank that writes it, where its name ends with one: hello/1."""
+    number = key.rpartition("/")[2]
+    return f"rank {number}" if number.isdecimal() and len(number) < 9 else "a rank"
 
 
 def authenticated(store: Store, secret: bytes | None, rank: int, size: int) -> Store:
@@ -56,21 +61,23 @@ def authenticated(store: Store, secret: bytes | None, rank: int, size: int) -> S
     for peer, word in enumerate(told):
         if word not in (b"none", b"given"):
             raise BadInput(
-                f"what rank {peer} wrote into the store of the rendezvous was overwritten by "
-                "another process: start again where only these ranks reach MASTER_PORT"
+                f"rank {rank}: what rank {peer} wrote into the store of the rendezvous was "
+                "overwritten by another process: start again where only these ranks reach "
+                "MASTER_PORT"
             )
     if len(set(told)) > 1 or own not in told:
         lacking = [peer for peer, word in enumerate(told) if word != b"given"]
         raise BadInput(
-            f"rank {lacking[0]} has no secret, and other ranks have one: give SHOAL_SECRET (or "
-            "SHOAL_SECRET_FILE) to all ranks or to none"
+            f"rank {rank}: rank {lacking[0]} has no secret, and other ranks have one: copy the key "
+            "of `shoal keys new` to every host, or give SHOAL_SECRET (or SHOAL_SECRET_FILE) to all "
+            "ranks or to none"
         )
     if secret is None:
         return own_generation(store, rank, size)
-    signed = AuthenticatedStore(store, secret)
+    signed = AuthenticatedStore(store, secret, rank)
     started = own_generation(signed, rank, size)
     nonces = _exchange(started, "nonce", fresh_nonce(), rank, size)
-    return AuthenticatedStore(started, proof(secret, "nonces", *nonces), below=signed)
+    return AuthenticatedStore(started, proof(secret, "nonces", *nonces), rank, below=signed)
 
 
 def _exchange(store: Store, what: str, own: bytes, rank: int, size: int) -> list[bytes]:

@@ -7,11 +7,12 @@ A sentence of an earlier start, which torchrun's store still has, does not count
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from torch.distributed import DistError
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -26,22 +27,33 @@ _MOST_BYTES = 2000  # of a sentence
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
 _WAIT_S = 1800.0
+_CLAIM = re.compile(rb"rank ([0-9]{1,8}) has given up")
 
 
 class OtherRankRefused(BadInput):
     """Another rank has given up, with the reason that it left."""
 
 
+def by_a_stranger(rank: int, key: str, writer: str) -> str:
+    """What `rank` says of a value in the store that was written without the secret."""
+    return (
+        f"rank {rank}: {key!r} in the store of the rendezvous was written by a process that does "
+        f"not know the secret of this run: {writer} with another key or none, or a stranger "
+        "(`shoal keys show` has to say the same on every host)"
+    )
+
+
 class Refusals:
     """Reasons that ranks leave in a store for each other, from the moment this is made."""
 
-    def __init__(self, store: Store, secret: bytes | None):
+    def __init__(self, store: Store, secret: bytes | None, rank: int):
         self._store = store
         self._secret = secret or b""
+        self._rank = rank
         self._before = self._read()
 
-    def leave(self, rank: int, reason: str) -> None:
-        sentence = f"rank {rank} has given up the rendezvous: {reason}"
+    def leave(self, reason: str) -> None:
+        sentence = f"rank {self._rank} has given up the rendezvous: {reason}"
         data = fresh_nonce() + sentence.encode()[:_MOST_BYTES]
         with suppress(RuntimeError):  # the store has ended
             self._store.set(_KEY, data + proof(self._secret, _KEY, data))  # type: ignore[arg-type]
@@ -49,17 +61,30 @@ class Refusals:
     def check(self) -> None:
         """OtherRankRefused once a rank has left a reason."""
         value = self._read()
-        if value == self._before:
-            return
+        if value != self._before:
+            raise OtherRankRefused(self._sentence(value))
+
+    def ended(self) -> OtherRankRefused:
+        """For a store that has ended with its process: one rank has failed before all had met.
+
+        What it has left may have been there before this rank came.
+        """
+        if self._before:
+            return OtherRankRefused(self._sentence(self._before))
+        return OtherRankRefused(
+            f"rank {self._rank}: the store of the rendezvous has ended: the rank that failed "
+            "first, on another host, says why"
+        )
+
+    def _sentence(self, value: bytes) -> str:
         data, code = value[:-_CODE_BYTES], value[-_CODE_BYTES:]
         if not is_proof(code, self._secret, _KEY, data):
-            raise OtherRankRefused(
-                f"{_KEY!r} in the store of the rendezvous was written by a process that does not "
-                "know the secret of this run: a rank with another key or none, or a stranger "
-                "(`shoal keys show` tells keys apart)"
-            )
+            claim = _CLAIM.match(data, NONCE_BYTES)
+            writer = f"rank {claim[1].decode()}" if claim else "a rank"
+            return by_a_stranger(self._rank, _KEY, writer)
         text = data[NONCE_BYTES:].decode(errors="replace")
-        raise OtherRankRefused("".join(char if char.isprintable() else " " for char in text))
+        printable = "".join(char if char.isprintable() else " " for char in text)
+        return f"rank {self._rank}: {printable}"
 
     def _read(self) -> bytes:
         return self._store.get(_KEY) if self._store.check([_KEY]) else b""
@@ -70,7 +95,7 @@ def leave_with_agent(rank: int, size: int, name: str, reason: str) -> None:
     come as far as to meet them."""
     with suppress(RuntimeError):  # the store has ended
         store = next(rendezvous("env://", rank, size))[0]
-        Refusals(PrefixStore(name, store), None).leave(rank, reason)
+        Refusals(PrefixStore(name, store), None, rank).leave(reason)
 
 
 class HeedingStore(StoreWrapper):
@@ -97,15 +122,9 @@ class HeedingStore(StoreWrapper):
             pause()
 
     def _is_there(self, key: str) -> bool:
-        try:
-            if self._store.check([key]):
-                return True
-            self._refusals.check()
-        except DistError as error:
-            raise ShoalError(
-                "the store of the rendezvous has ended: the rank that failed first, on another "
-                "host, says why"
-            ) from error
+        if self._store.check([key]):
+            return True
+        self._refusals.check()
         return False
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -119,11 +138,13 @@ class HeedingStore(StoreWrapper):
 @contextmanager
 def heeding_refusals(store: Store, secret: bytes | None, rank: int) -> Iterator[Refusals]:
     """What fails in the block ends the block of every other rank."""
-    refusals = Refusals(store, secret)
+    refusals = Refusals(store, secret, rank)
     try:
         yield refusals
     except OtherRankRefused:
         raise
+    except DistNetworkError as error:
+        raise refusals.ended() from error
     except BaseException as error:
-        refusals.leave(rank, str(error) or type(error).__name__)
+        refusals.leave(str(error) or type(error).__name__)
         raise

@@ -390,7 +390,7 @@ class Worker:
         except BadInput as error:
             if placement.launcher == "torchrun" and placement.rendezvous == "env://":
                 leave_with_agent(self.rank, self.size, f"run {self.number}", str(error))
-            raise
+            raise BadInput(f"rank {self.rank}: {error}") from error
 
     def _key_of_hosts(self, placement: Placement) -> bytes | None:
         if is_one_host(placement, self.config) or dist.is_initialized():

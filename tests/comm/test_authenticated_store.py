@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.authenticated_store import AuthenticatedStore, authenticated
-from shoal.comm.refusals import HeedingStore, Refusals, heeding_refusals
+from shoal.comm.refusals import HeedingStore, OtherRankRefused, Refusals, heeding_refusals
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.secret import new_secret
 
@@ -41,7 +41,7 @@ def test_ranks_read_what_ranks_have_written() -> None:
 
 def test_what_a_stranger_writes_is_refused() -> None:
     open_store = HashStore()
-    two = AuthenticatedStore(open_store, SECRET)
+    two = AuthenticatedStore(open_store, SECRET, 0)
     two.set("key", "text")
     signed = open_store.get("key")
     for forged in (b"", b"text", b"Text" + signed[4:], signed[:-1], bytes(40), b"\xff" * 5):
@@ -140,7 +140,9 @@ def test_ranks_do_not_wait_for_one_that_has_given_up(secret: bytes | None) -> No
         thread.start()
     while waiting[0].is_alive() or waiting[1].is_alive():
         fail_to_meet(store, secret, 1)
-    assert heard == ["rank 1 has given up the rendezvous: no port"] * 2
+    assert sorted(heard) == [
+        f"rank {rank}: rank 1 has given up the rendezvous: no port" for rank in (0, 2)
+    ]
 
 
 def test_a_stranger_who_writes_in_the_name_of_a_rank_that_gives_up_is_named() -> None:
@@ -149,9 +151,31 @@ def test_a_stranger_who_writes_in_the_name_of_a_rank_that_gives_up_is_named() ->
     waiting = threading.Thread(target=refused, args=(store, heard, SECRET, 0))
     waiting.start()
     while waiting.is_alive():
-        Refusals(store, None).leave(1, "\x1b[2J all is lost")
+        Refusals(store, None, 1).leave("\x1b[2J all is lost")
     assert heard == [
-        "'refused' in the store of the rendezvous was written by a process that does not know the "
-        "secret of this run: a rank with another key or none, or a stranger (`shoal keys show` "
-        "tells keys apart)"
+        "rank 0: 'refused' in the store of the rendezvous was written by a process that does not "
+        "know the secret of this run: rank 1 with another key or none, or a stranger (`shoal keys "
+        "show` has to say the same on every host)"
     ]
+
+
+def test_a_rank_with_another_key_is_named() -> None:
+    open_store = HashStore()
+    open_store.set("secret/1", "given")
+    AuthenticatedStore(open_store, new_secret(), 1).set("hello/1", "word")
+    with pytest.raises(BadInput, match=r"rank 0: 'hello/1' .*: rank 1 with another key .* keys "):
+        authenticated(open_store, SECRET, 0, 2)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_end_of_the_store_is_one_sentence_with_the_reason_that_was_left(is_told: bool) -> None:
+    store = HashStore()
+    if is_told:  # by rank 0, which has ended before rank 1 came
+        fail_to_meet(store, SECRET, 0)
+    with pytest.raises(OtherRankRefused) as raised, heeding_refusals(store, SECRET, 1):
+        raise DistNetworkError("Failed to recv, got 0 bytes")
+    expected = "rank 0 has given up the rendezvous: no port"
+    if not is_told:
+        expected = "the store of the rendezvous has ended: the rank that failed first, on another "
+        expected += "host, says why"
+    assert str(raised.value) == f"rank 1: {expected}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -13,13 +14,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from shoal.errors import PeerLost, ShoalError
+from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
 from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.handshake import Stranger, StreamName, accept, prove
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
-from tests.server.test_tls import certificate
+from tests.server.test_tls import certificate, needs_openssl
 from tests.transport.tcp import KEY, Meeting, on_tcp
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native part is not built")
@@ -63,7 +64,7 @@ def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
 
     def exchange(rank: int) -> Exchange:
         def with_strangers(address: bytes) -> list[bytes]:
-            host, port = address.decode().split()
+            host, port = address.decode().split()[:2]
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, b"\0" * 4096):
                 strangers.append(socket.create_connection((host, int(port))))
                 strangers[-1].sendall(said)
@@ -83,7 +84,7 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
     strangers: list[socket.socket] = []
 
     def exchange(address: bytes) -> list[bytes]:
-        host, port = address.decode().split()
+        host, port = address.decode().split()[:2]
         for _ in range(20):
             strangers.append(socket.create_connection((host, int(port))))
         return meeting.exchange(0)(address)
@@ -112,22 +113,27 @@ def test_ranks_connect_when_accepting_has_failed(
     assert errors == []
 
 
-def test_a_rank_with_another_key_does_not_get_in() -> None:
+def refusals_of(*specs: TcpSpec) -> dict[int, ShoalError]:
+    """What each of two ranks raises that cannot connect."""
     meeting = Meeting(2)
     raised: dict[int, ShoalError] = {}
 
-    def main(rank: int) -> None:
-        key = bytes([rank]) * 32
+    def main(spec: TcpSpec) -> None:
         try:
-            TcpEngine(TcpSpec(rank, 2, key, timeout_s=0.5), meeting.exchange(rank))
+            TcpEngine(spec, meeting.exchange(spec.rank))
         except ShoalError as error:
-            raised[rank] = error
+            raised[spec.rank] = error
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=main, args=(spec,)) for spec in specs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return raised
+
+
+def test_a_rank_with_another_key_does_not_get_in() -> None:
+    raised = refusals_of(*(TcpSpec(r, 2, bytes([r]) * 32, timeout_s=0.5) for r in range(2)))
     assert str(raised[0]).startswith("rank 0 lost rank 1 after 0.5 s in connecting over TCP")
     assert str(raised[1]).startswith("rank 1 connects to rank 0 at 127.0.0.1:")
 
@@ -158,7 +164,7 @@ def test_a_frame_that_does_not_fit_ends_the_connection_with_a_sentence() -> None
     made: list[socket.socket] = []
 
     def other() -> None:
-        host, port = meeting.exchange(1)(b"127.0.0.1 1")[0].decode().split()
+        host, port = meeting.exchange(1)(b"127.0.0.1 1")[0].decode().split()[:2]
         for stream in range(2):
             sock = socket.create_connection((host, int(port)))
             prove(sock, KEY, StreamName(1, 0, stream))
@@ -209,3 +215,31 @@ def test_messages_go_through_mutual_tls(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "rank", "IP:127.0.0.1")
     tls = TlsConfig(str(cert), str(key), str(cert))
     assert on_tcp(2, swap, tls=tls) == [4.0, 2.0]
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("rank 1 has none", "rank 0 has files of TLS and rank 1 has not: give SHOAL_TLS_CERT"),
+        ("of another authority", "SHOAL_TLS_CA of rank 1 does not vouch .*self.signed cert"),
+        ("of another host", "SHOAL_TLS_CA of rank 1 does not vouch .*IP address mismatch"),
+    ],
+)
+def test_files_of_tls_that_do_not_serve_end_all_ranks_with_one_sentence(
+    case: str, said: str, tmp_path: Path
+) -> None:
+    cert, key = certificate(tmp_path, "rank")
+    other, its_key = certificate(tmp_path, "other", "IP:10.0.0.1")
+    second = {
+        "rank 1 has none": TlsConfig(),
+        "of another authority": TlsConfig(str(other), str(its_key), str(cert)),
+        "of another host": TlsConfig(str(other), str(its_key), str(other)),
+    }[case]
+    first = TlsConfig(str(cert), str(key), str(cert))
+    raised = refusals_of(*(TcpSpec(r, 2, KEY, tls=t) for r, t in enumerate((first, second))))
+    for rank, error in raised.items():
+        assert isinstance(error, BadInput)
+        assert re.match(f"rank {rank}: {said}", str(error)), error
+        assert "`shoal keys tls`" in str(error)
+    assert len(raised) == 2

@@ -22,6 +22,7 @@ from shoal.runtime.config import TlsConfig
 from shoal.runtime.open_files import require_open_files
 from shoal.runtime.strangers import Strangers
 from shoal.transport.tcp import tls
+from shoal.transport.tcp.announcement import announcement, check_tls, parse_announcement
 from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, accept, prove
 
 STREAMS = 4  # of a pair: one for small messages and control, the others for large ones
@@ -89,7 +90,7 @@ class _Listener:
         self._tls = tls.accepting(spec.tls)
         self._acceptor = Acceptor(_listen(spec.host))
         host, port = self._acceptor.sock.getsockname()[:2]
-        self.address = f"{host} {port}".encode()
+        self.announcement = announcement(host, port, spec.tls)
         self._strangers = Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S)
         self._handshakes: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._accept_all, name="shoal tcp listener")
@@ -145,14 +146,15 @@ def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.sock
     listener = _Listener(spec)
     made: dict[int, list[socket.socket]] = {}
     try:
-        addresses = [_parsed(text) for text in exchange(listener.address)]
+        said = [parse_announcement(text) for text in exchange(listener.announcement.pack())]
+        check_tls(spec.rank, {peer: said[peer] for peer in (spec.rank, *spec.others)})
         deadline_s = time.monotonic() + spec.timeout_s
         for peer in spec.others:
             if peer < spec.rank:
                 made[peer] = []
                 for stream in range(spec.streams):
                     name = StreamName(spec.rank, peer, stream)
-                    made[peer].append(_connect(spec, name, addresses[peer], deadline_s))
+                    made[peer].append(_connect(spec, name, said[peer][:2], deadline_s))
         _await_arrivals(spec, listener.arrivals, deadline_s)
     except BaseException:
         listener.close()
@@ -190,7 +192,12 @@ def _connect(
         try:
             return _try_to_connect(spec, name, address)
         except (OSError, Stranger) as error:
-            if isinstance(error, ssl.SSLError) or time.monotonic() > deadline_s:
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                raise BadInput(
+                    f"{where}: {error.reason or error}: SHOAL_TLS_CA has to vouch for the "
+                    "certificates of all hosts (`shoal keys tls`)"
+                ) from error
+            if time.monotonic() > deadline_s:
                 raise ShoalError(f"{where}: {error}") from error
             last = error
         spec.check()
@@ -239,10 +246,3 @@ def _tune(sock: socket.socket) -> None:
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _parsed(text: bytes) -> tuple[str, int]:
-    host, _, port = text.decode(errors="replace").partition(" ")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ShoalError(f"a rank wrote {text[:60]!r} for its address into the rendezvous")
-    return host, int(port)

@@ -17,6 +17,7 @@ from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 
 _PIECE_BYTES = 1 << 16
+_MOST_FLIGHTS = 4  # of a handshake, in each direction
 
 
 def accepting(tls: TlsConfig) -> ssl.SSLContext | None:
@@ -40,6 +41,29 @@ def connected(sock: socket.socket, tls: TlsConfig, host: str) -> socket.socket:
     if not tls.is_mutual:
         return sock
     return _context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock, server_hostname=host)
+
+
+def own_flaw(tls: TlsConfig, host: str) -> str:
+    """Why the other ranks would refuse this one at `host`: a handshake with itself, in memory.
+
+    Empty where they would not, if SHOAL_TLS_CA is the same for all.
+    """
+    if not tls.is_mutual:
+        return ""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = _context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_bio(back, there, server_hostname=host)
+    server = _context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_bio(there, back, server_side=True)
+    for _ in range(_MOST_FLIGHTS):
+        for side in (client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return error.verify_message
+            except ssl.SSLError as error:
+                return error.reason or str(error)
+    return ""
 
 
 def own_certificate(tls: TlsConfig) -> bytes:
