@@ -35,5 +35,8 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         return
     add_line_of_script(error)
     sys.stdout.flush()
-    print(f"shoal: {error}", file=sys.stderr, flush=True)
+    # torch's hook around this one, once there is a process group, keeps what is written to
+    # sys.stderr and forgets it at an exit
+    stream = sys.stderr if sys.excepthook is _hook else sys.__stderr__ or sys.stderr
+    print(f"shoal: {error}", file=stream, flush=True)
     sys.exit(2)
