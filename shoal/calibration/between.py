@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from shoal.calibration.measure import check_seconds
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls
 from shoal.errors import BadInput, ShoalError
@@ -26,8 +27,7 @@ def calibrate_between(
     machines: Machines, config: RunConfig, cluster: Cluster, workers: int, seconds: float
 ) -> Cluster:
     """The same cluster with what was measured between its nodes."""
-    if seconds <= 0:
-        raise BadInput(f"cannot measure in {seconds:g} s: more than 0 is needed")
+    check_seconds(seconds)
     config = replace(config, strategy="ddp", between=None)
     command = [sys.executable, "-m", MODULE, "--seconds", str(seconds)]
     lines: list[str] = []

@@ -20,6 +20,7 @@ from shoal.runtime.scratch import scratch_folder
 MODULE = "shoal.bench.machine"
 _START_S = 3.0  # until workers have loaded torch
 _LEAST_S = 1.5
+_MOST_S = 86_400.0
 Say = Callable[[str], None]
 
 
@@ -30,6 +31,12 @@ class CalibrationOptions:
     workers: int | None = None
     seconds: float = 60.0
     device: str | None = None
+
+
+def check_seconds(seconds: float) -> None:
+    """BadInput where a measurement cannot take so long."""
+    if not 0 < seconds <= _MOST_S:
+        raise BadInput(f"--seconds {seconds:g}: more than 0 and at most {_MOST_S:g} are expected")
 
 
 def worker_counts(most: int) -> list[int]:
@@ -52,8 +59,7 @@ def calibrate(options: CalibrationOptions, say: Say) -> Cluster:
     """Measure this machine in about as many seconds as the options say."""
     if options.workers is not None and options.workers < 1:
         raise BadInput(f"cannot measure {options.workers} workers: at least 1 is needed")
-    if options.seconds <= 0:
-        raise BadInput(f"cannot measure in {options.seconds:g} s: more than 0 is needed")
+    check_seconds(options.seconds)
     counts = worker_counts(options.workers or _most(options.device))
     each_s = max(_LEAST_S, options.seconds / len(counts) - _START_S)
     documents = []

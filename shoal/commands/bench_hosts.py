@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -26,12 +27,13 @@ from shoal.runtime.lab_files import LabFiles
 from shoal.runtime.scratch import scratch_folder
 
 _LIMIT_S = 1800.0
+_MOST_BYTES = 10_000_000_000
 
 
 def measure(lab_name: str | None, ranks: str, size: str, rounds: int) -> dict[str, Any]:
     lab = find_lab(lab_name)
     require()
-    num_bytes = parse_bytes(size) // 4 * 4
+    num_bytes = _size(size)
     cluster = read_cluster(LabFiles(lab.design.name).cluster)
     results = []
     for count in _counts(ranks, lab.design.hosts):
@@ -59,11 +61,21 @@ def _ways(lab: Lab, count: int) -> list[str]:
     return [*PLAIN, *(WITH_RACKS if has_racks and count == lab.design.hosts else ())]
 
 
+def _size(text: str) -> int:
+    """Bytes of whole floats."""
+    num_bytes = parse_bytes(text) // 4 * 4
+    if not 4 <= num_bytes <= _MOST_BYTES:
+        raise BadInput(
+            f"--size {text[:40]}: from 4 bytes to {show_bytes(_MOST_BYTES)} are expected"
+        )
+    return num_bytes
+
+
 def _counts(text: str, hosts: int) -> list[int]:
     words = text.split(",") if text else [str(hosts)]
     for word in words:
-        if not word.isdigit() or not 2 <= int(word) <= hosts:
-            raise BadInput(f"--ranks {word}: a number of hosts from 2 to {hosts} is expected")
+        if re.fullmatch("[0-9]{1,6}", word) is None or not 2 <= int(word) <= hosts:
+            raise BadInput(f"--ranks {word[:40]}: a number of hosts from 2 to {hosts} is expected")
     return [int(word) for word in words]
 
 

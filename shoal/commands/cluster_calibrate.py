@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from shoal.calibration.cache import keep
-from shoal.calibration.measure import CalibrationOptions, calibrate
+from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device, MeasuredCalls
 from shoal.cluster.toml_writer import cluster_text
@@ -30,7 +30,9 @@ def calibrate_command(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="The most workers at the same time.", show_default="the cores"),
+        typer.Option(
+            min=1, max=1024, help="The most workers at the same time.", show_default="the cores"
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
     device: options.Device = None,
@@ -54,6 +56,7 @@ def calibrate_command(
     FILE` takes the one that was faster.
     """
     check_folder(output, "a cluster file")
+    check_seconds(seconds)
     if on is not None:
         measure_between(on, cluster, output, workers, seconds, as_json)
         return

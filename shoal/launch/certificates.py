@@ -79,8 +79,8 @@ def make_certificates(folder: Path, hosts: list[HostNames]) -> bool:
     """Write them; whether an authority was made as well: one that is there signs further hosts."""
     if shutil.which("openssl") is None:
         raise BadInput("certificates are made by the program openssl, which is not installed here")
-    _check_free(folder, hosts)
     try:
+        _check_free(folder, hosts)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error

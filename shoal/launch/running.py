@@ -127,7 +127,8 @@ def find_run(name: str) -> RunEntry:
     """By its name, its folder, or the first letters of its name; BadInput lists those there are."""
     known = entries()
     named = [entry for entry in known if name in (entry.name, str(entry.run_dir.path))]
-    found = named or [entry for entry in known if entry.name.startswith(name)]
+    begins = [entry for entry in known if entry.name.startswith(name)] if name else []
+    found = named or begins
     if len(found) == 1:
         return found[0]
     if not known:
