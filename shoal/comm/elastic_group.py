@@ -53,14 +53,14 @@ class ElasticGroup(Group):
         self._copies.append(copy)
         return copy
 
-    def regroup(self, admits: bool) -> None:
-        """Leave the group, and return in the next one.
+    def regroup(self, admits: bool, can_send: bool = True) -> None:
+        """Leave the group, and return in the next one: see `GroupMembership.regroup`.
 
         Members that wait for this one get a PeerLost, and come as well.
         """
         self._connected(None, ())
         self.executor.close()
-        executor = self.wrap(self.membership.regroup(admits, self._form))
+        executor = self.wrap(self.membership.regroup(admits, can_send, self._form))
         self.bind(executor)
         for copy in self._copies:
             split = executor.split(range(executor.size))

@@ -14,7 +14,9 @@ that generation.
 
 Survivors that are inside a call of `job.evaluate`, `job.save` or `job.load` admit no newcomer,
 which would not be in that call. The results of these calls are on the same board: a worker that was
-interrupted in one which others have ended, or that comes later, takes the result from there.
+interrupted in one which others have ended, or that comes later, takes the result from there. Nor is
+one admitted where no survivor could send it the whole state, since all are inside of a step whose
+update is done.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Generation(NamedTuple):
 class _Ready(NamedTuple):
     after: int  # the generation that it has left
     admits: bool
+    can_send: bool  # the whole state, to a newcomer
 
 
 class GroupMembership:
@@ -68,14 +71,15 @@ class GroupMembership:
 
     # ------------------------------------------------------------------ generations
 
-    def regroup(self, admits: bool, form: Callable[[Generation, Exchange], T]) -> T:
+    def regroup(self, admits: bool, can_send: bool, form: Callable[[Generation, Exchange], T]) -> T:
         """What `form` returns for the first generation that all of its members could form.
 
+        A newcomer is in it where all members admit one, and one of them can send it the state.
         `form` is given an all-gather of a few bytes. This worker has left its last group before.
         RunOver where the others have finished.
         """
         while True:
-            self._agree(admits)
+            self._agree(admits, can_send)
             try:
                 return form(self.generation, self._exchange_of(self.generation))
             except PeerLost as lost:
@@ -112,8 +116,9 @@ class GroupMembership:
         """This worker takes part in nothing more."""
         self._records.append(lambda: {"left": self.me})
 
-    def _agree(self, admits: bool) -> None:
-        ready = {"ready": self.me, "after": self.generation.number, "admits": admits}
+    def _agree(self, admits: bool, can_send: bool) -> None:
+        after = self.generation.number
+        ready = {"ready": self.me, "after": after, "admits": admits, "can_send": can_send}
         self._records.append(lambda: ready)
         pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
         with self._waiting("the next generation of workers") as check_patience:
@@ -138,8 +143,9 @@ class GroupMembership:
         survivors = [m for m in last.members if self._is_ready(m) and not self._is_gone(m)]
         if not survivors:
             raise RunOver(self.me.worker)
-        admitted = self._newcomers() if all(self._ready[m].admits for m in survivors) else []
-        return self._next_generation(survivors + admitted)
+        ready = [self._ready[member] for member in survivors]
+        admits = all(r.admits for r in ready) and any(r.can_send for r in ready)
+        return self._next_generation(survivors + (self._newcomers() if admits else []))
 
     def _next_generation(self, members: list[GroupMember]) -> Document:
         present = sorted(member for member in members if not self._is_gone(member))
@@ -236,7 +242,9 @@ class GroupMembership:
     def _take(self, document: Document) -> None:
         if "ready" in document:
             member = GroupMember(*document["ready"])
-            self._ready[member] = _Ready(document["after"], document["admits"])
+            self._ready[member] = _Ready(
+                document["after"], document["admits"], document["can_send"]
+            )
         elif "members" in document:
             members = tuple(GroupMember(*member) for member in document["members"])
             self._latest = Generation(document["generation"], members)

@@ -52,10 +52,16 @@ class ShardProgress(NamedTuple):
     steps: int
     layout: tuple[int, int, int]
     staged: tuple[int, int, int]  # what it is ready to change to; group -1: nothing
+    is_open: bool = False  # its script is inside of a step whose update is done
 
 
 class Movable(Protocol):
     """Shards of an elastic run (`sync/movable_shards.py`)."""
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether other ranks may have made an update that this one has not."""
+        ...
 
     def progress(self, is_new: bool) -> ShardProgress:
         """What the other ranks have to know."""

@@ -81,6 +81,10 @@ class MovableShards:
 
     # ------------------------------------------------------------------ after a change
 
+    @property
+    def is_updating(self) -> bool:
+        return self._is_prepared
+
     def progress(self, is_new: bool) -> ShardProgress:
         staged = self._staged
         return ShardProgress(

@@ -114,6 +114,7 @@ class ElasticTraining:
             if lost.after_s is not None:
                 raise
             self._recover(admits=len({self._agreed_steps(s) for s in self._steps}) == 1)
+        self._shards.end_step()
         return step.result()
 
     def _recall(self, step: Step, batch: Any) -> Recall | None:
@@ -214,7 +215,7 @@ class ElasticTraining:
     def _regroup(self, admits: bool) -> None:
         while True:
             try:
-                self.group.regroup(admits)
+                self.group.regroup(admits, not (self._is_sharded and self._shards.is_open))
                 if self._is_sharded:
                     self._shards.share()
                     self._undone = [a for a in self._undone if a.number > a.step.steps]

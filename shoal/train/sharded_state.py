@@ -24,7 +24,7 @@ from shoal.sync.base import Movable, ShardProgress
 from shoal.sync.movable_shards import settled
 from shoal.train.step import Step
 
-_NUMBERS = 8  # of one `ShardProgress`
+_NUMBERS = 9  # of one `ShardProgress`
 
 
 class UnshardedState(Protocol):
@@ -56,6 +56,21 @@ class ShardedState:
         self._unsharded: dict[str, Any] | None = None  # staged in a newcomer
         self.interrupted: Interrupted | None = None
         self.is_new = True
+        self._has_ended_step = False  # which the script has not returned from
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script may be inside of a step whose update is done.
+
+        What it does after that, such as to update an average, a newcomer would not get.
+        """
+        is_updating = any(shards.is_updating for shards in self._shards)
+        is_updated = any(step.update.steps > step.steps for step in self._steps)
+        return self._has_ended_step or is_updating or is_updated
+
+    def end_step(self) -> None:
+        """The script goes on after its step."""
+        self._has_ended_step = False
 
     def share(self) -> None:
         """All workers call it; PeerLost where it has to begin again."""
@@ -68,7 +83,8 @@ class ShardedState:
 
     def _compare(self) -> list[list[ShardProgress]]:
         """For each model how far each rank is."""
-        mine = [shards.progress(self.is_new) for shards in self._shards]
+        is_open = self.is_open
+        mine = [s.progress(self.is_new)._replace(is_open=is_open) for s in self._shards]
         numbers = torch.tensor([_numbers(progress) for progress in mine]).view(-1)
         gathered = numbers.new_empty(self._group.size, numbers.numel())
         self._group.all_gather(gathered, numbers).wait()
@@ -91,6 +107,7 @@ class ShardedState:
         for step in self._steps:
             if not self.is_new and step.update.steps > step.steps:
                 step.end_interrupted()
+                self._has_ended_step = True
             elif self.interrupted is not None and self.interrupted.step is step:
                 step.abandon(self.interrupted.buffers)
         self.interrupted = None
@@ -99,7 +116,7 @@ class ShardedState:
         group = self._group
         newcomers = [progress.is_new for progress in rows[0]]
         if any(newcomers):
-            source = newcomers.index(False)
+            source = _sender(rows[0])
             mine = self._state.pack_unsharded() if group.rank == source else {}
             received = broadcast_object(group, mine, source)
             self._unsharded = received if newcomers[group.rank] else None
@@ -123,8 +140,18 @@ class ShardedState:
         return [step.sync.movable for step in self._steps if step.sync.movable is not None]
 
 
+def _sender(rows: Sequence[ShardProgress]) -> int:
+    """The rank that newcomers get from what is not sharded.
+
+    One that is between two steps, as long as there is one: it may be lost after they were admitted.
+    """
+    trained = [rank for rank, row in enumerate(rows) if not row.is_new]
+    return next((rank for rank in trained if not rows[rank].is_open), trained[0])
+
+
 def _numbers(progress: ShardProgress) -> list[int]:
-    return [int(progress.is_new), progress.steps, *progress.layout, *progress.staged]
+    flags = (int(progress.is_new), int(progress.is_open))
+    return [*flags, progress.steps, *progress.layout, *progress.staged]
 
 
 def _by_model(gathered: Tensor) -> list[list[list[int]]]:
@@ -134,6 +161,7 @@ def _by_model(gathered: Tensor) -> list[list[list[int]]]:
 
 
 def _progress(numbers: Sequence[int]) -> ShardProgress:
-    is_new, steps, *layouts = numbers
+    is_new, is_open, steps, *layouts = numbers
     layout, staged = tuple(layouts[:3]), tuple(layouts[3:])
-    return ShardProgress(bool(is_new), steps, layout, staged)  # type: ignore[arg-type]
+    flags = bool(is_new), bool(is_open)
+    return ShardProgress(flags[0], steps, layout, staged, flags[1])  # type: ignore[arg-type]
