@@ -132,7 +132,7 @@ class DisturbedRun:
         assert status == 0, self.stderr
 
     def _start(
-        self, options: Sequence[str], out: IO[str], err: IO[str], env: dict[str, str] | None = None
+        self, options: Sequence[str], out: IO[str], err: IO[str], env: dict[str, str] | None
     ) -> forked.Popen:
         command = [sys.executable, "-m", "shoal", "run", str(SCRIPT), *options]
         command += ["--report", str(self.folder / "report.json"), "--"]
@@ -144,11 +144,11 @@ class DisturbedRun:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(30)
 
-    def alone(self) -> None:
+    def alone(self, env: dict[str, str] | None = None) -> None:
         """What one worker that is never disturbed saves."""
         self.folder.mkdir(exist_ok=True)
         with (self.folder / "stdout").open("w") as out:
-            process = self._start(["-n", "1"], out, out)
+            process = self._start(["-n", "1"], out, out, env)
             assert process.wait(600) == 0, (self.folder / "stdout").read_text()
 
     # ------------------------------------------------------------------ what happens to it

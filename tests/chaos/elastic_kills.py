@@ -33,11 +33,16 @@ STEPS_FOR_EACH = 60  # disturbance
 STRATEGIES = ["ddp", "zero(2)", "zero(3)"]
 
 
+def own_runs(folder: str) -> dict[str, str]:
+    """An environment whose runs `shoal stop` does not find elsewhere."""
+    return {**os.environ, "TMPDIR": folder}
+
+
 @cache
 def undisturbed(recipe: str, steps: int) -> str:
     with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as folder:
         run = DisturbedRun(Path(folder), (), steps=steps, recipe=recipe)
-        run.alone()
+        run.alone(own_runs(folder))
         return run.bits()
 
 
@@ -48,7 +53,7 @@ def sweep(strategy: str, what: Disturbances, on: str | None = None, recipe: str 
     with tempfile.TemporaryDirectory(prefix="shoal-chaos-") as folder:
         steps = STEPS_FOR_EACH * (what.number * (1 + what.newcomers) + 1)
         run = DisturbedRun(Path(folder), options, steps=steps, recipe=recipe)
-        run.run(what, {**os.environ, "TMPDIR": folder})
+        run.run(what, own_runs(folder))
         same = run.bits() == undisturbed(recipe, run.steps)
         once = recipe != "tally" or run.trains_each_sample_once()
     words = f"{run.summary(what)}; bits {'equal' if same else 'NOT equal'}"

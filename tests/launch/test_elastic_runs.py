@@ -56,7 +56,7 @@ def train(job):
     if os.environ.get("SHOAL_GENERATION", "0") != "0":
         open(f"{folder}/late", "w").close()
     for batch in job.batches(data, batch_size=24, epochs=steps // 4):
-        step(batch)
+        job.log(loss=step(batch))
         with open(f"{folder}/log", "a") as file:
             file.write(f"{time.monotonic()} {job.rank} {job.steps}\\n")
         time.sleep(pause_s)
@@ -88,17 +88,17 @@ def start(
 
 
 def bits(process: forked.Popen, folder: Path) -> tuple[str, str]:
-    """The digest of the checkpoint that a run ended with, and what it wrote to stderr."""
-    _, err = process.communicate(timeout=500)
+    """The digest of the checkpoint that a run ended with, and what it wrote."""
+    out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     saved = checkpoint.read(folder / "saved")
     tensors = [*saved.model.values(), *saved.optimizer.values()]
     bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(bits).hexdigest(), err
+    return hashlib.sha256(bits).hexdigest(), out + err
 
 
 def counts(process: forked.Popen, folder: Path) -> tuple[Tensor, str]:
-    """How often each sample has counted, and what the run wrote to stderr."""
+    """How often each sample has counted, and what the run wrote."""
     _, err = bits(process, folder)
     return -checkpoint.read(folder / "saved").model["0:counts"], err
 
@@ -127,16 +127,19 @@ SHARDED = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
 )
 def test_a_killed_worker_and_its_return_change_no_bit(tmp_path: Path, strategy: str) -> None:
     plain = start(tmp_path / "plain", 40, 0.0, "-n", "1")
-    options = ("-n", "3", "-s", strategy, "--kill", "1@9", "--restart", "1")
+    options = ("-n", "3", "-s", strategy, "--kill", "0@9", "--restart", "1")
     hit = start(tmp_path / "hit", 40, 0.05, *options, waits_at=12)
     wanted, _ = bits(plain, tmp_path / "plain")
-    found, err = bits(hit, tmp_path / "hit")
+    found, said = bits(hit, tmp_path / "hit")
     assert found == wanted
-    assert "worker 1 was lost at step 9 and came back after" in err
+    assert "worker 0 was lost at step 9 and came back after" in said
+    assert "[1] step 10/40  loss" in said, "progress comes from the first worker that is there"
+    assert "[0] step 40/40  loss" in said
     document = json.loads((tmp_path / "hit" / "report.json").read_text())
     (back,) = document["came_back"]
     assert back["lost_at"] == 8
-    used = {step for _, worker, step in log_of(tmp_path / "hit") if worker == 1}
+    assert document["steps"] == 40
+    used = {step for _, worker, step in log_of(tmp_path / "hit") if worker == 0}
     assert set(range(back["step"] + 1, 41)) <= used
 
 
