@@ -282,7 +282,7 @@ class Limited(Listed):
     ("kind", "sentence"),
     [(Noisy, "1.inner draws random numbers"), (Limited, "depends on other rows of the batch")],
 )
-def test_routing_that_is_another_one_on_several_workers_is_told(
+def test_routing_that_differs_on_several_workers_is_reported(
     world: World, kind: type[nn.Module], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = [mixture(kind) for _ in range(2)]

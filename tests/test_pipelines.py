@@ -128,7 +128,7 @@ def test_batchnorm_sees_micro_batches_as_with_accumulation(
 @pytest.mark.parametrize(
     ("size", "strategy"), [(2, "pp(2)"), (2, 'pp(2, schedule="zb-h1")'), (4, "ddp + pp(2)")]
 )
-def test_batchnorm_sees_the_whole_batch_unless_told(world: World, size: int, strategy: str) -> None:
+def test_batchnorm_sees_the_global_batch_by_default(world: World, size: int, strategy: str) -> None:
     assert_equal(world, size, strategy, normed, samples(48), 16)
 
 

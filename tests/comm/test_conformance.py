@@ -61,7 +61,7 @@ def test_a_tensor_of_the_wrong_size_is_no_lost_peer(gloo: list[dict[str, Any]]) 
     assert not {report["wrong_size"] for report in gloo} & {PeerLost.__name__, "none"}
 
 
-def test_a_group_of_one_has_nobody_to_send_to() -> None:
+def test_a_group_of_one_has_no_rank_to_send_to() -> None:
     with pytest.raises(ShoalError, match="no other rank to send to"):
         solo_group().send(torch.zeros(1), 0)
     with pytest.raises(ShoalError, match="no other rank to receive from"):

@@ -57,7 +57,7 @@ def test_what_was_given_counts_though_the_giver_is_gone(tmp_path: Path) -> None:
     assert [float(t) for t in found] == [0.0, 0.0, 0.0]
 
 
-def test_tensors_of_different_size_are_told(tmp_path: Path) -> None:
+def test_tensors_of_different_size_are_refused(tmp_path: Path) -> None:
     groups = [Group(Deferred(tmp_path, r, 2, lambda r: False, Solo)) for r in range(2)]
     groups[0].broadcast(torch.zeros(3)).wait()
     with pytest.raises(Desync, match=r"a broadcast of 8 bytes while rank 0 called .* 12 bytes"):

@@ -17,7 +17,7 @@ from tests.comm.hosts import on_hosts
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 
 
-def test_places_are_told_by_host_in_the_order_of_ranks() -> None:
+def test_hosts_are_numbered_in_the_order_of_ranks() -> None:
     topology = Topology.of([b"x", b"y", b"x", b"z", b"y"], 4)
     assert topology.hosts == ((0, 2), (1, 4), (3,))
     assert (topology.host, topology.index, topology.local, topology.size) == (1, 1, (1, 4), 5)
@@ -118,7 +118,7 @@ def test_receives_from_any_source_take_from_this_host_and_from_others() -> None:
     assert on_hosts("aabb", work)[0] == [(1, 10.0), (2, 20.0), (3, 30.0)]
 
 
-def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> None:
+def test_a_receive_from_one_rank_after_one_from_any_source_gets_its_message() -> None:
     """Rank 0 hears its neighbour first, while Gloo still listens for any rank."""
 
     def work(group: Group) -> list[tuple[int, float]]:
@@ -149,7 +149,7 @@ def test_a_receive_from_one_rank_after_one_from_anybody_gets_its_message() -> No
     assert on_hosts("aabc", work)[0] == wanted
 
 
-def test_several_receives_from_anybody_under_way() -> None:
+def test_several_receives_from_any_source_under_way() -> None:
     def work(group: Group) -> list[float]:
         if group.rank:
             for number in range(5):
@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_come_is_lost_in_time() -> None:
         assert told.startswith(f"rank {rank} lost ") and "all_reduce #1 over 2 hosts" in told
 
 
-def test_what_cannot_be_is_told_at_once() -> None:
+def test_impossible_calls_are_refused_at_once() -> None:
     def work(group: Group) -> None:
         group.all_gather(torch.zeros(5), torch.zeros(2))
 

@@ -86,7 +86,7 @@ def test_what_had_a_gradient_requires_one_again(world: World) -> None:
     assert world(2, body)[1] == (True, True, False)
 
 
-def test_messages_are_told_apart_by_their_tags(world: World) -> None:
+def test_messages_are_distinguished_by_their_tags(world: World) -> None:
     def body(group: Group) -> Any:
         channel = PytreeChannel(group, CPU)
         if group.rank == 0:

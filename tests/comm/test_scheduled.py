@@ -90,7 +90,7 @@ def test_a_schedule_for_another_number_of_ranks_is_refused() -> None:
         ({"broadcast": swap}, "is for all_reduce, not for broadcast"),
     ],
 )
-def test_a_choice_that_cannot_be_is_told(algorithm: object, sentence: str) -> None:
+def test_an_impossible_choice_is_refused(algorithm: object, sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
         on_threads(2, lambda t: Group(Scheduled(t, algorithm)))  # type: ignore[arg-type]
 
@@ -160,7 +160,7 @@ def test_duplicates_do_not_mix_their_messages() -> None:
     assert on_threads(3, work) == [(3.0, 6.0)] * 3
 
 
-def test_in_the_background_operations_go_on_while_nobody_waits() -> None:
+def test_in_the_background_operations_go_on_without_a_wait() -> None:
     done = threading.Event()
 
     def work(transport: ThreadTransport) -> list[float]:
@@ -257,14 +257,14 @@ def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
 
 
 @pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
-def test_a_call_that_cannot_be_is_told_at_once(
+def test_an_impossible_call_is_refused_at_once(
     call_it: Callable[[Group], object], sentence: str
 ) -> None:
     with pytest.raises(BadInput, match=sentence):
         on_threads(2, lambda t: call_it(Group(Scheduled(t, "ring"))))
 
 
-def test_a_lost_peer_is_told_with_the_round() -> None:
+def test_a_lost_peer_is_reported_with_the_round() -> None:
     told: list[PeerLost] = []
 
     def work(transport: ThreadTransport) -> None:

@@ -92,7 +92,7 @@ def test_all_ranks_get_the_same_bits() -> None:
     assert all(torch.equal(results[0], other) for other in results)
 
 
-def test_operations_run_in_call_order_whoever_waits_first() -> None:
+def test_operations_run_in_call_order_whichever_is_waited_for_first() -> None:
     def work(group: Group) -> list[float]:
         tensors = [torch.full((10 ** (n % 5),), float(n)) for n in range(12)]
         works = [group.all_reduce(tensor) for tensor in tensors]
@@ -149,7 +149,7 @@ def test_any_source_tells_the_source() -> None:
     assert on_shm_threads(3, work)[0] == {(1, 10.0), (2, 20.0)}
 
 
-def test_a_message_of_another_size_is_told() -> None:
+def test_a_message_of_another_size_is_refused() -> None:
     def work(group: Group) -> None:
         if group.rank == 0:
             group.send(torch.zeros(3), 1).wait()
@@ -213,7 +213,7 @@ def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
          "of 9,999 float32 max"),
     ],
 )  # fmt: skip
-def test_different_calls_are_told_with_both_ranks(
+def test_different_calls_are_reported_with_both_ranks(
     mine: Callable[[Group], Any], theirs: Callable[[Group], Any], sentence: str
 ) -> None:
     told: list[str] = []
@@ -232,7 +232,7 @@ def test_different_calls_are_told_with_both_ranks(
 
 
 @pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
-def test_a_call_that_cannot_be_is_told_at_once(
+def test_an_impossible_call_is_refused_at_once(
     call_it: Callable[[Group], object], sentence: str
 ) -> None:
     with pytest.raises(BadInput, match=sentence):

@@ -111,7 +111,7 @@ def test_random_collectives_are_right() -> None:
 
 
 @pytest.mark.parametrize("attempt", range(KILLS))
-def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
+def test_a_rank_that_is_killed_is_reported_by_the_others(attempt: int) -> None:
     rng = random.Random(attempt)
     victim = rng.randrange(3)
     numel = rng.choice([1, 1_000, 1_000_000])
@@ -135,7 +135,7 @@ def test_a_rank_that_is_killed_is_told_by_the_others(attempt: int) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_a_rank_that_exits_is_told_with_its_status(status: int) -> None:
+def test_a_rank_that_exits_is_reported_with_its_status(status: int) -> None:
     def body(group: Group) -> tuple[str, int | None]:
         if group.rank == 1:
             os._exit(status)
@@ -150,7 +150,7 @@ def test_a_rank_that_exits_is_told_with_its_status(status: int) -> None:
         assert told == status and f"(exit status {status}; its last operation: none" in message
 
 
-def test_a_rank_that_closes_the_group_and_lives_on_is_told() -> None:
+def test_a_rank_that_closes_the_group_and_lives_on_is_reported() -> None:
     def body(group: Group) -> str:
         if group.rank == 1:
             group.close()
@@ -171,7 +171,7 @@ def _wait_for_moment(delay_s: float) -> None:
     time.sleep(delay_s)
 
 
-def test_a_rank_that_waits_for_a_message_of_a_killed_rank_is_told() -> None:
+def test_a_rank_that_waits_for_a_message_of_a_killed_rank_raises_peer_lost() -> None:
     def body(group: Group) -> str:
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

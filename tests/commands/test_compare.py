@@ -67,7 +67,7 @@ def test_a_model_of_an_earlier_run_is_refused_and_the_rest_goes_on(tmp_path: Pat
     assert "the script makes its model outside" in done.stdout.replace("\n", " ")
 
 
-def test_a_script_that_fails_by_itself_is_told_of(tmp_path: Path) -> None:
+def test_a_script_that_fails_by_itself_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('no luck')")
     done = shoal("compare", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
     assert done.returncode == 1

@@ -53,14 +53,16 @@ def test_a_stage_does_not_count_the_layers_of_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "held", "is_told"),
+    ("strategy", "held", "is_explained"),
     [("zero(2)", 500, True), ("zero(2)", 900, False), ("ddp", 500, False), ("pp(2)", 500, False)],
 )
-def test_it_is_told_why_shards_are_uneven(strategy: str, held: int, is_told: bool) -> None:
+def test_the_reason_of_uneven_shards_is_printed(
+    strategy: str, held: int, is_explained: bool
+) -> None:
     rows: list[dict[str, int | None]] = [
         {"parameters": 9, "gathered": 0, "gradients": 9, "optimizer": n} for n in (1000, held)
     ]
-    assert bool(_notes(rows, as_strategy(strategy), 2)) is is_told
+    assert bool(_notes(rows, as_strategy(strategy), 2)) is is_explained
 
 
 LARGE = scripts.PLAIN.replace("nn.Linear(6, 16)", "nn.Linear(6, 10**10)").replace(
@@ -95,7 +97,7 @@ def test_a_model_that_looks_at_values_has_no_known_activations(tmp_path: Path) -
     assert found["unknown"]
 
 
-def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_does_not_train_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')")
     done = shoal("memory", "train.py", cwd=tmp_path)
     assert done.returncode == 2 and "ended without a training step" in done.stderr

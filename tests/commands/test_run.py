@@ -76,7 +76,7 @@ def test_a_worker_that_stops_before_the_others_is_named(tmp_path: Path) -> None:
     assert "worker 0 was still running when worker 1 had finished" in done.stderr
 
 
-def test_a_mistake_is_told_with_the_line_of_the_script(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_the_line_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, lr=0.1")
     )
@@ -97,7 +97,7 @@ def test_a_mistake_without_a_launcher_is_one_sentence_too(tmp_path: Path) -> Non
     assert "(train.py, line" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_script_that_never_calls_shoal_run_is_told(tmp_path: Path) -> None:
+def test_a_script_that_never_calls_shoal_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('done')")
     done = shoal("run", "plain.py", "-n", "2", cwd=tmp_path)
     assert done.returncode == 0
@@ -285,7 +285,7 @@ if __name__ == "__main__":""",
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_hogwild_trains_in_memory_that_nobody_leaves_behind(tmp_path: Path, kill: bool) -> None:
+def test_hogwild_leaves_no_shared_memory_behind(tmp_path: Path, kill: bool) -> None:
     (tmp_path / "train.py").write_text(HOGWILD.replace("epochs=2", "epochs=6"))
     words = ["run", "train.py", "-n", "2", "-s", "hogwild", "--device", "cpu"]
     done = shoal(*words, *(["--kill", "1@9"] if kill else []), cwd=tmp_path)

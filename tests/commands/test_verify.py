@@ -44,7 +44,7 @@ def test_a_loss_that_is_a_sum_is_found_in_the_first_step(tmp_path: Path) -> None
     assert found["first_loss_that_differs"]["what"] == "step 1"
 
 
-def test_a_script_that_does_not_train_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_does_not_train_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')")
     done = shoal("verify", "train.py", cwd=tmp_path)
     assert done.returncode == 2 and "ended without a training step" in done.stderr
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 @pytest.mark.whole
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_mean_over_tokens_without_count_is_told_what_it_needs(
+def test_a_mean_over_tokens_without_count_is_refused_with_what_it_needs(
     tmp_path: Path, counts: bool
 ) -> None:
     counted = "optimizer=torch.optim.SGD, count=lambda b: (b[1] != -100).sum()"

@@ -18,7 +18,7 @@ IN_TRAIN = {
 
 
 @pytest.mark.parametrize("sentence", IN_TRAIN)
-def test_what_cannot_be_compared_is_told_in_a_sentence(tmp_path: Path, sentence: str) -> None:
+def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path: Path, sentence: str) -> None:
     before, after = IN_TRAIN[sentence]
     assert before in scripts.PLAIN
     (tmp_path / "train.py").write_text(scripts.PLAIN.replace(before, after))

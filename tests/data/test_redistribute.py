@@ -25,7 +25,7 @@ def test_a_lost_rank_of_three() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20), st.data())
-def test_every_sample_is_evaluated_once_whoever_is_lost_in_whichever_round(
+def test_every_sample_is_evaluated_once_after_any_losses_in_any_round(
     samples: int, ranks: int, batch_size: int, data: st.DataObject
 ) -> None:
     now = assigned(samples, tuple(range(ranks)), batch_size)

@@ -38,7 +38,7 @@ def test_defaults_train_alone_in_full_precision_and_save_nothing() -> None:
         (["--save-every", "5"], "--resume and --save-every need --out"),
     ],
 )
-def test_a_bad_option_is_told_and_ends_with_2(
+def test_a_bad_option_is_one_sentence_and_exit_status_2(
     argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -83,7 +83,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_launcher(tmp_folder: Path
     assert list(tmp_folder.iterdir()) == []
 
 
-def test_a_full_temporary_folder_is_told_in_one_sentence(
+def test_a_full_temporary_folder_is_one_sentence(
     tmp_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> str:

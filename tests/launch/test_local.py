@@ -67,7 +67,7 @@ def test_many_lines_keep_their_order() -> None:
         ]
 
 
-def test_what_a_worker_is_told() -> None:
+def test_the_environment_of_a_worker() -> None:
     script = """
         names = ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LAUNCHER_PID"]
         print(*(os.environ["SHOAL_" + name] for name in names), os.environ["OMP_NUM_THREADS"],
@@ -121,7 +121,7 @@ def test_progress_of_rank_0() -> None:
     assert records[0] == {"step": 0, "total": 100, "metrics": {"loss": 0.5}}
 
 
-def test_the_first_failure_is_told_with_its_traceback() -> None:
+def test_the_first_failure_is_reported_with_its_traceback() -> None:
     script = IMPORT + (
         "try:\n"
         "    if rank == 2: raise ValueError('boom')\n"
@@ -139,13 +139,13 @@ def test_the_first_failure_is_told_with_its_traceback() -> None:
     assert error.report.endswith("ValueError: boom")
 
 
-def test_without_a_report_stderr_is_told() -> None:
+def test_without_a_report_the_end_of_stderr_is_shown() -> None:
     error = failure("if rank == 1: raise ValueError('boom')\ntime.sleep(60)", 2)
     assert (error.rank, error.exit_status) == (1, 1)
     assert error.report.endswith("ValueError: boom")
 
 
-def test_a_mistake_of_the_user_is_told_as_such() -> None:
+def test_a_mistake_of_the_user_is_one_sentence() -> None:
     script = IMPORT + (
         "try: raise BadInput('4 workers cannot form tp(3)')\n"
         "except BadInput as error: report_failure(error); sys.exit(2)\n"

@@ -78,9 +78,7 @@ def test_without_tolerance_a_kill_ends_the_run() -> None:
         run("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", 3, None)
 
 
-def test_an_error_in_the_code_of_one_worker_ends_the_run_and_is_told_though_another_was_lost() -> (
-    None
-):
+def test_an_error_in_the_code_of_one_worker_ends_the_run_though_another_was_lost() -> None:
     script = """
         if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
         wait_exited(0)
@@ -92,12 +90,12 @@ def test_an_error_in_the_code_of_one_worker_ends_the_run_and_is_told_though_anot
     assert caught.value.rank == 1
 
 
-def test_a_mistake_of_the_user_is_told_as_such() -> None:
+def test_a_mistake_of_the_user_is_one_sentence() -> None:
     with pytest.raises(BadInput, match=r"^no such layer$"):
         run("fail(BadInput('no such layer'), 2)", 2)
 
 
-def test_when_all_are_lost_the_first_loss_is_told() -> None:
+def test_when_all_are_lost_the_first_loss_is_reported() -> None:
     script = """
         if rank == 1:
             wait_exited(0)

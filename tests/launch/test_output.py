@@ -62,7 +62,7 @@ def test_a_terminal_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raw.getvalue() == b"caf\\xe9\n"
 
 
-def test_the_pump_goes_on_reading_when_nobody_takes_it() -> None:
+def test_the_pump_goes_on_reading_when_no_output_is_taken() -> None:
     errors: list[Exception] = []
 
     def refuse(text: str, is_stderr: bool) -> None:

@@ -33,7 +33,7 @@ def run_with(servers: int, script: str, worker: str, workers: int = 2, **options
     return run(worker, workers, servers=servers, server_command=server(script), **options)
 
 
-def test_servers_are_told_who_they_are_and_end_after_the_workers() -> None:
+def test_servers_have_their_index_and_end_after_the_workers() -> None:
     script = (
         "print(index, os.environ['SHOAL_SERVERS'], os.environ['SHOAL_SIZE'], "
         "'SHOAL_RANK' in os.environ, os.getsid(0) == os.getpid())\n"

@@ -155,7 +155,7 @@ def test_more_ranks_and_uneven_chunks(world: World, name: str) -> None:
     check(world, 3, LOCAL[name])
 
 
-def test_an_operation_that_gathers_is_told_once(world: World) -> None:
+def test_an_operation_that_gathers_is_reported_once(world: World) -> None:
     assert check(world, 2, lambda x: x.cumsum(1) + x.cumsum(1)) == [{"cumsum"}] * 2
 
 

@@ -36,7 +36,7 @@ def test_batchnorm_is_filled_at_once_since_others_take_its_place() -> None:
     assert [t.tolist()[0] for t in (model[1].weight, model[1].running_var)] == [1.0, 1.0]
 
 
-def test_in_turn_a_tensor_comes_when_nobody_fills_it_again() -> None:
+def test_in_turn_a_tensor_comes_after_its_last_fill() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
         model[2].weight = model[0].weight

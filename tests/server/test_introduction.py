@@ -80,7 +80,7 @@ def test_workers_of_one_host_read_the_secret_from_a_private_file(
     assert_not_in(secret, traffic)
 
 
-def test_several_hosts_without_a_secret_are_told_what_to_set(world: World) -> None:
+def test_several_hosts_without_a_secret_are_refused_with_the_variable_to_set(world: World) -> None:
     with pytest.raises(BadInput, match=r"several hosts.* set SHOAL_SECRET, or SHOAL_SECRET_FILE"):
         list(meet(world, [None] * WORKERS, "aab"))
 

@@ -146,7 +146,7 @@ def test_adagrad_adds_up_the_gradients_of_all_workers(world: World) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild(momentum=True)"])
-def test_momentum_is_off_unless_told(world: World, capsys: Any, strategy: str) -> None:
+def test_momentum_is_off_by_default(world: World, capsys: Any, strategy: str) -> None:
     kept = "momentum=True" in strategy
     models = [mlp(), mlp()]
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)

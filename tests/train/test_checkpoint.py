@@ -356,14 +356,14 @@ def test_files_of_the_user_stay(saved: Path) -> None:
     assert all(file.is_file() for file in mine)
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     job, _ = start()
     with pytest.raises(CheckpointError, match="cannot save a checkpoint at"):
         job.save(tmp_path / "file" / "model")
 
 
-def test_an_about_that_is_no_json_is_told_and_changes_nothing(saved: Path) -> None:
+def test_an_about_that_is_no_json_is_refused_and_changes_nothing(saved: Path) -> None:
     job, _ = start()
     before = sorted(saved.iterdir())
     with pytest.raises(BadInput, match="about"):

@@ -76,7 +76,7 @@ def test_a_file_that_is_no_safetensors_is_refused(saved: Path) -> None:
     refused(saved, r"is damaged: .*abcdef\.safetensors")
 
 
-def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "there is no checkpoint at")
     refused(tmp_path / "nowhere", "there is no checkpoint at")
 
@@ -86,12 +86,12 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     ["", "{", "\x00\x01", "[" * 100_000, '{"a": ' * 100_000, "1" * 10_000, "nan", "\ufffd"],
     ids=["empty", "cut", "binary", "deep list", "deep table", "huge", "nan", "strange"],
 )
-def test_a_manifest_that_is_no_json_is_told(saved: Path, text: str) -> None:
+def test_a_manifest_that_is_no_json_is_refused(saved: Path, text: str) -> None:
     (saved / "manifest.json").write_text(text)
     refused(saved, "its manifest is not JSON")
 
 
-def test_a_manifest_that_is_no_text_is_told(saved: Path) -> None:
+def test_a_manifest_that_is_no_text_is_refused(saved: Path) -> None:
     (saved / "manifest.json").write_bytes(b"\xff\xfe\x00{}")
     refused(saved, "its manifest is not JSON")
 
@@ -103,7 +103,7 @@ def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("document", [[], 5, None, "text", {}, {"format": "shoal checkpoint 3"}])
-def test_a_manifest_of_another_form_is_told(saved: Path, document: Any) -> None:
+def test_a_manifest_of_another_form_is_refused(saved: Path, document: Any) -> None:
     write_manifest(saved, document)
     with pytest.raises(CheckpointError, match="is not the manifest of a 'shoal checkpoint 2'"):
         checkpoint.read(saved)
@@ -138,7 +138,7 @@ def test_a_manifest_names_files_of_its_folder_only(saved: Path, name: Any) -> No
 
 @pytest.mark.parametrize("value", [-1, 1.5, 1e300, "5", None, [], {}])
 @pytest.mark.parametrize("key", ["steps", "batches"])
-def test_a_count_that_is_no_count_is_told(saved: Path, key: str, value: Any) -> None:
+def test_a_count_that_is_no_count_is_refused(saved: Path, key: str, value: Any) -> None:
     write_manifest(saved, {**manifest_of(saved), key: value})
     refused(saved, f"'{key}' is not a count")
 
@@ -222,7 +222,7 @@ def test_nothing_but_a_checkpoint_error_comes_out_of_a_strange_manifest(
         "weight_decay is nothing",
     ],
 )
-def test_a_wrong_type_in_the_manifest_is_told(
+def test_a_wrong_type_in_the_manifest_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     save_some(tmp_path, optimizer=adamw_with_groups)

@@ -139,7 +139,7 @@ def test_the_first_format_is_checked_as_far_as_it_can_be(tmp_path: Path) -> None
     refused(tmp_path, "it has no exp_avg_sq of 0.weight, which", optimizer=FUSED)
 
 
-def test_momentum_that_is_missing_is_told(
+def test_momentum_that_is_missing_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_some(tmp_path)

@@ -77,7 +77,7 @@ def test_a_loss_that_is_not_finite_is_reported_once_with_its_step(
     assert job._loss_watch.reported == 3
 
 
-def test_steps_without_any_backward_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_without_any_backward_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     job = _job()
     _, optimizer = job.setup(nn.Linear(3, 1), SGD)
     optimizer.step()
