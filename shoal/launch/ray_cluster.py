@@ -10,13 +10,15 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import BadInput
 from shoal.runtime.config import set_default_variables
 from shoal.runtime.cores import cores
+from shoal.runtime.scratch import scratch_folder
 from shoal.runtime.secret import new_secret
 
 try:
@@ -36,12 +38,38 @@ _TOKEN = (
     "every node needs RAY_AUTH_MODE=token and the same token (ray get-auth-token --generate), or "
     "set RAY_AUTH_MODE=disabled for a cluster without tokens"
 )
+_FOLDER = "/tmp"  # a path that is short enough for the sockets of Ray
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 Bundle = Mapping[str, float]  # resources by their name
 
 
-def connect(address: str, num_cpus: int, environ: Mapping[str, str]) -> None:
-    """To the cluster of the address, of this host, or to one that is started here."""
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+@contextmanager
+def connected(address: str, num_cpus: int, environ: Mapping[str, str]) -> Iterator[None]:
+    """To the cluster of the address, of this host, or to one that is started here for the block."""
+    with ExitStack() as block:
+        block.callback(leave)
+        if not connect(_address_in(environ, address), environ):
+            folder = block.enter_context(scratch_folder("ray", _FOLDER))
+            block.callback(leave)  # before its folder is removed
+            _start_cluster(max(cores(), num_cpus), folder)
+        yield
+
+
+def _address_in(environ: Mapping[str, str], address: str) -> str:
+    """RAY_ADDRESS, as for all of Ray, where --on names none."""
+    named = environ.get("RAY_ADDRESS", "")
+    if address or named in ("auto", "local"):
+        return address
+    if "://" in named:
+        raise BadInput(
+            f"RAY_ADDRESS={named} is not the address of a head node, and Ray Client lends no hosts:"
+            " set HOST:6379, or leave it out and give --on ray://HOST:6379"
+        )
+    return named
+
+
+def connect(address: str, environ: Mapping[str, str]) -> bool:
+    """False where no address is given, and this host is no node of a cluster."""
     # At the loss of a node Ray prints the log of its raylet. No option prevents it; its debugger
     # uses this, too
     ray._private.worker._worker_logs_enabled = False
@@ -49,14 +77,14 @@ def connect(address: str, num_cpus: int, environ: Mapping[str, str]) -> None:
         _check_reachable(address, is_encrypted=environ.get("RAY_USE_TLS", "0") != "0")
     try:
         with suppress(ConnectionError), _quietly():
-            ray.init(address=address or "auto", **quiet)
-            return
+            ray.init(address=address or "auto", **_QUIET)
+            return True
         if address:
             raise BadInput(
                 f"there is no Ray cluster at {address} that this host is a node of "
                 f"(ray start --address={address}) and has the token of: {_TOKEN}"
             )
-        _start_cluster(max(cores(), num_cpus), quiet)
+        return False
     except AuthenticationError:
         raise BadInput(f"this host has no token of a Ray cluster: {_TOKEN}") from None
     except RuntimeError as error:  # other versions, or no node here
@@ -67,12 +95,18 @@ def connect(address: str, num_cpus: int, environ: Mapping[str, str]) -> None:
         ) from None
 
 
-def _start_cluster(num_cpus: int, quiet: Mapping[str, Any]) -> None:
+def _start_cluster(num_cpus: int, folder: Path) -> None:
     """On this host, until this process leaves it."""
     set_default_variables(RAY_AUTH_TOKEN=new_secret().hex())
     try:
         with _quietly():
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                _temp_dir=str(folder / "ray"),  # Ray lets all users write there
+                **_QUIET,
+            )
     except Exception as error:  # Ray has no class for a node that does not start in 30 s
         why = " ".join(str(error).split()).rstrip(".")
         raise BadInput(f"Ray cannot start a cluster on this host: {why}") from None

@@ -33,10 +33,9 @@ from shoal.launch.ray_cluster import (
     Bundle,
     RayNode,
     bundle_in_words,
-    connect,
+    connected,
     head_bundle,
     idle_head,
-    leave,
     nodes_now,
     own_address,
     resources_in_words,
@@ -76,7 +75,6 @@ class RayMachines:
 
     def __enter__(self) -> RayMachines:
         self._block.enter_context(ending_by_exception())
-        self._block.callback(leave)
         return self
 
     def __exit__(
@@ -95,7 +93,8 @@ class RayMachines:
     def hosts(self, workers: int) -> Sequence[Machine]:
         """Where Ray has placed the workers; after the loss of a node, where they are since then."""
         if self._workers is None:
-            connect(self._address, workers * self._cpus, self._config.environ)
+            num_cpus = workers * self._cpus
+            self._block.enter_context(connected(self._address, num_cpus, self._config.environ))
             self._known = nodes_now()
             bundle = self._bundle_of_worker(workers)
             self._check_room(workers, "workers", bundle, self._known)

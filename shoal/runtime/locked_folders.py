@@ -20,6 +20,7 @@ from shoal.errors import BadInput
 _KINDS = (
     *("run", "ps"),  # of launchers, and of servers that workers start
     "host",  # of the workers of one host, where an engine lends several
+    "ray",  # of a Ray cluster for one run
     *("auto", "bench", "calibrate", "compare", "keys", "memory", "predict", "profile", "trace"),
     *("verify", "workload"),  # of commands: see scratch.py
 )

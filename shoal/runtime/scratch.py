@@ -10,10 +10,10 @@ from shoal.runtime.locked_folders import make_locked, remove_abandoned, remove_l
 
 
 @contextmanager
-def scratch_folder(kind: str) -> Iterator[Path]:
+def scratch_folder(kind: str, parent: str | None = None) -> Iterator[Path]:
     """Removed at the end of the block; if this process is killed, by the next that makes one."""
     remove_abandoned()
-    path = make_locked(kind)
+    path = make_locked(kind, parent)
     try:
         yield path
     finally:

@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this host, in a process of its own that tests command.
 
-python -m tests.launch.ray_nodes   reads `add RESOURCES` (JSON), `kill ID`, `state`; gives JSON
+python -m tests.launch.ray_nodes   reads `add RESOURCES` (JSON), `kill ID`, `state`, `store`
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class RayNodes:
         """How many actors live, and how many placement groups there are."""
         answer: dict[str, Any] = self._ask("state")
         return answer
+
+    def stored_bytes(self) -> int:
+        """In the object stores of all nodes."""
+        return int(self._ask("store"))
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
@@ -110,6 +114,9 @@ def main() -> None:
                     nodes.remove(node)
                     cluster.remove_node(node, allow_graceful=False)
             answer(len(nodes))
+        elif command == "store":
+            total, free = ray.cluster_resources(), ray.available_resources()
+            answer(total["object_store_memory"] - free["object_store_memory"])
         else:
             alive = [a for a in actors().values() if a["State"] != "DEAD"]
             groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from torch import nn
 
 def train(job):
     torch.manual_seed(1)
-    layers = [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)]
+    width = int(os.environ.get("WIDTH", "32"))
+    layers = [nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 3)]
     x = torch.randn(240, 8)
     y = (x.sum(1) > 0).long()
     model = nn.Sequential(*layers)
@@ -65,15 +67,18 @@ def start(
     *arguments: str,
     workers: int = 4,
     script: str = SCRIPT,
+    script_file: str = "train.py",
+    script_arguments: Sequence[str] = (),
     **variables: str,
 ) -> subprocess.Popen[str]:
     """`shoal run` on the nodes, or on this host."""
     folder.mkdir()
     (folder / "train.py").write_text(script)
     on = [] if nodes is None else ["--on", f"ray://{nodes.address}"]
+    command = [sys.executable, "-m", "shoal", "run"]
     own = {} if nodes is None else nodes.variables
     return subprocess.Popen(
-        [sys.executable, "-m", "shoal", "run", *on, "-n", str(workers), "train.py", *arguments],
+        [*command, *on, "-n", str(workers), *arguments, script_file, *script_arguments],
         cwd=folder,
         env={
             **os.environ,
