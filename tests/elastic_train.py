@@ -21,7 +21,7 @@ from shoal.runtime.config import RunConfig
 from tests.elastic_recipes import RECIPES
 
 PAUSE_S = 0.05
-LONG_PAUSE_S = 0.5  # in the second half of the steps
+LONG_PAUSE_S = 0.5  # in the second half of the steps, and while a worker is away
 
 
 def train(job: shoal.Job) -> None:
@@ -37,7 +37,7 @@ def train(job: shoal.Job) -> None:
             ema.update()
         if job.size > 1:
             _note(job, folder)
-            _wait(folder, steps, job.steps)
+            _wait(folder, is_long=job.replicas < job.size or job.steps > steps // 2)
     job.save(folder / "saved")
 
 
@@ -50,9 +50,9 @@ def _note(job: shoal.Job, folder: Path) -> None:
         file.write(f"{time.monotonic()} {job.rank} {job.steps} {processes}\n")
 
 
-def _wait(folder: Path, steps: int, done: int) -> None:
+def _wait(folder: Path, is_long: bool) -> None:
     if not (folder / "enough").exists():
-        time.sleep(PAUSE_S if done < steps // 2 else LONG_PAUSE_S)
+        time.sleep(LONG_PAUSE_S if is_long else PAUSE_S)
 
 
 def _write(file: Path, text: str) -> None:
