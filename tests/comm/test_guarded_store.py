@@ -282,3 +282,13 @@ def test_a_port_that_is_taken_is_one_sentence(service: StoreService) -> None:
 def test_a_request_of_many_keys_is_refused_by_the_table() -> None:
     reply = StoreTable().answer(StoreRequest("set", ["a", "b"], b"x"))
     assert reply is not None and "takes one key" in reply.refusal
+
+
+def test_both_ends_of_a_connection_notice_a_host_that_is_silent(service: StoreService) -> None:
+    store = store_of(service)
+    ends = [store._free[0]._sock, *(client.sock for client in service._clients)]
+    assert len(ends) == 2
+    for sock in ends:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+    store.close()

@@ -16,7 +16,7 @@ from shoal.comm.guarded_store.session import (
     StoreRequest,
     frame_bytes,
 )
-from shoal.comm.guarded_store.silence import notice_silence
+from shoal.comm.guarded_store.silence import LINK_SILENT_S, notice_silence
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.backoff import Backoff
 
@@ -84,7 +84,7 @@ def _connect_once(address: tuple[str, int], secret: bytes) -> StoreLink:
     sock = socket.create_connection(address, _HANDSHAKE_S)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        notice_silence(sock, LINK_SILENT_S)
         return StoreLink(sock, secret)
     except BadFrame as error:
         sock.close()

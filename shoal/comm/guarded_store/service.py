@@ -28,7 +28,7 @@ from shoal.comm.guarded_store.session import (
     StoreRequest,
     frame_bytes,
 )
-from shoal.comm.guarded_store.silence import notice_silence
+from shoal.comm.guarded_store.silence import LINK_SILENT_S, notice_silence
 from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
 from shoal.runtime.acceptor import Acceptor
@@ -270,7 +270,7 @@ class _Client:
         """An OSError if it has ended."""
         self.sock.setblocking(False)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        notice_silence(self.sock, LINK_SILENT_S)
 
     def wants(self) -> int:
         return _CHUNK_BYTES if self.session else ANSWER_BYTES - len(self.inbox)
