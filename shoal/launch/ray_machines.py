@@ -46,6 +46,7 @@ from shoal.launch.replication import Replication
 from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import RunConfig
 from shoal.runtime.ending_signals import ending_by_exception
+from shoal.runtime.wording import counted
 
 _BACKLOG = 1024
 _INTERRUPTIBLE_S = 0.5  # Ctrl-C does not end a wait inside Ray
@@ -97,9 +98,9 @@ class RayMachines:
             self._block.enter_context(connected(self._address, num_cpus, self._config.environ))
             self._known = nodes_now()
             bundle = self._bundle_of_worker(workers)
-            self._check_room(workers, "workers", bundle, self._known)
+            self._check_room(workers, "worker", bundle, self._known)
             self._workers = SlotGroup([bundle] * workers, "PACK")
-            self._reserve(self._workers, f"{workers} workers with {bundle_in_words(bundle)} each")
+            self._reserve(self._workers, _asked(workers, "worker", bundle))
         self._slots = self._find(self._workers, "the workers")
         counts = Counter(slot.node for slot in self._slots)
         self._nodes = {self._name(slot): slot.node for slot in self._slots}
@@ -113,11 +114,11 @@ class RayMachines:
             nodes = nodes_now()
             not_on = idle_head(nodes)
             useful = [node for node in nodes if node.node_id != not_on]
-            self._check_room(servers, "servers", _SERVER, useful)
+            self._check_room(servers, "server", _SERVER, useful)
             for bundles in _bundles_of_servers(servers, replication):
                 self._servers.append(SlotGroup(bundles, "SPREAD", not_on))
             for group in self._servers:
-                self._reserve(group, f"{servers} servers with {bundle_in_words(_SERVER)} each")
+                self._reserve(group, _asked(servers, "server", _SERVER))
         found = [
             self._server_machine(number, index, slot)
             for number, group in enumerate(self._servers)
@@ -212,10 +213,11 @@ class RayMachines:
         room = room_for(nodes, bundle)
         if room >= count or self._config.wait.limit_s is not None:
             return
+        do = "does" if count == 1 else "do"
         raise BadInput(
-            f"{count} {what} with {bundle_in_words(bundle)} each do not fit the Ray cluster: it "
-            f"has {resources_in_words(nodes, bundle)}, which is room for {room}; take fewer {what}"
-            ", add nodes (ray start --address=…), or wait for a cluster that grows with "
+            f"{_asked(count, what, bundle)} {do} not fit the Ray cluster:"
+            f" it has {resources_in_words(nodes, bundle)}, which is room for {room}; take fewer "
+            f"{what}s, add nodes (ray start --address=…), or wait for a cluster that grows with "
             "--timeout SECONDS"
         )
 
@@ -281,3 +283,9 @@ def _bundles_of_servers(servers: int, replication: Replication) -> list[list[Bun
 
 def _say(text: str) -> None:
     print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+
+def _asked(count: int, what: str, bundle: Bundle) -> str:
+    """ "2 workers with 1 CPU each", "1 server with 128 MiB of memory"."""
+    each = " each" if count > 1 else ""
+    return f"{counted(count, what)} with {bundle_in_words(bundle)}{each}"

@@ -167,15 +167,17 @@ def test_a_rank_with_another_key_is_named() -> None:
         authenticated(open_store, SECRET, 0, 2)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_the_end_of_the_store_is_one_sentence_with_the_reason_that_was_left(is_told: bool) -> None:
+@pytest.mark.parametrize("has_left_reason", [True, False])
+def test_the_end_of_the_store_is_one_sentence_with_the_reason_that_was_left(
+    has_left_reason: bool,
+) -> None:
     store = HashStore()
-    if is_told:  # by rank 0, which has ended before rank 1 came
+    if has_left_reason:  # by rank 0, which has ended before rank 1 came
         fail_to_meet(store, SECRET, 0)
     with pytest.raises(OtherRankRefused) as raised, heeding_refusals(store, SECRET, 1):
         raise DistNetworkError("Failed to recv, got 0 bytes")
     expected = "rank 0 has given up the rendezvous: no port"
-    if not is_told:
+    if not has_left_reason:
         expected = "the store of the rendezvous has ended: the rank that failed first, on another "
         expected += "host, says why"
     assert str(raised.value) == f"rank 1: {expected}"
