@@ -209,7 +209,7 @@ def test_servers_that_a_cluster_has_no_memory_for_are_refused(
     machines = ray_machines.RayMachines("", RunConfig())
     says = "2 servers with 128 MiB of memory each .* 100 MiB of memory .3 MiB free., which is room"
     with pytest.raises(BadInput, match=says):
-        machines._check_room(2, "servers", {"memory": 128 << 20}, nodes)
+        machines._check_room(2, "server", {"memory": 128 << 20}, nodes)
 
 
 PRINTS_GPUS = """
