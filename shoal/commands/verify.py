@@ -83,6 +83,9 @@ def verify(
         is_exact = alone.exact and together.exact
         double = None if is_exact else pair.in_double(alone)
         verdict = judge(alone, together, pair.again, double)
+        confirmed = pair.confirm(verdict, alone)
+        if confirmed is not None:
+            verdict = judge(alone, together, pair.again, confirmed)
         if double is None and not is_exact:
             verdict = replace(verdict, own=pair.in_own_precision())
         if not verdict.ok:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.observe.captured_run import CapturedRun
     from shoal.observe.double_check import DoubleCheck
     from shoal.observe.own_precision import OwnCheck
+    from shoal.observe.verify import Verification
 
 DOUBLE_STEPS = 3  # in double precision, which takes longer
 NOT_FINITE = (
@@ -75,12 +76,13 @@ class ScriptRuns:
         self._forks = None  # all runs in forks or none: Python orders sets by a seed of the process
         return self.capture(name, config, 1, **options)
 
-    def capture(self, name: str, config: RunConfig, workers: int, **options: Any) -> CapturedRun:
+    def capture(
+        self, name: str, config: RunConfig, workers: int, steps: int | None = None, **options: Any
+    ) -> CapturedRun:
         """`options` are those of CaptureConfig."""
         from shoal.observe.captured_run import CapturedRun
 
-        is_short = options.get("double") or options.get("optimizer")
-        steps = min(self.steps, DOUBLE_STEPS) if is_short else self.steps
+        steps = self.steps if steps is None else min(self.steps, steps)
         self.say(f"running {name}: up to {steps} steps")
         self.count += 1
         folder = self.folder / str(self.count)
@@ -141,23 +143,37 @@ class RunPair:
         name = "alone, added up in another order"
         return self.runs.capture(name, self.single, 1, pieces=max(2, self.workers), **options)
 
-    def in_double(self, narrow: CapturedRun) -> DoubleCheck | None:
+    def in_double(self, narrow: CapturedRun, steps: int = DOUBLE_STEPS) -> DoubleCheck | None:
         """None if the script does not run in double precision."""
         from shoal.observe.double_check import check
 
+        options = {"double": True, "steps": steps}
         try:
-            alone = self.runs.capture("alone in double precision", self.single, 1, double=True)
-            return check(narrow, alone, self.together(double=True), lambda: self.again(double=True))
+            alone = self.runs.capture("alone in double precision", self.single, 1, **options)
+            return check(narrow, alone, self.together(**options), lambda: self.again(**options))
         except ShoalError as error:
             self.runs.say(f"the script does not run in double precision: {_last_line(error)}")
             return None
+
+    def confirm(self, verdict: Verification, narrow: CapturedRun) -> DoubleCheck | None:
+        """All steps in double precision, where the verdict rests on amplified rounding; else None.
+
+        The first steps are equal there. A later one may have got other samples.
+        """
+        first, steps = verdict.double, verdict.steps
+        if first is None or first.was_reordered or not verdict.ok or not verdict.amplified:
+            return None
+        if steps <= first.steps:
+            return None
+        return self.in_double(replace(narrow, early={}), steps)
 
     def in_own_precision(self) -> OwnCheck:
         """Of the first steps, where the script does not run in double precision."""
         from shoal.observe.own_precision import check_own
 
-        alone = self.runs.capture("alone, with the optimizer", self.single, 1, optimizer=True)
-        return check_own(alone, self.together(optimizer=True), self.again(optimizer=True))
+        options = {"optimizer": True, "steps": DOUBLE_STEPS}
+        alone = self.runs.capture("alone, with the optimizer", self.single, 1, **options)
+        return check_own(alone, self.together(**options), self.again(**options))
 
 
 def _last_line(error: Exception) -> str:

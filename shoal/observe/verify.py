@@ -11,7 +11,8 @@ precision, where rounding all but vanishes and an error does not (`double_check.
 - Training can amplify rounding: a ReLU that switches changes all gradients below it, and Adam
   divides by a gradient that may be all rounding. If the runs agree in double precision, such
   differences are allowed up to 1% of the largest value in the model, or of the loss, or ten times
-  what rounding has changed on one worker, if that is more. Where this does not suffice, the script
+  what rounding has changed on one worker, if that is more. Then all steps run in double precision,
+  since a later one may have got other samples. Where this does not suffice, the script
   runs on one worker again with the same additions in another order (each micro-batch in as many
   pieces as there are workers, or reversed where there is BatchNorm), which is measured, too.
 - How much training amplifies rounding shows in double precision as well: the same steps turn

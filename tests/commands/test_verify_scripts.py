@@ -73,3 +73,12 @@ def test_a_failure_of_one_worker_is_its_own(tmp_path: Path) -> None:
     done = shoal("verify", "train.py", "--steps", "5", cwd=tmp_path)
     assert done.returncode == 1 and "the seventh seal is broken" in done.stderr
     assert "worker 1 failed" in done.stderr and not done.stdout
+
+
+def test_other_samples_in_a_later_step_are_not_taken_for_amplified_rounding(tmp_path: Path) -> None:
+    """A change that is small, after the first steps, which are compared in double precision."""
+    other = "batch[0] * (1.0005 if job.size > 1 and job.steps > 3 else 1), batch[1]"
+    (tmp_path / "train.py").write_text(scripts.PLAIN.replace("step(batch)", f"step(({other}))"))
+    done = shoal("verify", "train.py", "--steps", "6", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "first difference in double precision, which is an error" in done.stdout

@@ -21,6 +21,7 @@ from shoal.replica.pipeline.stages import Stages
 from shoal.replica.pipeline.units import find_units
 from tests.conftest import World
 from tests.models import samples
+from tests.scripts import shoal
 from tests.splitting import assert_equal, train
 
 
@@ -433,6 +434,31 @@ class Looking(nn.Module):
 
 def test_decisions_by_the_inputs(world: World) -> None:
     assert_equal(world, 2, "pp(2)", Looking, samples(24), 8)
+
+
+DRAWS = """
+from functools import partial
+import shoal, torch
+from tests.models import samples
+from tests.replica.test_module_split import Looking
+
+def train(job):
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    step = job.step(Looking(), torch.nn.functional.cross_entropy, optimizer=sgd)
+    state = torch.get_rng_state()
+    for batch in job.batches(samples(8), 8):
+        step(batch)
+    job.print(torch.equal(torch.get_rng_state(), state))
+
+shoal.run(train)
+"""
+
+
+def test_a_step_and_its_proof_leave_the_random_numbers_of_the_script_alone(tmp_path: Path) -> None:
+    """In processes: threads share the generators."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    done = shoal("run", "draws.py", "-n", "2", "-s", "pp(2)", cwd=tmp_path)
+    assert done.stdout == "[0] True\n", done.stderr
 
 
 def test_random_numbers_outside_of_modules_are_not_traced() -> None:

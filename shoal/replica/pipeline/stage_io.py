@@ -18,7 +18,7 @@ from shoal.observe.trace import Tracer
 from shoal.pytree import Tree
 from shoal.replica.context.stage import in_full
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import MicroBatch, default_generators, seed_forward
+from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
 from shoal.schedules.pipelines.actions import (
     Action,
@@ -163,6 +163,12 @@ class PipelineStage:
 
     def predict(self, inputs: Any, seed: int = 0) -> Any:
         """The outputs of the model on the last stage; None on the others."""
+        if not self.stages.replays:
+            return self._predict(inputs, seed)
+        with fork_rng(self._flat.device):  # each stage begins the forward with the same seed
+            return self._predict(inputs, seed)
+
+    def _predict(self, inputs: Any, seed: int) -> Any:
         _, values = self.stages.bind_inputs(inputs)
         channel = self.messages.channel
         pipeline = self.messages.pipeline
