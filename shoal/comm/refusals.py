@@ -2,7 +2,9 @@
 
 It writes its sentence into the store that all of them reach. Strangers may reach that store, too,
 so the sentence has a proof of the secret; any other value under this key ends the waiting as well.
-A sentence of an earlier start, which torchrun's store still has, does not count.
+A sentence of an earlier start, which torchrun's store still has, does not count: so a rank that
+refuses before it has met the others writes its sentence again and again, each time with another
+nonce, until all have heard it.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from shoal.runtime.backoff import Backoff
 from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
 
 _KEY = "refused"
+_HEARD = "heard refusal"
 _CODE_BYTES = 32
 _MOST_BYTES = 2000  # of a sentence
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
 _WAIT_S = 1800.0
+_REPEAT_S = 0.5
+_UNTIL_HEARD_S = 20.0  # others may still import torch
 _CLAIM = re.compile(rb"rank ([0-9]{1,8}) has given up")
 
 
@@ -52,16 +57,35 @@ class Refusals:
         self._rank = rank
         self._before = self._read()
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str) -> bytes:
+        """Returns the nonce by which it is known."""
+        nonce = fresh_nonce()
         sentence = f"rank {self._rank} has given up the rendezvous: {reason}"
-        data = fresh_nonce() + sentence.encode()[:_MOST_BYTES]
+        data = nonce + sentence.encode()[:_MOST_BYTES]
         with suppress(RuntimeError):  # the store has ended
             self._store.set(_KEY, data + proof(self._secret, _KEY, data))  # type: ignore[arg-type]
+        return nonce
+
+    def leave_until_heard(self, reason: str, size: int, limit_s: float = _UNTIL_HEARD_S) -> None:
+        """For ranks that may not look at the store yet."""
+        deadline_s = time.monotonic() + limit_s
+        waiting = set(range(size)) - {self._rank}
+        nonces: set[bytes] = set()
+        with suppress(RuntimeError):  # the store has ended
+            while waiting and time.monotonic() < deadline_s:
+                nonces.add(self.leave(reason))
+                time.sleep(_REPEAT_S)
+                waiting = {rank for rank in waiting if self._heard_by(rank) not in nonces}
+
+    def _heard_by(self, rank: int) -> bytes:
+        key = f"{_HEARD}/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""
 
     def check(self) -> None:
         """OtherRankRefused once a rank has left a reason."""
         value = self._read()
         if value != self._before:
+            self._store.set(f"{_HEARD}/{self._rank}", value[:NONCE_BYTES])  # type: ignore[arg-type]
             raise OtherRankRefused(self._sentence(value))
 
     def ended(self) -> OtherRankRefused:
@@ -95,7 +119,7 @@ def leave_with_agent(rank: int, size: int, name: str, reason: str) -> None:
     come as far as to meet them."""
     with suppress(RuntimeError):  # the store has ended
         store = next(rendezvous("env://", rank, size))[0]
-        Refusals(PrefixStore(name, store), None, rank).leave(reason)
+        Refusals(PrefixStore(name, store), None, rank).leave_until_heard(reason, size)
 
 
 class HeedingStore(StoreWrapper):

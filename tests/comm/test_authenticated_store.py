@@ -181,3 +181,24 @@ def test_the_end_of_the_store_is_one_sentence_with_the_reason_that_was_left(
         expected = "the store of the rendezvous has ended: the rank that failed first, on another "
         expected += "host, says why"
     assert str(raised.value) == f"rank 1: {expected}"
+
+
+def test_a_refusal_that_came_before_the_others_is_heard_by_each_of_them() -> None:
+    store, heard = HashStore(), list[str]()
+    Refusals(store, None, 1).leave("of an earlier start")
+    refusing = threading.Thread(
+        target=Refusals(store, None, 1).leave_until_heard, args=("no key", 3, 60.0)
+    )
+    refusing.start()
+    before = store.get("refused")
+    while store.get("refused") == before:  # it stands there when the others come
+        threading.Event().wait(0.01)
+    waiting = [threading.Thread(target=refused, args=(store, heard, None, r)) for r in (0, 2)]
+    for thread in waiting:
+        thread.start()
+    for thread in [*waiting, refusing]:
+        thread.join(50)
+        assert not thread.is_alive()
+    assert sorted(heard) == [
+        f"rank {rank}: rank 1 has given up the rendezvous: no key" for rank in (0, 2)
+    ]
