@@ -40,6 +40,7 @@ from shoal.launch.server_messages import (
 from shoal.launch.supervisor import Supervisor
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
+from shoal.server.protocol.endpoint import require_encrypted
 
 SERVER_AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.server_agent")
 COORDINATOR = -1  # its number among the servers
@@ -76,6 +77,7 @@ class RemoteServers(RemoteProcesses):
 
     def start_all(self) -> bool:
         """False where something has ended the start."""
+        self._check_network()
         if COORDINATOR in self._hosts:
             self._start(COORDINATOR)
             if self._listening.get() is None:
@@ -83,6 +85,14 @@ class RemoteServers(RemoteProcesses):
         for index in range(self._run.spec.servers):
             self._start(index)
         return all(self._listening.get() is not None for _ in range(self._run.spec.servers))
+
+    def _check_network(self) -> None:
+        """BadInput before any server is started, where each of them would refuse to listen."""
+        tls = self._run.spec.config.tls
+        if tls.certificate or self._run.machines.is_private:
+            return
+        for machine in self._hosts.values():
+            require_encrypted(machine.address, tls)
 
     def end_start(self) -> None:
         """From another thread, or a signal handler."""

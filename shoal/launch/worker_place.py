@@ -84,7 +84,7 @@ def _check_host(strategy: Strategy, placement: Placement | None, device: torch.d
     if term.collective_algorithm is not None and not is_cpu:
         raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
     strategy.check_hosts(placement.size, placement.local_size < placement.size)
-    if term.needs_one_host and not is_cpu:
+    if term.needs_cpu and not is_cpu:
         raise StrategyError(
             f"{term.name} keeps the weights in memory that processes share, and {device} is not "
             "the CPU: run it with --device cpu"

@@ -183,7 +183,12 @@ class SyncTerm(Term, role="sync", abstract=True):
 
     @property
     def needs_one_host(self) -> bool:
-        """Whether all workers have to be processes on the CPUs of one host."""
+        """Whether all workers have to be on one host, whose memory they share."""
+        return False
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether workers cannot train on GPUs."""
         return False
 
     @property

@@ -219,8 +219,8 @@ class Strategy:
         term = self.sync_for(workers)
         if term.needs_one_host and are_several:
             raise StrategyError(
-                f"{term.name} keeps the weights in the memory of one host, and these {workers} "
-                'workers are on several: take ps(mode="async") or gossip(mode="async")'
+                f"{term} goes through the memory of one host, and these {workers} workers are on "
+                'several: take ps(mode="async") or gossip'
             )
 
     def sync_for(self, replicas: int) -> SyncTerm:

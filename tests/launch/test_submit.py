@@ -511,8 +511,14 @@ def test_a_refusal_of_sbatch_is_status_1(
         (["--k8s"], "give --image"),
         (["--slurm", "--checkpoint", "x:every=0"], "--checkpoint takes DIR"),
         (["--slurm", "-n", "3", "-s", "tp(2)"], "3"),
-        (["--slurm", "-n", "4", "--nodes", "2", "-s", "hogwild"], "in the memory of one host"),
-        ([*IMAGE, "-n", "4", "--nodes", "2", "-s", "hogwild"], "in the memory of one host"),
+        (
+            ["--slurm", "-n", "4", "--nodes", "2", "-s", "hogwild"],
+            "goes through the memory of one host",
+        ),
+        (
+            [*IMAGE, "-n", "4", "--nodes", "2", "-s", "hogwild"],
+            "goes through the memory of one host",
+        ),
         (["--slurm", "--secret-file", "none"], "none, which holds the secret of the run: No such"),
         (["--slurm", "--secret-file", "train.py"], "other users can read it: chmod 600 train.py"),
         (["--slurm", "-n", "2", "--line=--nodes=9"], "the script has --nodes=1 already"),

@@ -52,7 +52,7 @@ def _connect_unix(path: str, timeout_s: float) -> socket.socket:
 def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socket:
     host, port = _host_and_port(address)
     if not tls.authority:
-        _check_trusted(host, tls)
+        require_encrypted(host, tls)
     sock = socket.create_connection((host, port), timeout_s)
     _tune(sock)
     return _secured(sock, host, address, tls) if tls.authority else sock
@@ -224,7 +224,7 @@ def _server_context(host: str, tls: TlsConfig) -> ssl.SSLContext | None:
     With SHOAL_TLS_CA those who connect have to show a certificate of that authority, too.
     """
     if not tls.certificate:
-        _check_trusted(host, tls)
+        require_encrypted(host, tls)
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -247,7 +247,8 @@ def _first_certificate(tls: TlsConfig) -> bytes:
     return ssl.PEM_cert_to_DER_cert(text[begin:end])
 
 
-def _check_trusted(host: str, tls: TlsConfig) -> None:
+def require_encrypted(host: str, tls: TlsConfig) -> None:
+    """BadInput where bytes would cross a network that is not trusted, and there is no TLS."""
     if not tls.trusted_network and not is_loopback(host):
         raise BadInput(
             f"weights and gradients would cross the network to or from {host} in the clear: give "

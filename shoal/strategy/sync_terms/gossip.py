@@ -52,6 +52,10 @@ class Gossip(ElasticOption):
         return self.lockstep
 
     @property
+    def needs_one_host(self) -> bool:
+        return self.mode == "async"
+
+    @property
     def survives_loss(self) -> bool:
         return self.elastic or self.mode == "async"
 

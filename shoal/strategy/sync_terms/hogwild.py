@@ -40,6 +40,10 @@ class Hogwild(SyncTerm):
         return True
 
     @property
+    def needs_cpu(self) -> bool:
+        return True
+
+    @property
     def why_not_split(self) -> str | None:
         return (
             "each worker runs the whole model asynchronously, "
