@@ -86,7 +86,11 @@ def connect(address: str, environ: Mapping[str, str]) -> bool:
             )
         return False
     except AuthenticationError:
-        raise BadInput(f"this host has no token of a Ray cluster: {_TOKEN}") from None
+        where = f"at {address}" if address else "that runs on this host"
+        other = "" if address else "; --on ray://HOST:6379 takes another cluster"
+        raise BadInput(
+            f"the Ray cluster {where} asks for a token that is not here: {_TOKEN}{other}"
+        ) from None
     except RuntimeError as error:  # other versions, or no node here
         why = " ".join(str(error).split()).rstrip(".")
         raise BadInput(
