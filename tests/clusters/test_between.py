@@ -88,7 +88,7 @@ def test_gloo_is_not_taken_where_strangers_could_join_it_or_workers_change(
 
 
 def test_workers_of_one_host_measure_nothing_between_hosts() -> None:
-    with pytest.raises(BadInput, match="2 workers are on one host"):
+    with pytest.raises(BadInput, match="2 workers on one host"):
         calls_between({"hosts": 1, "even": True, "calls": []}, 2)
     with pytest.raises(BadInput, match="3 workers are not equally many on each of 2 hosts"):
         calls_between({"hosts": 2, "even": False, "calls": []}, 3)
