@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.shard import ReplicaShard
 from shoal.runtime.config import RunConfig
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
+
+if TYPE_CHECKING:
+    from shoal.replica.shard import ReplicaShard
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
@@ -330,11 +332,6 @@ class SyncPlan(Generic[T]):
             raise BadInput(
                 f"exact=True adds up every gradient in full, which {self.term} does not do: "
                 "take ddp"
-            )
-        if self.term.is_elastic and options.precision == "fp16":
-            raise BadInput(
-                f'{self.term} does not train with "fp16", whose gradient scaler would have to be '
-                'undone after a loss: take "bf16"'
             )
 
     def shards_parameters(self, replicas: int) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
-from shoal.replica.grad_norm import ReplicaGradNorm
-from shoal.server.model.named_optimizer import ratios
+from shoal.replica.optimizers import ratios
 from shoal.sync.lr_schedule import Schedule, SchedulerFactory
+
+if TYPE_CHECKING:
+    from shoal.replica.grad_norm import ReplicaGradNorm
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.server.model.named_optimizer import is_known_elementwise
+from shoal.replica.optimizers import is_known_elementwise
 
 PARAM_KEYS = ("params", "param_names")
 _SIZES = (4, 6, 2, 2, 2, 2)

@@ -12,15 +12,11 @@ import torch
 from torch import nn
 
 from shoal.errors import BadInput
+from shoal.replica.optimizers import ELEMENTWISE
 
 Option = bool | int | float | None | tuple[float, ...]
 # LBFGS evaluates the loss, SparseAdam needs sparse gradients
 _UNSUPPORTED = ("Optimizer", "LBFGS", "SparseAdam")
-# what these do to one element depends on no other, so a server may hold some rows of a matrix
-_ELEMENTWISE = (
-    *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
-    *("Adagrad", "Adadelta", "RMSprop", "Rprop"),
-)
 
 
 class ParameterGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +35,7 @@ class NamedOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_elementwise(self) -> bool:
-        return self.name in _ELEMENTWISE
+        return self.name in ELEMENTWISE
 
     def make(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> torch.optim.Optimizer:
         """The optimizer of some of the model's parameters, given by their numbers.
@@ -80,13 +76,6 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
     }
 
 
-def is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is of a class of torch whose update of an element depends on no other."""
-    name = type(optimizer).__name__
-    known = (*_ELEMENTWISE, "SparseAdam")
-    return name in known and type(optimizer) is getattr(torch.optim, name, None)
-
-
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """The step alone: what torch does around it for profilers and hooks takes as long for 1 MB."""
     step = type(optimizer).step
@@ -122,14 +111,6 @@ def options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
         for key, value in group.items()
         if key in made_with and key != "params" and _is_plain(value)
     }
-
-
-def ratios(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Each group's learning rate divided by the optimizer's; a schedule keeps these ratios."""
-    base = optimizer.defaults.get("lr")
-    if not base:
-        return [1.0] * len(optimizer.param_groups)
-    return [float(group["lr"]) / float(base) for group in optimizer.param_groups]
 
 
 def _plain(

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.replica.optimizers import ratios
 from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
-from shoal.server.model.named_optimizer import ratios, step_without_hooks
+from shoal.server.model.named_optimizer import step_without_hooks
 from shoal.server.model.push_buffer import PushTensors
 from shoal.server.protocol.messages import ModelSpec, ParameterSlice
 
