@@ -37,7 +37,6 @@ COMMANDS = {
     "keys": "keys.app",
     "lab": "lab.app",
     "pipeline": "pipeline.app",
-    "trace": "trace.app",
 }
 
 

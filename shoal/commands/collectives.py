@@ -20,7 +20,6 @@ from shoal.cluster.units import (
 )
 from shoal.commands import options
 from shoal.commands.collectives_on_cluster import show_on_cluster
-from shoal.commands.msccl import export, import_file
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
@@ -249,7 +248,3 @@ def _rounds(collective: Collective) -> dict[str, Any]:
         "proven": True,
         "rounds": rounds,
     }
-
-
-app.command()(export)
-app.command("import")(import_file)

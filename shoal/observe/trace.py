@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from shoal.errors import BadInput
 from shoal.runtime.run_dir import RunDir
 
 T = TypeVar("T")
@@ -145,32 +144,6 @@ def chrome_events(spans_by_rank: dict[int, list[Span]]) -> list[dict[str, Any]]:
                 }
             )
     return events
-
-
-def read_chrome(file: Path) -> dict[int, list[Span]]:
-    """The spans of each rank in a file that was written from `chrome_events`."""
-    try:
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-        spans_by_rank: dict[int, list[Span]] = {}
-        for event in events:
-            if event["ph"] == "X":
-                spans_by_rank.setdefault(int(event["pid"]), []).append(_span_of(event))
-    except OSError as error:
-        raise BadInput(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error}") from error
-    except KeyError as error:
-        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error} is missing") from error
-    except (TypeError, OverflowError, AttributeError) as error:
-        raise BadInput(f"{file} is no trace of `shoal run --trace`: {error}") from error
-    return dict(sorted(spans_by_rank.items()))
-
-
-def _span_of(event: dict[str, Any]) -> Span:
-    start_ns = round(event["ts"] * 1e3)
-    end_ns = start_ns + round(event["dur"] * 1e3)
-    detail = str(event["args"]["detail"])
-    return Span(str(event["name"]), start_ns, end_ns, str(event["cat"]), detail)
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -3,10 +3,9 @@
     collective   (ranks) -> Collective
     pipeline     (stages, stage, microbatches[, chunks]) -> list of Action
 
-A collective may also be an MSCCL file, FILE.xml. Loading runs a Python file. What the functions
-return is checked here for its type; `prove` checks the schedule itself. A relative path is that of
-the directory in which the process first uses it, which is the launching directory, even if the
-script changes directory later.
+Loading runs the file. What the functions return is checked here for its type; `prove` checks the
+schedule itself. A relative path is that of the directory in which the process first uses it, which
+is the launching directory, even if the script changes directory later.
 """
 
 from __future__ import annotations
@@ -30,20 +29,17 @@ if TYPE_CHECKING:
 
 
 PATTERN = r".+\.py:[A-Za-z_][A-Za-z0-9_]*"
-COLLECTIVE_PATTERN = rf"{PATTERN}|.+\.xml"
 
 
 def is_user_function(name: str) -> bool:
-    """Whether a name is FILE.py:FUNCTION or FILE.xml instead of one of a catalog."""
-    return re.fullmatch(COLLECTIVE_PATTERN, name) is not None
+    """Whether a name is FILE.py:FUNCTION instead of one of a catalog."""
+    return re.fullmatch(PATTERN, name) is not None
 
 
 def load_collective(name: str) -> Callable[[int], Collective]:
     """The user's function from ranks to a `Collective`."""
     from shoal.schedules.collectives.collective import Collective  # numpy: only if it is needed
 
-    if name.endswith(".xml"):
-        return functools.partial(_from_msccl, name)
     function = load_function(name)
 
     @functools.wraps(function)
@@ -58,19 +54,8 @@ def load_collective(name: str) -> Callable[[int], Collective]:
     return make
 
 
-def _from_msccl(name: str, ranks: int) -> Collective:
-    from shoal.schedules.msccl.read import read_collective
-
-    collective = read_collective(_absolute(name))
-    if collective.ranks != ranks:
-        raise BadInput(f"{name} is a schedule for {collective.ranks} ranks, not for {ranks}")
-    return collective
-
-
 def load_pipeline(name: str) -> Callable[..., list[Action]]:
     """The user's function from (stages, stage, microbatches[, chunks]) to the stage's actions."""
-    if name.endswith(".xml"):
-        raise BadInput(f"{name} can be a collective and no pipeline: write FILE.py:FUNCTION")
     function = load_function(name)
 
     @functools.wraps(function)

@@ -28,8 +28,8 @@ QUORUM = fraction_or_count("workers")
 FLAG = Constraint("True or False", lambda value: isinstance(value, bool))
 _USER_SCHEDULE = '"FILE.py:FUNCTION"'
 ALGORITHM = text_like(
-    f'a name such as "ring" or "tree", {_USER_SCHEDULE} or "FILE.xml"',
-    rf"[A-Za-z_][A-Za-z0-9_-]*|{user.COLLECTIVE_PATTERN}",
+    f'a name such as "ring" or "tree", or {_USER_SCHEDULE}',
+    rf"[A-Za-z_][A-Za-z0-9_-]*|{user.PATTERN}",
 )
 SCHEDULE = one_of_or_like(
     f"{_USER_SCHEDULE} (chunks=2 beside it gives a device two stages)", schedules(), user.PATTERN

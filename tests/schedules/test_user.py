@@ -161,19 +161,6 @@ def test_a_file_that_does_not_exist_is_refused(path: str) -> None:
         load_collective(f"{path}:f")
 
 
-def test_the_former_imports_work_and_say_what_to_write(tmp_path: Path) -> None:
-    file = tmp_path / "old.py"
-    file.write_text(
-        "from shoal.schedules.pipeline import Action, Kind\n"
-        "from shoal.schedules.collective import Collective, Transfer\n"
-        "assert Action(Kind.FORWARD, 0) and Collective and Transfer\n"
-    )
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=True)
-    assert "'from shoal.schedules.pipelines.actions import Action, ActionKind'" in done.stderr
-    assert "'from shoal.schedules.collectives.collective import Collective, Tr" in done.stderr
-    assert "old.py:1: DeprecationWarning" in done.stderr
-
-
 def test_the_catalog_of_pipelines_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, shoal.schedules.pipelines.catalog\n"

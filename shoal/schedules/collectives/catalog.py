@@ -118,7 +118,7 @@ def algorithms(kind: str) -> list[str]:
 
 
 def algorithm(kind: str, name: str) -> Algorithm:
-    """The algorithm of this name; FILE.py:FUNCTION or FILE.xml loads the user's own."""
+    """The algorithm of this name; FILE.py:FUNCTION loads the user's own."""
     family = CATALOG[kind_named(kind).name]
     if is_user_function(name):
         return Algorithm(kind, name, load_collective(name))

@@ -1,1 +1,0 @@
-"""Chakra execution traces (MLCommons), which ASTRA-sim and other simulators read."""

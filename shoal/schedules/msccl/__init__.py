@@ -1,1 +1,0 @@
-"""Collectives as MSCCL algorithm files (XML), which forks of NCCL and RCCL execute."""
