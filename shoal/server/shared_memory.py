@@ -28,8 +28,6 @@ Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank
 class WorkerSegment:
     """`sums` x `size` elements to push, and `size` to pull into."""
 
-    file = (0, 0)  # device and inode, which tell it from other memory
-
     def __init__(self, memory: mmap.mmap, dtype: torch.dtype, size: int, sums: int):
         elements = torch.frombuffer(memory, dtype=dtype)
         self.out = elements[: sums * size].view(sums, size)
@@ -51,9 +49,7 @@ def make(dtype: torch.dtype, size: int, sums: int) -> tuple[WorkerSegment, int] 
 
 def attach(descriptor: int, dtype: torch.dtype, size: int, sums: int) -> WorkerSegment:
     """The segment of a worker; Refused if it is not sealed or has another size."""
-    segment = WorkerSegment(_map(descriptor, segment_bytes(dtype, size, sums)), dtype, size, sums)
-    segment.file = file_of(descriptor)
-    return segment
+    return WorkerSegment(_map(descriptor, segment_bytes(dtype, size, sums)), dtype, size, sums)
 
 
 def file_of(descriptor: int) -> tuple[int, int]:

@@ -110,11 +110,6 @@ class ChainState:
         return self.position > self.committed
 
     @property
-    def is_teaching(self) -> bool:
-        """Whether operations are kept for a learner after they have been applied."""
-        return self._teaching.has_learners
-
-    @property
     def asked(self) -> ChainConfig | None:
         """What a tail has asked for, with one more member, while it does not know the answer."""
         return self._teaching.asked

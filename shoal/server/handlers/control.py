@@ -53,7 +53,7 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
         peer.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
         model = peer.host.models[peer.model_id]
         if segment is not None:
-            _attach(peer, model, segment)
+            model.attach(peer.worker, segment)
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -81,15 +81,9 @@ def _attach_again(peer: Peer, model: ServedModel) -> None:
         return
     try:
         if peer.host.is_replicated:
-            _attach(peer, model, _segment(descriptor, model.spec))
+            model.attach(peer.worker, _segment(descriptor, model.spec))
     finally:
         os.close(descriptor)
-
-
-def _attach(peer: Peer, model: ServedModel, segment: WorkerSegment) -> None:
-    model.attach(peer.worker, segment)
-    if peer.host.chain is not None:
-        peer.host.chain.announce()
 
 
 def _set_up(peer: Peer) -> bytes:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from shoal.runtime.failpoints import failpoint
 from shoal.server.handlers.dispatch import handles
-from shoal.server.model.membership import Member
-from shoal.server.model.push_buffer import PushBuffer, RowPush
+from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.model.served_model import ServedModel
 from shoal.server.peer import EarlyReply, Peer
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.messages import Ack, Commit, RowBatch
 from shoal.server.replicas.operations import Payload, Pushed
-from shoal.server.replicas.payloads import lent, memory_of
 from shoal.server.shared_memory import bytes_of
 
 
@@ -50,8 +48,6 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
         raise Refused(f"expected {flag_bytes} bytes of loss and flags, got {header.payload_bytes}")
     failpoint("push.validated")
     catch_up(peer, pushes, header.sequence)
-    is_lent = _is_lent(peer, member)
-    flags = memoryview(bytearray(flag_bytes)) if is_lent else pushes.arriving_flags
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(flag_bytes)
         if peer.host.chain is not None:
@@ -59,15 +55,16 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
             return
     else:
         model.check_push(member, header.sequence)
-        peer.connection.read_into(flags)
+        peer.connection.read_into(bytes_of(pushes.arriving.loss_flags))
+        if member.out is not None:
+            pushes.arriving.gradients.copy_(member.out)
     failpoint("push.deduplicated")
     rows = pushes.take_rows()
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
-    operation = Pushed(*identity, request, batches, is_lent)
-    payload = _payload(peer, operation, member, flags, rows)
+    payload = Payload(rows=rows, push=pushes.take_arrived())
     early = EarlyReply(peer, lambda ack: None if _is_open(ack, model) else encode(ack))
-    ack: Ack = peer.execute(operation, payload, early.send)
+    ack: Ack = peer.execute(Pushed(*identity, request, batches), payload, early.send)
     if ack.verdict == "again":
         model.note_repeat()
     if _is_open(ack, model):
@@ -80,26 +77,6 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
 def _is_open(ack: Ack, model: ServedModel) -> bool:
     """The leader's answer waits for others."""
     return ack.verdict == "staged" and model.is_leader
-
-
-def _is_lent(peer: Peer, member: Member) -> bool:
-    """Whether replicas apply the push where the worker has it, without a copy."""
-    chain = peer.host.chain
-    return chain is not None and not chain.acknowledges_at_once and member.out is not None
-
-
-def _payload(
-    peer: Peer, operation: Pushed, member: Member, flags: memoryview, rows: tuple[RowPush, ...]
-) -> Payload:
-    pushes = member.pushes
-    chain = peer.host.chain
-    if chain is None or member.out is None:
-        return Payload(rows=rows, push=pushes.take_arrived())
-    source = None if chain.acknowledges_at_once else memory_of(operation, member)
-    if operation.is_lent:
-        return lent(member, member.out, flags, rows, source)
-    pushes.arriving.gradients.copy_(member.out)
-    return Payload(rows=rows, push=pushes.take_arrived(), source=source)
 
 
 def catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:

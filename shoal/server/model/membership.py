@@ -50,7 +50,6 @@ class Member:
     pushes: PushBuffer
     pulls: PullBuffer
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
-    out_file: tuple[int, int] = (0, 0)  # device and inode of that memory
     offered: DeviceSegment | None = None  # memory on a GPU that it has not accepted yet
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
     row_memory: dict[int, Rows] = field(default_factory=dict)  # for rows that it pulls

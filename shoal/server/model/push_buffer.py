@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shoal.server.protocol.frames import Refused
-from shoal.server.shared_memory import bytes_of
 
 _MAX_SPARE = 2
 
@@ -54,8 +53,6 @@ class PushBuffer:
         self.is_replicated = is_replicated
         self._arriving: PushTensors | None = None
         self._spare: list[PushTensors] = []
-        self._flags: tuple[Tensor, memoryview] | None = None  # a tensor and its bytes
-        self._own: Tensor | None = None  # while `gradients` are in memory of the worker
         self.committed = 0
         self.consumed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
@@ -71,16 +68,6 @@ class PushBuffer:
         if self._arriving is None:
             self._arriving = self.new_tensors()
         return self._arriving
-
-    @property
-    def arriving_flags(self) -> memoryview:
-        """Where loss and flags of the next push are received."""
-        return self._bytes_of(self.arriving.loss_flags)
-
-    def _bytes_of(self, loss_flags: Tensor) -> memoryview:
-        if self._flags is None or self._flags[0] is not loss_flags:
-            self._flags = (loss_flags, bytes_of(loss_flags))
-        return self._flags[1]
 
     def new_tensors(self) -> PushTensors:
         """Memory for a push that arrives, of the same form as the buffer."""
@@ -100,22 +87,6 @@ class PushBuffer:
         if recycles and len(self._spare) < _MAX_SPARE:
             self._spare.append(PushTensors(self.gradients, self.loss_flags))
         self.gradients, self.loss_flags = tensors
-
-    def borrow(self, gradients: Tensor, flags: memoryview) -> None:
-        """Make this push the one in the buffer, in the memory of its worker; see `give_back`."""
-        self._own = self.gradients
-        self.gradients = gradients
-        self._bytes_of(self.loss_flags)[:] = flags
-
-    def give_back(self) -> None:
-        """The worker may overwrite it: a push that has not been consumed is copied."""
-        own = self._own
-        if own is None:
-            return
-        if self.consumed != self.committed:
-            own.copy_(self.gradients)
-        self.gradients = own
-        self._own = None
 
     def is_repeated(self, sequence: int) -> bool:
         """Whether this push was committed before; a worker resends after a broken connection."""

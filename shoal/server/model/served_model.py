@@ -113,7 +113,6 @@ class ServedModel:
             member = self.membership.members[worker]
             if self.is_replicated:
                 member.out = segment.out[:, elements] if self.compression is None else None
-                member.out_file = segment.file
                 return
             member.pulls.inbox = segment.inbox[elements]
             if self.compression is None:

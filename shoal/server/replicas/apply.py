@@ -44,17 +44,11 @@ def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
     with model.lock:
         if payload.push is not None and not member.pushes.is_repeated(operation.sequence):
             member.pushes.expect(operation.sequence)
-            if payload.is_lent and payload.flags is not None:
-                member.pushes.borrow(payload.push.gradients, payload.flags)
-            else:
-                # an eventual head may have pushes of this worker that are not sent yet
-                is_needed = host.keeps_payloads or host.may_lose
-                member.pushes.install(payload.push, recycles=not is_needed)
+            # an eventual head may have pushes of this worker that are not sent yet
+            is_needed = host.keeps_payloads or host.may_lose
+            member.pushes.install(payload.push, recycles=not is_needed)
             member.pushes.decompressed = operation.sequence
-        try:
-            return model.commit(member, operation.sequence, operation.commit, payload.rows)
-        finally:
-            member.pushes.give_back()
+        return model.commit(member, operation.sequence, operation.commit, payload.rows)
 
 
 def _enter(host: ModelHost, operation: ops.Returned, _: Payload) -> Entered:

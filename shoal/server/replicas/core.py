@@ -27,7 +27,6 @@ from shoal.server.chain.messages import (
     Reset,
     Send,
     SendSnapshot,
-    Teach,
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
@@ -38,9 +37,7 @@ from shoal.server.model_host import ModelHost
 from shoal.server.protocol.frames import Refused
 from shoal.server.replicas.apply import apply
 from shoal.server.replicas.elsewhere import Elsewhere
-from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.operations import Operation, Pushed
-from shoal.server.replicas.payloads import mapped_memories
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.snapshots import snapshot_sender
@@ -86,12 +83,6 @@ class ReplicaCore:
 
     # ------------------------------------------------------------------ news from outside
 
-    def announce(self) -> None:
-        """Let the other replicas know which memory of workers is mapped here."""
-        with self.changed:
-            for link in self.links.values():
-                link.post(Mapped(mapped_memories(self.host)))
-
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Under both locks: all that is logged is applied."""
@@ -102,7 +93,6 @@ class ReplicaCore:
 
     def link_up(self, peer: int) -> None:
         with self.settled():
-            self.links[peer].post(Mapped(mapped_memories(self.host)))
             self.run(self.node.link_up(peer))
 
     def link_lost(self, peer: int) -> None:
@@ -123,11 +113,7 @@ class ReplicaCore:
     # ------------------------------------------------------------------ effects, under the lock
 
     def run(self, effects: list[Effect]) -> None:
-        """Operations are applied later, by `apply_upto`: others can go on meanwhile.
-
-        A push that is lent is acknowledged to the predecessor when it is applied here. So when the
-        head hears of its commitment, no replica reads the memory of its worker any more.
-        """
+        """Operations are applied later, by `apply_upto`: others can go on meanwhile."""
         for effect in effects:
             self._carry_out(effect)
         self._note_news()
@@ -154,10 +140,10 @@ class ReplicaCore:
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
-            if not self._unapplied.holds(effect):
-                self._send(effect)
+            if effect.to in self.links:
+                self.links[effect.to].post(effect.message)
         elif isinstance(effect, Apply):
-            self._unapplied.add(effect.entry, effect.entry.op.payload.is_lent)
+            self._unapplied.add(effect.entry)
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):
@@ -172,13 +158,6 @@ class ReplicaCore:
             self.manager.look()
             self.poke()
 
-    def _send(self, effect: Send) -> None:
-        link = self.links.get(effect.to)
-        if link is not None:
-            if isinstance(effect.message, Teach):
-                effect.message.op.payload.keep()
-            link.post(effect.message)
-
     # ------------------------------------------------------------------ applying
 
     def apply_upto(self, position: int) -> None:
@@ -188,9 +167,6 @@ class ReplicaCore:
                 self._apply(entry.position, entry.op)
 
     def _apply(self, position: int, proposed: Proposed) -> None:
-        if self.host.keeps_payloads or self.node.is_teaching:
-            with self.changed:
-                proposed.payload.keep()
         outcome = self._outcome_of(proposed)
         with self.changed:
             self._note_applied(position, proposed.operation, outcome)
@@ -215,8 +191,6 @@ class ReplicaCore:
         self._note_unshared(position, operation)
         pass_push("push.applied", operation)
         self.waiters.applied(position, outcome)
-        for effect in self._unapplied.applied(position):
-            self._send(effect)
 
     def _note_unshared(self, position: int, operation: Operation) -> None:
         model = self.host.models.get(operation.model)
@@ -241,7 +215,6 @@ class ReplicaCore:
         self._new_node(incarnation)
         self._on_reset()
         self.host.clear("this server was removed from its chain")
-        self.announce()
         self.manager.look()
         self.poke()
 

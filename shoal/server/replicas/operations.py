@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
-import torch
 
 from shoal.embedding.spec import TableSpec
 from shoal.server.consistency import Count
@@ -30,9 +29,7 @@ from shoal.server.protocol.messages import (
     WireMessage,
 )
 from shoal.server.replicas.elsewhere import Elsewhere
-from shoal.server.replicas.memory import PushMemory
 from shoal.server.replicas.place import ReplicaPlace
-from shoal.server.shared_memory import bytes_of
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
@@ -57,7 +54,6 @@ class Pushed(WireMessage, frozen=True, tag="pushed"):
     sequence: Count
     commit: Commit
     rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
-    is_lent: bool = False  # gradients stay in the memory of their worker: none is to copy them
 
 
 class Decided(WireMessage, frozen=True, tag="decided"):
@@ -162,25 +158,11 @@ class Payload:
     """What an operation brings beside its fields.
 
     Without `push` the gradients, loss and flags of a push are in its worker's buffer already.
-    `source`: until it is acknowledged its gradients are in that memory of its worker, too; or
-    there alone, if they are lent. Loss and flags of a push that is lent are in `flags`, and `push`
-    has a tensor of their form.
     """
 
     data: bytearray = field(default_factory=bytearray)
     rows: tuple[RowPush, ...] = ()
     push: PushTensors | None = None
-    source: PushMemory | None = None
-    is_lent: bool = False
-    flags: memoryview | None = None  # loss and flags as bytes
-
-    def keep(self) -> None:
-        """Copy what is lent: it is needed after its worker may have overwritten it."""
-        if self.is_lent and self.push is not None and self.flags is not None:
-            loss_flags = torch.empty_like(self.push.loss_flags)
-            bytes_of(loss_flags)[:] = self.flags
-            self.push = PushTensors(self.push.gradients.clone(), loss_flags)
-            self.is_lent = False
 
     @property
     def nbytes(self) -> int:
@@ -212,13 +194,10 @@ class ChainAccess(Protocol):
     def check_head(self) -> None: ...
     def elsewhere(self, reason: str) -> Elsewhere: ...
     def catch_up(self) -> None: ...
-    @property
-    def acknowledges_at_once(self) -> bool: ...
     def await_committed(self) -> None: ...
     def execute(
         self, operation: Operation, payload: Payload, on_committed: OnCommitted | None = None
     ) -> Any: ...
-    def announce(self) -> None: ...
     def read(self, action: Callable[[], T]) -> T: ...
     def receive_snapshot(
         self, sender: int, header: Header, meta: bytes, connection: Connection

@@ -8,8 +8,7 @@ from shoal.server.chain.unapplied import WHILE_APPLYING
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas.core import ReplicaCore, pass_push
-from shoal.server.replicas.memory import Mapped
-from shoal.server.replicas.payloads import IN_MEMORY, read_payload
+from shoal.server.replicas.payloads import read_payload
 from shoal.server.replicas.wire import Proposed, decode_message, with_op
 
 
@@ -25,21 +24,16 @@ class PeerFrames:
         if operation is None:
             if header.payload_bytes:
                 raise Refused(f"{type(message).__name__} has no payload")
-            if isinstance(message, Mapped):
-                self._hear(sender, message)
-            else:
-                self.deliver(sender, message)
+            self.deliver(sender, message)
             return
         assert isinstance(message, Append | Teach)
         pass_push("push.received", operation)
-        if isinstance(message, Teach) and header.argument == IN_MEMORY:
-            raise Refused("Teach has its gradients with it")
         if not self._expects(sender, message):
             connection.skip(header.payload_bytes)
             self.deliver(sender, with_op(message, None))
             return
         pass_push("push.deduplicated", operation)
-        payload = read_payload(self._core.host, operation, connection, header)
+        payload = read_payload(self._core.host, operation, connection, header.payload_bytes)
         pass_push("push.validated", operation)
         self.deliver(sender, with_op(message, Proposed(operation, payload)))
 
@@ -70,12 +64,6 @@ class PeerFrames:
         if not isinstance(message, Acked):
             core.apply_upto(logged)
             _pass_message("push.acknowledged", message)
-
-    def _hear(self, sender: int, message: Mapped) -> None:
-        core = self._core
-        with core.changed:
-            if sender in core.links:
-                core.links[sender].mapped = frozenset(message.memories)
 
 
 def _pass_message(name: str, message: ChainMessage) -> None:

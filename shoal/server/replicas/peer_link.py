@@ -15,15 +15,14 @@ from typing import Protocol
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
-from shoal.server.chain.messages import Append
+from shoal.server.chain.messages import ChainMessage
 from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import PLAIN, connect, expect_answers
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.protocol.handshake import authenticate
-from shoal.server.replicas.memory import PushMemory
-from shoal.server.replicas.operations import EMPTY, Payload
-from shoal.server.replicas.payloads import IN_MEMORY, views_of
-from shoal.server.replicas.wire import LinkMessage, encode_message
+from shoal.server.replicas.operations import EMPTY
+from shoal.server.replicas.payloads import views_of
+from shoal.server.replicas.wire import encode_message
 
 SILENT_REPLICA_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03
@@ -38,10 +37,7 @@ class LinkOwner(Protocol):
 
 
 class PeerLink:
-    """Two threads: one connects and notices the end, one sends what would make others wait.
-
-    `mapped` is the memory of workers that the peer has mapped: pushes in it go without gradients.
-    """
+    """Two threads: one connects and notices the end, one sends what would make others wait."""
 
     def __init__(
         self,
@@ -59,10 +55,8 @@ class PeerLink:
         self._secret = secret
         self._header = header
         self._plain = header._replace(kind=FrameKind.CHAIN)
-        self._in_memory = self._plain._replace(argument=IN_MEMORY)
         self._tls = tls
         self._closed = threading.Event()
-        self.mapped: frozenset[PushMemory] = frozenset()
         self._connection: Connection | None = None
         self._down_since_s = time.monotonic()
         self._messages: queue.SimpleQueue[tuple[Connection, Posted] | None]
@@ -79,7 +73,7 @@ class PeerLink:
         for thread in self._threads:
             thread.start()
 
-    def post(self, message: LinkMessage | Call) -> None:
+    def post(self, message: ChainMessage | Call) -> None:
         """Send it if there is a connection; `link_up` repairs what is lost.
 
         One thread at a time. A small message goes at once, unless others wait to be sent.
@@ -94,28 +88,21 @@ class PeerLink:
             self._posted += 1
             self._messages.put((connection, posted))
 
-    def _send_now(self, connection: Connection, message: LinkMessage) -> Posted | None:
+    def _send_now(self, connection: Connection, message: ChainMessage) -> Posted | None:
         """What is left for the thread: the message, or the rest of its frame."""
-        header, meta, views = self._frame(message)
+        meta, views = self._frame(message)
         if sum(view.nbytes for view in views) > _SMALL_BYTES:
             return message
         try:
-            rest = connection.send_now(header, meta, *views)
+            rest = connection.send_now(self._plain, meta, *views)
         except (Closed, OSError):
             connection.abort()
             return None
         return message if rest is None else rest if rest.nbytes else None
 
-    def _frame(self, message: LinkMessage) -> tuple[Header, bytes, list[memoryview]]:
+    def _frame(self, message: ChainMessage) -> tuple[bytes, list[memoryview]]:
         meta, payload = encode_message(message)
-        if payload is EMPTY:
-            return self._plain, meta, []
-        is_there = isinstance(message, Append) and self._has_mapped(payload)
-        header = self._in_memory if is_there else self._plain
-        return header, meta, views_of(payload, with_gradients=not is_there)
-
-    def _has_mapped(self, payload: Payload) -> bool:
-        return payload.source is not None and payload.source in self.mapped
+        return meta, [] if payload is EMPTY else views_of(payload)
 
     def reconnect(self) -> None:
         """Break the connection, if there is one: what waits to be sent is dropped."""
@@ -202,9 +189,9 @@ class PeerLink:
         elif callable(posted):
             posted(connection, self._header)
         else:
-            header, meta, views = self._frame(posted)
-            connection.send(header, meta, *views)
+            meta, views = self._frame(posted)
+            connection.send(self._plain, meta, *views)
 
 
 Call = Callable[[Connection, Header], None]  # sends frames by itself
-Posted = LinkMessage | Call | memoryview  # the rest of a frame
+Posted = ChainMessage | Call | memoryview  # the rest of a frame

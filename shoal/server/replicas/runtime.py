@@ -42,7 +42,7 @@ class ChainRuntime(ReplicaCore):
         self._learning = Learning(self)
         self._losses = LostWorkers(host, lambda: self.is_head, self.execute)
         host.is_replicated = True
-        host.may_lose = self.acknowledges_at_once
+        host.may_lose = place.consistency == "eventual"
         host.execute = self.execute
         host.on_loss = self._losses.note
 
@@ -84,11 +84,6 @@ class ChainRuntime(ReplicaCore):
             raise self.elsewhere("is no member of its chain")
         if epoch != node.epoch:
             raise self.elsewhere(f"is in epoch {node.epoch}, and the request in epoch {epoch}")
-
-    @property
-    def acknowledges_at_once(self) -> bool:
-        """Before other replicas have a push: so none of them reads it where its worker has it."""
-        return self.place.consistency == "eventual"
 
     # ------------------------------------------------------------------ workers ask
 

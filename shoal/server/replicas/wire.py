@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.protocol.frames import Refused
-from shoal.server.replicas.memory import Mapped
 from shoal.server.replicas.operations import EMPTY, Operation, Payload
 
-LinkMessage: TypeAlias = ChainMessage | Mapped
-_messages = msgspec.msgpack.Decoder(LinkMessage)
+_messages = msgspec.msgpack.Decoder(ChainMessage)
 _operations = msgspec.msgpack.Decoder(Operation)
 
 
@@ -23,7 +21,7 @@ class Proposed(NamedTuple):
     payload: Payload = EMPTY
 
 
-def encode_message(message: LinkMessage) -> tuple[bytes, Payload]:
+def encode_message(message: ChainMessage) -> tuple[bytes, Payload]:
     """The metadata, and the payload that follows it."""
     if not isinstance(message, Append | Teach):
         return msgspec.msgpack.encode(message), EMPTY
@@ -39,7 +37,7 @@ def with_op(message: Append | Teach, op: bytes | Proposed | None) -> Append | Te
     return Teach(message.epoch, message.position, op)
 
 
-def decode_message(meta: bytes) -> tuple[LinkMessage, Operation | None]:
+def decode_message(meta: bytes) -> tuple[ChainMessage, Operation | None]:
     """A message, and the operation in it; Refused if it is none."""
     try:
         message = _messages.decode(meta)

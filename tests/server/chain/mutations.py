@@ -13,7 +13,6 @@ from shoal.server.chain.messages import Ask, ChainMessage, Confirm, Effect, Lear
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
 from shoal.server.chain.teaching import Teaching
-from shoal.server.chain.unapplied import Unapplied
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.replica import Answer, PendingRead, Replica
 
@@ -132,11 +131,6 @@ def replica(**parts: Any) -> type[Replica]:
     return type("MutatedReplica", (Replica,), parts)
 
 
-class _HoldsNothing(Unapplied):
-    def holds(self, effect: Send) -> bool:
-        return False
-
-
 class ReadsBeforeItApplies(Replica):
     """A read does not wait until what is logged is applied."""
 
@@ -196,7 +190,6 @@ MUTATIONS: dict[str, type[Replica]] = {
     "a new lease counts at once": replica(manager_type=TrustsNewLease),
     "pushes are not deduplicated": replica(state_type=CountsAgain),
     "a snapshot lacks the table of pushes": replica(state_type=SnapshotWithoutTable),
-    "a push is acknowledged before it is applied": replica(unapplied_type=_HoldsNothing),
     "a read does not wait for what is logged": ReadsBeforeItApplies,
     "a restarted replica is a member at once": ComesBackAsItself,
     "a read shows what is not committed": ReadsDirty,

@@ -57,7 +57,6 @@ class Replica:
     node_type = ChainNode
     manager_type = ChainManager
     state_type = Counters
-    unapplied_type = Unapplied
 
     def __init__(self, world: World, me: int):
         self.world = world
@@ -87,7 +86,7 @@ class Replica:
         self.node.max_weight = world.max_weight
         self.manager = self.manager_type(self.node, world.founders)
         self.state = self.state_type()
-        self.unapplied = self.unapplied_type()
+        self.unapplied = Unapplied()
         self.applied = 0
         self.has_lease = False
         self.is_asking = False
@@ -202,10 +201,9 @@ class Replica:
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                if not self.unapplied.holds(effect):
-                    self.world.network.send(self.me, effect.to, effect.message)
+                self.world.network.send(self.me, effect.to, effect.message)
             elif isinstance(effect, Apply):
-                self.unapplied.add(effect.entry, self.is_lent(effect.entry.op))
+                self.unapplied.add(effect.entry)
                 delay_s = self.world.loop.soon(APPLY_S)
                 self.process.after(delay_s, self.apply_upto, self.incarnation, effect.entry)
             elif isinstance(effect, Reset):
@@ -241,10 +239,6 @@ class Replica:
             self.applied = position
             self.do(self.node.install(position))
 
-    def is_lent(self, op: Push | Resume) -> bool:
-        """Every other push is in the memory of its worker; a learner gets copies."""
-        return self.node.is_member and op.sequence % 2 == 0
-
     def settle(self) -> None:
         """Apply all that is logged."""
         while (entry := self.unapplied.take()) is not None:
@@ -263,8 +257,6 @@ class Replica:
     def apply(self, entry: Entry) -> None:
         is_counted = self.state.apply(entry.op)
         self.applied = entry.position
-        for effect in self.unapplied.applied(entry.position):
-            self.world.network.send(self.me, effect.to, effect.message)
         self.uncommitted.append((entry, is_counted))
         answer = self.waiting.pop(entry.position, None)
         if answer is not None:
@@ -323,7 +315,6 @@ class Replica:
             if self.node.committed >= position:
                 self.acks.remove((position, answer))
                 self.world.acknowledged(self)
-                self.world.released(position)
                 answer(True)
 
     def may_show(self, read: PendingRead) -> bool:

@@ -16,7 +16,6 @@ FOUND_SOON = (
     "the tail commits alone while it adds a learner",
     "pushes are not deduplicated",
     "a snapshot lacks the table of pushes",
-    "a push is acknowledged before it is applied",
 )
 
 

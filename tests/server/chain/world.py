@@ -124,12 +124,6 @@ class World:
         if self.heads.setdefault(epoch, replica.me) != replica.me:
             raise Broken(f"{self.heads[epoch]} and {replica.me} acknowledge in epoch {epoch}")
 
-    def released(self, position: int) -> None:
-        """A worker overwrites its push when it is acknowledged."""
-        for replica in self.replicas:
-            if self.is_sound(replica.me) and replica.unapplied.needs(position):
-                raise Broken(f"replica {replica.me} still needs the memory of push {position}")
-
     def note_acknowledged(self, op: Push) -> None:
         self.loop.note(f"acknowledged: {op}")
         self.pushes[op] = (self.pushes[op][0], self.loop.now_s)

@@ -179,7 +179,6 @@ class _ForgetfulPeer:
     def __init__(self, runtime: ChainRuntime):
         self.runtime = runtime
         self.asks = 0
-        self.mapped: frozenset[object] = frozenset()
 
     def post(self, message: object) -> None:
         if isinstance(message, Ask):
