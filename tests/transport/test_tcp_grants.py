@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import weakref
 from typing import Any
 
 import pytest
@@ -58,8 +59,7 @@ def test_a_sender_waits_for_one_that_is_a_message_behind_in_the_same_call() -> N
     memory = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(6)]
 
     def receive(data: torch.Tensor, num_bytes: int, peer: int, tag: int) -> int:
-        words = (peer, 0, tag, DESCRIPTOR, 0, COPY)
-        return _tcp.post(handle, 0, data.data_ptr(), num_bytes, *words)
+        return _tcp.post(handle, 0, data, num_bytes, peer, 0, tag, DESCRIPTOR, 0, COPY)
 
     try:
         for rank, sender in enumerate(senders, 1):
@@ -79,3 +79,24 @@ def test_a_sender_waits_for_one_that_is_a_message_behind_in_the_same_call() -> N
         _tcp.stop(handle)
         for sender in senders:
             sender.close()
+
+
+def test_the_memory_of_a_receive_is_kept_until_it_is_forgotten() -> None:
+    handle = _tcp.create(0, 2)
+    sender = Sender(handle, 1)
+    data = torch.zeros(1, dtype=torch.uint8)
+    kept = weakref.ref(data)
+    try:
+        op = _tcp.post(handle, 0, data, 1, 1, 0, READY, DESCRIPTOR, 0, COPY)
+        del data
+        assert kept() is not None
+        sender.say(EAGER, READY, 0, 1, b"!")
+        assert _tcp.wait(handle, op, PATIENCE_NS)[0] == 0
+        arrived = kept()
+        assert arrived is not None and arrived.item() == ord("!")
+        del arrived
+        _tcp.forget(handle, op)
+        assert kept() is None
+    finally:
+        _tcp.stop(handle)
+        sender.close()

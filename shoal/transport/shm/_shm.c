@@ -1028,11 +1028,16 @@ static PyObject *py_create(ARGS) {
     return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
 }
 
+/* The context of a handle is a dict of the tensors whose memory messages use, by operation. */
+static PyObject *tensors_of(PyObject *capsule) { return PyCapsule_GetContext(capsule); }
+
 static void abandon(PyObject *capsule) {
     Group *g = PyCapsule_IsValid(capsule, NAME) ? PyCapsule_GetPointer(capsule, NAME) : NULL;
-    if (!g) return;
-    leave(g);
-    detach(g);
+    if (g) {
+        leave(g);
+        detach(g);
+    }
+    Py_XDECREF(tensors_of(capsule));
 }
 
 static PyObject *py_attach(ARGS) {
@@ -1047,7 +1052,10 @@ static PyObject *py_attach(ARGS) {
         PyErr_SetString(PyExc_ValueError, "this is not the shared memory of this group");
         return NULL;
     }
-    return PyCapsule_New(g, NAME, abandon);
+    PyObject *tensors = PyDict_New(), *capsule = tensors ? PyCapsule_New(g, NAME, abandon) : NULL;
+    if (capsule && PyCapsule_SetContext(capsule, tensors) == 0) return capsule;
+    Py_XDECREF(tensors);
+    return NULL;
 }
 
 static PyObject *py_watch(ARGS) {
@@ -1167,8 +1175,10 @@ static PyObject *py_tune(ARGS) {
 static PyObject *py_post(ARGS) {
     NEED(6) GROUP(g)
     int is_send = small(args[1]), peer = small(args[4]);
-    u8 *data = (u8 *)number(args[2]);
     u64 bytes = number(args[3]), tag = number(args[5]);
+    PyObject *address = PyErr_Occurred() ? NULL : PyObject_CallMethod(args[2], "data_ptr", NULL);
+    u8 *data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
     if (PyErr_Occurred()) return NULL;
     if (peer >= g->size || (peer < 0 && is_send)) {
         PyErr_Format(PyExc_ValueError, "there is no rank %d among %d", peer, g->size);
@@ -1178,7 +1188,11 @@ static PyObject *py_post(ARGS) {
     Py_BEGIN_ALLOW_THREADS
     op = post(g, is_send, data, bytes, peer, tag);
     Py_END_ALLOW_THREADS
-    return op ? PyLong_FromVoidPtr(op) : PyErr_NoMemory();
+    PyObject *name = op ? PyLong_FromVoidPtr(op) : PyErr_NoMemory();
+    if (name && PyDict_SetItem(tensors_of(args[0]), name, args[2]) == 0) return name;
+    if (op) forget(g, op);
+    Py_XDECREF(name);
+    return NULL;
 }
 
 static PyObject *py_state(ARGS) {
@@ -1204,12 +1218,15 @@ static PyObject *py_wait(ARGS) {
 static PyObject *py_forget(ARGS) {
     NEED(2) GROUP(g)
     forget(g, PyLong_AsVoidPtr(args[1]));
+    PyDict_DelItem(tensors_of(args[0]), args[1]);
     return answer(0);
 }
 
 static PyObject *py_withdraw(ARGS) {
     NEED(2) GROUP(g)
-    return PyBool_FromLong(withdraw(g, PyLong_AsVoidPtr(args[1])));
+    int is_gone = withdraw(g, PyLong_AsVoidPtr(args[1]));
+    if (is_gone && PyDict_DelItem(tensors_of(args[0]), args[1]) != 0) return NULL;
+    return PyBool_FromLong(is_gone);
 }
 
 static PyObject *py_serve(ARGS) {

@@ -126,7 +126,7 @@ class ShmTransport:
         handle = self.segment.handle
         if len(self._in_flight) >= _MAX_UNSWEPT:
             self._sweep()
-        op = _shm.post(handle, is_send, data.data_ptr(), data.nbytes, peer, tag & _TAGS)
+        op = _shm.post(handle, is_send, data, data.nbytes, peer, tag & _TAGS)
         work = ShmWork(self, op, data, is_send == 1, peer, doing)
         self._in_flight[op] = work
         if _shm.state(handle, op) >= 0 and is_send:

@@ -1,4 +1,5 @@
-/* The engine for Python: handles are capsules, operations are addresses. See engine.h. */
+/* The engine for Python: handles are capsules, operations are addresses. See engine.h.
+ * The context of a handle is a dict of the tensors whose memory operations use, by operation. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,6 +13,7 @@ static void abandon(PyObject *capsule) {
     if (!e) return;
     stop(e);
     destroy(e);
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
 }
 
 static Engine *engine_of(PyObject *capsule) { return PyCapsule_GetPointer(capsule, NAME); }
@@ -22,8 +24,12 @@ static PyObject *py_create(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "ii", &rank, &size)) return NULL;
     if (size < 1 || size > 1 << 16 || rank < 0 || rank >= size)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d", rank, size);
-    Engine *e = create(rank, size);
-    return e ? PyCapsule_New(e, NAME, abandon) : PyErr_NoMemory();
+    PyObject *tensors = PyDict_New();
+    Engine *e = tensors ? create(rank, size) : NULL;
+    PyObject *capsule = e ? PyCapsule_New(e, NAME, abandon) : NULL;
+    if (capsule && PyCapsule_SetContext(capsule, tensors) == 0) return capsule;
+    Py_XDECREF(tensors);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
 static PyObject *py_add_peer(PyObject *self, PyObject *args) {
@@ -45,13 +51,13 @@ static PyObject *py_add_peer(PyObject *self, PyObject *args) {
 
 static PyObject *py_post(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *capsule;
+    PyObject *capsule, *tensor;
     int is_send, peer, dtype, operator;
-    unsigned long long data, bytes, tag;
+    unsigned long long bytes, tag;
     unsigned int space;
     const char *descriptor;
     Py_ssize_t descriptor_bytes;
-    if (!PyArg_ParseTuple(args, "OiKKiIKy#ii", &capsule, &is_send, &data, &bytes, &peer, &space, &tag,
+    if (!PyArg_ParseTuple(args, "OiOKiIKy#ii", &capsule, &is_send, &tensor, &bytes, &peer, &space, &tag,
                           &descriptor, &descriptor_bytes, &dtype, &operator))
         return NULL;
     Engine *e = engine_of(capsule);
@@ -60,10 +66,19 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "rank %d has no connection to rank %d", e->rank, peer);
     if (descriptor_bytes > MAX_DESCRIPTOR || !can_combine(dtype, operator))
         return PyErr_Format(PyExc_ValueError, "this tensor cannot be sent");
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    u8 *data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    if (PyErr_Occurred()) return NULL;
     Op *op = calloc(1, sizeof *op);
-    if (!op) return PyErr_NoMemory();
+    PyObject *number = op ? PyLong_FromVoidPtr(op) : PyErr_NoMemory();
+    if (!number || PyDict_SetItem(PyCapsule_GetContext(capsule), number, tensor) != 0) {
+        Py_XDECREF(number);
+        free(op);
+        return NULL;
+    }
     op->is_send = is_send;
-    op->data = (u8 *)(uintptr_t)data;
+    op->data = data;
     op->bytes = bytes;
     op->peer = peer < 0 ? -1 : peer;
     op->space = space;
@@ -75,7 +90,7 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     post(e, op);
     Py_END_ALLOW_THREADS
-    return PyLong_FromVoidPtr(op);
+    return number;
 }
 
 static PyObject *py_state(PyObject *self, PyObject *args) {
@@ -122,6 +137,7 @@ static PyObject *py_forget(PyObject *self, PyObject *args) {
     Op *op = PyLong_AsVoidPtr(number);
     if (!e || !op) return NULL;
     forget(e, op);
+    if (PyDict_DelItem(PyCapsule_GetContext(capsule), number) != 0) return NULL;
     Py_RETURN_NONE;
 }
 

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from torch import Tensor
+
 def create(rank: int, size: int) -> Any: ...
 def add_peer(handle: Any, peer: int, fds: tuple[int, ...]) -> None: ...
 def post(
     handle: Any,
     is_send: int,
-    address: int,
+    data: Tensor,  # kept until the operation is forgotten
     num_bytes: int,
     peer: int,
     space: int,

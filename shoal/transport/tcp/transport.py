@@ -220,7 +220,7 @@ class TcpTransport:
         work = self.engine.post(
             make,
             is_send,
-            data.data_ptr(),
+            data,
             data.nbytes,
             whom,
             self.space,
