@@ -19,7 +19,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
 SHOAL = ROOT / "shoal"

@@ -15,7 +15,7 @@ from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, launch
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 
 MODULE = "shoal.bench.machine"
 _START_S = 3.0  # until workers have loaded torch

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import Desync, PeerLost
-from shoal.runtime.atomic_write import write_atomically
-from shoal.runtime.backoff import Backoff
-from shoal.runtime.waits import waiting
+from shoal.runtime.files import write_atomically
+from shoal.runtime.waits import Backoff, waiting
 
 FIRST_LOOK_S = 0.001
 LONGEST_LOOK_S = 0.05

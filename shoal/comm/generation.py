@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import ShoalError
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from shoal.comm.call_results import CallResults, Key
 from shoal.comm.record_file import RecordFile
 from shoal.errors import PeerLost
-from shoal.runtime.backoff import Backoff
-from shoal.runtime.waits import waiting
+from shoal.runtime.waits import Backoff, waiting
 
 _FIRST_LOOK_S = 0.001
 _LONGEST_LOOK_S = 0.05

@@ -29,8 +29,7 @@ from typing import NamedTuple, TypeVar
 from shoal.comm.board import Board, Document, GroupMember
 from shoal.comm.call_results import CallResults
 from shoal.errors import PeerLost, RunOver
-from shoal.runtime.backoff import Backoff
-from shoal.runtime.waits import waiting
+from shoal.runtime.waits import Backoff, waiting
 from shoal.transport.shm.memfd import Exchange
 
 T = TypeVar("T")

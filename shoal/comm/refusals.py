@@ -20,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.store_wrapper import StoreWrapper
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.backoff import Backoff
 from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
+from shoal.runtime.waits import Backoff
 
 _KEY = "refused"
 _HEARD = "heard refusal"

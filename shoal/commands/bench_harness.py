@@ -10,7 +10,7 @@ from typing import Any
 from shoal.commands.launching import run_quietly
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 
 
 def measure_in_workers(

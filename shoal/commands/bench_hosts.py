@@ -23,8 +23,8 @@ from shoal.errors import BadInput, ShoalError
 from shoal.lab.lab import Lab, LabHost, find_lab
 from shoal.lab.namespaces import require
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import scratch_folder
 from shoal.runtime.lab_files import LabFiles
-from shoal.runtime.scratch import scratch_folder
 
 _LIMIT_S = 1800.0
 _MOST_BYTES = 10_000_000_000

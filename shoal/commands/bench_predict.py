@@ -25,7 +25,7 @@ from shoal.plan.prediction import Prediction
 from shoal.plan.profile import profiled
 from shoal.plan.spread import SpreadPredictor
 from shoal.plan.workloads.workload import Workload
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import as_strategy
 
 STRATEGIES = ("single", "ddp", "ps", 'ps(mode="async")', "gossip", "zero(2)", "pp(2)", "tp(2)")

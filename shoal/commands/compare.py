@@ -28,8 +28,8 @@ from shoal.launch.replication import replication_of
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
+from shoal.runtime.files import scratch_folder
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.scratch import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import TERMS

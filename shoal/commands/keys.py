@@ -15,7 +15,7 @@ from shoal.commands import options
 from shoal.errors import BadInput, CheckFailed
 from shoal.launch.certificates import HostNames, make_certificates
 from shoal.runtime.config import RunConfig, variable_name
-from shoal.runtime.key_file import fingerprint, make_key_file, mode_warning
+from shoal.runtime.secret import fingerprint, make_key_file, mode_warning
 
 app = typer.Typer(help="Keys for runs on several hosts.", no_args_is_help=True)
 

@@ -25,7 +25,7 @@ from shoal.launch.server_checkpoints import saying_latest, with_server_checkpoin
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy

@@ -23,7 +23,7 @@ from shoal.commands.memory_limit import MemoryQuestion, estimates, fits
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput
 from shoal.runtime.config import MemoryProbeConfig
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
 

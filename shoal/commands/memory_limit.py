@@ -25,7 +25,7 @@ from shoal.errors import BadInput, CheckFailed, ShoalError
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Split
 from shoal.runtime.config import MemoryEstimateConfig
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import Strategy, as_strategy
 
 _USUAL = ("ddp", "zero(1)", "zero(2)", "zero(3)", "ps", "pp({n})", "tp({n})")

@@ -16,7 +16,7 @@ from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Precision
 from shoal.runtime.config import WorkloadTraceConfig
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import as_strategy
 
 

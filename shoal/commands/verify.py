@@ -16,7 +16,7 @@ from shoal.commands.engines import check_engine
 from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.verify_runs import RunPair, ScriptRuns
 from shoal.errors import BadInput
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches
 

@@ -19,9 +19,8 @@ from shoal.coordinator.interface import Unavailable
 from shoal.coordinator.records import Answer, Request, TimeLeft, Watch
 from shoal.coordinator.requester import Requester, describe
 from shoal.errors import BadInput
-from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.waits import waiting
+from shoal.runtime.waits import Backoff, waiting
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN, connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode

@@ -16,9 +16,9 @@ from shoal.coordinator.core import Core
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import BadInput
-from shoal.runtime.atomic_write import write_atomically
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
+from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.run_dir import RunDir
 

@@ -27,8 +27,8 @@ from shoal.lab.namespaces import (
     remove,
     require,
 )
-from shoal.runtime.ending_signals import ending_by_exception
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
+from shoal.runtime.preemption import ending_by_exception
 
 _PREFIX = "shoal."
 _BITS = 16

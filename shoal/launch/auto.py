@@ -24,7 +24,7 @@ from shoal.plan.search import SearchOptions, search
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Workload
 from shoal.runtime.config import RunConfig, WorkloadTraceConfig
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import Strategy, as_strategy
 
 AUTO = "auto"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")

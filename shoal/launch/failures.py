@@ -30,7 +30,7 @@ from shoal.errors import (
     tells_of_lost_peer,
 )
 from shoal.launch.processes import Role
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, signal_name
 
 _HEAD_START_NS = 300_000_000

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.running import find_run, run_name
-from shoal.runtime.locked_folders import remove_abandoned
+from shoal.runtime.files import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 
 _POLL_S = 0.2

@@ -10,7 +10,7 @@ import msgspec
 from shoal.errors import BadInput
 from shoal.plan.profile import ModelProfile
 from shoal.runtime.config import PROFILE, RunConfig, WorkloadTraceConfig
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 
 PROFILE_S = 3.0
 ScriptRun = Callable[[int, RunConfig], object]  # the script on so many workers, without its output

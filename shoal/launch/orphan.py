@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from shoal.errors import ShoalError
 from shoal.launch.environment import Placement
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 
 _POLL_S = 1.0
 _CONNECT_S = 20.0  # agents listen before they start ranks

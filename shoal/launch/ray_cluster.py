@@ -18,7 +18,7 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.runtime.config import set_default_variables
 from shoal.runtime.cores import cores
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 from shoal.runtime.secret import new_secret
 
 try:

@@ -43,9 +43,9 @@ from shoal.launch.ray_cluster import (
 )
 from shoal.launch.ray_slots import RayProcess, Slot, SlotGroup
 from shoal.launch.replication import Replication
-from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import RunConfig
-from shoal.runtime.ending_signals import ending_by_exception
+from shoal.runtime.preemption import ending_by_exception
+from shoal.runtime.waits import Backoff
 from shoal.runtime.wording import counted
 
 _BACKLOG = 1024

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from shoal.errors import BadInput
 from shoal.launch.polled_process import PolledProcess
 from shoal.launch.ray_cluster import Bundle, nodes_now
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 
 _READ_S = 20.0  # a call of `read` that has nothing to tell returns after it
 _LOOK_S = 5.0  # a call that takes longer than it should may be for a node that is lost

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import BadInput
-from shoal.runtime.locked_folders import remove_abandoned
+from shoal.runtime.files import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 
 # fmt: off

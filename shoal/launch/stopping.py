@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.launch.running import RunEntry
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.2

@@ -47,10 +47,10 @@ from shoal.observe.workload_profile import profile_workload
 from shoal.observe.workload_trace import trace_workload
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
+from shoal.runtime.files import StepCount
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.seeding import seed_python
-from shoal.runtime.step_count import StepCount
 from shoal.runtime.waits import Watcher
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job

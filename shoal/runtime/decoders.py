@@ -1,10 +1,13 @@
-"""Decoders of msgspec by type, made under one lock.
+"""Decoders of msgspec and syntax trees of Python, each made by one thread at a time.
 
-msgspec inspects a type when it first meets it, and crashes if two threads do so at once.
+msgspec inspects a type when it first meets it, and crashes if two threads do so at once. CPython
+counts how deep a syntax tree is in one place for all threads: where two of them make trees at once,
+`ast.parse` may raise SystemError ("AST constructor recursion depth mismatch").
 """
 
 from __future__ import annotations
 
+import ast
 import threading
 from typing import Any, TypeVar
 
@@ -12,6 +15,7 @@ import msgspec
 
 T = TypeVar("T")
 _making = threading.Lock()
+_parsing = threading.Lock()
 _msgpack: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 _json: dict[type, msgspec.json.Decoder[Any]] = {}
 
@@ -31,3 +35,15 @@ def lax_json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
         with _making:
             decoder = _json[kind] = msgspec.json.Decoder(kind, strict=False)
     return decoder
+
+
+def parse_expression(text: str) -> ast.Expression:
+    """Raises what `ast.parse` raises."""
+    with _parsing:
+        return ast.parse(text, mode="eval")
+
+
+def parse_module(text: str) -> ast.Module:
+    """Raises what `ast.parse` raises."""
+    with _parsing:
+        return ast.parse(text)

@@ -1,12 +1,13 @@
-"""Fault injection: workers that are slow, or that are killed at a step.
+"""Fault injection: workers and servers that are slow, or that are killed at a step.
 
-    --slow 1:4x     worker 1 takes four times as long to compute
-    --kill 2@50     worker 2 kills itself before it computes step 50; the first step is 1
-    --kill 2@0      ... when it calls job.step, before it has joined the others
+    --slow 1:4x            worker 1 takes four times as long to compute
+    --slow server:1:4x     server 1 takes four times as long for what it answers
+    --kill 2@50            worker 2 kills itself before it computes step 50; the first step is 1
+    --kill 2@0             ... when it calls job.step, before it has joined the others
+    --kill server:1@50     server 1 is killed when a worker begins step 50; repeatable
 
-Those of servers (--kill server:1@50) are in `server_faults.py`.
-
-The texts are checked before anything starts, and passed to workers in `RunConfig`.
+The texts are checked before anything starts, and passed to workers in `RunConfig`. The worker that
+comes to the step first kills the server whose process the run directory names.
 """
 
 from __future__ import annotations
@@ -18,22 +19,45 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.server_faults import (
-    NO_SERVERS,
-    ServerKills,
-    for_workers,
-    read_server_kills,
-    read_server_slow,
-)
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.wording import counted
 
 T = TypeVar("T")
-_SLOW = re.compile(r"([0-9]{1,6}):([0-9]{1,4}(?:\.[0-9]{1,4})?)x")
-_KILL = re.compile(r"([0-9]{1,6})@([0-9]{1,12})")
+Option = Literal["--slow", "--kill"]
+Role = Literal["worker", "server"]
+NO_SERVERS = "this strategy starts no servers"
+_FORMS: dict[Option, re.Pattern[str]] = {
+    "--slow": re.compile(r"(?:server:)?([0-9]{1,6}):([0-9]{1,4}(?:\.[0-9]{1,4})?)x"),
+    "--kill": re.compile(r"(?:server:)?([0-9]{1,6})@([0-9]{1,12})"),
+}
+_EXAMPLES: dict[Option, str] = {"--slow": "1:4x", "--kill": "2@50"}
 _MOST = 1000  # times slower
+
+
+class ServerKill(NamedTuple):
+    server: int
+    step: int
+
+
+@dataclass(frozen=True)
+class ServerKills:
+    """What a worker does to the servers of its run."""
+
+    run_dir: RunDir
+    kills: tuple[ServerKill, ...]
+
+    def at(self, step: int) -> None:
+        """Carry out those that are due and that no other worker has carried out."""
+        for kill in self.kills:
+            if step >= kill.step and self.run_dir.claim_kill(kill.server, kill.step):
+                pid = self.run_dir.read_server_pid(kill.server)
+                with suppress(ProcessLookupError):
+                    if pid is not None:
+                        os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -111,41 +135,66 @@ def check_faults(
 
 def read_slow(texts: Sequence[str], workers: int) -> dict[int, float]:
     """Worker to times slower."""
-    numbers = _read("--slow", _SLOW, "1:4x", "server:1:4x", texts, workers)
-    factors = {rank: float(number) for rank, number in numbers.items()}
-    for rank, factor in factors.items():
-        if not 1 <= factor <= _MOST:
-            raise BadInput(f"--slow {rank}:{factor:g}x: a worker can be 1 to {_MOST} times slower")
-    return factors
+    return _factors("worker", texts, workers)
+
+
+def read_server_slow(
+    texts: Sequence[str], servers: int | None = None, why_none: str = NO_SERVERS
+) -> dict[int, float]:
+    """Server to times slower; where the number of servers is known, others are refused."""
+    return _factors("server", texts, servers, why_none)
 
 
 def read_kill(texts: Sequence[str], workers: int) -> dict[int, int]:
     """Worker to the step at which it is killed."""
-    numbers = _read("--kill", _KILL, "2@50", "server:1@50", texts, workers)
-    return {rank: int(number) for rank, number in numbers.items()}
+    return {rank: int(step) for rank, step in _read("--kill", "worker", texts, workers)}
+
+
+def read_server_kills(
+    texts: Sequence[str], servers: int | None = None, why_none: str = NO_SERVERS
+) -> tuple[ServerKill, ...]:
+    """Where the number of servers is known, others are refused."""
+    found = _read("--kill", "server", texts, servers, why_none)
+    kills = [ServerKill(server, int(step)) for server, step in found]
+    for kill in kills:
+        if kills.count(kill) > 1:
+            raise BadInput(f"--kill names server {kill.server} at step {kill.step} twice")
+    return tuple(kills)
+
+
+def _factors(
+    role: Role, texts: Sequence[str], count: int | None, why_none: str = ""
+) -> dict[int, float]:
+    factors = {
+        number: float(text) for number, text in _read("--slow", role, texts, count, why_none)
+    }
+    for number, factor in factors.items():
+        if not 1 <= factor <= _MOST:
+            raise BadInput(
+                f"--slow: {role} {number} can be 1 to {_MOST} times slower, not {factor:g}"
+            )
+    return factors
 
 
 def _read(
-    option: str,
-    form: re.Pattern[str],
-    example: str,
-    of_server: str,
-    texts: Sequence[str],
-    workers: int,
-) -> dict[int, str]:
-    numbers: dict[int, str] = {}
-    for text in for_workers(texts):
-        match = form.fullmatch(text)
+    option: Option, role: Role, texts: Sequence[str], count: int | None, why_none: str = ""
+) -> list[tuple[int, str]]:
+    """Numbers of workers or servers, each with the text after it."""
+    found: list[tuple[int, str]] = []
+    for text in texts:
+        if text.startswith("server:") != (role == "server"):
+            continue
+        match = _FORMS[option].fullmatch(text)
         if match is None:
-            either = f"{example}, or {of_server} for a server"
+            example = _EXAMPLES[option]
+            either = f"{example}, or server:{example} for a server"
             raise BadInput(f"{option} takes a text such as {either}, not {text[:40]!r}")
-        rank = int(match[1])
-        if rank >= workers:
-            raise BadInput(
-                f"{option} {text}: there is no worker {rank}, the last of {workers} is "
-                f"{workers - 1}"
-            )
-        if rank in numbers:
-            raise BadInput(f"{option} names worker {rank} twice")
-        numbers[rank] = match[2]
-    return numbers
+        number = int(match[1])
+        if count is not None and number >= count:
+            last = f"there is no {role} {number}, the last of {counted(count, role)} is {count - 1}"
+            raise BadInput(f"{option} {text}: {last if count else why_none}")
+        is_repeatable = option == "--kill" and role == "server"
+        if not is_repeatable and number in dict(found):
+            raise BadInput(f"{option} names {role} {number} twice")
+        found.append((number, match[2]))
+    return found

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 
 FOLDER = Path("/run/shoal-lab")  # root makes labs; other users may read what they are
 DEFAULT_LAB = "lab"

@@ -27,14 +27,66 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Protocol
 
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.stop_board import LauncherBoard, StopBoard
+
+_PATIENCE_S = 1.0  # for the launcher's mark
+_POLL_S = 0.02
+
+
+class StopBoard(Protocol):
+    """What ranks write for each other. A step that is written is never changed."""
+
+    def announce(self) -> bool:
+        """This process got the signal. False: it is for this process alone, which ends."""
+        ...
+
+    def all_heard(self) -> bool:
+        """Whether every rank looks for the last step before it begins another one."""
+        ...
+
+    def last_step(self) -> int | None:
+        """The step after which all ranks stop; None as long as it is not chosen."""
+        ...
+
+    def write_last_step(self, steps: int) -> None: ...
+
+    def note_step(self, rank: int, steps: int) -> None: ...
+
+    def noted_steps(self) -> dict[int, int]: ...
+
+    def has_exited(self, rank: int) -> bool: ...
+
+
+class LauncherBoard:
+    """In the run directory, where the launcher marks that the run is preempted."""
+
+    def __init__(self, run_dir: RunDir):
+        self._run_dir = run_dir
+        self.last_step = run_dir.last_step
+        self.write_last_step = run_dir.write_last_step
+        self.note_step = run_dir.note_step
+        self.noted_steps = run_dir.noted_steps
+        self.has_exited = run_dir.has_exited
+
+    def announce(self) -> bool:
+        """A signal to all processes of a job may come here before the launcher has marked it."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not self._run_dir.is_preempted():
+            if self._run_dir.is_ending() or time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def all_heard(self) -> bool:
+        return True  # a rank reads the file before every step
+
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STATUS = 128 + signal.SIGTERM  # after either of them
 _AHEAD = 2  # steps that ranks may take while one of them chooses
-_PATIENCE_S = 1.0
+_DEATH_S = 1.0
 _END = b"\0"  # no signal has this number
 
 
@@ -186,4 +238,32 @@ def die() -> None:
     """As without a handler; from any thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_PATIENCE_S)
+    time.sleep(_DEATH_S)
+
+
+@contextmanager
+def ending_by_exception() -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGHUP raise SystemExit. Main thread only."""
+
+    received: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for ours in taken:
+            signal.signal(ours, signal.SIG_IGN)  # a second one does not interrupt the removal
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    asked = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    taken = [number for number in asked if signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    except SystemExit:
+        if received:  # native code that was interrupted may have given it another status
+            raise SystemExit(128 + received[0]) from None
+        raise
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

@@ -45,13 +45,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.runtime.atomic_write import write_atomically
-from shoal.runtime.locked_folders import (
+from shoal.runtime.files import (
     make_locked,
     remove_abandoned,
     remove_locked,
     room_for,
     temporary_folder,
+    write_atomically,
 )
 from shoal.runtime.secret import new_secret, read_secret_file, write_secret_file
 

@@ -171,3 +171,15 @@ def _asked(sources: list[WaitSource]) -> list[tuple[LongWait, None]]:
 
 def _print(line: str) -> None:
     print(f"shoal: {line}", file=sys.stderr, flush=True)
+
+
+class Backoff:
+    """Each call sleeps twice as long as the one before, up to a limit."""
+
+    def __init__(self, first_s: float, longest_s: float):
+        self._next_s = first_s
+        self._longest_s = longest_s
+
+    def __call__(self) -> None:
+        time.sleep(self._next_s)
+        self._next_s = min(2 * self._next_s, self._longest_s)

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import BadInput
-from shoal.runtime.atomic_write import write_atomically
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
+from shoal.runtime.faults import read_server_slow
+from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.server_faults import read_server_slow
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shoal.errors import StrategyError
-from shoal.runtime.syntax import parse_expression
+from shoal.runtime.decoders import parse_expression
 from shoal.strategy.constraints import clip, show
 from shoal.strategy.synonyms import hint_for
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
-from shoal.runtime.backoff import Backoff
-from shoal.runtime.waits import waiting
+from shoal.runtime.waits import Backoff, waiting
 from shoal.strategy.sync_terms.hogwild import Hogwild
 from shoal.sync.base import Comeback, Replica, Sync, SyncPlan
 from shoal.sync.lasting import comes_back, join_memory

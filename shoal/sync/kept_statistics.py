@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.objects import broadcast_bytes
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 from shoal.sync.base import Replica
 from shoal.sync.lasting import comes_back
 

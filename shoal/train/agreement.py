@@ -20,7 +20,7 @@ import torch
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 
 T = TypeVar("T")
 

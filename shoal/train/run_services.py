@@ -10,8 +10,8 @@ from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
+from shoal.runtime.files import StepCount
 from shoal.runtime.preemption import Preemption
-from shoal.runtime.step_count import StepCount
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.runtime.locked_folders import remove_abandoned
+from shoal.runtime.files import remove_abandoned
 from shoal.runtime.waits import state_of
 from shoal.strategy.strategy import as_strategy
 from tests import forked

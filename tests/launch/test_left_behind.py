@@ -19,7 +19,7 @@ from tests.scripts import PLAIN, shoal
 
 HOLD_DIRECTORY = """
 from shoal.runtime.run_dir import new_run_dir
-from shoal.runtime.scratch import scratch_folder
+from shoal.runtime.files import scratch_folder
 with new_run_dir() as run_dir, scratch_folder("verify") as scratch:
     print(run_dir.path, scratch, flush=True)
     input()

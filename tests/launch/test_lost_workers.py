@@ -28,8 +28,8 @@ from shoal.launch.worker_losses import (
     summarize_losses,
 )
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.step_count import StepCount
 from shoal.strategy.strategy import parse
 from tests import forked
 from tests.launch.helpers import ROOT, Screen, python

@@ -22,8 +22,8 @@ from shoal.launch.log_files import LogFiles
 from shoal.launch.output import LineForwarder, discard_lines
 from shoal.launch.running import _NAMES, RunFacts, enter_run, entries, find_run
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir, new_run_dir
-from shoal.runtime.step_count import StepCount
 from tests import forked
 from tests.launch.test_preemption import SAVES_EVERY_STEP
 

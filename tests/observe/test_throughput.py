@@ -8,8 +8,8 @@ import pytest
 
 from shoal.observe.throughput import Throughput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.step_count import StepCount
 from shoal.train.run_services import RunServices
 
 

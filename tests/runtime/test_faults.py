@@ -27,7 +27,7 @@ def test_without_faults_there_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4:2x", "there is no worker 4, the last of 4 is 3"),
+        ("4:2x", "there is no worker 4, the last of 4 workers is 3"),
         ("1:0.5x", "1 to 1000 times slower"),
         ("1:9999x", "1 to 1000 times slower"),
         *(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
 from shoal.runtime.secret import SECRET_BYTES, new_secret, parse_secret
 from tests.sources import SHOAL, answers, question

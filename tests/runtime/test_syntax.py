@@ -22,5 +22,5 @@ def parses(file: Path, nodes: list[ast.AST]) -> list[str]:
 
 def test_no_other_file_makes_syntax_trees() -> None:
     found = answers(parses)
-    assert found.pop(SHOAL / "runtime" / "syntax.py"), "what is sought is there"
+    assert found.pop(SHOAL / "runtime" / "decoders.py"), "what is sought is there"
     assert [line for lines in found.values() for line in lines] == []

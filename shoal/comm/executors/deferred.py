@@ -23,8 +23,8 @@ from shoal.comm.call import Call
 from shoal.comm.elastic import FIRST_LOOK_S, LONGEST_LOOK_S
 from shoal.comm.executor import Executor
 from shoal.errors import Desync
-from shoal.runtime.atomic_write import write_atomically
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.files import write_atomically
+from shoal.runtime.waits import Backoff
 from shoal.transport.threads import DoneWork
 from shoal.transport.transport import Work
 

@@ -18,7 +18,7 @@ from shoal.comm.guarded_store.session import (
 )
 from shoal.comm.guarded_store.silence import LINK_SILENT_S, notice_silence
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 
 _HANDSHAKE_S = 5.0
 _FIRST_PAUSE_S = 0.01

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.submit.spec import MARK
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 
 
 def write_job(text: str, file: Path | None, default: str) -> Path:

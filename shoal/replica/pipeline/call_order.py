@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.runtime.syntax import parse_module
+from shoal.runtime.decoders import parse_module
 
 _METADATA = {"dtype", "device", "shape", "size", "data"}
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.runtime.atomic_write import write_atomically
+from shoal.runtime.files import write_atomically
 from shoal.runtime.waits import waiting
 from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
-from shoal.runtime.backoff import Backoff
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.open_files import require_open_files
 from shoal.runtime.strangers import Strangers
+from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
 from shoal.transport.tcp.announcement import announcement, check_tls, parse_announcement
 from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, accept, prove

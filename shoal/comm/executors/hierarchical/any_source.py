@@ -25,7 +25,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error
 from shoal.comm.staging import FlatTensor, on_host
 from shoal.errors import PeerLost, ShoalError
-from shoal.runtime.backoff import Backoff
+from shoal.runtime.waits import Backoff
 from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
 
 _FIRST_PAUSE_S = 0.00002

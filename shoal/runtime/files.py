@@ -1,7 +1,7 @@
-"""Temporary folders that count as abandoned, and are removed, when their process has ended.
+"""Temporary folders of this user, and files that other processes read while they are written.
 
-Each holds a file `lock`, which is locked while the process that made the folder, or a fork of
-it, runs. The next process that makes a folder removes those of this user whose lock is free.
+A folder holds a file `lock`, which is locked while the process that made the folder, or a fork of
+it, runs. It counts as abandoned when the lock is free; the next process that makes one removes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KINDS = (
     "host",  # of the workers of one host, where an engine lends several
     "ray",  # of a Ray cluster for one run
     *("auto", "bench", "calibrate", "compare", "keys", "memory", "predict", "profile", "trace"),
-    *("verify", "workload"),  # of commands: see scratch.py
+    *("verify", "workload"),  # of commands: see scratch_folder
 )
 _LOCKED_NAME = re.compile(rf"shoal-({'|'.join(_KINDS)})-\w{{8}}")
 _locks: dict[Path, int] = {}  # open files that mark the folders of this process as in use
@@ -94,3 +94,45 @@ def room_for(path: Path) -> Iterator[None]:
             f"cannot write the files of the run to {path}: {error.strerror}; make room there, "
             "or set TMPDIR to another folder"
         ) from error
+
+
+@contextmanager
+def scratch_folder(kind: str, parent: str | None = None) -> Iterator[Path]:
+    """Removed at the end of the block; if this process is killed, by the next that makes one."""
+    remove_abandoned()
+    path = make_locked(kind, parent)
+    try:
+        yield path
+    finally:
+        remove_locked(path)
+
+
+def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
+    """Write a file that other processes see complete or not at all."""
+    unfinished = path.with_suffix(".part")
+    data = content.encode() if isinstance(content, str) else content
+    unfinished.write_bytes(data)
+    os.replace(unfinished, path)
+
+
+class StepCount:
+    """The steps of a worker, in a file that outlives it: one write of 18 bytes a step, in place.
+
+    A full disk does not stop training.
+    """
+
+    def __init__(self, file: Path):
+        """Keeps what an earlier process of the worker has written, until the first `note`."""
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def note(self, steps: int) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                os.pwrite(self._file, b"%018d" % steps, 0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
