@@ -121,7 +121,6 @@ class Sync(Protocol):
     """
 
     updates_here: bool = True  # False: servers update, and `finish` does all of it
-    takes_other_optimizers: bool = True  # False: the one that it was built with stays
     is_skipped: bool = False
     """Set by `begin`: the other replicas have done this step already, and this one skips it."""
 

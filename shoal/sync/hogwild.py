@@ -50,7 +50,6 @@ class HogwildSync(Sync):
 
     synchronous = False
     collects = False
-    takes_other_optimizers = False
 
     def __init__(self, replica: Replica, momentum: bool):
         flat = replica.flat

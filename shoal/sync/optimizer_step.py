@@ -70,13 +70,6 @@ class OptimizerStep:
         self._scheduler = scheduler
         self.schedule = self._make_schedule(scheduler)
 
-    def hand_over(self, factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Another optimizer updates from now on: these, which may be some of the parameters."""
-        self.named = named
-        self.factory = factory
-        self.optimizer = make_optimizer(factory, named) if named else _idle()
-        self._ratios = ratios(self.optimizer)
-
     def take_shard(
         self,
         named: list[tuple[str, nn.Parameter]],

@@ -39,11 +39,11 @@ from shoal.train.job_state import JobState
 from shoal.train.loop_methods import LoopMethods
 from shoal.train.map_reduce import map_reduce_over
 from shoal.train.options import Count, StepFunctions, StepOptions
-from shoal.train.other_optimizers import OtherOptimizers
 from shoal.train.own_loop import OwnLoop
 from shoal.train.run_services import RunServices
 from shoal.train.step import AfterStep, Step
 from shoal.train.step_context import StepContext
+from shoal.train.torch_hooks import OtherOptimizers
 
 T = TypeVar("T")
 
@@ -342,10 +342,7 @@ class Job(LoopMethods):
     def _watch_optimizers(self) -> None:
         if self._others is None and self.size > 1:
             self._others = OtherOptimizers(
-                self._steps,
-                lambda: [
-                    o for owner in self._loop.optimizers for o in (owner.optimizer, *owner.of_parts)
-                ],
+                self._steps, lambda: [owner.optimizer for owner in self._loop.optimizers]
             )
 
     def _add_step(self, step: Step) -> None:

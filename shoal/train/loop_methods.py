@@ -36,8 +36,7 @@ class LoopMethods:
         Any number of models (nn.Module) and optimizers: torch.optim instances whose parameters
         are in these models, or one function from (name, parameter) pairs to an optimizer. The
         returned optimizer synchronizes in `step`; schedulers work on it. Call it on all ranks,
-        before `job.load` and `job.batches`. Called again with a new optimizer of parameters that
-        it has had, it lets that one train them, too.
+        before `job.load` and `job.batches`. It may be called again with other models.
         """
         steps, returned = self._loop.setup(objects)
         for step in steps:

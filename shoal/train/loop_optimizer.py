@@ -20,11 +20,11 @@ from shoal.errors import BadInput
 from shoal.sync.optimizer_trial import PARAM_KEYS, Coupling, Pieces, coupling, like
 from shoal.train.loop_part import LoopPart
 from shoal.train.model_checks import refuse_sparse_adam
-from shoal.train.served_settings import ServedSettings
-from shoal.train.torch_scaling import agree_on_overflow
+from shoal.train.torch_hooks import agree_on_overflow
 
 Closure = Callable[[], Any]
 Named = Iterable[tuple[str, nn.Parameter]]
+_TOLERANCE = 1e-6  # of the factor between groups: schedulers compute it group by group
 
 
 class PartOptimizers:
@@ -86,7 +86,6 @@ class LoopOptimizer:
         self.optimizer = optimizer
         self.parts = parts
         self.of_parts = [part.step.update.optimizer for part in parts]
-        self.steps_beside = False  # it has stepped after another one took over its parameters
         self._ids = {id(p) for p in params_of(optimizer)}
         self._global_loss = global_loss
         self._after = after
@@ -112,12 +111,6 @@ class LoopOptimizer:
     def is_alone(self) -> bool:
         """Whether it updates all parameters itself."""
         return all(of_part is self.optimizer for of_part in self.of_parts)
-
-    @property
-    def is_latest(self) -> bool:
-        """Whether no other one was set up for its parameters since."""
-        pairs = zip(self.parts, self.of_parts, strict=True)
-        return all(part.step.update.optimizer is of_part for part, of_part in pairs)
 
     def step(self, closure: Closure | None = None) -> Any:
         return self._update(None if closure is None else self._with_global_loss(closure))
@@ -180,7 +173,6 @@ class LoopOptimizer:
         finally:
             self._is_stepping = not is_outer
         if is_outer:
-            self.steps_beside |= not self.is_latest
             for part in self.parts:
                 part.after_update()
             self._after(self.parts[0])
@@ -302,6 +294,44 @@ class LoopOptimizer:
                 f"LBFGS needs the whole gradient on every worker, which {self.parts[0].step.term} "
                 "does not give it: take ddp, or another optimizer"
             )
+
+
+class ServedSettings:
+    """What an optimizer asks for now, compared with what servers were given at the start.
+
+    Servers get one learning rate a step, and parameter groups keep their ratios to it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._start = [self._settings(group) for group in optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base = float(optimizer.defaults["lr"])
+        if 0.0 in self._rates:
+            raise BadInput(
+                "servers keep the ratios of learning rates, and one is 0 at job.setup: make the "
+                "scheduler after job.setup"
+            )
+
+    def learning_rate(self, step: int) -> float:
+        """What the servers update with; BadInput for a change that they cannot follow."""
+        groups = self._optimizer.param_groups
+        if [self._settings(group) for group in groups] != self._start:
+            raise self._refused("other settings than the learning rate changed")
+        factors = [float(g["lr"]) / rate for g, rate in zip(groups, self._rates, strict=True)]
+        if max(factors) - min(factors) > _TOLERANCE * max(map(abs, factors)):
+            raise self._refused("the learning rates of parameter groups changed differently")
+        return self._base * factors[0]
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: group[key] for key in self._optimizer.defaults if key in group and key != "lr"}
+
+    def _refused(self, what: str) -> BadInput:
+        kind = type(self._optimizer).__name__
+        return BadInput(
+            f"servers run {kind} with the settings of job.setup and one schedule of the learning "
+            f"rate, and {what}: take ps without a relaxed rule, or ddp"
+        )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

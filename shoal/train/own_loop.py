@@ -21,7 +21,6 @@ from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.errors import BadInput
 from shoal.train.cut_batch import BatchCutter
-from shoal.train.earlier_setups import EarlierSetups
 from shoal.train.injected_faults import with_faults
 from shoal.train.loop_forwards import LoopForwards
 from shoal.train.loop_optimizer import LoopOptimizer
@@ -30,10 +29,10 @@ from shoal.train.loop_proof import LoopProof
 from shoal.train.loop_rows import LoopRows
 from shoal.train.prepare_model import PreparedModel
 from shoal.train.reached_parts import check_loss, check_parts, reached_parts
-from shoal.train.setup_loop import set_up
+from shoal.train.setup_loop import Taken, set_up
 from shoal.train.step import Step
 from shoal.train.step_context import StepContext
-from shoal.train.torch_clipping import clip_for
+from shoal.train.torch_hooks import clip_for
 
 _SMALLEST_SHARE = 1e-30
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
@@ -55,13 +54,13 @@ class OwnLoop:
         self.mesh = mesh
         self.seed = seed
         self._device = context().device
-        self._setups = EarlierSetups()
-        self.parts = self._setups.parts
+        self.parts: list[LoopPart] = []
         self.optimizers: list[LoopOptimizer] = []
         self.rows = LoopRows(mesh, seed, self._device, self._cutters)
         self._proof = LoopProof(lambda: self.parts)
         self._forwards = LoopForwards(mesh, seed, self._device, self._proof, lambda: self.parts)
-        self._prepared = self._setups.prepared
+        self._prepared: list[PreparedModel] = []
+        self._taken = Taken()  # parameters that job.setup has had
         self._context = context
         self._on_step = on_step
         self._reduces = True
@@ -88,27 +87,21 @@ class OwnLoop:
                 "job.setup takes models (nn.Module) and their optimizers (torch.optim), such as "
                 "job.setup(model, optimizer)"
             )
-        known_optimizers = {id(o.optimizer) for o in self.optimizers}
-        new = [o for o in optimizers if id(o) not in known_optimizers]
-        known = {id(part.step.model) for part in self.parts}
-        made = set_up(models, new, self._context, self._setups)
+        first = len(self.parts)
+        made = set_up(models, optimizers, self._context, self._taken, self.parts)
+        self._prepared += made.prepared
         for prepared in made.prepared:
             self._forwards.watch(prepared.model, prepared.shard)
-        for part in made.new_parts:
-            part.step.saves_model = id(part.step.model) not in known
-            known.add(id(part.step.model))
         for optimizer, parts in zip(made.optimizers, made.parts_of, strict=True):
             self.optimizers.append(
                 LoopOptimizer(optimizer, parts, lambda: self._global_loss, self._after_update)
             )
-        for part in self.parts:  # a model may have grown since its first setup
-            part.step.parameters.remember()
         self._leader = None
         if self.mesh.world.size > 1:
             clip_for(self)
-        replaced = {id(o): m for o, m in zip(new, made.optimizers, strict=True)}
+        replaced = {id(o): m for o, m in zip(optimizers, made.optimizers, strict=True)}
         returned = [replaced.get(id(o), o) for o in objects]
-        steps = [part.step for part in made.new_parts]
+        steps = [part.step for part in self.parts[first:]]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
 
     @property
@@ -219,11 +212,6 @@ class OwnLoop:
     def give_settings(self) -> None:
         for optimizer in self.optimizers:
             optimizer.give_settings()
-            if optimizer.steps_beside:
-                self._context().say(
-                    f"a checkpoint has the state of the latest optimizer of a parameter: that of "
-                    f"{type(optimizer.optimizer).__name__}, which steps beside it, is not saved"
-                )
 
     def take_settings(self) -> None:
         for optimizer in self.optimizers:
@@ -250,7 +238,7 @@ class OwnLoop:
     # ------------------------------------------------------------------ gradients
 
     def clips(self, params: Sequence[Tensor]) -> bool:
-        """See `torch_clipping.py`: not where workers update with their own gradients."""
+        """See `torch_hooks.py`: not where workers update with their own gradients."""
         parts = self._parts_with(params)
         return bool(parts) and all(p.sync.collects or p.step.mesh.dp.size == 1 for p in parts)
 

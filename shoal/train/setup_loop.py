@@ -8,6 +8,7 @@ A frozen part costs no communication until it is trained. Parts of one model sha
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
@@ -22,7 +24,6 @@ from shoal.replica.expert.mixtures import mixtures_of
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.split_terms import Tp
 from shoal.train.build_step import assemble_step, broadcast_start
-from shoal.train.earlier_setups import EarlierSetups
 from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
 from shoal.train.options import StepFunctions, StepOptions
@@ -54,10 +55,9 @@ class LoopFunctions(StepFunctions):
 class LoopSetup:
     """What `set_up` has made of models and optimizers."""
 
-    prepared: list[PreparedModel]  # of models that were not known before
-    parts_of: list[list[LoopPart]]  # of each optimizer
-    new_parts: list[LoopPart]
+    prepared: list[PreparedModel]
     optimizers: list[torch.optim.Optimizer]
+    parts_of: list[list[LoopPart]]  # of each optimizer
 
 
 def loop_term(context: StepContext) -> SyncTerm:
@@ -78,19 +78,17 @@ def set_up(
     models: list[nn.Module],
     optimizers: list[Any],
     context: Callable[[], StepContext],
-    earlier: EarlierSetups,
+    taken: Taken,
+    parts: list[LoopPart],
 ) -> LoopSetup:
-    """All ranks call it together. What it makes is added to `earlier`."""
+    """All ranks call it together. `taken` and `parts` are those of earlier calls; they grow."""
     term = loop_term(context())
     _check_models(models)
     made = _make_optimizers(models, optimizers)
-    known = [prepared.model for prepared in earlier.prepared]
-    models = earlier.new_among(models)
-    for optimizer in made:
-        earlier.give_present(optimizer)
-    models = [*models, *_loose_models([*known, *models], made)]
-    names = [_names_of(optimizer, [*known, *models]) for optimizer in made]
-    before = [dict(model.named_parameters()) for model in models]
+    taken.check(models, made)
+    models = [*models, *_loose_models(models, made)]
+    names = [_names_of(optimizer, models) for optimizer in made]
+    taken.add(models)
     ep = context().strategy.ep
     have_experts = [ep is not None and bool(mixtures_of(model, ep.experts)) for model in models]
     tps = tensor_plans(models, [isinstance(m, LooseParameters) for m in models], context())
@@ -103,19 +101,48 @@ def set_up(
         )
         for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
     ]
+    taken.add(models)
     for optimizer, of_optimizer in zip(made, names, strict=True):
-        _take_params(optimizer, of_optimizer, [*known, *models])
-    for of_model, params in zip(prepared, before, strict=True):
-        earlier.add(of_model, params)
-    first = len(earlier.parts)
-    parts_of = []
-    for optimizer, of_optimizer in zip(made, names, strict=True):
-        builder = _PartBuilder(PartOptimizers(optimizer), context, earlier)
-        parts_of.append(builder.build(of_optimizer))
-    trained = [p for part in earlier.parts for p in part.params]
+        _take_params(optimizer, of_optimizer, models)
+    builder = _PartBuilder(prepared, parts, context)
+    parts_of = [builder.build(o, names_of) for o, names_of in zip(made, names, strict=True)]
+    trained = [p for part in parts for p in part.params]
     for model in models:
         broadcast_start(model, trained, context().mesh.dp)
-    return LoopSetup(prepared, parts_of, earlier.parts[first:], made)
+    return LoopSetup(prepared, made, parts_of)
+
+
+class Taken:
+    """Parameters that `job.setup` has had, and what splitting has put in their place.
+
+    Each has one optimizer: a second one would find gradients and weights that belong to the first,
+    and a checkpoint has one state.
+    """
+
+    def __init__(self) -> None:
+        self._params = WeakIdKeyDictionary()
+
+    def add(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            for name, p in model.named_parameters():
+                self._params[p] = f"{name} of {type(model).__name__}"
+
+    def check(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Refuse a model that `job.setup` has had, and a second optimizer of a parameter."""
+        params = [p for o in optimizers for p in params_of(o)]
+        counts = Counter(map(id, params))
+        names = {id(p): name for m in models for name, p in m.named_parameters()}
+        twice = [names.get(i, "a parameter") for i, count in counts.items() if count > 1]
+        given = [*params, *(p for model in models for p in model.parameters())]
+        again = [*twice, *(self._params[p] for p in given if p in self._params)]
+        if again:
+            raise BadInput(
+                f"job.setup was given {again[0]} twice: a model is set up once, and each parameter "
+                "has one optimizer. Give it all parameters before job.setup, also those that are "
+                "frozen at first (requires_grad=False), and change param_groups for another phase"
+            )
 
 
 def _with_tp(context: StepContext, tp: Tp | None, term: SyncTerm) -> StepContext:
@@ -137,46 +164,47 @@ def _prepared(
 
 
 class _PartBuilder:
-    """Builds the parts of one optimizer."""
+    """Builds the parts of optimizers, each of some parameters of one model."""
 
     def __init__(
-        self, factory: PartOptimizers, context: Callable[[], StepContext], earlier: EarlierSetups
+        self,
+        prepared: list[PreparedModel],
+        parts: list[LoopPart],
+        context: Callable[[], StepContext],
     ):
-        self._factory = factory
+        self._prepared = prepared
+        self._parts = parts
         self._context = context
-        self._earlier = earlier
 
-    def build(self, names: list[tuple[int, str]]) -> list[LoopPart]:
-        """Parts that are there already, and new ones, which are added to the earlier ones."""
-        parts: list[LoopPart] = []
-        for i, model in enumerate(self._earlier.prepared):
+    def build(
+        self, optimizer: torch.optim.Optimizer, names: list[tuple[int, str]]
+    ) -> list[LoopPart]:
+        factory = PartOptimizers(optimizer)
+        first = len(self._parts)
+        for i, model in enumerate(self._prepared):
             wanted = {name for index, name in names if index == i}
-            taken = self._earlier.take_over(model.model, self._factory, self._context())
-            has_part = {id(p) for part in taken for p in part.params}
             named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
-            new = [(name, p) for name, p in named if id(p) not in has_part]
-            parts += taken
-            for some in _divided(new):
-                parts.append(self._part(model, some))
-                self._earlier.parts.append(parts[-1])
-        self._factory.is_building = False
-        if not parts:
+            for some in _divided(named):
+                self._parts.append(self._part(model, some, factory))
+        factory.is_building = False
+        if len(self._parts) == first:
             raise BadInput("an optimizer of job.setup has no parameter of its models")
-        return parts
+        return self._parts[first:]
 
-    def _part(self, model: PreparedModel, named: Named) -> LoopPart:
+    def _part(self, model: PreparedModel, named: Named, factory: PartOptimizers) -> LoopPart:
         context = self._context()
-        is_first = all(part.step.model is not model.model for part in self._earlier.parts)
-        if self._earlier.parts and context.mesh.dp.size > 1:  # gradients of parts come in any order
+        is_first = all(part.step.model is not model.model for part in self._parts)
+        if self._parts and context.mesh.dp.size > 1:  # gradients of parts come in any order
             mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
             context = replace(context, mesh=mesh)
         shard = copy.copy(model.shard)
         shard.named = named
-        functions = LoopFunctions(_no_loss, self._factory)
+        functions = LoopFunctions(_no_loss, factory)
         with _all_trained([p for _, p in named]):
             step = assemble_step(
                 replace(model, shares_statistics=is_first), shard, functions, context
             )
+        step.saves_model = is_first
         return LoopPart(step)
 
 

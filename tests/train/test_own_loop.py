@@ -256,6 +256,21 @@ def test_several_models_and_optimizers(world: World, script: Script, strategy: s
     assert_equal_to_single(world, 2, strategy, script)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "tp(2)"])
+def test_a_parameter_has_one_optimizer(world: World, strategy: str) -> None:
+    def script(job: Job, model: nn.Module) -> None:
+        params = list(model.parameters())  # tp replaces them
+        with pytest.raises(BadInput, match=r"weight twice: .*one optimizer"):
+            job.setup(model, SGD(params), SGD(params[:1]))
+        job.setup(model, SGD(params))
+        for again in ((model,), (nn.Sequential(model, mlp()),), (mlp(), SGD(params))):
+            with pytest.raises(BadInput, match=r"weight of Sequential twice"):
+                job.setup(*again)
+
+    models = [mlp(), mlp()]
+    world(2, lambda g: run(g, strategy, models[g.rank], script))
+
+
 def lbfgs(job: Job, model: nn.Module) -> list[float]:
     model, optimizer = job.setup(
         model, torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")

@@ -34,7 +34,6 @@ class RelaxedPs(PsWorker):
     synchronous = False
     collects = False
     updates_here = False
-    takes_other_optimizers = False
 
     def __init__(self, context: PsContext, push: GradientPush, updates: Updates, leader: Leader):
         self._rule = context.rule
