@@ -103,16 +103,15 @@ class LoopPart:
         self.flat.grads.flush()
         self.flat.reshard()
         self.sync.collect()
-        for i, held in self._held.items():
-            p = self.params[i]
-            p.grad = held if p.grad is None else p.grad.add_(held)
-        self._held.clear()
         self._is_local = False
-        self._is_reduced = True
+        self._add_held()
 
     def _sum_over_axes(self) -> None:
         """What this backward has computed, over all workers; then what was there before it."""
         self.step.shard.token_axes.sum_parameter_gradients(self.params)
+        self._add_held()
+
+    def _add_held(self) -> None:
         for i, held in self._held.items():
             p = self.params[i]
             p.grad = held if p.grad is None else p.grad.add_(held)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
@@ -15,8 +16,83 @@ from shoal.data.rows import move_to, reverse_rows, take, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.replica.microbatch import fork_rng, seed_generators
-from shoal.train.cut_batch import BatchCutter
-from shoal.train.gather_rows import gather_rows
+from shoal.train.loop_part import LoopPart
+
+
+def gather_rows(x: Tensor, group: Group, is_placeholder: bool = False) -> Tensor:
+    """Rows of all ranks, in the order of the global batch; they may have different numbers of them.
+
+        forward     rows of this rank     ─▶ all rows, on every rank           all-gather
+        backward    gradient of all rows  ─▶ summed over ranks, own rows of it  reduce-scatter
+
+    The loss of every rank is weighted by its fraction of the global batch, and these sum up to 1:
+    the sum over ranks is the gradient of one device. A placeholder counts as no rows.
+    """
+    if group.size == 1:
+        return x
+    counts = torch.zeros(group.size, dtype=torch.int64, device=x.device)
+    counts[group.rank] = 0 if is_placeholder else len(x)
+    group.all_reduce(counts).wait()
+    rows = Rows(group, counts.tolist())
+    if not x.requires_grad:
+        return rows.gather(x.detach())
+    gathered: Tensor = _Gather.apply(x, rows)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class Rows:
+    """How many rows each rank has of a tensor."""
+
+    def __init__(self, group: Group, counts: list[int]):
+        self.group = group
+        self.counts = counts
+        self.most = max(1, *counts)
+        self.here = counts[group.rank]
+
+    def gather(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        sent = x.to(torch.uint8) if dtype == torch.bool else x
+        mine = _padded(sent[: self.here], self.most).contiguous()
+        everything = mine.new_empty(self.group.size, *mine.shape)
+        self.group.all_gather(everything, mine).wait()
+        pieces = [everything[r, :count] for r, count in enumerate(self.counts)]
+        return torch.cat(pieces).to(dtype)
+
+    def scatter_sum(self, grad: Tensor, rows_here: int) -> Tensor:
+        """The sum over ranks, of which this rank gets its rows; zeros for a placeholder."""
+        pieces = [_padded(piece, self.most) for piece in torch.split(grad, self.counts)]
+        everything = torch.stack(pieces).contiguous()
+        mine = torch.empty_like(everything[0])
+        self.group.reduce_scatter(mine, everything).wait()
+        return _padded(mine[: self.here], rows_here)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        ctx.rows_here = len(x)
+        return rows.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _ScatterSum.apply(grads[0], ctx.rows, ctx.rows_here), None  # type: ignore[no-untyped-call]
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, rows: Rows, rows_here: int) -> Tensor:
+        ctx.rows = rows
+        return rows.scatter_sum(grad, rows_here)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grads[0], ctx.rows), None, None  # type: ignore[no-untyped-call]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - len(x)])
+
 
 Make = Callable[[int], Tensor]
 
@@ -24,21 +100,15 @@ Make = Callable[[int], Tensor]
 class LoopRows:
     """What is known of the batch that `job.batches` yielded last.
 
-    `cutters` say what `shoal verify` changes: reversed samples, double precision.
+    The cutters of `parts` say what `shoal verify` changes: reversed samples, double precision.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        seed: int,
-        device: torch.device,
-        cutters: Callable[[], Sequence[BatchCutter]],
-    ):
+    def __init__(self, mesh: Mesh, seed: int, device: torch.device, parts: Sequence[LoopPart]):
         self.mesh = mesh
         self.seed = seed
         self.device = device
         self.batch: AnyBatch | None = None
-        self._cutters = cutters
+        self._parts = parts
         self._number = 0  # of the batch
         self._draws = 0  # calls of `take` in it
         self._group: Group | None = None
@@ -73,9 +143,9 @@ class LoopRows:
         if isinstance(batch, FullDatasetBatch) or part is None:
             return batch
         content = move_to(part.content, self.device)
-        if any(cutter.reverses for cutter in self._cutters()):
+        if self._reverses:
             content = reverse_rows(content, part.rows)
-        if any(cutter.widens for cutter in self._cutters()):
+        if self._widens:
             content = widen(content)
         if not isinstance(batch, (Batch, DictBatch)):
             return content
@@ -114,6 +184,14 @@ class LoopRows:
         """Whether replicas take whole batches in turns."""
         return self.batch is not None and self.batch.concurrent > 1
 
+    @property
+    def _reverses(self) -> bool:
+        return any(part.step.cutter.reverses for part in self._parts)
+
+    @property
+    def _widens(self) -> bool:
+        return any(part.step.cutter.widens for part in self._parts)
+
     def _drawn(self, make: Make, batch: AnyBatch) -> Tensor:
         self._draws += 1
         turn = self.mesh.data.rank if self.has_whole_batch else 0
@@ -122,9 +200,7 @@ class LoopRows:
             return make(batch.total)
 
     def _moved_rows(self, rows: Tensor) -> Tensor:
-        cutters = self._cutters()
-        if rows.dim() and any(cutter.reverses for cutter in cutters):
+        if rows.dim() and self._reverses:
             rows = rows.flip(0)
-        widens = rows.is_floating_point() and any(cutter.widens for cutter in cutters)
-        dtype = torch.float64 if widens else rows.dtype
+        dtype = torch.float64 if rows.is_floating_point() and self._widens else rows.dtype
         return rows.to(self.device, dtype, non_blocking=True)

@@ -2,7 +2,7 @@
 
 job.setup      models and optimizers become parts (`setup_loop.py`)
 forward        usable weights, and random numbers of the replica's own (`loop_forwards.py`)
-job.backward   weights the loss by samples; which parts does it reach (`reached_parts.py`)?
+job.backward   weights the loss by samples; which parts does it reach?
                reduces these while it runs (`loop_part.py`)
 step           updates (`loop_optimizer.py`); a step of the job ends with the next batch, or
                with the update where there are no batches
@@ -17,22 +17,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.errors import BadInput
-from shoal.train.cut_batch import BatchCutter
 from shoal.train.injected_faults import with_faults
 from shoal.train.loop_forwards import LoopForwards
 from shoal.train.loop_optimizer import LoopOptimizer
 from shoal.train.loop_part import LoopPart
-from shoal.train.loop_proof import LoopProof
 from shoal.train.loop_rows import LoopRows
 from shoal.train.prepare_model import PreparedModel
-from shoal.train.reached_parts import check_loss, check_parts, reached_parts
 from shoal.train.setup_loop import Taken, set_up
 from shoal.train.step import Step
 from shoal.train.step_context import StepContext
 from shoal.train.torch_hooks import clip_for
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise BadInput(
+            f"job.backward takes a loss that is one number, the mean over samples, not {what}"
+        )
+    if not loss.requires_grad:
+        raise BadInput("the loss of job.backward depends on no parameter that requires a gradient")
+
+
+def check_parts(parts: Sequence[LoopPart], has_models: bool) -> None:
+    """Raise `BadInput` if no optimizer was set up."""
+    if parts:
+        return
+    if has_models:
+        raise BadInput(
+            "job.setup was given a model and no optimizer, so job.backward has nothing to reduce: "
+            "make the optimizer first, and give it to job.setup with the model: model, optimizer "
+            "= job.setup(model, optimizer)"
+        )
+    raise BadInput("job.backward comes after job.setup: there is no model yet")
+
+
+def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequence[LoopPart]:
+    """The parts that get gradients from this loss on any worker of `group`, which has all rows."""
+    if len(parts) == 1:
+        return parts
+    leaves = _leaves_of(loss)
+    is_reached = [part.trains and any(id(p) in leaves for p in part.params) for part in parts]
+    if group.size > 1 and any(part.sync.collects or part.sums_axes for part in parts):
+        device = parts[0].flat.device
+        flags = torch.tensor(is_reached, dtype=torch.float32, device=device)
+        group.all_reduce(flags, Op.MAX).wait()
+        is_reached = [flag > 0 for flag in flags.tolist()]
+    return [part for part, reached in zip(parts, is_reached, strict=True) if reached]
+
+
+def _leaves_of(loss: Tensor) -> set[int]:
+    """The ids of the tensors that a backward of `loss` adds gradients to."""
+    leaves: set[int] = set()
+    seen = {loss.grad_fn}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(id(variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return leaves
+
 
 _SMALLEST_SHARE = 1e-30
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
@@ -56,9 +111,8 @@ class OwnLoop:
         self._device = context().device
         self.parts: list[LoopPart] = []
         self.optimizers: list[LoopOptimizer] = []
-        self.rows = LoopRows(mesh, seed, self._device, self._cutters)
-        self._proof = LoopProof(lambda: self.parts)
-        self._forwards = LoopForwards(mesh, seed, self._device, self._proof, lambda: self.parts)
+        self.rows = LoopRows(mesh, seed, self._device, self.parts)
+        self._forwards = LoopForwards(mesh, seed, self._device, self.parts)
         self._prepared: list[PreparedModel] = []
         self._taken = Taken()  # parameters that job.setup has had
         self._context = context
@@ -119,7 +173,7 @@ class OwnLoop:
         fraction = self.rows.fraction if count is None else self._fraction_of(count)
         weighted = loss.detach() * fraction
         reached = reached_parts(loss, self.parts, self.mesh.data)
-        self._proof.check(reached)
+        self._forwards.check(reached)
         for part in reached:
             part.begin_backward(weighted, fraction, self._reduces)
         scale = self.parts[0].sync.gradient_scale
@@ -231,9 +285,6 @@ class OwnLoop:
 
     def _steps(self) -> int:
         return max((part.step.steps for part in self.parts), default=0)
-
-    def _cutters(self) -> list[BatchCutter]:
-        return [part.step.cutter for part in self.parts]
 
     # ------------------------------------------------------------------ gradients
 

@@ -21,6 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.expert.mixtures import mixtures_of
+from shoal.replica.tensor.planning.plan import plan_of
+from shoal.replica.tensor.planning.unsplit import NothingToSplit, plan_for
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.split_terms import Tp
 from shoal.train.build_step import assemble_step, broadcast_start
@@ -29,7 +31,36 @@ from shoal.train.loop_part import LoopPart
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.prepare_model import PreparedModel, prepare_model
 from shoal.train.step_context import StepContext
-from shoal.train.tensor_plans import tensor_plans
+
+
+def tensor_plans(
+    models: Sequence[nn.Module], whole: Sequence[bool], context: StepContext
+) -> list[Tp | None]:
+    """tp for each model, with the part of the plan that is about it; some are `whole` anyway."""
+    tp = context.strategy.tp
+    if tp is None or context.mesh.tp.size == 1 or list(whole).count(False) < 2:
+        return [tp] * len(models)
+    plans = [plan_for(model, tp.plan or {}) for model in models]
+    if any(all(pattern not in plan for plan in plans) for pattern in tp.plan or {}):
+        return [tp] * len(models)  # refused by name
+    tps = [replace(tp, plan=plan or None) for plan in plans]
+    unsplit = [None if w else _nothing_in(m, t) for m, t, w in zip(models, tps, whole, strict=True)]
+    if all(w or found is not None for w, found in zip(whole, unsplit, strict=True)):
+        return [tp] * len(models)  # refused: nothing is split at all
+    for model, found in zip(models, unsplit, strict=True):
+        if found is not None:
+            why = f" ({'; '.join(found.reasons)})" if found.reasons else ""
+            context.say(f"{type(model).__name__} stays whole under {tp}: nothing to split{why}")
+    return [t if found is None else None for t, found in zip(tps, unsplit, strict=True)]
+
+
+def _nothing_in(model: nn.Module, tp: Tp) -> NothingToSplit | None:
+    try:
+        plan_of(model, tp)
+    except NothingToSplit as found:
+        return found
+    return None
+
 
 Named = list[tuple[str, nn.Parameter]]
 
