@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,13 +103,11 @@ class SameBatches:
         _check_enough(total, self.group.size, "batch")
         if self.group.size == 1 or not self.compares:
             return
-        sums = [_fingerprint(t).to(self.device) for t in tensors_of(batch)]
-        mine = torch.stack([*sums, torch.tensor(total, device=self.device).double()])
-        low = mine.clone()
-        high = mine.clone()
-        self.group.all_reduce(low, Op.MIN).wait()
-        self.group.all_reduce(high, Op.MAX).wait()
-        if not torch.equal(low.nan_to_num(), high.nan_to_num()):
+        low, high = digest = torch.tensor([0, 0], device=self.device)
+        low.fill_(batch_digest(batch, total))
+        high.copy_(~low)  # the largest complement is the complement of the smallest
+        self.group.all_reduce(digest, Op.MAX).wait()
+        if low != ~high:
             raise BadInput(
                 f"rank {self.group.rank} and another rank got different global batches from the "
                 "same iterable: seed its shuffling, or give job.batches the dataset and a "
@@ -115,8 +115,32 @@ class SameBatches:
             )
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """One number that depends on the values and on their order."""
-    flat = tensor.detach().flatten().double()
-    positions = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64)
-    return torch.dot(flat, positions.sqrt())
+_BLOCK_WORDS = 1 << 15  # of 8 bytes: in the cache
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+def batch_digest(batch: Any, total: int) -> int:
+    """63 bits of a batch's bytes, in their order: exact on any device and number of threads."""
+    found = total
+    for tensor in tensors_of(batch):
+        content = tensor.detach().contiguous().flatten().view(torch.uint8)
+        numbers = [len(content), *map(_block_digest, content.split(8 * _BLOCK_WORDS))]
+        for number in numbers:
+            found = (found * _MULTIPLIER + number) % (1 << 63)
+    return found
+
+
+def _block_digest(content: Tensor) -> int:
+    """A sum of integers with weights, modulo 2 ** 64. High bits are folded into low ones first."""
+    num_words = -(-len(content) // 8)
+    padded = content.new_zeros(8 * num_words)
+    padded[: len(content)] = content
+    words = padded.view(torch.int64)
+    return int(((words ^ (words >> 32)) * _weights(words.device)[:num_words]).sum())
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers, the same in every process."""
+    drawn = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, _BLOCK_WORDS)
+    return torch.from_numpy(drawn | 1).to(device)

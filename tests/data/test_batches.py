@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.comm.group import Group
+from shoal.data.batch_checks import batch_digest
 from shoal.errors import BadInput
 from tests.conftest import World
 from tests.jobs import SGD, Shown, job_of
@@ -47,6 +50,33 @@ def test_an_iterable_of_another_batch_size_is_refused(world: World) -> None:
 
     with pytest.raises(BadInput, match="different global batches from the same iterable"):
         world(2, body)
+
+
+def test_ranks_with_other_numbers_of_threads_compare_batches_exactly() -> None:
+    batch = torch.randn(640, 1000, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    digests = set()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            digests.add(batch_digest(batch, 640))
+    finally:
+        torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
+@given(st.data())
+def test_a_batch_with_other_bits_has_another_digest(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool]))
+    rows = data.draw(st.integers(2, 50))
+    columns = data.draw(st.integers(1, 40))
+    drawn = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(rows))
+    batch = drawn.to(dtype)
+    order = data.draw(st.permutations(range(rows)))
+    same = torch.equal(batch, batch[order])
+    assert (batch_digest(batch, rows) == batch_digest(batch[order], rows)) == same
+    assert batch_digest(batch, rows) == batch_digest(batch.t().contiguous().t(), rows)
+    assert batch_digest(batch, rows) == batch_digest(torch.cat([batch, batch])[rows:], rows)
 
 
 def test_the_same_iterable_on_every_rank_is_fine(world: World) -> None:
