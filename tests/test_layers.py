@@ -64,7 +64,7 @@ LAYERS = [
     ["observe.memory_estimate"],
     ["observe.workload_profile", "observe.workload_trace"],
     ["observe.memory_probe"],
-    ["launch.auto", "launch.model_profile", "launch.run", "launch.worker"],
+    ["launch.auto", "launch.run", "launch.worker"],
     ["integrations"],
     ["examples"],
     ["bench"],

@@ -33,7 +33,7 @@ LISTENERS = {
     "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
     "lab/machines.py": "the same",
     "launch/ray_machines.py": "the same",
-    "launch/remote_elastic.py": "the same",
+    "launch/remote.py": "the same",
     "server/protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",
     "transport/tcp/connect.py": "HostNetwork.key",
 }

@@ -24,7 +24,7 @@ from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.output import discard_lines
-from shoal.launch.replication import replication_of
+from shoal.launch.process_config import replication_of
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores

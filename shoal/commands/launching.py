@@ -14,14 +14,13 @@ from pathlib import Path
 
 from shoal.commands.engines import open_engine
 from shoal.errors import BadInput
-from shoal.launch.checkpoint_option import with_checkpoint
+from shoal.launch.checkpoint_option import saying_latest, with_checkpoint, with_server_checkpoint
 from shoal.launch.local import LaunchSpec, RunResult, launch
 from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
+from shoal.launch.process_config import replication_of
 from shoal.launch.processes import Forks
-from shoal.launch.replication import replication_of
 from shoal.launch.report import run_report
-from shoal.launch.server_checkpoints import saying_latest, with_server_checkpoint
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults
@@ -260,7 +259,7 @@ def _launch(
         losses = (config.restarts, config.start, config.min_workers)
         spec = replace(spec, tolerance=tolerance_of(strategy, workers, *losses))
     if on is not None:
-        from shoal.launch.attempts import run_attempts  # only where it is needed
+        from shoal.launch.remote import run_attempts  # only where it is needed
 
         with open_engine(on, spec.config) as machines:
             return run_attempts(machines, spec, write, on_progress)

@@ -12,8 +12,7 @@ import typer
 from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, CheckFailed
-from shoal.launch.running import RunEntry, entries, find_run
-from shoal.launch.stopping import stop_run
+from shoal.launch.running import RunEntry, entries, find_run, stop_run
 
 
 def ps(as_json: options.Json = False) -> None:

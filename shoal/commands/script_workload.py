@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.commands.launching import check_trained, command_for, config_for, run_quietly
 from shoal.errors import BadInput
-from shoal.launch.model_profile import measure_profile
+from shoal.launch.auto import measure_profile
 from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Precision

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from shoal.errors import BadInput
 from shoal.lab.lab import find_lab
 from shoal.lab.namespaces import require
-from shoal.launch.host_process import HostProcess
-from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
-from shoal.launch.replication import Replication
+from shoal.launch.machines import HostProcess, Machine, ServerHosts, servers_in_turn
+from shoal.launch.process_config import Replication
 from shoal.runtime.cores import cores
 
 

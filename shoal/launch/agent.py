@@ -19,15 +19,19 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
+from shoal.comm.guarded_store.link import StoreLink, connect
+from shoal.comm.guarded_store.session import BadFrame, StoreRequest
 from shoal.comm.network_board import board_of
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShoalError
 from shoal.launch.agent_messages import (
     AgentMessage,
+    AgentPipe,
     FoundPort,
     HostCutOff,
     HostRefused,
@@ -38,11 +42,9 @@ from shoal.launch.agent_messages import (
     WorkerProgress,
     WorkerReturned,
 )
-from shoal.launch.agent_pipe import AgentPipe
 from shoal.launch.failures import read_failure
 from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
-from shoal.launch.presence import LauncherUnreachable, Presence
 from shoal.launch.processes import Processes, ProcessExit
 from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import TERM_S
@@ -51,6 +53,66 @@ from shoal.runtime.cores import cores
 from shoal.runtime.decoders import lax_json_decoder
 from shoal.runtime.run_dir import RunDir, host_run_dir
 from shoal.runtime.secret import parse_secret
+
+_CONNECT_S = 15.0  # the launcher listens before it starts an agent
+_ANSWER_S = 10.0
+_NEVER = "the end of the run"  # a key that is not written
+
+
+class LauncherUnreachable(ShoalError):
+    """This host is cut off from that of the launcher."""
+
+    def __init__(self, address: tuple[str, int]):
+        where = f"{address[0]}:{address[1]}"
+        super().__init__(f"it did not reach the launcher at {where} in {_CONNECT_S:g} s")
+
+
+class Presence:
+    """Use as a block: at its end the launcher knows that this agent ends by itself."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, name: str, on_lost: Callable[[], None]
+    ):
+        """`on_lost` is called, from a thread, when the launcher cannot be reached any more."""
+        self._address = address
+        self._secret = secret
+        self._name = name
+        self._on_lost = on_lost
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._wait, name="shoal-presence", daemon=True)
+
+    def __enter__(self) -> Presence:
+        self._shown = self._connect()
+        self._watched = self._connect()
+        self._shown.ask(StoreRequest("present", [self._name]), _ANSWER_S)
+        self._thread.start()
+        return self
+
+    def _connect(self) -> StoreLink:
+        try:
+            link = connect(self._address, self._secret, _CONNECT_S)
+        except BadInput:
+            raise
+        except ShoalError:
+            raise LauncherUnreachable(self._address) from None
+        link.notice_silence()
+        return link
+
+    def _wait(self) -> None:
+        with suppress(OSError, BadFrame):
+            self._watched.ask(StoreRequest("wait", [_NEVER]), None)
+        if not self._is_closed:
+            self._on_lost()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed = True
+        with suppress(OSError, BadFrame):
+            self._shown.ask(StoreRequest("present"), _ANSWER_S)
+        self._watched.interrupt()
+        self._thread.join()
+        self._shown.close()
+        self._watched.close()
+
 
 MAX_TASK_BYTES = 16 << 20
 _SIOCGIFADDR = 0x8915

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, Literal
 
 import msgspec
 
+from shoal.coordinator.interface import Listing
 from shoal.launch.failures import FailureReport
 from shoal.runtime.decoders import lax_json_decoder
 
@@ -98,4 +102,66 @@ AgentMessage = FoundPort | WorkerMessage | HostRefused | HostCutOff
 def read_message(line: str) -> AgentMessage:
     """msgspec.DecodeError where it is none."""
     decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
+    return decoder.decode(line)
+
+
+class AgentPipe:
+    """Messages of several threads, each complete in a line of its own."""
+
+    def __init__(self) -> None:
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """A launcher that is gone cannot read it: then this agent is killed soon."""
+        data = msgspec.json.encode(message) + b"\n"
+        with self._sending, suppress(BrokenPipeError):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+
+class ServerTask(msgspec.Struct, frozen=True):
+    """One server, or the coordinator of replicated ones."""
+
+    role: Literal["server", "coordinator"]
+    folder: str  # where the launcher runs
+    variables: dict[str, str]
+    secret: str  # in hexadecimal
+    address: str  # of this host
+    index: int  # of the server
+    servers: int  # of the run; those of a host share its cores
+
+
+class ServerListens(msgspec.Struct, frozen=True, tag="listens"):
+    """Where it is going to listen: it loads for seconds, and clients try again."""
+
+    pid: int
+    local: str  # a Unix socket of its host
+    remote: str
+
+
+class ServerOutput(msgspec.Struct, frozen=True, tag="output"):
+    """Complete lines, each with its newline."""
+
+    is_stderr: bool
+    text: str
+
+
+class ChainsChanged(msgspec.Struct, frozen=True, tag="chains"):
+    """What the coordinator holds now."""
+
+    listing: Listing
+
+
+class ServerExited(msgspec.Struct, frozen=True, tag="exited"):
+    """For good; the agent ends."""
+
+    returncode: int
+
+
+ServerMessage = ServerListens | ServerOutput | ChainsChanged | ServerExited | HostRefused
+
+
+def read_server_message(line: str) -> ServerMessage:
+    """msgspec.DecodeError where it is none."""
+    decoder: msgspec.json.Decoder[ServerMessage] = lax_json_decoder(ServerMessage)  # type: ignore[arg-type]
     return decoder.decode(line)

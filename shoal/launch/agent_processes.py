@@ -10,14 +10,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.errors import BadInput
+from shoal.launch.local import LaunchSpec
+from shoal.launch.log_files import LogFiles
 from shoal.launch.machines import Machine, MachineProcess, Machines
-from shoal.launch.output import LineForwarder
-from shoal.launch.supervisor import TERM_S
+from shoal.launch.output import LineForwarder, Write
+from shoal.launch.supervisor import TERM_S, Event
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
 
 _END_S = TERM_S + 3.0  # an agent gives its processes TERM_S, kills them and removes its files
 
@@ -129,3 +134,73 @@ class AgentProcesses:
         deadline_s = time.monotonic() + _END_S
         for waiter in self._waiters:
             waiter.join(max(0.0, deadline_s - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class RemoteRun:
+    """One attempt of a run."""
+
+    machines: Machines
+    spec: LaunchSpec
+    run_dir: RunDir
+    secret: bytes = field(repr=False)
+    put: Callable[[Event], None]
+    write: Write
+    logs: LogFiles
+    sink: OutputSink
+
+    def say(self, line: str) -> None:
+        """A line of the launcher."""
+        forwarder = LineForwarder(self.write, "shoal: ", True, self.logs.of("launcher"))
+        self.sink.call(lambda: forwarder.feed(f"{line}\n".encode()))
+
+    def host_id(self, machine: Machine) -> str:
+        """What tells it from other hosts, on which processes share no memory with it."""
+        return f"{self.run_dir.path.name}-{machine.name}"
+
+    def variables(self, machine: Machine, config: RunConfig) -> dict[str, str]:
+        """Those of Shoal for processes of this host; what only the launcher has is left out."""
+        trusted = config.tls.trusted_network or self.machines.is_private
+        return replace(
+            config,
+            secret=None,
+            secret_file=None,
+            run_dir=None,
+            host_id=self.host_id(machine),
+            rack=machine.rack or config.rack,
+            tls=replace(config.tls, trusted_network=trusted),
+            environ={},
+        ).to_environment()
+
+
+_Processes = TypeVar("_Processes", bound="RemoteProcesses")
+
+
+class RemoteProcesses:
+    """Use as a block: at its end they, and their agents, are gone."""
+
+    def __init__(self, run: RemoteRun):
+        self._run = run
+        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
+        self._over = threading.Event()
+        self._restarting: list[threading.Thread] = []
+
+    def __enter__(self: _Processes) -> _Processes:
+        self._agents.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._agents.__exit__()
+        for thread in self._restarting:
+            thread.join()
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGTERM reaches the processes through their agents."""
+        self._agents.signal(number)
+
+    def _in_background(self, name: str, start: Callable[[], None]) -> None:
+        """An engine may need time for a host in place of one that is lost."""
+        thread = threading.Thread(target=start, name=name, daemon=True)
+        self._restarting.append(thread)
+        thread.start()

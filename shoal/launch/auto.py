@@ -10,22 +10,41 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
+
 from shoal.calibration.cache import calibrated_cluster
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.model_profile import ScriptRun, measure_profile
 from shoal.plan.explain import nothing_fits, why_first
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.profile import profiled
+from shoal.plan.profile import ModelProfile, profiled
 from shoal.plan.ranking import AS_FAST
 from shoal.plan.search import SearchOptions, search
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Workload
-from shoal.runtime.config import RunConfig, WorkloadTraceConfig
+from shoal.runtime.config import PROFILE, RunConfig, WorkloadTraceConfig
 from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import Strategy, as_strategy
+
+PROFILE_S = 3.0
+ScriptRun = Callable[[int, RunConfig], object]  # the script on so many workers, without its output
+
+
+def measure_profile(
+    run: ScriptRun, config: RunConfig, workers: int, seconds: float = PROFILE_S
+) -> ModelProfile:
+    """Passes of the script's first batch, which `workers` share and compute at the same time."""
+    with scratch_folder("profile") as folder:
+        asked = WorkloadTraceConfig(folder, seconds)
+        strategy = "ddp" if workers > 1 else "single"
+        run(workers, replace(config, strategy=strategy, workload_trace=asked))
+        file = folder / PROFILE
+        if not file.is_file():
+            raise BadInput("the script has ended without a step of job.step to profile")
+        return msgspec.json.decode(file.read_bytes(), type=ModelProfile)
+
 
 AUTO = "auto"
 Say = Callable[[str], None]

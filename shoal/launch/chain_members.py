@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.interface import Compacted, Coordinator, CoordinatorError, Listing
-from shoal.launch.replication import Replication
+from shoal.launch.process_config import Replication
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import state_of
 from shoal.server.chain.config import ChainConfig

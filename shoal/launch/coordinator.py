@@ -25,7 +25,7 @@ from shoal.coordinator.etcd.endpoints import is_etcd
 from shoal.coordinator.interface import Coordinator, CoordinatorError
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.chain_members import ChainMembers
-from shoal.launch.replication import Replication
+from shoal.launch.process_config import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name

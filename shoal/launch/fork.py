@@ -28,9 +28,14 @@ from shoal.launch.failures import (
 )
 from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.lost_workers import LossPolicy, Tolerance
-from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
+from shoal.launch.process_config import (
+    SERVER_COMMAND,
+    SINGLE_COPY,
+    Replication,
+    server_config,
+    worker_config,
+)
 from shoal.launch.processes import ProcessExit
-from shoal.launch.replication import SINGLE_COPY, Replication
 from shoal.launch.running import RunFacts, enter_run
 from shoal.launch.worker_losses import losses_at_end
 from shoal.runtime.config import RunConfig

@@ -30,8 +30,8 @@ from shoal.comm.generation import own_generation
 from shoal.comm.guarded_store.meet import meet_at
 from shoal.comm.select import exchange_over, shared_store
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.device import possible_gpus
 from shoal.launch.environment import LOCAL_NAMES, Placement
+from shoal.launch.worker_place import possible_gpus
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trust import require_protected
 from shoal.runtime.variables import parse_count

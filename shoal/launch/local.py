@@ -36,9 +36,14 @@ from shoal.launch.output import (
     Write,
     print_lines,
 )
-from shoal.launch.process_config import SERVER_COMMAND, server_config, worker_config
+from shoal.launch.process_config import (
+    SERVER_COMMAND,
+    SINGLE_COPY,
+    Replication,
+    server_config,
+    worker_config,
+)
 from shoal.launch.processes import Forks, Processes, ProcessExit, Role
-from shoal.launch.replication import SINGLE_COPY, Replication
 from shoal.launch.running import RunFacts, enter_run
 from shoal.launch.start_notice import StartNotice, starting
 from shoal.launch.stopped import StoppedProcesses

@@ -14,8 +14,8 @@ from typing import Any
 
 from shoal.launch.chain_members import ChainMembers
 from shoal.launch.failures import ProcessFailure, when_lost
+from shoal.launch.process_config import Replication
 from shoal.launch.processes import ProcessExit
-from shoal.launch.replication import Replication
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.server.saving.folder import complete_versions
 

@@ -11,14 +11,21 @@ An engine is a class with these methods, and a line in `commands/engines.py`.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from shoal.launch.replication import Replication
+from shoal.errors import BadInput
+from shoal.launch.process_config import Replication
+from shoal.runtime.parent_death import in_child
+from shoal.runtime.wording import counted
 
 
 @dataclass(frozen=True)
@@ -138,3 +145,122 @@ class Machines(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlacedRanks:
+    """Neighbouring ranks on one host."""
+
+    machine: Machine
+    first: int
+    count: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+def place(machines: Sequence[Machine], workers: int) -> list[PlacedRanks]:
+    """Fill the hosts one after the other; BadInput where there are more workers than slots."""
+    counts: list[int] = []
+    for machine in machines:
+        counts.append(min(machine.slots, workers - sum(counts)))
+    if sum(counts) < workers:
+        room = f"{counted(sum(counts), 'worker')} on {counted(len(machines), 'host')}"
+        raise BadInput(f"there is room for {room}, not for {workers}")
+    return _blocks(machines, counts)
+
+
+def place_evenly(machines: Sequence[Machine], started: int, workers: int) -> list[PlacedRanks]:
+    """The first workers evenly over the hosts; those that come later, in the slots that are left.
+
+    For 3 of 6 workers on 3 hosts: ranks 0 | 1 | 2, later 3 | 4 | 5. BadInput as for `place`.
+    """
+    filled = place(machines, workers)
+    if started == workers:
+        return filled
+    slots = [machine.slots for machine in machines]
+    early = _evenly(slots, started)
+    late = [most - few for most, few in zip(_evenly(slots, workers), early, strict=True)]
+    return [*_blocks(machines, early), *_blocks(machines, late, started)]
+
+
+def _evenly(slots: Sequence[int], workers: int) -> list[int]:
+    """One worker at a time, where the fewest are."""
+    counts = [0] * len(slots)
+    for _ in range(workers):
+        hosts = [host for host, most in enumerate(slots) if counts[host] < most]
+        counts[min(hosts, key=lambda host: counts[host])] += 1
+    return counts
+
+
+def _blocks(
+    machines: Sequence[Machine], counts: Sequence[int], first: int = 0
+) -> list[PlacedRanks]:
+    placed: list[PlacedRanks] = []
+    for machine, count in zip(machines, counts, strict=True):
+        if count > 0:
+            placed.append(PlacedRanks(machine, first, count))
+            first += count
+    return placed
+
+
+class HostProcess:
+    """It leads a session of its own, and is killed when this process ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        on_line: Callable[[str], None],
+    ):
+        """Its stdin is `given`. Call it from a thread that lives as long as the process may."""
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=in_child(os.getpid()),
+            )
+        except OSError as error:
+            raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
+        self._on_line = on_line
+        self._reader = threading.Thread(target=self._read, name="shoal-host-output", daemon=True)
+        self._reader.start()
+        self._give(given)
+
+    def _give(self, given: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # it has exited: `wait` says how
+            stdin.write(given)
+        with suppress(BrokenPipeError):
+            stdin.close()
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            for line in stdout:
+                self._on_line(line.decode("utf-8", "backslashreplace").removesuffix("\n"))
+
+    def wait(self) -> int:
+        """After its last line."""
+        self._reader.join()
+        return self._process.wait()
+
+    def preempt(self) -> None:
+        self._process.send_signal(signal.SIGUSR1)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """It and its group; what it has started in other groups dies with it, if it asked for."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from shoal.errors import BadInput
-from shoal.launch.host_process import HostProcess
+from shoal.launch.machines import HostProcess
 
 _BUFFERED_CHARS = 1024 * 1024  # the process waits when its lines are read more slowly
 

@@ -235,7 +235,7 @@ def _show(error: BaseException) -> int:
         trace = trace.tb_next
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    except SystemExit as end:  # the hook of launch/uncaught.py
+    except SystemExit as end:  # the hook of launch/failures.py
         return end.code if isinstance(end.code, int) else 1
     return 1
 

@@ -29,6 +29,7 @@ from typing import TypeVar
 
 from shoal.errors import BadInput
 from shoal.launch.machines import Machine, ServerHosts
+from shoal.launch.process_config import Replication
 from shoal.launch.ray_cluster import (
     Bundle,
     RayNode,
@@ -42,7 +43,6 @@ from shoal.launch.ray_cluster import (
     room_for,
 )
 from shoal.launch.ray_slots import RayProcess, Slot, SlotGroup
-from shoal.launch.replication import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.preemption import ending_by_exception
 from shoal.runtime.waits import Backoff

@@ -3,31 +3,95 @@
 run_remote ── RemoteServers ── an agent for each server                  (remote_servers.py)
            ── RemoteWorkers ── an agent on each host ── its workers      (launch/agent.py)
            ── Supervisor: the same decisions as on one host              (launch/supervisor.py)
-           ── a board, where the strategy is elastic                     (remote_elastic.py)
+           ── a board, where the strategy is elastic                     (ElasticWorkers)
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from shoal.errors import BadInput, ShoalError
-from shoal.launch.agent_processes import OutputSink
+from shoal.comm.board import GroupMember
+from shoal.comm.board_log import ServedBoard
+from shoal.comm.guarded_store.service import StoreService
+from shoal.errors import BadInput, ServerFailed, ShoalError, WorkersFailed
+from shoal.launch.agent_processes import OutputSink, RemoteRun
 from shoal.launch.failures import first_failure, launch_error
+from shoal.launch.joining import JoinRequest, JoinRequests
 from shoal.launch.local import LaunchSpec, RunResult, enter, say_losses
 from shoal.launch.log_files import LogFiles
 from shoal.launch.lost_workers import LossPolicy
-from shoal.launch.machines import Machines, ServerHosts
+from shoal.launch.machines import Machines, ServerHosts, place_evenly
 from shoal.launch.output import LineForwarder, OnProgress, Write, print_lines
-from shoal.launch.placing import place_evenly
-from shoal.launch.processes import Role
-from shoal.launch.remote_elastic import serving_elastic
-from shoal.launch.remote_run import RemoteRun
+from shoal.launch.processes import ProcessExit, Role
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.remote_workers import RemoteWorkers
 from shoal.launch.supervisor import Event, SignalEvents, Supervisor
+from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir
 from shoal.runtime.secret import new_secret
+from shoal.server.saving.folder import complete_versions
+
+
+@contextmanager
+def serving_elastic(
+    run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy, supervisor: Supervisor
+) -> Iterator[None]:
+    """While the block runs, workers find the board; `supervisor` starts lost ones again."""
+    if run.spec.tolerance is None:
+        yield
+        return
+    listener = run.machines.listen()
+    host, port = listener.getsockname()[:2]
+    workers.board = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    service = StoreService(host, port, run.secret, listener, workers.lose_agent)
+    try:
+        changes = ElasticWorkers(run, workers, policy, ServedBoard(service))
+        changes.note_absent()
+        supervisor.restart, supervisor.join = changes.restart, changes.join
+        supervisor.survives = changes.survives
+        with JoinRequests(run.run_dir, run.put, is_open=True):
+            yield
+    finally:
+        service.close()
+
+
+@dataclass(frozen=True)
+class ElasticWorkers:
+    """What happens when a worker has exited, or is asked for."""
+
+    run: RemoteRun
+    workers: RemoteWorkers
+    policy: LossPolicy
+    board: ServedBoard
+
+    def note_absent(self) -> None:
+        """Workers that are not started at first are not waited for."""
+        for rank in range(self.run.spec.started, self.run.spec.workers):
+            self.policy.note_absent(rank)
+            self.board.note_exit(self._latest(rank))
+
+    def survives(self, exit: ProcessExit) -> bool:
+        has_survived = self.policy.survives(exit)
+        self.board.note_exit(self._latest(exit.rank))
+        return has_survived
+
+    def restart(self, exit: ProcessExit) -> bool:
+        return self.policy.restarts(exit) and self._start(exit.rank)
+
+    def join(self, request: JoinRequest) -> bool:
+        rank = self.policy.join(request.name)
+        return rank is not None and self._start(rank)
+
+    def _start(self, rank: int) -> bool:
+        self.board.note_start(self._latest(rank))
+        self.workers.start_again(rank)
+        return True
+
+    def _latest(self, rank: int) -> GroupMember:
+        return GroupMember(rank, self.run.run_dir.generation(rank))
 
 
 def run_remote(
@@ -114,3 +178,44 @@ def _check_local_options(spec: LaunchSpec) -> None:
         raise BadInput("--start works with workers of this host only: leave it out with --on")
     if any(text.startswith("server:") for text in config.kill):
         raise BadInput("--kill server:… works with servers of this host only: leave out --on")
+
+
+def run_attempts(
+    machines: Machines,
+    spec: LaunchSpec,
+    write: Write = print_lines,
+    on_progress: OnProgress | None = None,
+) -> RunResult:
+    """As `run_remote`. An error of the script is no loss, and would come again."""
+    if spec.tolerance is not None:  # only lost workers are started again
+        return run_remote(machines, spec, write, on_progress)
+    restarts = spec.config.restarts or 0
+    spec = replace(spec, config=replace(spec.config, restarts=None))
+    for count in range(1, restarts + 1):
+        try:
+            return run_remote(machines, spec, write, on_progress)
+        except (WorkersFailed, ServerFailed) as error:
+            if not error.is_loss:
+                raise
+            write(
+                f"shoal: {_loss(error)}; all workers are started again ({count} of {restarts})\n",
+                True,
+            )
+        spec = replace(spec, config=_after_loss(spec.config), appends_logs=True)
+    return run_remote(machines, spec, write, on_progress)
+
+
+def _loss(error: WorkersFailed | ServerFailed) -> str:
+    """Its last line, where a worker has reported the loss of a peer with a traceback."""
+    lines = str(error).strip().splitlines()
+    if len(lines) == 1 or isinstance(error, ServerFailed):
+        return lines[0].rstrip(":")  # what a lost server has printed last was shown
+    return f"worker {error.rank} failed: {lines[-1]}"
+
+
+def _after_loss(config: RunConfig) -> RunConfig:
+    """--kill has killed; servers go on from their latest checkpoint."""
+    saved = config.server_checkpoint
+    has_saved = saved.folder is not None and bool(complete_versions(saved.folder))
+    resume = saved.resume or has_saved
+    return replace(config, kill=(), server_checkpoint=replace(saved, resume=resume))

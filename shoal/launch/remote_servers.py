@@ -20,23 +20,22 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import BadInput
-from shoal.launch.agent_messages import HostRefused
-from shoal.launch.chain_members import ChainMembers
-from shoal.launch.lost_servers import ServerPolicy
-from shoal.launch.machines import Machine, ServerHosts
-from shoal.launch.output import LineForwarder
-from shoal.launch.process_config import server_config
-from shoal.launch.processes import ProcessExit
-from shoal.launch.remote_processes import RemoteProcesses
-from shoal.launch.remote_run import RemoteRun
-from shoal.launch.server_messages import (
+from shoal.launch.agent_messages import (
     ChainsChanged,
+    HostRefused,
     ServerExited,
     ServerListens,
     ServerOutput,
     ServerTask,
     read_server_message,
 )
+from shoal.launch.agent_processes import RemoteProcesses, RemoteRun
+from shoal.launch.chain_members import ChainMembers
+from shoal.launch.lost_servers import ServerPolicy
+from shoal.launch.machines import Machine, ServerHosts
+from shoal.launch.output import LineForwarder
+from shoal.launch.process_config import server_config
+from shoal.launch.processes import ProcessExit
 from shoal.launch.supervisor import Supervisor
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer

@@ -24,13 +24,12 @@ import torch.distributed as dist
 from shoal.errors import BadInput
 from shoal.launch.auto import AUTO, choose_strategy
 from shoal.launch.environment import Placement, detect
-from shoal.launch.failures import report_failure
+from shoal.launch.failures import end_with_sentence, report_failure
 from shoal.launch.fork import ForkSpec, fork
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import Write, discard_lines, print_lines
-from shoal.launch.replication import replication_of
-from shoal.launch.uncaught import end_with_sentence
+from shoal.launch.process_config import replication_of
 from shoal.launch.worker import Train, Worker
 from shoal.runtime.config import RunConfig
 from shoal.strategy.base import Term

@@ -23,20 +23,20 @@ from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.agent import MAX_TASK_BYTES, free_port
-from shoal.launch.agent_messages import HostRefused
-from shoal.launch.agent_pipe import AgentPipe
-from shoal.launch.chain_members import follow
-from shoal.launch.coordinator import COORDINATOR_COMMAND, MAX_RESTARTS
-from shoal.launch.output import LineForwarder, OutputPump
-from shoal.launch.process_config import SERVER_COMMAND
-from shoal.launch.processes import Processes, ProcessExit
-from shoal.launch.server_messages import (
+from shoal.launch.agent_messages import (
+    AgentPipe,
     ChainsChanged,
+    HostRefused,
     ServerExited,
     ServerListens,
     ServerOutput,
     ServerTask,
 )
+from shoal.launch.chain_members import follow
+from shoal.launch.coordinator import COORDINATOR_COMMAND, MAX_RESTARTS
+from shoal.launch.output import LineForwarder, OutputPump
+from shoal.launch.process_config import SERVER_COMMAND
+from shoal.launch.processes import Processes, ProcessExit
 from shoal.launch.supervisor import TERM_S
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import threads_of

@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -32,10 +33,8 @@ from shoal.comm.store_board import StoreBoard
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError
 from shoal.launch.environment import Placement
-from shoal.launch.failures import report_failure
-from shoal.launch.orphan import ending_with_agent
-from shoal.launch.script_forks import ending_forks
-from shoal.launch.uncaught import add_line_of_script
+from shoal.launch.failures import add_line_of_script, report_failure
+from shoal.launch.rendezvous import ending_with_agent
 from shoal.launch.worker_group import WorkerGroup
 from shoal.launch.worker_place import WorkerPlace
 from shoal.observe.capture import Capture, StopTraining
@@ -55,6 +54,36 @@ from shoal.runtime.waits import Watcher
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
 from shoal.train.run_services import RunServices
+
+
+@contextmanager
+def ending_forks() -> Iterator[None]:
+    """A fork that the script made ends here: connections and threads are its parent's."""
+    own_pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != own_pid:
+            _end_fork(error)
+        raise
+    if os.getpid() != own_pid:
+        _end_fork(None)
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """As the interpreter would end it, without what the parent has to close."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        is_number = error.code is None or isinstance(error.code, int)
+        status = int(error.code or 0) if is_number else 1
+        if not is_number:
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
 
 _POLL_S = 0.5
 _UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up

@@ -28,12 +28,10 @@ from shoal.comm.network_board import open_board
 from shoal.comm.refusals import leave_with_agent
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.errors import BadInput, PeerLost
-from shoal.launch.device import choose_backend
 from shoal.launch.environment import Placement, is_one_host
 from shoal.launch.host_ranks import ask_hosts, meet
-from shoal.launch.orphan import require_agent_store
-from shoal.launch.rendezvous import open_rendezvous
-from shoal.launch.worker_place import WorkerPlace
+from shoal.launch.rendezvous import open_rendezvous, require_agent_store
+from shoal.launch.worker_place import WorkerPlace, choose_backend
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import require_protected, require_trusted_network

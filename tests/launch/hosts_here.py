@@ -6,9 +6,8 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from shoal.launch.host_process import HostProcess
-from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
-from shoal.launch.replication import Replication
+from shoal.launch.machines import HostProcess, Machine, ServerHosts, servers_in_turn
+from shoal.launch.process_config import Replication
 
 
 class HostsHere:

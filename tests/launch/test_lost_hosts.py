@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.launch import presence
-from shoal.launch.lost_hosts import LostHosts
-from shoal.launch.presence import LauncherUnreachable, Presence
+from shoal.launch import agent
+from shoal.launch.agent import LauncherUnreachable, Presence
+from shoal.launch.remote_workers import LostHosts
 
 
 def test_where_a_worker_gave_up_the_launcher_waits_until_it_notices_that_its_host_is_cut_off() -> (
@@ -38,7 +38,7 @@ def test_a_killed_worker_comes_back_on_its_host_at_once() -> None:
 
 
 def test_an_agent_that_does_not_reach_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_CONNECT_S", 0.01)
+    monkeypatch.setattr(agent, "_CONNECT_S", 0.01)
     shown = Presence(("127.0.0.1", 1), b"s" * 32, "2.1", lambda: None)
     with pytest.raises(LauncherUnreachable, match=r"did not reach the launcher at 127.0.0.1:1"):
         shown.__enter__()

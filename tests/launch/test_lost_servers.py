@@ -17,8 +17,8 @@ from shoal.coordinator.local import LocalCoordinator
 from shoal.errors import BadInput, ShardLost
 from shoal.launch.chain_members import ChainMembers
 from shoal.launch.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
+from shoal.launch.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.processes import ProcessExit
-from shoal.launch.replication import SERVER_RESTARTS, Replication, replication_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
 from shoal.runtime.faults import (
     ServerKill,

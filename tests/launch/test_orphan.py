@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.launch import orphan
+from shoal.launch import rendezvous
 from shoal.launch.environment import Placement
 from tests.launch.helpers import ROOT
 from tests.launch.resuming import free_port
 
 RANK = """
 import os, time
-from shoal.launch.orphan import ending_with_agent
+from shoal.launch.rendezvous import ending_with_agent
 with ending_with_agent(3, {"TORCHELASTIC_RUN_ID": "7"}):
     parent = os.getppid()
     print("ready", flush=True)
@@ -47,8 +47,8 @@ def test_a_rank_whose_agent_was_killed_says_so_and_ends(waits: str) -> None:
 def test_a_rank_that_comes_after_the_end_of_the_agent_does_not_wait_for_its_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(orphan, "_CONNECT_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.0)
     placement = Placement("torchrun", 1, 2, 1, 2, "env://")
     environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     with pytest.raises(ShoalError, match="rank 1: torchrun's agent does not answer at localhost:"):
-        orphan.require_agent_store(placement, environ)
+        rendezvous.require_agent_store(placement, environ)

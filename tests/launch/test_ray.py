@@ -14,8 +14,7 @@ import pytest
 
 from shoal.commands.engines import open_engine
 from shoal.errors import BadInput
-from shoal.launch.running import entries
-from shoal.launch.stopping import stop_run
+from shoal.launch.running import entries, stop_run
 from shoal.runtime.config import RunConfig
 from tests.coordinator.helpers import until
 from tests.launch.ray_nodes import RayNodes, ray_nodes

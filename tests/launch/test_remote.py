@@ -20,12 +20,10 @@ from shoal.commands.engines import check_engine
 from shoal.errors import BadInput, WorkersFailed
 from shoal.launch.agent import Agent
 from shoal.launch.agent_messages import HostTask
-from shoal.launch.attempts import run_attempts
 from shoal.launch.local import LaunchSpec
-from shoal.launch.machines import Machine
+from shoal.launch.machines import Machine, place, place_evenly
 from shoal.launch.output import Write
-from shoal.launch.placing import place, place_evenly
-from shoal.launch.remote import run_remote
+from shoal.launch.remote import run_attempts, run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir

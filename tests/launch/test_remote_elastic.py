@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.launch.attempts import run_attempts
 from shoal.launch.joining import ask_to_join
 from shoal.launch.local import LaunchSpec, RunResult
 from shoal.launch.lost_workers import tolerance_of
 from shoal.launch.output import Write
+from shoal.launch.remote import run_attempts
 from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import parse
 from tests.launch.helpers import Screen

@@ -14,15 +14,14 @@ import msgspec
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.agent_processes import OutputSink
+from shoal.launch.agent_messages import ServerListens, ServerTask
+from shoal.launch.agent_processes import OutputSink, RemoteRun
 from shoal.launch.local import LaunchSpec
 from shoal.launch.log_files import LogFiles
 from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
+from shoal.launch.process_config import Replication
 from shoal.launch.processes import ProcessExit
-from shoal.launch.remote_run import RemoteRun
 from shoal.launch.remote_servers import RemoteServers
-from shoal.launch.replication import Replication
-from shoal.launch.server_messages import ServerListens, ServerTask
 from shoal.launch.supervisor import Event, Supervisor
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
