@@ -23,6 +23,7 @@ from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.cores import one_core
+from tests.devices import NUM_GPUS, show_gpus
 from tests.forked import zygotes
 from tests.products import WHOLE_SUITE, covering
 from tests.seeds import begin_rank, manual_seed
@@ -56,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --whole: leave out what is marked `whole`, and all but a cover of products."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not NUM_GPUS:
+            item.add_marker(pytest.mark.skip("needs a CUDA GPU"))
     if config.getoption("--whole"):
         return
     products: dict[str, list[pytest.Function]] = {}
@@ -91,6 +95,12 @@ World = Callable[[int, Callable[[Group], Any]], list[Any]]
 @pytest.fixture(autouse=True)
 def _no_seeds_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "manual_seed", manual_seed)
+
+
+@pytest.fixture(autouse=True)
+def _visible_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        show_gpus(monkeypatch)
 
 
 def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:

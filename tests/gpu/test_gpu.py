@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from shoal.transport.shm.segment import is_built
+from tests.devices import NUM_GPUS
 from tests.scripts import HEAD, json_of, shoal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 BACKEND = (
     HEAD
@@ -54,7 +51,7 @@ def test_one_worker_under_ddp_goes_over_nccl(tmp_path: Path) -> None:
 
 def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
-    workers = str(torch.cuda.device_count() + 1)
+    workers = str(NUM_GPUS + 1)
     done = shoal("run", "train.py", "-n", workers, "-s", "ddp", cwd=tmp_path)
     words = done.stdout.removeprefix("[0] ").split()[:3]
     assert words == ["gloo", "cuda:0", "SharedMemory" if is_built() else "Torch"], done.stderr
@@ -94,7 +91,7 @@ def test_digits_with_batchnorm_verify_on_two_workers_that_share_a_gpu(tmp_path: 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_gossip_between_workers_that_share_a_gpu(tmp_path: Path, mode: str) -> None:
     (tmp_path / "train.py").write_text(BACKEND)
-    workers = str(max(4, torch.cuda.device_count() + 1))
+    workers = str(max(4, NUM_GPUS + 1))
     done = shoal("run", "train.py", "-n", workers, "-s", f'gossip(mode="{mode}")', cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cuda:0" in done.stdout

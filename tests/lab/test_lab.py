@@ -93,6 +93,7 @@ def test_a_rate_is_bits_or_bytes() -> None:
 
 def test_without_root_or_tools_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: f"/bin/{tool}")
     assert namespaces.why_not().endswith("start it with sudo")
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
     assert "install iproute2" in namespaces.why_not()

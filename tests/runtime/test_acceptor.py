@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ def test_an_error_of_a_connection_is_followed_by_a_pause_and_the_next_connection
     listening = FailingSocket(number, number)
     acceptor = Acceptor(listening)
     dialed.append(socket.create_connection(listening.getsockname()))
+    assert select.select([listening], [], [], 20)[0]
     if number in SCARCE:  # the one that waits is closed, by the second call of accept
         listening.errors.pop()
         assert acceptor.accept_now() is None

@@ -12,12 +12,9 @@ from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer
 from shoal.transport.shm.shared_buffer import SharedBuffer
 from tests.comm.shm import Table
+from tests.descriptors import memory_descriptors
 
 NUM_BYTES = 4096
-
-
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
 
 
 def meet(size: int, attach: Callable[[int, list[Offer]], int]) -> list[int | None]:
@@ -35,14 +32,14 @@ def meet(size: int, attach: Callable[[int, list[Offer]], int]) -> list[int | Non
 
 
 def test_all_ranks_open_the_same_memory() -> None:
-    before = descriptors()
+    before = memory_descriptors()
     handles = meet(3, lambda rank, offers: offers[0].open_checked(NUM_BYTES))
     inodes = {os.fstat(fd).st_ino for fd in handles if fd is not None}
     for fd in handles:
         assert fd is not None
         os.close(fd)
     assert len(inodes) == 1
-    assert descriptors() == before  # the offer itself was closed
+    assert memory_descriptors() == before  # the offer itself was closed
 
 
 @pytest.mark.parametrize("refuses", [0, 2])
@@ -50,7 +47,7 @@ def test_all_ranks_open_the_same_memory() -> None:
 def test_where_one_rank_fails_all_get_none_and_no_descriptor_stays(
     refuses: int, error: Exception
 ) -> None:
-    before = descriptors()
+    before = memory_descriptors()
 
     def attach(rank: int, offers: list[Offer]) -> int:
         if rank == refuses:
@@ -58,11 +55,11 @@ def test_where_one_rank_fails_all_get_none_and_no_descriptor_stays(
         return offers[0].open_checked(NUM_BYTES)
 
     assert meet(3, attach) == [None, None, None]
-    assert descriptors() == before
+    assert memory_descriptors() == before
 
 
 def test_an_exchange_that_fails_leaves_no_descriptor_behind() -> None:
-    before = descriptors()
+    before = memory_descriptors()
     rounds = iter([True, False])
 
     def exchange(text: bytes) -> list[bytes]:
@@ -73,7 +70,7 @@ def test_an_exchange_that_fails_leaves_no_descriptor_behind() -> None:
     fd = memfd.make("test", NUM_BYTES)
     with pytest.raises(TimeoutError):
         memfd.rendezvous(exchange, fd, lambda offers: offers[0].open(), os.close)
-    assert descriptors() == before
+    assert memory_descriptors() == before
 
 
 def test_a_damaged_offer_is_a_refusal() -> None:
@@ -87,10 +84,10 @@ def test_a_damaged_offer_is_a_refusal() -> None:
 )
 def test_memory_of_another_size_or_generation_is_refused(num_bytes: int, generation: int) -> None:
     fd = memfd.make("test", NUM_BYTES, 7)
-    before = descriptors()
+    before = memory_descriptors()
     with pytest.raises(ValueError, match="offers other memory"):
         Offer(os.getpid(), fd, generation).open_checked(num_bytes)
-    assert descriptors() == before
+    assert memory_descriptors() == before
     os.close(fd)
 
 
@@ -134,11 +131,11 @@ def test_ranks_write_one_buffer_and_see_who_has_finished() -> None:
 
 def test_ranks_that_want_another_size_of_buffer_all_get_none() -> None:
     table = Table(2)
-    before = descriptors()
+    before = memory_descriptors()
 
     def main(rank: int) -> SharedBuffer | None:
         return SharedBuffer.join(table.exchange(rank), rank, 2, 16 + 64 * rank)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(main, range(2))) == [None, None]
-    assert descriptors() == before
+    assert memory_descriptors() == before
