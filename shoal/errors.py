@@ -125,3 +125,7 @@ class ShardLost(ServerFailed):
         self.is_loss = True
         self.server = server
         ShoalError.__init__(self, sentence)
+
+
+class StopTraining(BaseException):
+    """Raised to end the training function after the requested steps; it is not an error."""

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.comm.board import GroupMember
-from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.executor import Executor
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
-from shoal.comm.membership import Generation, GroupMembership
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.cores import cores
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
-from shoal.transport.tcp.transport import TcpEngine
+
+if TYPE_CHECKING:
+    from shoal.comm.board import GroupMember
+    from shoal.comm.elastic_hosts import ElasticHosts
+    from shoal.comm.membership import Generation, GroupMembership
+    from shoal.transport.tcp.transport import TcpEngine
 
 
 class ElasticGroup(Group):

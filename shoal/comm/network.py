@@ -10,20 +10,20 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.executors.hierarchical.gloo_links import GlooLinks
-from shoal.comm.executors.hierarchical.inter_host import HostLinks
-from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.proof import fresh_nonce, proof
 from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
-from shoal.transport.tcp.connect import TcpSpec
-from shoal.transport.tcp.transport import TcpEngine, is_built
+
+if TYPE_CHECKING:
+    from shoal.comm.executors.hierarchical.inter_host import HostLinks
+    from shoal.transport.tcp.transport import TcpEngine
 
 BETWEEN = ("tcp", "gloo")
 LOOPBACK = "127.0.0.1"
@@ -44,6 +44,9 @@ class HostNetwork:
         asked = None if self.config is None else self.config.between
         if asked is not None and asked not in BETWEEN:
             raise BadInput(f"SHOAL_BETWEEN is tcp or gloo, not {asked!r}")
+
+        from shoal.transport.tcp.transport import is_built
+
         if asked == "tcp" and not is_built():
             raise BadInput("SHOAL_BETWEEN=tcp needs the native part, which is not built here")
         return asked or ("tcp" if is_built() else "gloo")
@@ -110,7 +113,13 @@ def open_links(
     """The connections between the hosts of a group; all ranks call it."""
     if between == "gloo":
         network.check_gloo(topology.rank)
+
+        from shoal.comm.executors.hierarchical.gloo_links import GlooLinks
+
         return GlooLinks(topology, PrefixStore("gloo", store), timeout_s)
+
+    from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
+
     return TcpLinks(open_engine(topology, exchange, timeout_s, network), topology, timeout_s)
 
 
@@ -124,6 +133,10 @@ def open_engine(
     """
     key = network.key(topology.rank)
     drawn = exchange(fresh_nonce().hex().encode())
+
+    from shoal.transport.tcp.connect import TcpSpec
+    from shoal.transport.tcp.transport import TcpEngine
+
     spec = TcpSpec(
         topology.rank,
         topology.size,

@@ -13,35 +13,33 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.authenticated_store import authenticated
 from shoal.comm.executor import Executor
-from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
-from shoal.comm.executors.scheduled.executor import Scheduled
-from shoal.comm.executors.scheduled.selection import Algorithm, ForRanks, Ordered
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import generation_name, own_generation
 from shoal.comm.group import Group
-from shoal.comm.guarded_store.meet import meet_at, move_to_own_service
 from shoal.comm.network import HostNetwork, agreed_between, open_engine, open_links
 from shoal.comm.racks import in_ring_order
-from shoal.comm.refusals import HeedingStore, Refusals, heeding_refusals
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
-from shoal.transport.tcp.transport import TcpTransport
-from shoal.transport.torch_p2p import TorchTransport
 from shoal.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from shoal.comm.executors.hierarchical.executor import Hierarchical
+    from shoal.comm.executors.scheduled.selection import Algorithm
+    from shoal.comm.refusals import Refusals
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -99,12 +97,18 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
     def protect(store: Store, rank: int, size: int) -> Store:
         if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
             return own_generation(store, rank, size)
+
+        from shoal.comm.refusals import heeding_refusals
+
         with heeding_refusals(store, spec.secret, rank) as refusals:
             return _prove(spec, store, refusals, stores)
 
     def meet() -> Store:
         if spec.store is not None:
             return spec.store
+
+        from shoal.comm.guarded_store.meet import meet_at
+
         stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
         return stores[0]
 
@@ -125,11 +129,16 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
 
 def _prove(spec: GroupSpec, store: Store, refusals: Refusals, kept: list[Store]) -> Store:
     """What all ranks have met in, from a store of torch's that strangers can write to."""
+    from shoal.comm.authenticated_store import authenticated
+    from shoal.comm.refusals import HeedingStore
+
     heeding = HeedingStore(store, refusals)
     kept.append(heeding)
     proven = authenticated(heeding, spec.secret, spec.rank, spec.size)
     kept.append(proven)
     if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
+        from shoal.comm.guarded_store.meet import move_to_own_service
+
         own = move_to_own_service(proven, spec.rank, spec.secret, spec.hostname)
         kept.append(own)
         named = PrefixStore(spec.name, own)
@@ -159,8 +168,14 @@ def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
     if spec.algorithm is None:
         return Torch(world)
     transport, order = _between_all(spec, world)
+
+    from shoal.comm.executors.scheduled.executor import Scheduled
+    from shoal.comm.executors.scheduled.selection import Ordered
+
     algorithm: Algorithm = Ordered(spec.algorithm, order)
     if is_user_function(spec.algorithm):  # it is made and proven for the replicas
+        from shoal.comm.executors.scheduled.selection import ForRanks
+
         algorithm = ForRanks(spec.algorithm, spec.replicas)
     return Scheduled(transport, {"all_reduce": algorithm}, background=True)
 
@@ -170,6 +185,9 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
 
     Over TCP where ranks are on several hosts and all of them can.
     """
+    from shoal.transport.tcp.transport import TcpTransport
+    from shoal.transport.torch_p2p import TorchTransport
+
     if spec.config is None or spec.is_one_host or spec.backend != "gloo":
         return TorchTransport(world), tuple(range(spec.size))
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
@@ -255,6 +273,9 @@ def share_memory(
     except BaseException:
         local.close()
         raise
+
+    from shoal.comm.executors.hierarchical.executor import Hierarchical
+
     return Hierarchical(topology, local, links, timeout_s)
 
 

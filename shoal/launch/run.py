@@ -22,14 +22,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import BadInput
-from shoal.launch.auto import AUTO, choose_strategy
 from shoal.launch.environment import Placement, detect
 from shoal.launch.failures import end_with_sentence, report_failure
-from shoal.launch.fork import ForkSpec, fork
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.lost_workers import taking_back, tolerance_of
-from shoal.launch.output import Write, discard_lines, print_lines
-from shoal.launch.process_config import replication_of
 from shoal.launch.worker import Train, Worker
 from shoal.runtime.config import RunConfig
 from shoal.strategy.base import Term
@@ -73,7 +67,7 @@ def run(
         seed=seed if config.seed is None else config.seed,
         device=config.device or device,
     )
-    if chosen == AUTO:
+    if chosen == "auto":
         chosen = _choose(train, size, placement, config)
     if placement is None and size > 1:
         return _launch_self(train, as_strategy(chosen), size, config)
@@ -123,6 +117,8 @@ def _reporting_failures(work: Callable[[], Any], config: RunConfig, rank: int) -
 def _choose(train: Train, workers: int, placement: Placement | None, config: RunConfig) -> Strategy:
     """What `strategy="auto"` stands for."""
     if placement is None:
+        from shoal.launch.auto import choose_strategy
+
         return choose_strategy(workers, config, partial(_trace_self, train), _say)
     if placement.rank == 0:
         _say("auto: ddp, for workers of another launcher have to start with a strategy")
@@ -135,7 +131,8 @@ def _say(text: str) -> None:
 
 def _trace_self(train: Train, workers: int, config: RunConfig) -> None:
     """Run the script once in processes of its own, without its output."""
-    _launch_self(train, as_strategy(config.strategy or "single"), workers, config, discard_lines)
+    strategy = as_strategy(config.strategy or "single")
+    _launch_self(train, strategy, workers, config, is_shown=False)
 
 
 def _launch_self(
@@ -143,8 +140,14 @@ def _launch_self(
     strategy: Strategy,
     workers: int,
     config: RunConfig,
-    write: Write = print_lines,
+    is_shown: bool = True,
 ) -> None:
+    from shoal.launch.fork import ForkSpec, fork
+    from shoal.launch.local import LaunchSpec, launch
+    from shoal.launch.lost_workers import taking_back, tolerance_of
+    from shoal.launch.output import discard_lines, print_lines
+    from shoal.launch.process_config import replication_of
+
     strategy.require_built()
     strategy.layout(workers)
     if config.takes_back:
@@ -156,7 +159,8 @@ def _launch_self(
     command = _command_of_script()
     if command is not None:
         spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
-        shows_name = write is print_lines and sys.stderr.isatty()
+        shows_name = is_shown and sys.stderr.isatty()
+        write = print_lines if is_shown else discard_lines
         launch(replace(spec, replication=replication, shows_name=shows_name), write)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -19,31 +19,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
-from shoal.comm.meetings import Meetings
 from shoal.comm.select import shared_store
-from shoal.comm.store_board import StoreBoard
-from shoal.comm.tracing import Traced
-from shoal.errors import BadInput, PeerLost, RunOver, ShoalError
+from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StopTraining
 from shoal.launch.environment import Placement
 from shoal.launch.failures import add_line_of_script, report_failure
 from shoal.launch.rendezvous import ending_with_agent
 from shoal.launch.worker_group import WorkerGroup
 from shoal.launch.worker_place import WorkerPlace
-from shoal.observe.capture import Capture, StopTraining
-from shoal.observe.memory_estimate import estimate_memory
-from shoal.observe.memory_probe import Probe
 from shoal.observe.progress import for_worker, open_progress
 from shoal.observe.trace import OFF, Recorder, Tracer
-from shoal.observe.workload_profile import profile_workload
-from shoal.observe.workload_trace import trace_workload
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
@@ -54,6 +45,12 @@ from shoal.runtime.waits import Watcher
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
 from shoal.train.run_services import RunServices
+
+if TYPE_CHECKING:
+    from shoal.comm.elastic import ElasticSum
+    from shoal.comm.meetings import Meetings
+    from shoal.observe.capture import Capture
+    from shoal.observe.memory_probe import Probe
 
 
 @contextmanager
@@ -192,32 +189,54 @@ class Worker:
             raise error from over
 
     def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
-        is_estimate = estimate_memory(self.config.memory_estimate, train, make_job)
-        asked = self.config.workload_trace
-        is_profile = not is_estimate and profile_workload(asked, train, make_job)
-        if is_estimate or is_profile or trace_workload(asked, train, make_job):
+        if self._only_looks(train, make_job):
             self.mark_finished()
             return None
         job = make_job(Job)
         self.prepare(job)
         return self._train(train, job)
 
+    def _only_looks(self, train: Train, make_job: Callable[[type[Job]], Job]) -> bool:
+        """Whether this run estimates, profiles or traces a step, which is then done."""
+        estimate = self.config.memory_estimate
+        asked = self.config.workload_trace
+        if estimate.folder is not None:
+            from shoal.observe.memory_estimate import estimate_memory
+
+            return estimate_memory(estimate, train, make_job)
+        if asked.folder is None:
+            return False
+        from shoal.observe.workload_profile import profile_workload
+        from shoal.observe.workload_trace import trace_workload
+
+        return profile_workload(asked, train, make_job) or trace_workload(asked, train, make_job)
+
+    def _observers(self, job: Job) -> list[Capture | Probe]:
+        """What records this run, for `shoal verify` and `shoal memory`."""
+        observers: list[Capture | Probe | None] = []
+        if self.config.capture.folder is not None:
+            from shoal.observe.capture import Capture
+
+            observers.append(Capture.start(self.config.capture, job, self.number))
+        if self.config.memory_probe.folder is not None:
+            from shoal.observe.memory_probe import Probe
+
+            observers.append(Probe.start(self.config.memory_probe, job))
+        return [observer for observer in observers if observer is not None]
+
     def _train(self, train: Train, job: Job) -> Any:
-        capture = Capture.start(self.config.capture, job, self.number)
-        probe = Probe.start(self.config.memory_probe, job)
+        observers = self._observers(job)
         result = None
         end: SystemExit | None = None
         with suppress(StopTraining), ending_forks():
             try:
                 result = train(job)
             except SystemExit as exit:
-                if exit.code or capture is None:
+                if exit.code or self.config.capture.folder is None:
                     raise
                 end = exit  # what was trained until then is compared
-        if capture is not None:
-            capture.write()
-        if probe is not None:
-            probe.write()
+        for observer in observers:
+            observer.write()
         job.close()
         self.report(job)
         self.mark_finished()
@@ -264,6 +283,9 @@ class Worker:
             yield
             return
         store = shared_store(f"preemption of run {self.number}", group.rank, group.size)
+
+        from shoal.comm.store_board import StoreBoard
+
         with (
             StoreBoard(store, group.rank, group.size, preemption.ask) as board,
             preemption.agreeing(board),
@@ -288,6 +310,9 @@ class Worker:
             return None
         folder = run_dir.tally_folder(self.number)
         has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
+
+        from shoal.comm.elastic import ElasticSum
+
         return ElasticSum(folder, self.rank, has_exited, self._place.patience_s)
 
     def _make_step_count(self) -> StepCount | None:
@@ -301,10 +326,17 @@ class Worker:
             return None
         file = run_dir.meetings(self.number)
         generation = self.config.generation
+
+        from shoal.comm.meetings import Meetings
+
         return Meetings(
             file, self.rank, self.size, generation, run_dir.has_ended, self._place.patience_s
         )
 
 
 def _traced(executor: Executor, tracer: Tracer) -> Executor:
-    return Traced(executor, tracer) if tracer.enabled else executor
+    if not tracer.enabled:
+        return executor
+    from shoal.comm.tracing import Traced
+
+    return Traced(executor, tracer)

@@ -11,25 +11,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.elastic_group import ElasticGroup
-from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.executor import Executor
-from shoal.comm.executors.deferred import Deferred
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.comm.membership import GroupMembership
 from shoal.comm.network import HostNetwork
-from shoal.comm.network_board import open_board
-from shoal.comm.refusals import leave_with_agent
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.errors import BadInput, PeerLost
 from shoal.launch.environment import Placement, is_one_host
-from shoal.launch.host_ranks import ask_hosts, meet
 from shoal.launch.rendezvous import open_rendezvous, require_agent_store
 from shoal.launch.worker_place import WorkerPlace, choose_backend
 from shoal.runtime.config import RunConfig
@@ -37,6 +31,10 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import require_protected, require_trusted_network
 from shoal.runtime.waits import waiting
 from shoal.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shoal.comm.board import Board
+    from shoal.comm.membership import GroupMembership
 
 _POLL_S = 0.5
 _UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up
@@ -72,6 +70,8 @@ class WorkerGroup:
             with closing(self._make_elastic_group(run_dir)) as elastic:
                 yield elastic
         elif run_dir is not None and (self._strategy.starts_apart or self._place.comes_back):
+            from shoal.comm.executors.deferred import Deferred
+
             folder = run_dir.start_folder(self._number)
             with ExitStack() as stack:
                 later = self._open_full_group(self._place.placement)
@@ -96,12 +96,18 @@ class WorkerGroup:
 
     def _make_elastic_group(self, run_dir: RunDir | None) -> ElasticGroup:
         """A group that is formed when this worker has built its model."""
+        from shoal.comm.board import GroupMember, RunDirBoard
+        from shoal.comm.membership import GroupMembership
+
         me = GroupMember(self._rank, self._config.generation)
         hosts = None
         board: Board
         if run_dir is not None:
             board = RunDirBoard(run_dir, self._number)
         else:
+            from shoal.comm.elastic_hosts import ElasticHosts
+            from shoal.comm.network_board import open_board
+
             hosts = ElasticHosts(HostNetwork(self._config), self._config.host_id)
             hosts.check()
             board = open_board(self._config, me, self._number)
@@ -117,6 +123,8 @@ class WorkerGroup:
         require_agent_store(placement, self._config.environ)
         store: Store | None = None
         if self._place.asks_hosts:
+            from shoal.launch.host_ranks import ask_hosts, meet
+
             with waiting(f"rank {self._rank}", "the other workers", "the rendezvous"):
                 store = meet(placement, self._config, self._place.device.type == "cuda")
                 placement = ask_hosts(placement, self._config, self._number, store)
@@ -154,6 +162,8 @@ class WorkerGroup:
             return self._key_of_hosts(placement)
         except BadInput as error:
             if placement.launcher == "torchrun" and placement.rendezvous == "env://":
+                from shoal.comm.refusals import leave_with_agent
+
                 leave_with_agent(self._rank, self._size, f"run {self._number}", str(error))
             raise BadInput(f"rank {self._rank}: {error}") from error
 

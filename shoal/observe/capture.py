@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal.comm.group import Op
 from shoal.data.sampling import FullDatasetBatch
+from shoal.errors import StopTraining
 from shoal.observe.double_precision import compute_in_double, convert
 from shoal.observe.random_draws import DrawWatch, switch_off_dropout
 from shoal.pytree import tensors_of
@@ -36,10 +37,6 @@ from shoal.train.state import gather_model, gather_optimizer_state
 from shoal.train.step import Step
 
 IGNORE_INDEX = -100  # of torch's losses
-
-
-class StopTraining(BaseException):
-    """Raised to end the training function after the requested steps; it is not an error."""
 
 
 class Capture:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
-from shoal.errors import BadInput
-from shoal.observe.capture import StopTraining
+from shoal.errors import BadInput, StopTraining
 from shoal.observe.loop_sizes import loop_sizes, other_bytes
 from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
 from shoal.pytree import Tree

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.observe.capture import StopTraining
+from shoal.errors import StopTraining
 from shoal.observe.memory_estimate import WorkerMemory
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.fsdp.sharded_params import ShardedParams

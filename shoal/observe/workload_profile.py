@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows
-from shoal.observe.capture import StopTraining
+from shoal.errors import StopTraining
 from shoal.observe.memory_estimate import EstimateJob
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import Loss, autocast_for, call_model

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
-from shoal.errors import ShoalError
-from shoal.observe.capture import StopTraining
+from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob
 from shoal.observe.model_sizes import parameters_without_memory, sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module

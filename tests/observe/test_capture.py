@@ -14,8 +14,9 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.errors import StopTraining
 from shoal.examples import clicks
-from shoal.observe.capture import Capture, StopTraining
+from shoal.observe.capture import Capture
 from shoal.observe.captured_run import CapturedRun
 from shoal.observe.verify import compare
 from shoal.runtime.config import CaptureConfig

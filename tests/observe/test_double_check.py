@@ -20,7 +20,8 @@ from shoal.comm.call import Op, as_reduced
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.commands.verify import _about_rounding
-from shoal.observe.capture import Capture, StopTraining
+from shoal.errors import StopTraining
+from shoal.observe.capture import Capture
 from shoal.observe.captured_run import CapturedRun
 from shoal.observe.double_check import DoubleCheck, check
 from shoal.observe.double_precision import DoublePrecision
