@@ -83,6 +83,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    show_gpus(item.get_closest_marker("gpu") is not None)
+
+
 @pytest.fixture(scope="session")
 def whole_suite(request: pytest.FixtureRequest) -> bool:
     """Whether --whole was given: then proofs and prices take all numbers of ranks."""
@@ -95,12 +100,6 @@ World = Callable[[int, Callable[[Group], Any]], list[Any]]
 @pytest.fixture(autouse=True)
 def _no_seeds_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "manual_seed", manual_seed)
-
-
-@pytest.fixture(autouse=True)
-def _visible_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu"):
-        show_gpus(monkeypatch)
 
 
 def run_world(size: int, body: Callable[[Group], Any]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -13,20 +12,14 @@ _ALL = "all"
 _shown = os.environ.setdefault("SHOAL_TEST_GPUS", os.environ.get(_VISIBLE, _ALL))
 
 
-def show_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    if _shown == _ALL:
-        monkeypatch.delenv(_VISIBLE)
+def show_gpus(are_visible: bool) -> None:
+    """To the processes that are started from now on."""
+    if are_visible and _shown == _ALL:
+        os.environ.pop(_VISIBLE, None)
     else:
-        monkeypatch.setenv(_VISIBLE, _shown)
+        os.environ[_VISIBLE] = _shown if are_visible else ""
 
 
-def _num_gpus() -> int:
-    """Without a CUDA context, which forks could not have."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv(_VISIBLE, "")
-        show_gpus(monkeypatch)
-        return torch.cuda.device_count()
-
-
-NUM_GPUS = _num_gpus()
-os.environ[_VISIBLE] = ""
+show_gpus(True)
+NUM_GPUS = torch.cuda.device_count()  # makes no CUDA context, which forks could not have
+show_gpus(False)
