@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
 from textwrap import wrap
 
 from shoal.cluster.cluster import Cluster
@@ -12,6 +11,7 @@ from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.levels import narrowest, narrowest_cut
 from shoal.cluster.torus import coordinates
 from shoal.cluster.units import show_rate
+from shoal.runtime import svg
 from shoal.runtime.wording import counted
 
 MOST_RACKS = 4
@@ -20,7 +20,7 @@ MOST_DEVICES = 64
 _BOX = 34  # a device, with its margin
 _MARGIN = 24
 _STYLE = """
-text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733;font-size:13px}
+text{font-size:13px}
 .title{font-size:20px;font-weight:700}.small{font-size:11px}.note{fill:#5a6675}
 .rack{fill:#f1f4f7;stroke:#9aa5b1}.node{fill:#fff;stroke:#9aa5b1}
 .device{fill:#d7e9f7;stroke:#0072b2}.switch{fill:#fff3d6;stroke:#e69f00}
@@ -29,24 +29,19 @@ text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733;font-size:13px}
 """
 
 
-@dataclass
 class _Canvas:
-    parts: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.parts: list[str] = []
 
     def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        self.parts.append(
-            f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-            f'height="{height:.1f}" rx="5"/>'
-        )
+        self.parts.append(svg.box((x, y), (width, height), kind, rx=5))
 
     def line(self, x: float, y: float, to_x: float, to_y: float, kind: str) -> None:
-        self.parts.append(f'<path class="{kind}" d="M{x:.1f} {y:.1f} L{to_x:.1f} {to_y:.1f}"/>')
+        self.parts.append(svg.path(f"M{x:.1f} {y:.1f} L{to_x:.1f} {to_y:.1f}", kind))
 
     def text(self, x: float, y: float, words: str, kind: str = "", middle: bool = False) -> None:
-        anchor = ' text-anchor="middle"' if middle else ""
-        self.parts.append(
-            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{anchor}>{escape(words)}</text>'
-        )
+        anchor = "middle" if middle else None
+        self.parts.append(svg.text(x, y, words, kind or None, text_anchor=anchor))
 
 
 @dataclass(frozen=True)
@@ -88,16 +83,7 @@ def cluster_svg(cluster: Cluster) -> str:
     lines = [line for words in _captions(cluster, sizes) for line in wrap(words, int(width / 7.5))]
     for number, words in enumerate(lines):
         canvas.text(_MARGIN, top + sizes.rack[1] + 30 + 20 * number, words, "note")
-    return _document(canvas, cluster, width, height)
-
-
-def _document(canvas: _Canvas, cluster: Cluster, width: float, height: float) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img" style="max-width:100%;height:auto">'
-        f"<title>{escape(heading(cluster))}</title><style>{_STYLE}</style>"
-        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(canvas.parts)}</svg>\n'
-    )
+    return svg.document(heading(cluster), (width, height), _STYLE, canvas.parts, "#fff")
 
 
 def _sizes(cluster: Cluster) -> _Sizes:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from html import escape
 
 from shoal.errors import BadInput
 from shoal.plan.gantt import NAMES
 from shoal.plan.timeline import ActionSpan, Timeline
+from shoal.runtime import svg
 from shoal.schedules.pipelines.actions import ActionKind
 from shoal.schedules.pipelines.proof import PipelineProof
 
@@ -34,7 +34,6 @@ _HUES = {
     ActionKind.WEIGHT: "#e69f00",
 }
 _STYLE = """
-text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
 .title{font-size:20px;font-weight:700}.text{font-size:15px}.note{font-size:13px;fill:#5a6675}
 .stage{font-size:14px;font-weight:700}.idle{fill:#eceff3}.held{fill:#c9b6e0}
 .one{font-size:12px;font-weight:600;text-anchor:middle;fill:#fff}.pale .one{fill:#1d2733}
@@ -71,20 +70,15 @@ def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
             "ask for fewer stages or micro-batches"
         )
     sheet = _Sheet(timeline)
-    name = escape(str(timeline.pipeline))
+    name = str(timeline.pipeline)
     body = [
-        f'<text class="title" x="{_MARGIN}" y="36">{name}</text>',
-        f'<text class="text" x="{_MARGIN}" y="64">{_costs(timeline)}</text>',
+        svg.text(_MARGIN, 36, name, "title"),
+        svg.text(_MARGIN, 64, _costs(timeline), "text"),
         *(_stage(sheet, timeline, proof, stage) for stage in range(timeline.pipeline.stages)),
         _axis(sheet, timeline),
         _legend(sheet, timeline),
     ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width:.0f} '
-        f'{sheet.height:.0f}" width="{sheet.width:.0f}" height="{sheet.height:.0f}" role="img" '
-        f'style="max-width:100%;height:auto"><title>{name}</title><style>{_STYLE}</style>'
-        f'<rect width="100%" height="100%" fill="#fbfcfd"/>{"".join(body)}</svg>\n'
-    )
+    return svg.document(name, (sheet.width, sheet.height), _STYLE, body)
 
 
 def _costs(timeline: Timeline) -> str:
@@ -100,13 +94,15 @@ def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) 
     peak = proof.peak_live[stage]
     right = sheet.x(timeline.makespan) + 12
     idle = 1 - timeline.work[stage] / timeline.makespan
-    return (
-        f'<text class="stage" x="{_MARGIN}" y="{y + 22:.1f}">stage {stage}</text>'
-        f'<rect class="idle" x="{_LEFT}" y="{y:.1f}" width="{sheet.drawn:.1f}" height="{_BAND}"/>'
-        + "".join(_box(sheet, timeline, span, y) for span in spans if span.end > span.start)
-        + _held(sheet, spans, max(proof.peak_live), y + _BAND + _HELD)
-        + f'<text class="note" x="{right:.1f}" y="{y + 22:.1f}">idle {idle:.1%}</text>'
-        f'<text class="note" x="{right:.1f}" y="{y + _BAND + 14:.1f}">holds {peak} at most</text>'
+    return "".join(
+        [
+            svg.text(_MARGIN, y + 22, f"stage {stage}", "stage"),
+            svg.box((_LEFT, y), (sheet.drawn, _BAND), "idle"),
+            *(_box(sheet, timeline, span, y) for span in spans if span.end > span.start),
+            _held(sheet, spans, max(proof.peak_live), y + _BAND + _HELD),
+            svg.text(right, y + 22, f"idle {idle:.1%}", "note"),
+            svg.text(right, y + _BAND + 14, f"holds {peak} at most", "note"),
+        ]
     )
 
 
@@ -117,14 +113,14 @@ def _box(sheet: _Sheet, timeline: Timeline, span: ActionSpan, y: float) -> str:
     strength = 1 - 0.65 * action.chunk / max(1, timeline.pipeline.chunks - 1)
     pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
     label = f"{action.microbatch}" if len(str(action.microbatch)) * 7 + 4 <= wide else ""
-    tooltip = f"{action}: {span.start:.6g} to {span.end:.6g}"
-    return (
-        f'<g class="{"pale" if pale else "full"}"><title>{tooltip}</title>'
-        f'<rect class="box" x="{sheet.x(span.start):.1f}" y="{y:.1f}" width="{wide:.1f}" '
-        f'height="{_BAND}" rx="3" fill="{_HUES[action.kind]}" fill-opacity="{strength:.2f}"/>'
-        f'<text class="one" x="{sheet.x(span.start) + wide / 2:.1f}" y="{y + 22:.1f}">{label}'
-        "</text></g>"
+    left = sheet.x(span.start)
+    hue = _HUES[action.kind]
+    parts = (
+        svg.element("title", f"{action}: {span.start:.6g} to {span.end:.6g}"),
+        svg.box((left, y), (wide, _BAND), "box", rx=3, fill=hue, fill_opacity=f"{strength:.2f}"),
+        svg.text(left + wide / 2, y + 22, label, "one"),
     )
+    return svg.element("g", "".join(parts), class_="pale" if pale else "full")
 
 
 def _held(sheet: _Sheet, spans: tuple[ActionSpan, ...], most: int, y: float) -> str:
@@ -133,7 +129,7 @@ def _held(sheet: _Sheet, spans: tuple[ActionSpan, ...], most: int, y: float) -> 
     high = (_HELD - 3) / most
     for moment, count in _live(spans):
         points.append(f"H{sheet.x(moment):.1f}V{y - count * high:.1f}")
-    return f'<path class="held" d="{"".join(points)}Z"/>'
+    return svg.path(f"{''.join(points)}Z", "held")
 
 
 def _live(spans: tuple[ActionSpan, ...]) -> Iterator[tuple[float, int]]:
@@ -151,14 +147,12 @@ def _live(spans: tuple[ActionSpan, ...]) -> Iterator[tuple[float, int]]:
 def _axis(sheet: _Sheet, timeline: Timeline) -> str:
     y = sheet.bottom + 2
     step = _round_step(60 / sheet.per_time)
-    marks = [
-        f'<path class="axis" d="M{sheet.x(moment):.1f} {y}v6"/>'
-        f'<text class="note" text-anchor="middle" x="{sheet.x(moment):.1f}" y="{y + 20}">'
-        f"{moment:g}</text>"
-        for moment in (step * number for number in range(int(timeline.makespan / step) + 1))
-    ]
-    line = f'<path class="axis" d="M{_LEFT} {y}h{sheet.drawn:.1f}"/>'
-    return f'{line}{"".join(marks)}<text class="note" x="{_MARGIN}" y="{y + 20}">time</text>'
+    parts = [svg.path(f"M{_LEFT} {y}h{sheet.drawn:.1f}", "axis")]
+    for moment in (step * number for number in range(int(timeline.makespan / step) + 1)):
+        x = sheet.x(moment)
+        parts.append(svg.path(f"M{x:.1f} {y}v6", "axis"))
+        parts.append(svg.text(x, y + 20, f"{moment:g}", "note", text_anchor="middle"))
+    return "".join([*parts, svg.text(_MARGIN, y + 20, "time", "note")])
 
 
 def _round_step(least: float) -> float:
@@ -175,12 +169,10 @@ def _legend(sheet: _Sheet, timeline: Timeline) -> str:
     y = sheet.bottom + 44
     parts = []
     for hue, words in entries:
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{hue}"/>'
-            f'<text class="note" x="{x + 20}" y="{y + 12}">{words}</text>'
-        )
+        parts.append(svg.box((x, y), (14, 14), rx=3, fill=hue))
+        parts.append(svg.text(x + 20, y + 12, words, "note"))
         x += 44 + 7.2 * len(words)
     words = "The number in a box is its micro-batch."
     if timeline.pipeline.chunks > 1:
         words += f" Each stage has {timeline.pipeline.chunks} chunks; later ones are paler."
-    return f'{"".join(parts)}<text class="note" x="{_LEFT}" y="{y + 34}">{words}</text>'
+    return "".join([*parts, svg.text(_LEFT, y + 34, words, "note")])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.runtime import svg
+
 START_S = 3.0
 ROUND_S = 3.0
 END_S = 5.0
@@ -38,60 +40,57 @@ class Animation:
                 changes.append((START_S + (number + _ARRIVE) * ROUND_S, lit))
         if len(changes) == 1:
             return None
-        times = ";".join(self._key(second) for second, _ in changes)
-        values = ";".join("1" if lit else "0" for _, lit in changes)
-        kind = 'attributeName="opacity" calcMode="discrete"'
-        return self._animate("animate", kind, values, times)
+        return self._opacity(changes)
 
     def journey(self, number: int, start: tuple[float, float], end: tuple[float, float]) -> str:
         """Moves from `start` to `end` in the middle of a round, and is visible only then."""
         begin = START_S + number * ROUND_S
         leave = begin + _LEAVE * ROUND_S
         arrive = begin + _ARRIVE * ROUND_S
-        times = ";".join(self._key(s) for s in (0, leave, arrive, self.length_s))
-        (x0, y0) = start
-        (x1, y1) = end
-        here = f"{x0:.1f} {y0:.1f}"
-        there = f"{x1:.1f} {y1:.1f}"
-        ease = 'keySplines="0 0 1 1;.4 0 .3 1;0 0 1 1"'
+        here, there = (f"{x:.1f} {y:.1f}" for x, y in (start, end))
         move = self._animate(
             "animateTransform",
-            f'attributeName="transform" type="translate" calcMode="spline" {ease}',
-            f"{here};{here};{there};{there}",
-            times,
+            [(0, here), (leave, here), (arrive, there), (self.length_s, there)],
+            attributeName="transform",
+            type="translate",
+            calcMode="spline",
+            keySplines="0 0 1 1;.4 0 .3 1;0 0 1 1",
         )
         return move + self._visible(begin + 0.05 * ROUND_S, arrive)
 
     def progress(self, x: float, y: float, width: float) -> str:
         """A bar that grows through the loop, with a mark at the beginning of every round."""
         begins = [(START_S + i * ROUND_S) / self.length_s for i in range(self.rounds + 1)]
-        marks = "".join(
-            f'<rect x="{x + width * begin:.1f}" y="{y}" width="2" height="5" fill="#fbfcfd"/>'
-            for begin in begins
+        grow = self._animate(
+            "animate", [(0, "0"), (self.length_s, f"{width:.0f}")], attributeName="width"
         )
-        grow = self._animate("animate", 'attributeName="width"', f"0;{width:.0f}", "0;1")
-        return (
-            f'<rect x="{x}" y="{y}" width="{width:.0f}" height="5" fill="#e3e8ed"/>'
-            f'<rect x="{x}" y="{y}" width="0" height="5" fill="#7b8794">{grow}</rect>{marks}'
+        return "".join(
+            [
+                svg.box((x, y), (width, 5), fill="#e3e8ed"),
+                svg.box((x, y), (0, 5), None, grow, fill="#7b8794"),
+                *(svg.box((x + width * at, y), (2, 5), fill="#fbfcfd") for at in begins),
+            ]
         )
 
     def _visible(self, begin: float, end: float) -> str:
-        times = ["0"]
-        values = ["1" if begin == 0 else "0"]
-        if begin > 0:
-            times = [*times, self._key(begin)]
-            values = [*values, "1"]
+        changes = [(0.0, False)] if begin > 0 else []
+        changes.append((begin, True))
         if end < self.length_s:
-            times = [*times, self._key(end)]
-            values = [*values, "0"]
-        kind = 'attributeName="opacity" calcMode="discrete"'
-        return self._animate("animate", kind, ";".join(values), ";".join(times))
+            changes.append((end, False))
+        return self._opacity(changes)
 
-    def _key(self, second: float) -> str:
-        return f"{second / self.length_s:.5f}".rstrip("0").rstrip(".") or "0"
+    def _opacity(self, changes: list[tuple[float, bool]]) -> str:
+        frames = [(second, "1" if lit else "0") for second, lit in changes]
+        return self._animate("animate", frames, attributeName="opacity", calcMode="discrete")
 
-    def _animate(self, element: str, attributes: str, values: str, times: str) -> str:
-        return (
-            f'<{element} {attributes} values="{values}" keyTimes="{times}" '
-            f'dur="{self.length_s:g}s" repeatCount="indefinite"/>'
+    def _animate(self, name: str, frames: list[tuple[float, str]], **attributes: str) -> str:
+        """Values by seconds of the loop."""
+        keys = [f"{second / self.length_s:.5f}" for second, _ in frames]
+        return svg.element(
+            name,
+            **attributes,
+            values=";".join(value for _, value in frames),
+            keyTimes=";".join(key.rstrip("0").rstrip(".") or "0" for key in keys),
+            dur=f"{self.length_s:g}s",
+            repeatCount="indefinite",
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from html import escape
 
 from shoal.errors import BadInput
+from shoal.runtime import svg
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.proof import State, initial
 from shoal.schedules.collectives.transfer_table import Transfer
@@ -26,7 +26,6 @@ _MARGIN = 24
 _HEAD = 122
 _HUES = ["#0072b2", "#e69f00", "#009e73", "#cc4778", "#56b4e9", "#d55e00", "#7b5ea7", "#8a8d00"]
 _STYLE = """
-text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
 .title{font-size:20px;font-weight:700}.text{font-size:16px}.note{font-size:13px;fill:#5a6675}
 .rank{font-size:14px;font-weight:700}.slot{font-size:12px;fill:#5a6675}
 .box{fill:#fff;stroke:#9aa5b1;stroke-width:1.5}.cell{fill:#f1f4f7;stroke:#c3cbd4}
@@ -34,6 +33,10 @@ text{font-family:system-ui,'DejaVu Sans',sans-serif;fill:#1d2733}
 .arrow{stroke:#1d2733;stroke-width:2;fill:none}.put{stroke-dasharray:6 4}
 .token{fill:#fff8dc;stroke:#1d2733;stroke-width:1.5}
 """
+_TIP = (
+    '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+    'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'
+)
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,23 @@ class _Plan:
 
     collective: Collective
     columns: int
+    box: tuple[float, float]  # of a rank
     corners: list[tuple[float, float]]
     size: tuple[float, float]
 
     @property
     def cell(self) -> tuple[float, float]:
-        lamps = min(self.collective.ranks, 8)
-        lines = math.ceil(self.collective.ranks / 8)
-        return lamps * _LAMP + 2 * _GAP, lines * _LAMP + 2 * _GAP
+        return _cell(self.collective.ranks)
 
     def at(self, rank: int, slot: int) -> tuple[float, float]:
         """The top left corner of a slot."""
         row, column = divmod(slot, self.columns)
         x, y = self.corners[rank]
         return x + 34 + column * (self.cell[0] + 34), y + 28 + row * (self.cell[1] + 4)
+
+
+def _cell(ranks: int) -> tuple[float, float]:
+    return min(ranks, 8) * _LAMP + 2 * _GAP, math.ceil(ranks / 8) * _LAMP + 2 * _GAP
 
 
 def animated_svg(collective: Collective) -> str:
@@ -68,28 +74,19 @@ def animated_svg(collective: Collective) -> str:
     plan = _plan(collective)
     frames = frames_of(collective)
     animation = Animation(len(frames))
-    body = [_captions(plan, frames, animation), _legend(plan)]
+    body = [_TIP, _captions(plan, frames, animation), _legend(plan)]
     body += [_arrows(plan, number, frame, animation) for number, frame in enumerate(frames)]
     body += [_box(plan, rank, frames, animation) for rank in range(collective.ranks)]
     body += [_tokens(plan, number, frame, animation) for number, frame in enumerate(frames)]
-    width, height = plan.size
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img" style="max-width:100%;height:auto">'
-        f"<title>{escape(str(collective))}</title><style>{_STYLE}</style>"
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#1d2733"/></marker></defs>'
-        f'<rect width="100%" height="100%" fill="#fbfcfd"/>{"".join(body)}</svg>\n'
-    )
+    return svg.document(str(collective), plan.size, _STYLE, body)
 
 
 def _plan(collective: Collective) -> _Plan:
     slots = collective.slots
     columns = 1 if slots <= 8 else min(math.ceil(math.sqrt(slots)), 8)
-    draft = _Plan(collective, columns, [(0.0, 0.0)], (0.0, 0.0))
-    wide = 34 + columns * (draft.cell[0] + 34) - 22
-    high = 36 + math.ceil(slots / columns) * (draft.cell[1] + 4)
     ranks = collective.ranks
+    wide = 34 + columns * (_cell(ranks)[0] + 34) - 22
+    high = 36 + math.ceil(slots / columns) * (_cell(ranks)[1] + 4)
     spread = ranks / (2 * math.pi) * 1.25
     radius_x = max(wide * 1.5, wide * spread)
     radius_y = max(high * 1.1, high * spread, 130.0)
@@ -104,87 +101,81 @@ def _plan(collective: Collective) -> _Plan:
         x = centre[0] + radius_x * math.cos(angle)
         y = centre[1] + radius_y * math.sin(angle)
         corners.append((x - wide / 2, y - high / 2))
-    return _Plan(collective, columns, corners, (width, height))
+    return _Plan(collective, columns, (wide, high), corners, (width, height))
 
 
 def _captions(plan: _Plan, frames: list[Frame], animation: Animation) -> str:
     c = plan.collective
     name = f"{c.kind.replace('_', '-')} by {c.name.replace('_', ' ')} over {c.ranks} ranks"
-    parts = [f'<text class="title" x="{_MARGIN}" y="36">{escape(name)}</text>']
+    parts = [svg.text(_MARGIN, 36, name, "title")]
     lines = [("Start", opening(c)), *((s.title, s.text) for s in frames), ("End", ending(c))]
-    for number, (title, text) in enumerate(lines):
-        shown = animation.during(number)
-        first = "1" if number == 0 else "0"
-        parts.append(
-            f'<g opacity="{first}">{shown}<text class="text" x="{_MARGIN}" y="66">'
-            f'<tspan font-weight="700">{escape(title)}</tspan></text>'
-            f'<text class="text" x="{_MARGIN}" y="88">{escape(text)}</text></g>'
+    for number, (title, words) in enumerate(lines):
+        caption = (
+            animation.during(number),
+            svg.text(_MARGIN, 66, title, "text", font_weight="700"),
+            svg.text(_MARGIN, 88, words, "text"),
         )
+        parts.append(svg.element("g", "".join(caption), opacity=int(number == 0)))
     return "".join(parts) + animation.progress(_MARGIN, 100, plan.size[0] - 2 * _MARGIN)
 
 
 def _legend(plan: _Plan) -> str:
     y = plan.size[1] - 34
-    lamp = f'<circle cx="{_MARGIN + 6}" cy="{y - 5}" r="5.8" fill="{_hue(0)}"/>'
+    lamp = svg.element("circle", cx=_MARGIN + 6, cy=y - 5, r=5.8, fill=_hue(0))
     lines = [
         "a lit lamp: the data of rank 0 is in this chunk, and so on, a colour for each of the "
         f"{plan.collective.ranks} ranks",
         "solid arrow: what arrives is added to what is there; dashed: it takes its place",
     ]
     return lamp + "".join(
-        f'<text class="note" x="{_MARGIN + 20}" y="{y + 18 * number}">{line}</text>'
-        for number, line in enumerate(lines)
+        svg.text(_MARGIN + 20, y + 18 * number, line, "note") for number, line in enumerate(lines)
     )
 
 
 def _box(plan: _Plan, rank: int, frames: list[Frame], animation: Animation) -> str:
     (x, y) = plan.corners[rank]
-    slots = plan.collective.slots
-    wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
-    high = 36 + math.ceil(slots / plan.columns) * (plan.cell[1] + 4)
-    parts = [
-        f'<rect class="box" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" rx="8"/>'
-        f'<circle cx="{x + 16:.1f}" cy="{y + 15:.1f}" r="6" fill="{_hue(rank)}"/>'
-        f'<text class="rank" x="{x + 28:.1f}" y="{y + 20:.1f}">rank {rank}</text>'
-    ]
     history = [initial(plan.collective), *(frame.after for frame in frames)]
-    parts += [_slot(plan, rank, slot, history, animation) for slot in range(slots)]
-    return "".join(parts)
+    slots = range(plan.collective.slots)
+    return "".join(
+        [
+            svg.box((x, y), plan.box, "box", rx=8),
+            svg.element("circle", cx=x + 16, cy=y + 15, r=6, fill=_hue(rank)),
+            svg.text(x + 28, y + 20, f"rank {rank}", "rank"),
+            *(_slot(plan, rank, slot, history, animation) for slot in slots),
+        ]
+    )
 
 
 def _slot(plan: _Plan, rank: int, slot: int, history: list[State], animation: Animation) -> str:
     x, y = plan.at(rank, slot)
-    wide, high = plan.cell
     held = [state[rank].get(slot, 0) for state in history]
     all_ranks = (1 << plan.collective.ranks) - 1
     full = animation.states(
         [bits == all_ranks and plan.collective.pattern.reduces for bits in held]
     )
-    label = escape(slot_label(plan.collective, slot))
-    parts = [
-        f'<text class="slot" x="{x - 5:.1f}" y="{y + high / 2 + 4:.1f}" text-anchor="end">{label}'
-        f'</text><rect class="cell" x="{x:.1f}" y="{y:.1f}" width="{wide}" height="{high}" rx="4"/>'
-    ]
+    parts = [_label(plan, slot, (x, y)), svg.box((x, y), plan.cell, "cell", rx=4)]
     if full:
-        parts.append(
-            f'<rect class="full" x="{x:.1f}" y="{y:.1f}" width="{wide}" height="{high}" rx="4" '
-            f'opacity="0">{full}</rect>'
-        )
+        parts.append(svg.box((x, y), plan.cell, "full", full, rx=4, opacity=0))
     for peer in range(plan.collective.ranks):
         lit = animation.states([bool(bits >> peer & 1) for bits in held])
         parts.append(_lamp(x, y, peer, held[0] >> peer & 1, lit))
     return "".join(parts)
 
 
+def _label(plan: _Plan, slot: int, corner: tuple[float, float]) -> str:
+    x, y = corner[0] - 5, corner[1] + plan.cell[1] / 2 + 4
+    return svg.text(x, y, slot_label(plan.collective, slot), "slot", text_anchor="end")
+
+
 def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str:
     row, column = divmod(peer, 8)
     cx = x + _GAP + (column + 0.5) * _LAMP
     cy = y + _GAP + (row + 0.5) * _LAMP
-    spot = f'cx="{cx:.1f}" cy="{cy:.1f}" r="5.8"'
-    off = f'<circle class="off" {spot}/>'
+    off = svg.element("circle", class_="off", cx=cx, cy=cy, r=5.8)
     if not first and changes is None:
         return off
-    return off + f'<circle {spot} fill="{_hue(peer)}" opacity="{first}">{changes or ""}</circle>'
+    hue = _hue(peer)
+    return off + svg.element("circle", changes or "", cx=cx, cy=cy, r=5.8, fill=hue, opacity=first)
 
 
 def _arrows(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str:
@@ -193,17 +184,14 @@ def _arrows(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str
     for (src, dst), reduce in ways.items():
         (x0, y0), (x1, y1) = _between(plan, src, dst)
         kind = "arrow" if reduce else "arrow put"
-        lines.append(
-            f'<line class="{kind}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" '
-            'marker-end="url(#tip)"/>'
-        )
-    return f'<g opacity="0">{animation.during(number + 1)}{"".join(lines)}</g>'
+        line = f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"
+        lines.append(svg.path(line, kind, marker_end="url(#tip)"))
+    return svg.element("g", animation.during(number + 1) + "".join(lines), opacity=0)
 
 
 def _between(plan: _Plan, src: int, dst: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """From the edge of one box to the edge of the other, a little to the right of the middle."""
-    wide = 34 + plan.columns * (plan.cell[0] + 34) - 22
-    high = 36 + math.ceil(plan.collective.slots / plan.columns) * (plan.cell[1] + 4)
+    wide, high = plan.box
     ax = plan.corners[src][0] + wide / 2
     ay = plan.corners[src][1] + high / 2
     bx = plan.corners[dst][0] + wide / 2
@@ -226,19 +214,19 @@ def _tokens(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str
 
 def _token(plan: _Plan, number: int, frame: Frame, t: Transfer, animation: Animation) -> str:
     """A copy of a chunk that travels from one slot to another."""
-    wide, high = plan.cell
     start = plan.at(t.src, t.chunk)
     end = plan.at(t.dst, t.chunk if t.into is None else t.into)
     bits = frame.before[t.src].get(t.chunk, 0)
     lamps = "".join(
         _lamp(0, 0, peer, bits >> peer & 1, None) for peer in range(plan.collective.ranks)
     )
-    label = escape(slot_label(plan.collective, t.chunk))
-    return (
-        f'<g opacity="0">{animation.journey(number, start, end)}<rect class="token" width="{wide}" '
-        f'height="{high}" rx="4"/>{lamps}<text class="slot" x="-5" y="{high / 2 + 4:.1f}" '
-        f'text-anchor="end">{label}</text></g>'
+    parts = (
+        animation.journey(number, start, end),
+        svg.box((0, 0), plan.cell, "token", rx=4),
+        lamps,
+        _label(plan, t.chunk, (0, 0)),
     )
+    return svg.element("g", "".join(parts), opacity=0)
 
 
 def _hue(rank: int) -> str:
