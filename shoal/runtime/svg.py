@@ -38,7 +38,7 @@ def box(
 
 
 def path(d: str, kind: str, **attributes: _Value) -> str:
-    return element("path", class_=kind, d=d, **attributes)
+    return element("path", "", class_=kind, d=d, **attributes)
 
 
 def document(
