@@ -6,8 +6,7 @@ from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import this_machine
-from shoal.cluster.toml_block import suggestion
-from shoal.cluster.toml_file import read_cluster
+from shoal.cluster.toml_file import read_cluster, suggestion
 from shoal.errors import BadInput
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
 

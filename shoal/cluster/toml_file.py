@@ -13,50 +13,172 @@
     devices = 8
     nic = "infiniband"
 
-All rates of links are in one direction. `docs/cluster.md` lists the keys.
+All rates of links are in one direction. `docs/cluster.md` lists the keys. A table may say `source`,
+`reference` (free text: where the numbers were read), `assumed` (keys whose figures are typical
+ones, unlike the others) and `spread` (by key, the lowest and the highest value that was seen).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import difflib
+import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
+from msgspec import Meta, Struct
 
 from shoal.cluster.cluster import Cluster, Node, Noise
-from shoal.cluster.hardware import Device, LinkSpec
-from shoal.cluster.toml_block import TomlBlock, suggestion
-from shoal.cluster.toml_measured import measured_calls
-from shoal.cluster.topology_checks import check_node, oversubscription_of_ports
+from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
+from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 
-TRANSPORTS = ("rdma", "tcp", "ipoib")
-DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
-DEVICE_UNITS = {
-    "memory_GB": ("memory_bytes", 1e9),
-    "memory_GB_per_s": ("memory_bytes_per_s", 1e9),
-    "launch_us": ("launch_s", 1e-6),
-    "backward_launch_us": ("backward_launch_s", 1e-6),
-    "wait_us": ("wait_s", 1e-6),
-    "meet_us": ("meet_s", 1e-6),
-    "step_us": ("step_s", 1e-6),
-    "served_step_us": ("served_step_s", 1e-6),
-    "request_us": ("request_s", 1e-6),
-    "served_GB_per_s": ("served_bytes_per_s", 1e9),
-    "served_efficiency": ("served_efficiency", 1.0),
-    "update_GB_per_s": ("update_bytes_per_s", 1e9),
-    "momentum_GB_per_s": ("momentum_bytes_per_s", 1e9),
-    "update_launch_us": ("update_launch_s", 1e-6),
-    "backward_matmul_efficiency": ("backward_matmul_efficiency", 1.0),
-    "matmul_efficiency": ("matmul_efficiency", 1.0),
-    "memory_efficiency": ("memory_efficiency", 1.0),
-} | {f"peak_TFLOP_per_s.{dtype}": (f"peak_flops.{dtype}", 1e12) for dtype in DTYPES}
-LINK_UNITS = {
+_Number = Annotated[float, Meta(ge=0, le=1e18)]
+_Positive = Annotated[float, Meta(gt=0, le=1e18)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_AboveOne = Annotated[float, Meta(ge=1, le=1e18)]
+_Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+_Pair = tuple[_Number, _Number]
+_Points = list[tuple[_Positive, _Share]] | _Share
+_Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
+_SUFFIXES = {
     "GB_per_s": ("bytes_per_s", 1e9),
-    "Gb_per_s": ("bytes_per_s", 1e9 / 8),
-    "alpha_us": ("alpha_s", 1e-6),
+    "GB": ("bytes", 1e9),
+    "us": ("s", 1e-6),
     "efficiency": ("efficiency", 1.0),
+}
+_WORDS = {  # of msgspec's errors
+    "Expected": "expected",
+    "`float`": "a number",
+    "`int`": "a whole number",
+    "`str`": "a text",
+    "`bool`": "true or false",
+    "`object`": "a table",
+    "`array`": "a list",
+    "Object missing required field": "it lacks",
+}
+NODE_LINKS = ("fabric", "pcie", "socket_link", "nic")
+
+
+class _Table(Struct, forbid_unknown_fields=True):
+    source: Literal["spec", "assumed", "measured", "fit"] = "spec"
+    reference: str | None = None
+
+
+class _Figures(_Table):
+    assumed: list[str] = []
+    spread: dict[str, _Pair] = {}
+
+
+class DeviceTable(_Figures, kw_only=True):
+    name: str = "device"
+    memory_GB: _Positive
+    memory_GB_per_s: _Positive
+    peak_TFLOP_per_s: Annotated[dict[_Dtype, _Positive], Meta(min_length=1)]
+    matmul_efficiency: _Points = 1.0
+    memory_efficiency: _Points = 1.0
+    launch_us: _Number = 0.0
+    backward_launch_us: _Positive | None = None
+    wait_us: _Number = 0.0
+    meet_us: _Number = 0.0
+    step_us: _Number = 0.0
+    served_step_us: _Number = 0.0
+    request_us: _Number = 0.0
+    served_GB_per_s: _Positive | None = None
+    served_efficiency: _Points = 1.0
+    synchronous: bool = False
+    update_GB_per_s: _Positive | None = None
+    momentum_GB_per_s: _Positive | None = None
+    update_launch_us: _Number = 0.0
+    backward_matmul_efficiency: _Points | None = None
+    kernel_factors: dict[str, _Positive] = {}
+    threads: _Count | None = None
+
+
+class CrowdedTable(DeviceTable, kw_only=True):
+    workers: _Count
+
+
+class LinkTable(_Figures):
+    name: str | None = None
+    GB_per_s: _Positive | None = None
+    Gb_per_s: _Positive | None = None
+    alpha_us: _Number = 0.0
+    efficiency: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    shared: bool = False
+    transport: Literal["rdma", "tcp", "ipoib"] = "rdma"
+
+
+class NodeTable(_Table):
+    devices: _Count = 1
+    fabric: str | None = None
+    fabric_is_switched: bool = True
+    torus: Annotated[list[_Count], Meta(min_length=1)] | None = None
+    pcie: str | None = None
+    devices_per_pcie: _Count = 1
+    sockets: _Count = 1
+    socket_link: str | None = None
+    nic: str | None = None
+    nics: _Count = 1
+    memory_GB_per_s: _Positive | None = None
+    cores: _Count | None = None
+
+
+class _RackTable(_Table):
+    nodes: _Count | None = None
+    uplink: str | None = None
+    uplinks: _Count | None = None
+    ports: _Count | None = None
+
+
+class _SpineTable(_Table):
+    oversubscription: _AboveOne | None = None
+    alpha_us: _Number = 0.0
+
+
+class _NoiseTable(_Table):
+    jitter: _Number = 0.0
+    straggler_share: _Share = 0.0
+    straggler_slowdown: _AboveOne = 1.0
+
+
+class _CallsTable(_Table, kw_only=True):
+    """`points` are bytes and microseconds, `spread` quartiles in microseconds."""
+
+    executor: str
+    kind: str
+    algorithm: str = ""
+    ranks: Annotated[int, Meta(ge=2)]
+    points: list[_Pair]
+    spread: list[_Pair] = []
+
+
+class _File(_Table, kw_only=True):
+    name: str | None = None
+    nodes: _Count = 1
+    device: DeviceTable
+    link: dict[str, dict[str, Any]] = {}
+    node: NodeTable = msgspec.field(default_factory=NodeTable)
+    rack: _RackTable = msgspec.field(default_factory=_RackTable)
+    spine: _SpineTable = msgspec.field(default_factory=_SpineTable)
+    noise: _NoiseTable = msgspec.field(default_factory=_NoiseTable)
+    crowded: list[CrowdedTable] = []
+    measured: list[_CallsTable] = []
+    between: list[_CallsTable] = []
+
+
+_TABLES: dict[str, type[Struct]] = {
+    "": _File,
+    "device": DeviceTable,
+    "link": LinkTable,
+    "node": NodeTable,
+    "rack": _RackTable,
+    "spine": _SpineTable,
+    "noise": _NoiseTable,
+    "crowded": CrowdedTable,
+    "measured": _CallsTable,
+    "between": _CallsTable,
 }
 
 
@@ -76,205 +198,214 @@ def read_cluster(path: Path) -> Cluster:
 def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
     """`file` is what mistakes name."""
     try:
-        table: dict[str, Any] = msgspec.toml.decode(text)
+        table = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
-    top = TomlBlock(file, "", table)
-    links = _links(top.block("link"))
-    device = _device(top.block("device"))
-    node = replace(
-        _node(top.block("node"), links),
-        crowded=_crowded(top.blocks("crowded")),
-        measured=tuple(measured_calls(block) for block in top.blocks("measured")),
-    )
-    name = top.text("name", default_name)
-    nodes = top.count("nodes", 1)
-    top.has("reference")
-    source = top.source()
-    nodes_per_rack = _nodes_per_rack(top, nodes)
-    oversubscription, uplink_alpha_s = _network(top, node, nodes_per_rack or nodes, links)
-    noise = _noise(top.block("noise"))
-    between = tuple(measured_calls(block) for block in top.blocks("between"))
-    top.finish()
-    if nodes > 1 and node.nic is None:
-        top.refuse("nodes", f"{nodes} nodes need a network, and [node] names no nic")
-    return Cluster(
-        name=name,
-        device=device,
-        node=node,
-        nodes=nodes,
-        nodes_per_rack=nodes_per_rack,
-        oversubscription=oversubscription,
-        uplink_alpha_s=uplink_alpha_s,
-        noise=noise,
-        between=between,
-        source=source,
-    )
+    return _Reader(file, table).cluster(default_name)
 
 
-def _device(block: TomlBlock) -> Device:
-    rates = block.block("peak_TFLOP_per_s")
-    for dtype in rates.table:
-        if dtype not in DTYPES:
-            rates.refuse(dtype, f"there is no such data type; {suggestion(dtype, list(DTYPES))}")
-    peaks = {dtype: rates.positive(dtype) * 1e12 for dtype in rates.table}
-    if not peaks:
-        block.refuse("peak_TFLOP_per_s", "it is required, such as { fp32 = 19.5, fp16 = 312 }")
-    device = Device(
-        name=block.text("name", "device"),
-        memory_bytes=block.positive("memory_GB") * 1e9,
-        memory_bytes_per_s=block.positive("memory_GB_per_s") * 1e9,
-        peak_flops=peaks,
-        matmul_efficiency=block.curve("matmul_efficiency"),
-        memory_efficiency=block.curve("memory_efficiency"),
-        launch_s=block.number("launch_us", 0.0) * 1e-6,
-        backward_launch_s=_optional(block, "backward_launch_us", 1e-6),
-        wait_s=block.number("wait_us", 0.0) * 1e-6,
-        meet_s=block.number("meet_us", 0.0) * 1e-6,
-        step_s=block.number("step_us", 0.0) * 1e-6,
-        served_step_s=block.number("served_step_us", 0.0) * 1e-6,
-        request_s=block.number("request_us", 0.0) * 1e-6,
-        served_bytes_per_s=_optional(block, "served_GB_per_s"),
-        served_efficiency=block.curve("served_efficiency"),
-        synchronous=block.flag("synchronous", False),
-        update_bytes_per_s=_optional(block, "update_GB_per_s"),
-        momentum_bytes_per_s=_optional(block, "momentum_GB_per_s"),
-        update_launch_s=block.number("update_launch_us", 0.0) * 1e-6,
-        backward_matmul_efficiency=(
-            block.curve("backward_matmul_efficiency")
-            if block.has("backward_matmul_efficiency")
-            else None
-        ),
-        kernel_factors=_factors(block.block("kernel_factors")),
-        threads=block.count("threads") if block.has("threads") else None,
-        source=block.source(),
-        assumed=block.assumed(),
-        spread=block.spread(DEVICE_UNITS),
-    )
-    block.finish()
-    return device
+class _Reader:
+    """Turns the tables of a file into a cluster; each mistake names file, table and key."""
+
+    def __init__(self, file: str, table: dict[str, Any]):
+        self._name = file
+        self._file: _File = self._convert("", table, _File)
+        self._links = {name: self._link(name, table) for name, table in self._file.link.items()}
+
+    def cluster(self, default_name: str) -> Cluster:
+        file = self._file
+        node = self._node()
+        if file.nodes > 1 and node.nic is None:
+            self._refuse("", "nodes", f"{file.nodes} nodes need a network, and [node] names no nic")
+        each = file.rack.nodes
+        if each is not None and file.nodes > each and file.nodes % each:
+            self._refuse("rack", "nodes", f"{file.nodes} nodes do not fill racks of {each}")
+        noise = file.noise
+        return Cluster(
+            name=file.name or default_name,
+            device=self._device("device", file.device),
+            node=node,
+            nodes=file.nodes,
+            nodes_per_rack=each,
+            oversubscription=self._oversubscription(node, each or file.nodes),
+            uplink_alpha_s=file.spine.alpha_us * 1e-6,
+            noise=Noise(
+                noise.jitter, noise.straggler_share, noise.straggler_slowdown, noise.source
+            ),
+            between=tuple(self._calls("between", calls) for calls in file.between),
+            source=file.source,
+        )
+
+    def _node(self) -> Node:
+        table = self._file.node
+        links = {key: self._named_link("node", key, getattr(table, key)) for key in NODE_LINKS}
+        crowded = {one.workers: self._device("crowded", one) for one in self._file.crowded}
+        node = Node(
+            **links,
+            **{key: getattr(table, key) for key in ("devices", "devices_per_pcie", "sockets")},
+            fabric_is_switched=table.fabric_is_switched,
+            nics=table.nics,
+            cores=table.cores,
+            torus=None if table.torus is None else tuple(table.torus),
+            memory_bytes_per_s=_scaled(table.memory_GB_per_s, 1e9),
+            crowded=tuple(sorted(crowded.items())),
+            measured=tuple(self._calls("measured", calls) for calls in self._file.measured),
+        )
+        problem = _node_problem(node)
+        if problem is not None:
+            self._refuse("node", *problem)
+        return node
+
+    def _device(self, name: str, table: DeviceTable) -> Device:
+        values = self._figures(name, table)
+        values.pop("workers", None)
+        peaks: dict[str, float] = {key: 1e12 * rate for key, rate in table.peak_TFLOP_per_s.items()}
+        del values["peak_TFLOP_per_s"]
+        for key in _keys(DeviceTable):
+            if key.endswith("_efficiency") and values[key] is not None:
+                values[key] = self._curve(name, key, values[key])
+        return Device(peak_flops=peaks, **values)
+
+    def _link(self, name: str, found: dict[str, Any]) -> LinkSpec:
+        where = f"link.{name}"
+        table: LinkTable = self._convert(where, found, LinkTable)
+        if (table.Gb_per_s is None) == (table.GB_per_s is None):
+            self._refuse(where, "GB_per_s", "give either GB_per_s (bytes) or Gb_per_s (bits)")
+        values = self._figures(where, table)
+        bits = values.pop("Gb_per_s")
+        if bits is not None:
+            values["bytes_per_s"] = bits * 1e9 / 8
+        return LinkSpec(**{**values, "name": table.name or name})
+
+    def _figures(self, name: str, table: _Figures) -> dict[str, Any]:
+        """The values of a table by attribute, in SI units."""
+        units = units_of(type(table))
+        keys = _keys(type(table))
+        for key in table.assumed:
+            if key not in keys:
+                self._refuse(name, "assumed", f"the table has no {key}; {suggestion(key, keys)}")
+        spread = {}
+        for key, (low, high) in table.spread.items():
+            if key not in units:
+                known = suggestion(key, list(units))
+                self._refuse(f"{name}.spread", key, f"there is no such key; {known}")
+            if low > high:
+                self._refuse(f"{name}.spread", key, "the lowest value comes first")
+            attribute, unit = units[key]
+            spread[attribute] = (low * unit, high * unit)
+        values = {}
+        for key in keys:
+            attribute, unit = units.get(key, (key, 1.0))
+            values[attribute] = _scaled(getattr(table, key), unit)
+        del values["reference"]
+        return {**values, "assumed": tuple(table.assumed), "spread": spread}
+
+    def _curve(self, name: str, key: str, points: Any) -> Curve:
+        try:
+            return Curve(((1.0, points),) if isinstance(points, float) else tuple(points))
+        except BadInput as error:
+            self._refuse(name, key, str(error))
+
+    def _calls(self, name: str, table: _CallsTable) -> MeasuredCalls:
+        if table.spread and len(table.spread) != len(table.points):
+            self._refuse(name, "spread", f"{len(table.points)} pairs are expected")
+        points = tuple((size, us * 1e-6) for size, us in table.points)
+        spread = tuple((low * 1e-6, high * 1e-6) for low, high in table.spread)
+        try:
+            return MeasuredCalls(
+                table.executor, table.kind, table.algorithm, table.ranks, points, spread
+            )
+        except BadInput as error:
+            self._refuse(name, "points", str(error))
+
+    def _named_link(self, name: str, key: str, link: str | None) -> LinkSpec | None:
+        if link is not None and link not in self._links:
+            self._refuse(
+                name, key, f"there is no [link.{link}]; {suggestion(link, list(self._links))}"
+            )
+        return None if link is None else self._links[link]
+
+    def _oversubscription(self, node: Node, nodes: int) -> float:
+        """Rate towards the nodes of a rack against rate towards the spine; at least 1."""
+        rack = self._file.rack
+        stated = self._file.spine.oversubscription
+        link = self._named_link("rack", "uplink", rack.uplink) or node.nic
+        ratio = stated or 1.0
+        if rack.uplinks is not None and link is not None and node.nic is not None:
+            down = nodes * node.nics * node.nic.bytes_per_s
+            up = rack.uplinks * link.bytes_per_s
+            ratio = max(down / up, 1.0)
+            if stated is not None and not math.isclose(ratio, stated, rel_tol=0.01):
+                ports = f"{show_rate(down)} over {rack.uplinks} uplinks with {show_rate(up)}"
+                problem = f"1:{stated:g} is not what the ports say: {nodes} nodes with {ports}"
+                self._refuse("spine", "oversubscription", f"{problem} are 1:{down / up:.3g}")
+        taken = nodes * node.nics
+        uplinks = rack.uplinks if rack.uplinks is not None else math.ceil(taken / ratio)
+        if rack.ports is not None and taken + uplinks > rack.ports:
+            problem = f"{nodes} nodes take {taken} ports and the uplinks {uplinks}"
+            self._refuse("rack", "ports", f"{problem}, and the switch has {rack.ports}")
+        return ratio
+
+    def _convert(self, name: str, table: Any, kind: type[Any]) -> Any:
+        try:
+            return msgspec.convert(table, kind)
+        except msgspec.ValidationError as error:
+            message, _, place = str(error).partition(" - at ")
+            for word, plain in _WORDS.items():
+                message = message.replace(word, plain)
+            path = [name] * bool(name) + re.findall(r"\.(\w+)", place)
+            named = re.search("unknown field `(.*)`", message)
+            if named is not None:
+                known = _keys(_TABLES[path[0].split(".")[0] if path else ""])
+                message = f"there is no such key; {suggestion(named[1], known)}"
+                path.append(named[1])
+            self._refuse(".".join(path[:-1]), path[-1] if path else "file", message)
+
+    def _refuse(self, name: str, key: str, problem: str) -> NoReturn:
+        where = f"[{name}] " if name else ""
+        raise BadInput(f"{self._name}: {where}{key}: {problem}")
 
 
-def _factors(block: TomlBlock) -> dict[str, float]:
-    """How much longer than a plain one a kernel takes, by the end of its name."""
-    return {name: block.positive(name) for name in block.table}
+def suggestion(name: str, known: list[str]) -> str:
+    """The known name that is closest, as a question; all of them where none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
-def _links(block: TomlBlock) -> dict[str, LinkSpec]:
-    found = {}
-    for name in block.table:
-        found[name] = _link(block.block(name), name)
+def _keys(kind: type[Struct]) -> list[str]:
+    return list(kind.__struct_fields__)
+
+
+def units_of(kind: type[Struct]) -> dict[str, tuple[str, float]]:
+    """Keys with a number: the attribute that each is, and what it is multiplied with."""
+    found: dict[str, tuple[str, float]] = {}
+    for key in _keys(kind):
+        parts = re.fullmatch(rf"(.*?_|)({'|'.join(_SUFFIXES)})", key)
+        if parts is not None:
+            name, factor = _SUFFIXES[parts[2]]
+            found[key] = (f"{parts[1]}{name}", factor)
+    if issubclass(kind, DeviceTable):
+        dtypes = _Dtype.__args__  # type: ignore[attr-defined]
+        found |= {f"peak_TFLOP_per_s.{one}": (f"peak_flops.{one}", 1e12) for one in dtypes}
     return found
 
 
-def _link(block: TomlBlock, name: str) -> LinkSpec:
-    bits = block.has("Gb_per_s")
-    if bits == block.has("GB_per_s"):
-        block.refuse("GB_per_s", "give either GB_per_s (bytes) or Gb_per_s (bits)")
-    key = "Gb_per_s" if bits else "GB_per_s"
-    link = LinkSpec(
-        name=block.text("name", name),
-        bytes_per_s=block.positive(key) * LINK_UNITS[key][1],
-        alpha_s=block.number("alpha_us", 0.0) * 1e-6,
-        efficiency=_above_0(block, "efficiency"),
-        shared=block.flag("shared", False),
-        transport=block.choice("transport", "rdma", TRANSPORTS),
-        source=block.source(),
-        assumed=block.assumed(),
-        spread=block.spread(LINK_UNITS),
-    )
-    block.finish()
-    return link
+def _scaled(value: Any, unit: float) -> Any:
+    return value * unit if value is not None and unit != 1.0 else value
 
 
-def _above_0(block: TomlBlock, key: str) -> float:
-    value = block.share(key, 1.0)
-    if value == 0:
-        block.refuse(key, "a share above 0 is expected, not 0")
-    return value
-
-
-def _named_link(block: TomlBlock, key: str, links: dict[str, LinkSpec]) -> LinkSpec | None:
-    if not block.has(key):
-        return None
-    name = block.text(key)
-    if name not in links:
-        defined = suggestion(name, list(links)) if links else "the file defines no link"
-        block.refuse(key, f"there is no [link.{name}]; {defined}")
-    return links[name]
-
-
-def _node(block: TomlBlock, links: dict[str, LinkSpec]) -> Node:
-    node = Node(
-        devices=block.count("devices", 1),
-        fabric=_named_link(block, "fabric", links),
-        fabric_is_switched=block.flag("fabric_is_switched", True),
-        torus=block.sizes("torus"),
-        pcie=_named_link(block, "pcie", links),
-        devices_per_pcie=block.count("devices_per_pcie", 1),
-        sockets=block.count("sockets", 1),
-        socket_link=_named_link(block, "socket_link", links),
-        nic=_named_link(block, "nic", links),
-        nics=block.count("nics", 1),
-        memory_bytes_per_s=_optional(block, "memory_GB_per_s"),
-        cores=block.count("cores") if block.has("cores") else None,
-    )
-    block.source()
-    block.finish()
-    problem = check_node(node)
-    if problem is not None:
-        block.refuse(*problem)
-    return node
-
-
-def _optional(block: TomlBlock, key: str, unit: float = 1e9) -> float | None:
-    return block.positive(key) * unit if block.has(key) else None
-
-
-def _crowded(blocks: list[TomlBlock]) -> tuple[tuple[int, Device], ...]:
-    """Devices by the number of workers that compute at the same time."""
-    found = {block.count("workers"): _device(block) for block in blocks}
-    return tuple(sorted(found.items()))
-
-
-def _nodes_per_rack(top: TomlBlock, nodes: int) -> int | None:
-    rack = top.block("rack")
-    if not rack.has("nodes"):
-        return None
-    each = rack.count("nodes")
-    if nodes > each and nodes % each:
-        rack.refuse("nodes", f"{nodes} nodes do not fill racks of {each}")
-    return each
-
-
-def _network(
-    top: TomlBlock, node: Node, nodes: int, links: dict[str, LinkSpec]
-) -> tuple[float, float]:
-    """The oversubscription of a rack of so many nodes, and what the spine adds to a message."""
-    rack = top.block("rack")
-    rack.has("nodes")
-    spine = top.block("spine")
-    stated = spine.number("oversubscription", least=1.0) if spine.has("oversubscription") else None
-    alpha_s = spine.number("alpha_us", 0.0) * 1e-6
-    uplink = _named_link(rack, "uplink", links)
-    uplinks = rack.count("uplinks") if rack.has("uplinks") else None
-    ports = rack.count("ports") if rack.has("ports") else None
-    for block in (rack, spine):
-        block.source()
-        block.finish()
-    by_ports, problem = oversubscription_of_ports(node, nodes, uplinks, uplink, ports, stated)
-    if problem is not None:
-        place = spine if problem[0] == "oversubscription" else rack
-        place.refuse(*problem)
-    return by_ports, alpha_s
-
-
-def _noise(block: TomlBlock) -> Noise:
-    noise = Noise(
-        jitter=block.number("jitter", 0.0),
-        straggler_share=block.share("straggler_share", 0.0),
-        straggler_slowdown=block.number("straggler_slowdown", 1.0, least=1.0),
-        source=block.source(),
-    )
-    block.finish()
-    return noise
+def _node_problem(node: Node) -> tuple[str, str] | None:
+    """A key, and what is wrong with it."""
+    if node.devices > 1 and node.fabric is None and node.pcie is None:
+        return "fabric", f"{node.devices} devices need a fabric or a pcie to meet"
+    if node.torus is not None:
+        if node.fabric is None:
+            return "torus", "a torus needs a fabric, the link between neighbors"
+        if math.prod(node.torus) != node.devices:
+            size = " x ".join(map(str, node.torus))
+            return "torus", f"a torus of {size} does not have the {node.devices} devices"
+    if node.sockets > 1 and node.socket_link is None:
+        return "socket_link", f"{node.sockets} sockets need a link between them, such as QPI"
+    if node.devices_per_pcie > node.devices:
+        return "devices_per_pcie", f"a node has {node.devices} devices"
+    return None

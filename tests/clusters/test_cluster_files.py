@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.drawing import notes
+from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.presets import FOLDER, load_cluster, preset_names
 from shoal.cluster.toml_file import parse_cluster
 from shoal.cluster.toml_writer import cluster_text
@@ -41,6 +43,43 @@ jitter = 0.02
 straggler_share = 0.1
 straggler_slowdown = 4
 """
+
+
+CORE = Device(
+    'one "core"',
+    4e9,
+    11e9,
+    {"fp32": 48e9},
+    Curve(((1e4, 0.1), (1e8, 0.9))),
+    launch_s=3e-6,
+    backward_launch_s=7e-6,
+    synchronous=True,
+    update_bytes_per_s=5e9,
+    update_launch_s=30e-6,
+    step_s=200e-6,
+    served_step_s=900e-6,
+    request_s=400e-6,
+    wait_s=80e-6,
+    meet_s=60e-6,
+    threads=1,
+    source="measured",
+    spread={"memory_bytes_per_s": (10e9, 12e9), "peak_flops.fp32": (47e9, 49e9)},
+)
+CALLS = MeasuredCalls(
+    "shm", "all_reduce", "", 2, ((256.0, 5e-6), (1048576.0, 2e-4)), ((4e-6, 6e-6), (1e-4, 3e-4))
+)
+MACHINE = Cluster(
+    "host",
+    CORE,
+    Node(
+        2,
+        LinkSpec("shared memory", 10e9, 5e-6, shared=True),
+        cores=2,
+        crowded=((1, replace(CORE, threads=2)), (2, CORE)),
+        measured=(CALLS,),
+    ),
+    source="measured",
+)
 
 
 def parse(text: str):  # type: ignore[no-untyped-def]
@@ -102,22 +141,27 @@ def test_presets_are_there() -> None:
     [
         ('"nvlink"', '"nvlnk"', "[node] fabric: there is no [link.nvlnk]; did you mean nvlink?"),
         ("oversubscription = 2", "oversubscription = 4", "[spine] oversubscription: 1:4 is not"),
-        ("memory_GB = 80", "memory_Gb = 80", "[device] memory_GB: it is required and is missing"),
+        (
+            "memory_GB = 80",
+            "memory_Gb = 80",
+            "[device] memory_Gb: there is no such key",
+        ),
         (
             "launch_us",
             "lunch_us",
             "[device] lunch_us: there is no such key; did you mean launch_us",
         ),
-        ("launch_us = 4", 'launch_us = "4"', "[device] launch_us: a number is expected, not '4'"),
-        ("launch_us = 4", "launch_us = -4", "[device] launch_us: a number of at least 0"),
-        ("launch_us = 4", "launch_us = nan", "[device] launch_us: a number of at least 0"),
-        ("launch_us = 4", f"launch_us = 1{'0' * 400}", "[device] launch_us: a number of at least"),
-        ("launch_us = 4", "launch_us = true", "[device] launch_us: a number is expected"),
-        ("GB_per_s = 300", "GB_per_s = 0", "[link.nvlink] GB_per_s: a number above 0"),
+        ("memory_GB = 80", "", "device: it lacks `memory_GB`"),
+        ("launch_us = 4", 'launch_us = "4"', "[device] launch_us: expected a number, got a text"),
+        ("launch_us = 4", "launch_us = -4", "[device] launch_us: expected a number >= 0"),
+        ("launch_us = 4", "launch_us = nan", "[device] launch_us: expected a number >= 0"),
+        ("launch_us = 4", f"launch_us = 1{'0' * 400}", "[device] launch_us: Number out of range"),
+        ("launch_us = 4", "launch_us = true", "[device] launch_us: expected a number"),
+        ("GB_per_s = 300", "GB_per_s = 0", "[link.nvlink] GB_per_s: expected a number > 0"),
         ("GB_per_s = 300", "", "[link.nvlink] GB_per_s: give either GB_per_s (bytes) or"),
-        ("fp16 = 312", "pf16 = 312", "[device.peak_TFLOP_per_s] pf16: there is no such data type"),
-        ("nodes = 4", "nodes = 0", "nodes: a whole number of at least 1"),
-        ("nodes = 4", "nodes = 2.5", "nodes: a whole number is expected, not 2.5"),
+        ("fp16 = 312", "pf16 = 312", "[device] peak_TFLOP_per_s: Invalid enum value 'pf16'"),
+        ("nodes = 4", "nodes = 0", "nodes: expected a whole number >= 1"),
+        ("nodes = 4", "nodes = 2.5", "nodes: expected a whole number"),
         ("nodes = 4", "noeds = 4", "noeds: there is no such key; did you mean nodes?"),
         ('nic = "infiniband"', "", "nodes: 4 nodes need a network, and [node] names no nic"),
         ('fabric = "nvlink"', "", "[node] fabric: 2 devices need a fabric or a pcie to meet"),
@@ -125,16 +169,16 @@ def test_presets_are_there() -> None:
         ("devices = 2", "devices = 2\nsockets = 2", "[node] socket_link: 2 sockets need a link"),
         ("uplinks = 1", "uplinks = 1\nports = 2", "[rack] ports: 2 nodes take 2 ports and"),
         ("nodes = 4", "nodes = 5", "[rack] nodes: 5 nodes do not fill racks of 2"),
-        ("alpha_us = 5", "efficiency = 1.5", "[link.nvlink] efficiency: a share between 0 and 1"),
-        ("alpha_us = 5", 'source = "guess"', "[link.nvlink] source: one of spec, assumed,"),
+        ("alpha_us = 5", "efficiency = 1.5", "[link.nvlink] efficiency: expected a number <= 1"),
+        ("alpha_us = 5", 'source = "guess"', "[link.nvlink] source: Invalid enum value"),
         ("[1900, 2000]", "[2000, 1900]", "[device.spread] memory_GB_per_s: the lowest value comes"),
         (
             "launch_us = 4",
             "matmul_efficiency = [[1, 2]]",
-            "[device] matmul_efficiency: a share, or",
+            "[device] matmul_efficiency: expected",
         ),
         ("[noise]", "[noise", "is not TOML"),
-        ("[noise]\n", "[[noise]]\n", "noise: a table [noise] is expected, not a list"),
+        ("[noise]\n", "[[noise]]\n", "noise: expected a table, got a list"),
     ],
 )
 def test_a_mistake_names_the_file_and_the_key(old: str, new: str, problem: str) -> None:
@@ -173,3 +217,23 @@ def test_presets_say_what_is_assumed(preset: str) -> None:
         assert part is not None
         assert part.source == "assumed" or part.assumed
     assert "Assumed, not read or measured: " in " ".join(notes(cluster))
+
+
+def test_what_was_measured_is_kept() -> None:
+    again = parse_cluster(cluster_text(MACHINE), "file", "other")
+    assert [workers for workers, _ in again.node.crowded] == [1, 2]
+    core = again.device_of(2)
+    assert core.backward_launch_s == pytest.approx(7e-6)
+    assert core.synchronous
+    assert core.spread["peak_flops.fp32"] == pytest.approx((47e9, 49e9))
+    assert again.device_of(1).threads == 2
+    calls = again.node.calls("all_reduce", 2)
+    assert calls is not None
+    assert calls.seconds(1048576) == pytest.approx(2e-4)
+    assert calls.spread[0] == pytest.approx((4e-6, 6e-6))
+
+
+def test_a_mistake_in_measured_calls_names_file_and_key() -> None:
+    text = cluster_text(MACHINE).replace("points = [[256", "points = [[9e9")
+    with pytest.raises(BadInput, match=r"m\.toml: \[measured\] points: .*increasing"):
+        parse_cluster(text, "m.toml", "other")
