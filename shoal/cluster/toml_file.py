@@ -238,7 +238,9 @@ class _Reader:
 
     def _node(self) -> Node:
         table = self._file.node
-        links = {key: self._named_link("node", key, getattr(table, key)) for key in NODE_LINKS}
+        links: dict[str, Any] = {
+            key: self._named_link("node", key, getattr(table, key)) for key in NODE_LINKS
+        }
         crowded = {one.workers: self._device("crowded", one) for one in self._file.crowded}
         node = Node(
             **links,
