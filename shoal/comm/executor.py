@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from shoal.comm.call import Call, Op
+from shoal.comm.counting import SentBytes
 from shoal.transport.transport import Work
 
 
@@ -79,5 +80,8 @@ class BindsCalls(Protocol):
     group's, for what the short way cannot do.
     """
 
-    def bind_all_reduce(self, general: AllReduce) -> AllReduce: ...
+    def bind_all_reduce(self, general: AllReduce, sent: SentBytes | None) -> AllReduce:
+        """It adds the bytes that this rank sends to `sent`, as `general` does."""
+        ...
+
     def bind_broadcast(self, general: Broadcast) -> Broadcast: ...

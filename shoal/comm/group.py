@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, Operand, check_reducible
+from shoal.comm.counting import SentBytes, sent_bytes
 from shoal.comm.executor import BindsCalls, Executor
 from shoal.errors import BadInput
 from shoal.transport.shm.messages import ANY_SOURCE
@@ -30,9 +31,12 @@ class Group:
     operation has been waited for, its tensors must not be used.
     """
 
-    def __init__(self, executor: Executor, timeout_s: float | None = None):
-        """`timeout_s`: of every collective, instead of the executor's."""
+    def __init__(
+        self, executor: Executor, timeout_s: float | None = None, sent: SentBytes | None = None
+    ):
+        """`timeout_s`: of every collective, instead of the executor's. `sent` counts bytes."""
         self._timeout_s = timeout_s
+        self._sent = sent
         self.bind(executor)
 
     def bind(self, executor: Executor) -> None:
@@ -40,20 +44,24 @@ class Group:
         self.executor = executor
         self.rank = executor.rank
         self.size = executor.size
-        self._submit = executor.submit if self._timeout_s is None else self._submit_within
+        is_plain = self._timeout_s is None and self._sent is None
+        self._submit = executor.submit if is_plain else self._submit_with_options
         attributes = vars(self)
         for name in ("all_reduce", "broadcast"):
             attributes.pop(name, None)
         if self._timeout_s is None and isinstance(executor, BindsCalls):
             # attributes of the instance come before methods: short messages save their checks
-            attributes["all_reduce"] = executor.bind_all_reduce(self.all_reduce)
-            attributes["broadcast"] = executor.bind_broadcast(self.broadcast)
+            attributes["all_reduce"] = executor.bind_all_reduce(self.all_reduce, self._sent)
+            if is_plain:
+                attributes["broadcast"] = executor.bind_broadcast(self.broadcast)
 
     # ------------------------------------------------------------------ point to point
 
     def send(self, data: Tensor, dst: int, tag: int = 0) -> Work:
         """`data` to rank `dst`, which calls `recv` with the same tag."""
         self._check_peer("send to", dst)
+        if self._sent is not None:
+            self._sent.total += data.nbytes
         return self.executor.send(data, dst, tag)
 
     def recv(self, into: Tensor, src: int, tag: int = 0) -> Work:
@@ -175,7 +183,11 @@ class Group:
 
     def with_timeout(self, timeout_s: float) -> Group:
         """This group, whose collectives wait for other ranks no longer than `timeout_s`."""
-        return Group(self.executor, timeout_s)
+        return Group(self.executor, timeout_s, self._sent)
+
+    def counted(self, sent: SentBytes) -> Group:
+        """This group, whose calls add what this rank sends to `sent`."""
+        return Group(self.executor, self._timeout_s, sent)
 
     def close(self) -> None:
         """Leave. Operations that have not been waited for are abandoned; safe to call twice."""
@@ -183,7 +195,11 @@ class Group:
 
     # ------------------------------------------------------------------ checks
 
-    def _submit_within(self, call: Call) -> Work:
+    def _submit_with_options(self, call: Call) -> Work:
+        if self._sent is not None:
+            named = self.executor.bytes_sent(call) if call.kind == "all_reduce" else None
+            sent = sent_bytes(call, self.rank, self.size) if named is None else named
+            self._sent.total += sent
         return self.executor.submit(call._replace(timeout_s=self._timeout_s))
 
     def _no_such_root(self, root: int) -> BadInput:

@@ -167,7 +167,9 @@ class _Passes:
 
     def _sum_gradients(self) -> None:
         grads = self._flat.grads
-        sums = [self._group.all_reduce(one) for full in self._full for one in grads.tensors(full)]
+        sums = [
+            self._group.all_reduce(one) for full in self._full for one in grads.tensors[full.start]
+        ]
         for under_way in sums:
             under_way.wait()
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shoal.comm.counting import Counting
-from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
 from shoal.pytree import Tree
@@ -65,8 +63,7 @@ def build_shard(
     elif mesh.tp.size * mesh.ep.size * mesh.cp.size > 1:
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
     if mesh.cp.size > 1:
-        counter = Counting(mesh.cp.duplicate().executor)
-        shard.split_sequences(sequence_context(Group(counter), say))
+        shard.split_sequences(sequence_context(mesh.cp.duplicate(), say))
         if not mixtures:
             compute_positions_here(model)
     shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))

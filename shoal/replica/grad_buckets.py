@@ -40,7 +40,10 @@ class GradBuckets:
         )
         self.records_loss = False  # whether the engine's loss is written to the header
         self.buckets: list[slice] = []
+        # what to exchange for a bucket, by its start: as many tensors on every rank
+        self.tensors: dict[int, list[Tensor]] = {}
         self._in_place: set[int] = set()
+        self._places: dict[int, tuple[list[Tensor], int]] = {}  # of these, in `tensors`
         self.tied: set[int] = set()  # parameters whose gradient is not final before `flush`
         self.on_copy: Callable[[], None] | None = None  # called when gradients are there twice
         self.sum_gradients: SumGradients | None = None  # over workers of this replica
@@ -61,7 +64,8 @@ class GradBuckets:
         """From now on gradients are collected in `buffer`, and `arm` reports full buckets.
 
         A gradient of at least `in_place_bytes` is left in the tensor where backward has put it,
-        which saves a copy: `tensors` then returns that tensor instead of the slice of `buffer`.
+        which saves a copy: `tensors` then has that tensor instead of the slice of `buffer`.
+        A header that does not fit into the buffer follows the bucket that goes out last.
         `memory` of the same size, shared with another process, replaces the buffer's own.
         With `allocate` there is no `buffer`: it is called for the memory of each full bucket.
         """
@@ -73,10 +77,8 @@ class GradBuckets:
         self._members = [self.layout.params_in(bucket) for bucket in self.buckets]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
         self._in_place = self._larger_than(in_place_bytes)
-        self._runs = {
-            bucket.start: list(self._runs_of(bucket, [i for i in members if i in self._in_place]))
-            for bucket, members in zip(self.buckets, self._members, strict=True)
-        }
+        if allocate is None:
+            self._list_tensors()
         if not self._has_hooks:  # it is called again when a group has changed
             self._has_hooks = True
             for i, p in enumerate(self.layout.params):
@@ -97,6 +99,19 @@ class GradBuckets:
         params = enumerate(self.layout.params)
         return {i for i, p in params if p.nbytes >= num_bytes and not p.is_complex()}
 
+    def _list_tensors(self) -> None:
+        self.tensors = {}
+        self._places = {}
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            runs = list(self._runs_of(bucket, [i for i in members if i in self._in_place]))
+            tensors = [
+                self.buffer[run] if isinstance(run, slice) else self._views[run] for run in runs
+            ]
+            self.tensors[bucket.start] = tensors
+            self._places |= {i: (tensors, at) for at, i in enumerate(runs) if isinstance(i, int)}
+        if self.buckets and not self.layout.header_fits:
+            self.tensors[self.buckets[-1].start].append(self.header)
+
     def _runs_of(self, bucket: slice, in_place: list[int]) -> Iterator[slice | int]:
         """Slices of `buffer` between the gradients that are left in place, and these."""
         start = bucket.start
@@ -110,18 +125,6 @@ class GradBuckets:
             yield slice(start, bucket.stop)
 
     # ------------------------------------------------------------------ what is exchanged
-
-    def tensors(self, bucket: slice) -> list[Tensor]:
-        """What to exchange for a bucket that was just reported; as many tensors on every rank.
-
-        A header that does not fit into the buffer follows the bucket that goes out last.
-        """
-        gradients = [
-            self.buffer[run] if isinstance(run, slice) else self._views[run]
-            for run in self._runs[bucket.start]
-        ]
-        is_last = bucket.start == self.buckets[-1].start
-        return gradients if self.layout.header_fits or not is_last else [*gradients, self.header]
 
     def exchanged_bytes(self) -> int:
         """Bytes of gradients, flags and loss that a plain all-reduce sums in a step."""
@@ -190,26 +193,24 @@ class GradBuckets:
         weak = weakref.ref(self)
 
         def collect(p: Tensor) -> None:
-            buckets = weak()
-            if buckets is not None:
-                buckets._collect(i)
+            grads = weak()
+            if grads is None or grads._on_bucket is None:
+                return
+            if i in grads.tied or grads.before_flush is not None:
+                return
+            bucket = grads._bucket_of[i]
+            if bucket < grads._next:
+                raise ShoalError(
+                    f"parameter {grads.layout.ranges[i].name} got a second gradient after it was "
+                    "sent; use checkpoint(..., use_reentrant=False) in the model"
+                )
+            if not grads._arrived[i]:
+                grads._arrived[i] = True
+                grads._missing[bucket] -= 1
+            while grads._next < len(grads._missing) and grads._missing[grads._next] == 0:
+                grads._report(grads._next)
 
         return collect
-
-    def _collect(self, i: int) -> None:
-        if self._on_bucket is None or i in self.tied or self.before_flush is not None:
-            return
-        bucket = self._bucket_of[i]
-        if bucket < self._next:
-            raise ShoalError(
-                f"parameter {self.layout.ranges[i].name} got a second gradient after it was "
-                "sent; use checkpoint(..., use_reentrant=False) in the model"
-            )
-        if not self._arrived[i]:
-            self._arrived[i] = True
-            self._missing[bucket] -= 1
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
-            self._report(self._next)
 
     def _report(self, number: int) -> None:
         """Copy the gradients of a bucket into its memory and report it."""
@@ -257,7 +258,7 @@ class GradBuckets:
             self.header[1 + i] = 0.0
             return False
         if i in self._in_place and _is_plain(grad, self.layout.params[i]):
-            self._views[i] = grad
+            self._set_view(i, grad)
             return False
         return True
 
@@ -266,8 +267,15 @@ class GradBuckets:
 
     def _reset_view(self, i: int) -> Tensor:
         """The range of a gradient in `buffer`, where it is from now on."""
-        self._views[i] = self.layout.view(i, self.buffer, 0)
-        return self._views[i]
+        view = self.layout.view(i, self.buffer, 0)
+        self._set_view(i, view)
+        return view
+
+    def _set_view(self, i: int, view: Tensor) -> None:
+        self._views[i] = view
+        if i in self._places:
+            tensors, at = self._places[i]
+            tensors[at] = view
 
 
 def _is_plain(grad: Tensor, parameter: nn.Parameter) -> bool:

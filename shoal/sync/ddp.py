@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.counting import Counting
-from shoal.comm.group import Group
 from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
 from shoal.sync.compression import refuse_scaled
@@ -36,9 +34,8 @@ class DdpSync(Sync):
         self.flat = flat
         self.update = replica.update
         self._replicas = replica.group
-        self.counter = Counting(replica.group.executor)
-        self.group = Group(self.counter)
-        self.traffic = StepTraffic(flat, self.counter)
+        self.traffic = StepTraffic()
+        self.group = self.traffic.count(flat, replica.group)
         self._under_way: list[Work] = []
         self._is_deferred = self._takes_turns()
         self._deferred: list[Tensor] = []
@@ -49,11 +46,7 @@ class DdpSync(Sync):
         return self.flat.device.type == "cpu" and self.group.executor.takes_cores
 
     def regroup(self) -> None:
-        sent = self.counter.sent
-        self.counter = Counting(self._replicas.executor)
-        self.counter.sent = sent
-        self.group = Group(self.counter)
-        self.traffic.recount(self.flat, self.counter)
+        self.group = self.traffic.count(self.flat, self._replicas)
         self._is_deferred = self._takes_turns()
 
     def begin(self) -> None:
@@ -61,7 +54,7 @@ class DdpSync(Sync):
         self._deferred.clear()
 
     def reduce(self, bucket: slice) -> None:
-        tensors = self.flat.grads.tensors(bucket)
+        tensors = self.flat.grads.tensors[bucket.start]
         if self._is_deferred:
             self._deferred += tensors
             return

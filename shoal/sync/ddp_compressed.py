@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.counting import Counting
-from shoal.comm.group import Group
 from shoal.replica.flat_layout import FlatLayout
 from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
 from shoal.sync.compression import compressed_memory, make_compressed_sum
@@ -30,13 +28,12 @@ class CompressedReduce(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.counter = Counting(replica.group.executor)
-        self.group = Group(self.counter)
+        self.traffic = StepTraffic()
+        self.group = self.traffic.count(flat, replica.group)
         buckets = ddp_buckets(flat, bucket_bytes)
         flat.grads.watch(buckets)
         bodies = [without_header(flat, bucket) for bucket in buckets]
         self.sums = make_compressed_sum(compress, flat, self.group, bodies, replica.copies)
-        self.traffic = StepTraffic(flat, self.counter)
         self._header: Work | None = None
         self._gaps = flat.gaps()
         self._copies = replica.copies
@@ -70,7 +67,7 @@ class CompressedReduce(Sync):
 
     def state(self) -> dict[str, Tensor]:
         """What each worker has still to send, and what the method carries from step to step."""
-        with self.counter.uncounted():
+        with self.traffic.uncounted():
             saved = self.sums.state()
         return {f"gradients/{name}": tensor for name, tensor in saved.items()}
 

@@ -40,12 +40,12 @@ class ExactReduce(Sync):
         self._sums = {}
 
     def reduce(self, bucket: slice) -> None:
-        for number, tensor in enumerate(self.flat.grads.tensors(bucket)):
+        for number, tensor in enumerate(self.flat.grads.tensors[bucket.start]):
             self._note(self._sums.setdefault((bucket.start, number), {}), tensor)
 
     def finish(self) -> None:
         for bucket in self.flat.grads.buckets:
-            for number, tensor in enumerate(self.flat.grads.tensors(bucket)):
+            for number, tensor in enumerate(self.flat.grads.tensors[bucket.start]):
                 tensor.copy_(self._agree(self._sums[bucket.start, number]))
         self.flat.grads.publish()
         self.apply()

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.counting import Counting
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
@@ -121,9 +120,8 @@ class Mixer(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.counter = Counting(replica.group.executor)
         self.statistics = replica.statistics
-        self.traffic = StepTraffic(flat, self.counter)
+        self.traffic = StepTraffic()
         self._replicas = replica.group
         self._graph = graph
         self._say = replica.say
@@ -136,18 +134,14 @@ class Mixer(Sync):
 
     def _connect(self, mixing: Mixing) -> None:
         self.mixing = mixing
-        self.group = Group(self.counter)
+        self.group = self.traffic.count(self.flat, self._replicas)
         self.neighbours = Neighbours(self.group, mixing)
         self.turn = 0  # the step in the sequence of matrices
         self.gradient_scale = float(self.group.size)  # the mean over replicas is the sum
 
     def regroup(self) -> None:
         """The same graph over the replicas that there are now; its sequence begins again."""
-        sent = self.counter.sent
-        self.counter = Counting(self._replicas.executor)
-        self.counter.sent = sent
-        self.traffic.recount(self.flat, self.counter)
-        self._connect(mixing_for(self._graph, self.counter.size))
+        self._connect(mixing_for(self._graph, self._replicas.size))
         if self.group.size > 1:
             self._say(f"gossip over {self.mixing.expectation}")
 
@@ -169,7 +163,7 @@ class MixGradients(Mixer):
     def collect(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
-            for tensor in self.flat.grads.tensors(slice(0, self.flat.size)):
+            for tensor in self.flat.grads.tensors[0]:
                 self.neighbours.mix(tensor, self.turn)
         self.flat.grads.publish()
         self._count_step()
@@ -179,7 +173,7 @@ class MixGradients(Mixer):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.counter.uncounted(), averaged(self.statistics, self.group):
+        with self.traffic.uncounted(), averaged(self.statistics, self.group):
             yield
 
     def report(self) -> dict[str, Any]:
@@ -215,7 +209,7 @@ class MixWeights(Mixer):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.counter.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
+        with self.traffic.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
             try:
                 yield
@@ -226,7 +220,7 @@ class MixWeights(Mixer):
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
         start_ns = time.monotonic_ns()
-        with self.counter.uncounted():
+        with self.traffic.uncounted():
             mean = self.flat.data.clone()
             self.group.all_reduce(mean, Op.MEAN).wait()
             apart = (self.flat.data - mean).double().square().sum()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import Counting
-from shoal.comm.group import Group, Op
+from shoal.comm.group import Op
 from shoal.strategy.sync_terms.localsgd import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan
 from shoal.sync.compressed_sum import CompressedSum
@@ -51,8 +50,8 @@ class LocalSgdSync(Sync):
         self.flat = flat
         self.update = replica.update
         self._replicas = replica.group
-        self.counter = Counting(replica.group.executor)
-        self.group = Group(self.counter)
+        self.traffic = StepTraffic()
+        self.group = self.traffic.count(flat, replica.group)
         self.every = term.every
         self.statistics = replica.statistics
         self.gradient_scale = float(self.group.size)
@@ -66,7 +65,6 @@ class LocalSgdSync(Sync):
             if term.compress
             else None
         )
-        self.traffic = StepTraffic(flat, self.counter)
         self._gaps = flat.gaps()
         self._copies = replica.copies
         self._loss: Tensor | None = None
@@ -78,11 +76,7 @@ class LocalSgdSync(Sync):
 
     def regroup(self) -> None:
         """Training goes on from the weights that replicas agreed on last."""
-        sent = self.counter.sent
-        self.counter = Counting(self._replicas.executor)
-        self.counter.sent = sent
-        self.group = Group(self.counter)
-        self.traffic.recount(self.flat, self.counter)
+        self.group = self.traffic.count(self.flat, self._replicas)
         self.gradient_scale = float(self.group.size)
 
     def undo(self) -> None:
@@ -163,7 +157,7 @@ class LocalSgdSync(Sync):
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         weights = self.flat.data.clone()
         statistics = [t.clone() for t in self.statistics]
-        with self.counter.uncounted():
+        with self.traffic.uncounted():
             states = mean_state(self.update.optimizer, self.group) if optimizer else []
             if self.since:
                 difference = self.agreed.data - self.flat.data
@@ -189,7 +183,7 @@ class LocalSgdSync(Sync):
         if self.outer is not None:
             saved |= self.outer.state()
         if self.sums is not None:
-            with self.counter.uncounted():
+            with self.traffic.uncounted():
                 saved |= self.sums.state()
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 

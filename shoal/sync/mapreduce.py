@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.counting import Counting
-from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.sync_terms.mapreduce import Mapreduce
 from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
@@ -38,9 +36,8 @@ class MapReduceSync(Sync):
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
-        self.counter = Counting(replica.group.executor)
-        self.group = Group(self.counter)
-        self.traffic = StepTraffic(flat, self.counter)
+        self.traffic = StepTraffic()
+        self.group = self.traffic.count(flat, replica.group)
         self._under_way: list[Work] = []
         self._loss = flat.grads.header[:1].clone()
         flat.grads.watch(flat.buckets(bucket_bytes))
@@ -49,7 +46,7 @@ class MapReduceSync(Sync):
         self._under_way.clear()
 
     def reduce(self, bucket: slice) -> None:
-        for tensor in self.flat.grads.tensors(bucket):
+        for tensor in self.flat.grads.tensors[bucket.start]:
             self._under_way.append(self.group.reduce(tensor, MASTER))
 
     def finish(self) -> None:

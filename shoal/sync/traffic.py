@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shoal.comm.counting import Counting, all_reduce_bytes
+from shoal.comm.counting import SentBytes, all_reduce_bytes
+from shoal.comm.group import Group
 from shoal.replica.flat_params import FlatParams
 
 
-class StepTraffic:
-    """Counts steps; the executors of the groups count bytes."""
+class StepTraffic(SentBytes):
+    """Counts steps, and the bytes that groups send."""
 
-    def __init__(self, flat: FlatParams, *counters: Counting):
-        self.steps = 0
-        self.recount(flat, *counters)
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.plain_bytes = 0
 
-    def recount(self, flat: FlatParams, *counters: Counting) -> None:
-        """The group has other ranks from now on."""
-        self.counters = counters
-        self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), counters[0].size)
-
-    @property
-    def sent(self) -> int:
-        return sum(counter.sent for counter in self.counters)
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Do not count what is sent in the block, such as for a checkpoint."""
-        with ExitStack() as stack:
-            for counter in self.counters:
-                stack.enter_context(counter.uncounted())
-            yield
+    def count(self, flat: FlatParams, group: Group) -> Group:
+        """`group` of replicas as it is now, whose calls are counted."""
+        self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), group.size)
+        return group.counted(self)
 
     def report(self) -> dict[str, Any]:
         """Bytes that this worker has sent, and what uncompressed ddp sends in a step."""
         return {
             "steps": self.steps,
-            "bytes_sent": self.sent,
-            "bytes_per_step": self.sent / max(1, self.steps),
+            "bytes_sent": self.total,
+            "bytes_per_step": self.total / max(1, self.steps),
             "ddp_bytes_per_step": self.plain_bytes,
         }
 
     def summary(self) -> list[str]:
-        if not self.sent or not self.steps:
+        if not self.total or not self.steps:
             return []
-        num_bytes = self.sent / self.steps
+        num_bytes = self.total / self.steps
         return [
             f"each worker sent {num_bytes:,.0f} bytes a step, where ddp sends "
             f"{self.plain_bytes:,}: {self.plain_bytes / num_bytes:.1f} times less"

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.counting import Counting
-from shoal.comm.group import Group
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, fitting, must_settle
 from shoal.sync.base import Replica, Sync
@@ -53,27 +51,15 @@ class ZeroReduce(Sync):
         self.every_microbatch = stage > 1
         self._replicas = replica.group
         self._gathering = self.flat.group if isinstance(self.flat, ShardedParams) else None
-        self._counters: list[Counting] = []
-        self._count_bytes()
-        self.traffic = StepTraffic(self.flat, *self._counters)
-        self._lay_out()
+        self.traffic = StepTraffic()
+        self.regroup()
 
     def regroup(self) -> None:
-        self._count_bytes()
-        self.traffic.recount(self.flat, *self._counters)
-        self._lay_out()
-
-    def _count_bytes(self) -> None:
-        """Go on counting what the groups send, in their present executors."""
-        groups = [self._replicas] + ([] if self._gathering is None else [self._gathering])
-        counters = [Counting(group.executor) for group in groups]
-        for counter, before in zip(counters, self._counters, strict=False):
-            counter.sent = before.sent
-        self._counters = counters
-        self.group = Group(counters[0])
-        if isinstance(self.flat, ShardedParams):
-            self.flat.group = Group(counters[1])
+        self.group = self.traffic.count(self.flat, self._replicas)
+        if isinstance(self.flat, ShardedParams) and self._gathering is not None:
+            self.flat.group = self._gathering.counted(self.traffic)
         self.sharded.regroup(self.group)
+        self._lay_out()
 
     def _lay_out(self) -> None:
         flat = self.flat

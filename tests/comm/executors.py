@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shoal.comm.counting import Counting
+from shoal.comm.counting import SentBytes
 from shoal.comm.executor import Executor
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.solo import solo_group
@@ -23,17 +23,17 @@ from tests.products import few_or_all
 from tests.transport.tcp import on_tcp
 
 Run = Callable[[Case], list[Findings]]  # the findings of every rank
-Wrap = Callable[[Executor], Executor]
+Wrap = Callable[[Executor], Group]
 
 
 def solo(case: Case) -> list[Findings]:
     return [case(solo_group())]
 
 
-def scheduled(size: int, background: bool, wrap: Wrap = lambda executor: executor) -> Run:
+def scheduled(size: int, background: bool, wrap: Wrap = Group) -> Run:
     def run(case: Case) -> list[Findings]:
         findings = on_threads(
-            size, lambda t: case(Group(wrap(Scheduled(t, link=Link(), background=background))))
+            size, lambda t: case(wrap(Scheduled(t, link=Link(), background=background)))
         )
         for thread in threading.enumerate():  # it is about to end when the last work is done
             if thread.name == "collectives":
@@ -57,16 +57,20 @@ def raise_errors(found: Findings | BaseException) -> Findings:
     return found
 
 
-def shared_memory(size: int, wrap: Wrap = lambda executor: executor) -> Run:
-    return lambda case: on_shm_threads(size, lambda group: case(Group(wrap(group.executor))))
+def shared_memory(size: int, wrap: Wrap = Group) -> Run:
+    return lambda case: on_shm_threads(size, lambda group: case(wrap(group.executor)))
 
 
 def hierarchical(where: str, between: str | None = None) -> Run:
     return lambda case: on_hosts(where, case, between=between)
 
 
-def traced(executor: Executor) -> Executor:
-    return Traced(executor, Recorder(executor.rank, 0))
+def traced(executor: Executor) -> Group:
+    return Group(Traced(executor, Recorder(executor.rank, 0)))
+
+
+def counted(executor: Executor) -> Group:
+    return Group(executor, sent=SentBytes())
 
 
 ON_WAIT = few_or_all((1, 3), (1, 2, 3, 5))
@@ -82,7 +86,7 @@ EXECUTORS: dict[str, Run] = {
         for size in few_or_all((2, 5), (1, 2, 3, 5))
     },
     "scheduled, traced": scheduled(2, True, traced),
-    "scheduled, counted": scheduled(3, True, Counting),
+    "scheduled, counted": scheduled(3, True, counted),
 }
 if is_tcp_built():
     EXECUTORS |= {
@@ -93,7 +97,7 @@ if is_built():
     EXECUTORS |= {
         **{f"shared memory, {size} ranks": shared_memory(size) for size in (1, 2, 3)},
         "shared memory, traced": shared_memory(2, traced),
-        "shared memory, counted": shared_memory(2, Counting),
+        "shared memory, counted": shared_memory(2, counted),
         **{
             f"hierarchical, hosts {hosts}": hierarchical(hosts)
             for hosts in few_or_all(("abab", "aab"), ("aabb", "abab", "aab", "abc"))

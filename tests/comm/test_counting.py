@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.counting import Counting
+from shoal.comm.counting import SentBytes
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.schedules.collectives.cost import Link
@@ -48,9 +48,9 @@ def test_the_count_is_what_leaves_a_rank(world: World, name: str, size: int) -> 
 
     def body(group: Group) -> tuple[int, int]:
         transport = Metered(boxes, group.rank)
-        counting = Counting(Scheduled(transport, ALGORITHMS, link=Link()))
-        CALLS[name](Group(counting)).wait()
-        return counting.sent, transport.sent
+        counted = SentBytes()
+        CALLS[name](Group(Scheduled(transport, ALGORITHMS, link=Link()), sent=counted)).wait()
+        return counted.total, transport.sent
 
     for counted, sent in world(size, body):
         assert counted == sent > 0
@@ -58,9 +58,9 @@ def test_the_count_is_what_leaves_a_rank(world: World, name: str, size: int) -> 
 
 def test_what_is_no_part_of_training_is_not_counted(world: World) -> None:
     def body(group: Group) -> int:
-        counting = Counting(group.executor)
-        with counting.uncounted():
-            Group(counting).all_reduce(torch.ones(10)).wait()
-        return counting.sent
+        counted = SentBytes()
+        with counted.uncounted():
+            group.counted(counted).all_reduce(torch.ones(10)).wait()
+        return counted.total
 
     assert world(2, body) == [0, 0]

@@ -63,7 +63,7 @@ def scale_last_bucket(step: Step) -> None:
     def wrong(microbatches: Any, on_bucket: Any) -> Tensor:
         def scaled(bucket: slice) -> None:
             grads = step.flat.grads
-            for tensor in grads.tensors(bucket) if bucket == grads.buckets[-1] else []:
+            for tensor in grads.tensors[bucket.start] if bucket == grads.buckets[-1] else []:
                 tensor.mul_(1 + 1e-4)
             on_bucket(bucket)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.counting import Counting
+from shoal.comm.counting import SentBytes
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import map_tensors, tensors_of
@@ -184,14 +184,14 @@ def test_attention_sends_keys_and_values_of_the_other_blocks(world: World) -> No
     """Forward K and V of n-1 blocks, backward K, V, dK and dV of n-1 blocks."""
 
     def body(group: Group) -> tuple[int, int]:
-        counter = Counting(group.executor)
-        context = sequence_context(Group(counter))
+        counter = SentBytes()
+        context = sequence_context(group.counted(counter))
         x = context.shard(numbers(2, 16, 6), 1).detach().requires_grad_()
         out = sdpa(heads(x), heads(x), heads(x), is_causal=True)
-        forward = counter.sent
+        forward = counter.total
         assert isinstance(out, SequenceShard)
         out.local.sum().backward()  # type: ignore[no-untyped-call]
-        return forward, counter.sent - forward
+        return forward, counter.total - forward
 
     block = 2 * 16 // 4 * 6 * 8
     assert world(4, body) == [(3 * 2 * block, 3 * 4 * block)] * 4

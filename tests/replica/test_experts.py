@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import Counting
+from shoal.comm.counting import SentBytes
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
@@ -53,16 +53,16 @@ def test_two_exchanges_forward_and_two_backward(world: World, choices: list[list
     """Counted bytes are those of the rows that leave their rank; a rank may have none."""
 
     def body(group: Group) -> Any:
-        counted = Counting(group.executor)
+        counted = SentBytes()
         dispatch = Dispatch(
-            placement(Group(counted)), torch.tensor(choices[group.rank], dtype=torch.int64)
+            placement(group.counted(counted)), torch.tensor(choices[group.rank], dtype=torch.int64)
         )
-        of_counts = counted.sent
+        of_counts = counted.total
         x = torch.randn(len(choices[group.rank]), WIDTH, requires_grad=True)
         out = dispatch.to_sources(dispatch.to_experts(x[dispatch.order]) * 3)
         (out * 2).sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, 6.0))
-        return of_counts, counted.sent - of_counts
+        return of_counts, counted.total - of_counts
 
     found = world(2, body)
     assert [counts for counts, _ in found] == [8 * 2, 8 * 2]  # of the 2 experts of the other

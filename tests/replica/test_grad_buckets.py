@@ -107,7 +107,7 @@ def test_the_header_travels_with_the_bucket_that_goes_out_last(dtype: torch.dtyp
     flat.grads.watch(flat.buckets(64))
     assert flat.header_fits
     flat.grads.header[0] = 3.0
-    assert len(flat.grads.tensors(flat.grads.buckets[-1])) == 1
+    assert len(flat.grads.tensors[flat.grads.buckets[-1].start]) == 1
     assert flat.grads.buffer[flat.grads.buckets[-1]][0] == 3.0
 
 
@@ -119,8 +119,8 @@ def test_the_header_of_a_bfloat16_model_follows_the_last_bucket() -> None:
     flat.grads.header[0] = 1.0009765625  # bfloat16 could not hold it
     backward(flat, [1, 0])
     assert flat.grads.header.tolist() == [1.0009765625, 1.0, 1.0]
-    assert all(t is not flat.grads.header for t in flat.grads.tensors(flat.grads.buckets[0]))
-    assert flat.grads.tensors(flat.grads.buckets[-1])[-1] is flat.grads.header
+    assert all(t is not flat.grads.header for t in flat.grads.tensors[flat.grads.buckets[0].start])
+    assert flat.grads.tensors[flat.grads.buckets[-1].start][-1] is flat.grads.header
 
 
 def test_a_second_gradient_after_the_first_was_sent_is_an_error() -> None:

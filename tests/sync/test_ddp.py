@@ -31,7 +31,7 @@ def test_a_call_that_would_take_a_core_from_backward_follows_it(
         flat.grads.arm(sync.reduce)
         (weight * (group.rank + 1)).sum().backward()  # type: ignore[no-untyped-call]
         flat.grads.flush()
-        sent_in_backward = sync.counter.sent
+        sent_in_backward = sync.traffic.total
         sync.finish()
         return sent_in_backward, weight[0].item()
 

@@ -40,7 +40,7 @@ def test_a_call_that_would_take_a_core_waits_while_there_is_room(
         flat.grads.arm(sync.reduce)
         loss = torch.stack([(i + 1) * weight.sum() for i, weight in enumerate(weights)]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        sent = sync.traffic.sent
+        sent = sync.traffic.total
         flat.grads.flush()
         sync.finish()
         return sent, [weight[0].item() for weight in weights]

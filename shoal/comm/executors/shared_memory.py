@@ -10,6 +10,7 @@ Results of a reduction are the same bits on every rank: contributions go in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from shoal.comm.call import (
     moved_as,
     reduced_natively,
 )
+from shoal.comm.counting import SentBytes
 from shoal.comm.executor import AllReduce, Broadcast, Executor
-from shoal.comm.executors.native_work import NativeArguments, NativeWork
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.comm.piece_counts import check_counts, counts_row, counts_table
@@ -34,8 +35,54 @@ from shoal.comm.staging import on_host, share_storage
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
 from shoal.transport.shm.messages import ShmTransport, ShmWork
-from shoal.transport.shm.segment import Segment, join
+from shoal.transport.shm.segment import Segment, is_built, join
 from shoal.transport.transport import Work
+
+if is_built():
+    from shoal.transport.shm import _shm
+
+# kind, address in, address out, count, type, operator, root
+NativeArguments = tuple[int, int, int, int, int, int, int]
+
+
+class NativeWork(QueuedWork):
+    """One call of a native collective: light ones are begun in the call (see `WorkQueue`)."""
+
+    __slots__ = ("_after", "_keep", "_segment", "begin")
+    begin: partial[bool]
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        segment: Segment,
+        args: NativeArguments,
+        keep: object = None,
+        after: Callable[[], None] | None = None,
+        table: Tensor | None = None,
+    ):
+        """`keep` is what must stay in memory, `after` is done when the numbers have arrived."""
+        self.queue = queue
+        self.is_done = False
+        self.error = None
+        self._callbacks = None
+        self._segment = segment
+        self._after = after
+        self._keep = keep if table is None else (keep, table)
+        address = 0 if table is None else table.data_ptr()
+        self.begin = partial(_shm.start, segment.handle, *args, address)
+
+    def run(self) -> None:
+        segment = self._segment
+        if self.begun:
+            outcome = _shm.finish(segment.handle, segment.timeout_ns)
+        else:
+            outcome = _shm.collective(*self.begin.args, segment.timeout_ns)
+        if outcome:
+            segment.check(outcome)
+        if self._after is not None:
+            self._after()
+        self._keep = self._after = None
+
 
 _REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter", "scan", "exclusive_scan")
 _IN_PLACE = frozenset(("broadcast", "reduce", "all_reduce", "scan"))
@@ -76,8 +123,9 @@ class SharedMemory(Executor):
 
     # ------------------------------------------------------------------ collectives
 
-    def bind_all_reduce(self, general: AllReduce) -> AllReduce:
+    def bind_all_reduce(self, general: AllReduce, sent: SentBytes | None) -> AllReduce:
         """In place, plain numbers in the host's memory: straight to the native call."""
+        size = self.size
         segment = self.segment
         queue = self.queue
         submit = queue.submit
@@ -90,6 +138,8 @@ class SharedMemory(Executor):
             plain = out is None and code is not None and (op is total or not op.is_bitwise)
             if plain and data.is_cpu and data.is_contiguous() and not segment.closed:
                 at = data.data_ptr()
+                if sent is not None:
+                    sent.total += round(2 * data.nbytes * (size - 1) / size)
                 args = (kind, at, at, data.numel(), code, op.code, 0)
                 work = NativeWork(queue, segment, args, data)  # type: ignore[arg-type]
                 submit(work)
