@@ -13,12 +13,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 
 class QueuedWork:
     """One operation of a work queue; `wait` returns when it is done, or raises its error."""
 
-    __slots__ = ("_callbacks", "begun", "end_ns", "error", "is_done", "queue", "start_ns")
+    __slots__ = (
+        "_callbacks",
+        "arguments",
+        "begun",
+        "end_ns",
+        "error",
+        "is_done",
+        "queue",
+        "start_ns",
+    )
+    arguments: tuple[Any, ...]
     begun: bool
     start_ns: int
     end_ns: int
@@ -28,8 +39,9 @@ class QueuedWork:
         self.is_done = False
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] | None = None
+        self.arguments = ()
 
-    def begin(self) -> bool:
+    def begin(self, *arguments: Any) -> bool:
         """Give what other ranks need without waiting; False where that is not possible."""
         return False
 
@@ -123,7 +135,7 @@ class WorkQueue:
             self._waiting.append(work)
             if self.timed:
                 work.start_ns = time.monotonic_ns()
-            work.begun = idle and work.begin()
+            work.begun = idle and work.begin(*work.arguments)
             if not work.begun and self._background:
                 self._wake()
         finally:

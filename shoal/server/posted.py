@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import ShoalError
@@ -29,7 +29,7 @@ class PostedRequest(QueuedWork):
         self._request = request
         self._failure: ShoalError | None = None
 
-    def begin(self) -> bool:
+    def begin(self, *arguments: Any) -> bool:
         try:
             return self._request.is_light and self._link.send_ahead(self._channel, self._request)
         except ShoalError as error:

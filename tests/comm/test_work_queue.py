@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ class Light(QueuedWork):
         self.log = log
         self.name = name
 
-    def begin(self) -> bool:
+    def begin(self, *arguments: Any) -> bool:
         self.log.append(f"begin {self.name}")
         return True
 

@@ -10,7 +10,7 @@ Results of a reduction are the same bits on every rank: contributions go in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,35 +48,33 @@ NativeArguments = tuple[int, int, int, int, int, int, int]
 class NativeWork(QueuedWork):
     """One call of a native collective: light ones are begun in the call (see `WorkQueue`)."""
 
-    __slots__ = ("_after", "_keep", "_segment", "begin")
-    begin: partial[bool]
+    __slots__ = ("_after", "_keep", "_segment")
+    begin = _shm.start if is_built() else QueuedWork.begin
 
     def __init__(
         self,
         queue: WorkQueue,
         segment: Segment,
-        args: NativeArguments,
+        arguments: tuple[Any, ...],
         keep: object = None,
         after: Callable[[], None] | None = None,
-        table: Tensor | None = None,
     ):
         """`keep` is what must stay in memory, `after` is done when the numbers have arrived."""
         self.queue = queue
         self.is_done = False
         self.error = None
         self._callbacks = None
+        self.arguments = arguments
         self._segment = segment
         self._after = after
-        self._keep = keep if table is None else (keep, table)
-        address = 0 if table is None else table.data_ptr()
-        self.begin = partial(_shm.start, segment.handle, *args, address)
+        self._keep = keep
 
     def run(self) -> None:
         segment = self._segment
         if self.begun:
             outcome = _shm.finish(segment.handle, segment.timeout_ns)
         else:
-            outcome = _shm.collective(*self.begin.args, segment.timeout_ns)
+            outcome = _shm.collective(*self.arguments, segment.timeout_ns)  # type: ignore[call-arg]
         if outcome:
             segment.check(outcome)
         if self._after is not None:
@@ -127,6 +125,7 @@ class SharedMemory(Executor):
         """In place, plain numbers in the host's memory: straight to the native call."""
         size = self.size
         segment = self.segment
+        handle = segment.handle
         queue = self.queue
         submit = queue.submit
         kind = KIND_CODES["all_reduce"]
@@ -140,8 +139,8 @@ class SharedMemory(Executor):
                 at = data.data_ptr()
                 if sent is not None:
                     sent.total += round(2 * data.nbytes * (size - 1) / size)
-                args = (kind, at, at, data.numel(), code, op.code, 0)
-                work = NativeWork(queue, segment, args, data)  # type: ignore[arg-type]
+                args = (handle, kind, at, at, data.numel(), code, op.code, 0, 0)
+                work = NativeWork(queue, segment, args, data)
                 submit(work)
                 return work
             return general(data, op, out)
@@ -151,6 +150,7 @@ class SharedMemory(Executor):
     def bind_broadcast(self, general: Broadcast) -> Broadcast:
         """Plain numbers in the host's memory: straight to the native call."""
         segment = self.segment
+        handle = segment.handle
         queue = self.queue
         submit = queue.submit
         kind = KIND_CODES["broadcast"]
@@ -162,8 +162,8 @@ class SharedMemory(Executor):
             plain = code is not None and 0 <= root < size and not segment.closed
             if plain and data.is_cpu and data.is_contiguous():
                 at = data.data_ptr()
-                args = (kind, at, at, data.numel(), code, 0, root)
-                work = NativeWork(queue, segment, args, data)  # type: ignore[arg-type]
+                args = (handle, kind, at, at, data.numel(), code, 0, root, 0)
+                work = NativeWork(queue, segment, args, data)
                 submit(work)
                 return work
             return general(data, root)
@@ -282,7 +282,9 @@ class SharedMemory(Executor):
             raise ShoalError(f"rank {self.rank} has closed this group")
         if timeout_s is not None:
             segment = segment.within(timeout_s)
-        work = NativeWork(self.queue, segment, args, keep, after, table)
+        address = 0 if table is None else table.data_ptr()
+        arguments = (segment.handle, *args, address)
+        work = NativeWork(self.queue, segment, arguments, (keep, table), after)
         self.queue.submit(work)
         return work
 
