@@ -44,7 +44,7 @@ LAYERS = [
         *("train.build_optimizer", "train.build_step", "train.prepare_model"),
         *("train.evaluate", "train.state", "train.restore", "train.server_checkpoint"),
     ],
-    ["train.loop_part", "train.ema", "train.torch_hooks", "train.untrained_models"],
+    ["train.loop_part", "train.ema", "train.torch_hooks"],
     ["train.loop_rows"],
     ["train.loop_optimizer", "train.unsharded_state"],
     ["train.setup_loop"],

@@ -21,7 +21,7 @@ from shoal.commands.launching import (
     traced,
 )
 from shoal.errors import BadInput, CheckpointError
-from shoal.train.checkpoint_folder import MANIFEST
+from shoal.runtime.checkpoint_folders import MANIFEST
 
 
 def train(

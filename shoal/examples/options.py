@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch.utils.data import TensorDataset
 
 import shoal
+from shoal.runtime.checkpoint_folders import MANIFEST
 from shoal.runtime.wording import counted
-from shoal.train.checkpoint_folder import MANIFEST
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import BadInput, ShardLost
+from shoal.runtime.checkpoint_folders import (
+    complete_versions,
+    in_words,
+    remove_incomplete,
+    require_unused,
+)
 from shoal.runtime.config import RunConfig
-from shoal.server.saving.folder import complete_versions, remove_incomplete, require_unused
-from shoal.server.saving.reason import in_words
 from shoal.strategy.strategy import Strategy
 
 OPTION_NAME = "--checkpoint"

@@ -16,8 +16,8 @@ from shoal.launch.chain_members import ChainMembers
 from shoal.launch.failures import ProcessFailure, when_lost
 from shoal.launch.process_config import Replication
 from shoal.launch.processes import ProcessExit
+from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import ServerCheckpointConfig
-from shoal.server.saving.folder import complete_versions
 
 _MISTAKE = 2  # the exit status of BadInput: it would meet the same again
 NO_CHECKPOINTS = ServerCheckpointConfig()

@@ -29,10 +29,10 @@ from shoal.launch.processes import ProcessExit, Role
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.remote_workers import RemoteWorkers
 from shoal.launch.supervisor import Event, SignalEvents, Supervisor
+from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir
 from shoal.runtime.secret import new_secret
-from shoal.server.saving.folder import complete_versions
 
 
 @contextmanager

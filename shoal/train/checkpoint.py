@@ -5,7 +5,7 @@
     model/optimizer-120-3fa9c1d2e4b5.safetensors
 
 The manifest has the digests of the files and one of itself, so every byte is under a digest. How
-versions replace each other: `checkpoint_folder.py`. Loading executes nothing.
+versions replace each other: `runtime/checkpoint_folders.py`. Loading executes nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.train.checkpoint_folder import (
+from shoal.runtime.checkpoint_folders import (
     MANIFEST,
     MAX_COUNT,
     MAX_MANIFEST_BYTES,
     TENSOR_FILE,
-    Version,
+    NewVersion,
     new_version,
     open_file,
     read_manifest_bytes,
-    sync_file,
 )
 
 FORMAT = "shoal checkpoint 2"
@@ -151,13 +150,12 @@ def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     return Checkpoint(model, optimizer, document, digest_of(manifest), is_listed)
 
 
-def _write_files(version: Version, checkpoint: Checkpoint) -> dict[str, Any]:
+def _write_files(version: NewVersion, checkpoint: Checkpoint) -> dict[str, Any]:
     steps = checkpoint.document.get("steps", 0)
     files = {}
     for part, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
         file = version.tensor_file(part, steps)
         save_file(tensors, file)
-        sync_file(file)
         with open(file, "rb") as handle:
             digest = _digest(handle.fileno())
         files[part] = {"name": file.name, "bytes": file.stat().st_size, "sha256": digest}

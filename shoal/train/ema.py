@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import BadInput, CheckpointError, NotBuilt
+from shoal.errors import BadInput, NotBuilt
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.train.checkpoint import Checkpoint
-from shoal.train.named_tensors import copy_into, fit_model
+from shoal.train.named_tensors import copy_into
 from shoal.train.state import gather_model
 from shoal.train.step import Step
 
@@ -60,12 +57,8 @@ class Ema:
                 stack.enter_context(step.sync.full_weights())
             return gather_model(self.steps[0]) if is_saved_here else ({}, {})
 
-    def fit(self, tensors: dict[str, Tensor], tied: Any, where: Path) -> dict[str, Tensor]:
-        """What `gather` gave, as far as this worker holds it, or a CheckpointError."""
-        return fit_model(self.model, self.steps[0].shard.take_shard(tensors), tied, where)
-
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take what `fit` returned."""
+        """Take what `fit_others` returned."""
         with self.applied():
             copy_into(self.model, tensors)
 
@@ -105,18 +98,3 @@ class Ema:
                     f"job.ema needs weights that are this worker's own after every step, and under "
                     f"{step.term} they are not: take ddp, zero, tp, or ps with job.setup"
                 )
-
-
-def fit_averages(emas: Sequence[Ema], saved: Checkpoint, where: Path) -> list[dict[str, Tensor]]:
-    """What a checkpoint has for each average; nothing where it was saved without them."""
-    ties = saved.document.get("averages", [])
-    if not isinstance(ties, list) or len(ties) not in (0, len(emas)):
-        raise CheckpointError(f"the checkpoint at {where} is of a script with other averages")
-    found = []
-    for i, (ema, tied) in enumerate(zip(emas, ties, strict=False)):
-        prefix = f"ema{i}:"
-        tensors = {
-            n.removeprefix(prefix): t for n, t in saved.model.items() if n.startswith(prefix)
-        }
-        found.append(ema.fit(tensors, tied, where))
-    return found

@@ -9,24 +9,24 @@ from typing import Any
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
+from shoal.runtime.checkpoint_folders import (
+    complete_versions,
+    read_manifest_bytes,
+    require_unused,
+    versions_in,
+)
 from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.wording import counted
 from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
-from shoal.train.automatic_checkpoint import AutomaticCheckpoint, FindCheckpoint
-from shoal.train.ema import fit_averages
 from shoal.train.job_meetings import JobMeetings
 from shoal.train.job_state import JobState
+from shoal.train.named_tensors import copy_into, model_tensors
 from shoal.train.own_loop import OwnLoop
-from shoal.train.restore import FittingState, fit, fit_positions
-from shoal.train.server_checkpoint import (
-    check_unused,
-    is_server_checkpoint,
-    read_servers,
-    worker_part,
-)
+from shoal.train.restore import FittingState, fit, fit_others, fit_positions
 from shoal.train.step import Step
-from shoal.train.untrained_models import fit_untrained, gather_untrained, load_untrained
+
+FindCheckpoint = Callable[[], checkpoint.Checkpoint | None]
 
 
 class JobCheckpoints:
@@ -53,9 +53,7 @@ class JobCheckpoints:
         self._is_first = is_first
         self._say = say
         self._config = state.services.config
-        self._automatic = AutomaticCheckpoint(
-            self._config.checkpoint, lambda: not self.dry and bool(state.models)
-        )
+        self._saved_itself = 0  # after so many steps
         self._loaded = 0  # checkpoints
         self._has_continued = False
         self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
@@ -96,14 +94,16 @@ class JobCheckpoints:
     def _install(
         self, saved: checkpoint.Checkpoint, states: list[FittingState], path: Path
     ) -> dict[str, Any]:
-        averages = fit_averages(self._state.emas, saved, path)
-        untrained = fit_untrained(self._loop.untrained, saved, path)
+        averages = self._state.fit_averages(saved, path)
+        others = [(prepared.model, prepared.shard) for prepared in self._loop.untrained]
+        untrained = fit_others(others, "untrained", saved, path)
         positions = fit_positions(saved, path)
         for state in states:
             state.load()
         for ema, tensors in zip(self._state.emas, averages, strict=False):
             ema.load(tensors)
-        load_untrained(self._loop.untrained, untrained)
+        for prepared, tensors in zip(self._loop.untrained, untrained, strict=False):
+            copy_into(prepared.model, tensors)
         self._tell_bare([name for state in states for name in state.bare])
         self._loop.take_settings()
         document = saved.document
@@ -117,8 +117,8 @@ class JobCheckpoints:
     def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
         """A checkpoint that fits, and its digest; nothing is changed."""
         saved = None
-        if is_server_checkpoint(path):
-            saved = read_servers(path, self._say)
+        if versions_in(path):  # of servers
+            saved = _read_servers(path, self._say)
         if saved is None:
             saved = checkpoint.read(path)
         return (saved, fit(self._state.models, saved, path)), saved.digest
@@ -141,10 +141,23 @@ class JobCheckpoints:
             if not self._is_of_lowest:  # asked again: another replica may be lost by now
                 return ""
             saved = self._state.snapshot(self._state.description(about), averages, states)
-            gather_untrained(self._loop.untrained, saved)
+            self._gather_untrained(saved)
             if self._is_first():
                 checkpoint.write(path, saved)
             return saved.digest
+
+    def _gather_untrained(self, saved: checkpoint.Checkpoint) -> None:
+        """Add models that no optimizer updates, such as target networks, to what is saved.
+
+        All workers of the replica that saves call it.
+        """
+        ties = []
+        for i, prepared in enumerate(self._loop.untrained):
+            tensors, tied = model_tensors(prepared.model)
+            whole = prepared.shard.gather_full(tensors)
+            saved.model |= {f"untrained{i}:{name}": tensor for name, tensor in whole.items()}
+            ties.append(tied)
+        saved.document["untrained"] = ties
 
     @property
     def _is_of_lowest(self) -> bool:
@@ -153,25 +166,36 @@ class JobCheckpoints:
 
     # ------------------------------------------------------------------ by itself
 
+    @property
+    def _own_folder(self) -> Path | None:
+        """SHOAL_CHECKPOINT: a script that is started again continues without a line for it.
+
+        None where nothing is saved: it was not asked for, or this is a trial run.
+        """
+        return self._config.checkpoint.folder if self._state.models and not self.dry else None
+
     def continue_latest(self) -> None:
         """Before the first batch: go on from the latest checkpoint, if asked to."""
         asked = self._config.server_checkpoint
-        own = self._automatic.folder
+        own = self._own_folder
         if self._has_continued or not self._state.models:
             return
         self._has_continued = True
         if own is not None:
-            self._resume(own, self._automatic.read)
-        self._automatic.saved_at = self._state.steps
+            self._resume(
+                own, lambda: None if read_manifest_bytes(own) is None else checkpoint.read(own)
+            )
+        self._saved_itself = self._state.steps
         if asked.folder is None:
             return
         saves = self._state.models[-1].sync.saves
         if not asked.resume:
             if saves is not None:
-                check_unused(asked.folder, saves.model)
+                versions = complete_versions(asked.folder)
+                require_unused([v for v in versions if v.model != saves.model], asked.folder)
             return
         folder = asked.folder
-        self._resume(folder, lambda: read_servers(folder, self._say))
+        self._resume(folder, lambda: _read_servers(folder, self._say))
 
     def _resume(self, folder: Path, find: FindCheckpoint) -> None:
         before = self._loaded
@@ -196,7 +220,8 @@ class JobCheckpoints:
 
     def must_stop(self, steps: int) -> bool:
         """After SIGTERM: save where the script has saved before, or let it go on to its end."""
-        if self._automatic.is_due(steps):
+        every = self._config.checkpoint.every
+        if steps // every > self._saved_itself // every:
             self._save_itself()
         preemption = self._state.services.preemption
         if preemption is None:
@@ -206,9 +231,9 @@ class JobCheckpoints:
         if not preemption.stops_after(steps, self._is_first(), period):
             return False
         self.is_preempted = True
-        if self._automatic.folder is not None:
+        if self._own_folder is not None:
             self._save_itself()
-            self._say(f"preempted: stopped after step {steps}; saved in {self._automatic.folder}")
+            self._say(f"preempted: stopped after step {steps}; saved in {self._own_folder}")
             raise SystemExit(EXIT_STATUS)
         if self._saved is None:
             self._say(f"SIGTERM: stopped after step {self._state.steps}; nothing was saved before")
@@ -219,13 +244,12 @@ class JobCheckpoints:
         raise SystemExit(EXIT_STATUS)
 
     def _save_itself(self) -> None:
-        """Save in the folder that the launcher has named (SHOAL_CHECKPOINT)."""
-        folder = self._automatic.folder
-        if folder is not None and self._automatic.saved_at != self._state.steps:
+        folder = self._own_folder
+        if folder is not None and self._saved_itself != self._state.steps:
             last = self._saved
             self.save(folder, {})
             self._saved = last
-            self._automatic.saved_at = self._state.steps
+            self._saved_itself = self._state.steps
 
     def check(self, step: Step) -> None:
         """Periodic checkpoints of servers hold one model, which the servers train."""
@@ -246,4 +270,12 @@ class JobCheckpoints:
         number = None if saves is None else saves.take_accepted()
         if saves is not None and number is not None:
             document = {**self._state.description({}), "averages": []}
+            from shoal.train.server_checkpoint import worker_part  # servers: only where there are
+
             saves.write(number, lambda: worker_part(step, document))
+
+
+def _read_servers(folder: Path, say: Callable[[str], None]) -> checkpoint.Checkpoint | None:
+    from shoal.train.server_checkpoint import read_servers  # only where there is such a folder
+
+    return read_servers(folder, say)

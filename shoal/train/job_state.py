@@ -16,8 +16,8 @@ from shoal.observe.throughput import Throughput
 from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Comeback
 from shoal.train import checkpoint
-from shoal.train.ema import Ema, fit_averages
-from shoal.train.restore import fit
+from shoal.train.ema import Ema
+from shoal.train.restore import fit, fit_others
 from shoal.train.run_services import RunServices
 from shoal.train.state import snapshot
 from shoal.train.step import Step
@@ -93,6 +93,10 @@ class JobState:
             saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
         return saved
 
+    def fit_averages(self, saved: checkpoint.Checkpoint, where: Path) -> list[dict[str, Tensor]]:
+        emas = [(ema.model, ema.steps[0].shard) for ema in self.emas]
+        return fit_others(emas, "ema", saved, where)
+
     # ------------------------------------------------------------------ elastic runs
 
     def pack(self) -> dict[str, Any]:
@@ -113,7 +117,7 @@ class JobState:
         saved = checkpoint.Checkpoint(state["model"], state["optimizer"], state["document"])
         source = Path("another worker")
         states = fit(self.models, saved, source)
-        averages = fit_averages(self.emas, saved, source)
+        averages = self.fit_averages(saved, source)
         for fitting in states:
             fitting.load()
         if not is_new:

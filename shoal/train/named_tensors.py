@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from shoal.errors import CheckpointError
 from shoal.replica.state_dicts import state_of
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def model_tensors(
+    model: nn.Module, without: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """CPU copies of the model's tensors on this rank, and the names that are tied to another."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -25,7 +28,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             tied[name] = seen[key]
             continue
         seen[key] = name
-        tensors[name] = on_cpu(value)
+        if name not in without:
+            tensors[name] = on_cpu(value)
     return tensors, tied
 
 

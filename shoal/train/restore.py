@@ -6,21 +6,24 @@ load     copy; what was checked cannot fail any more
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.data.position import Positions, positions_of
 from shoal.errors import BadInput, CheckpointError
+from shoal.replica.shard import ReplicaShard
 from shoal.replica.state_dicts import state_of
-from shoal.train import checkpoint
+from shoal.train.checkpoint import Checkpoint, is_count
 from shoal.train.named_tensors import copy_into, fit_model
 from shoal.train.optimizer_state import SavedOptimizer
 from shoal.train.step import Step
 
+OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
 _SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -55,7 +58,7 @@ class FittingState:
         step.sync.load_state(self.sync)
 
 
-def fit(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> list[FittingState]:
+def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
     """The states of all steps of a job; CheckpointError if one of them does not fit."""
     models = saved.document.get("models")
     if not isinstance(models, list) or len(models) != len(steps):
@@ -70,7 +73,7 @@ def fit(steps: list[Step], saved: checkpoint.Checkpoint, path: Path) -> list[Fit
     ]
 
 
-def fit_positions(saved: checkpoint.Checkpoint, path: Path) -> Positions | None:
+def fit_positions(saved: Checkpoint, path: Path) -> Positions | None:
     """Where the loops of the script are; None in a checkpoint of an earlier version."""
     if "position" not in saved.document:
         return None
@@ -80,10 +83,28 @@ def fit_positions(saved: checkpoint.Checkpoint, path: Path) -> Positions | None:
         raise CheckpointError(f"the checkpoint at {path} is damaged: {error}") from error
 
 
+def fit_others(
+    models: Sequence[tuple[nn.Module, ReplicaShard]], kind: str, saved: Checkpoint, path: Path
+) -> list[dict[str, Tensor]]:
+    """Of averages ("ema") or models without an optimizer ("untrained"), what was saved of each.
+
+    Nothing where the checkpoint was saved without them.
+    """
+    ties: Any = saved.document.get(OTHERS[kind], [])
+    if not isinstance(ties, list) or len(ties) not in (0, len(models)):
+        raise CheckpointError(
+            f"the checkpoint at {path} is of a script with other models: {OTHERS[kind]}"
+        )
+    return [
+        fit_model(model, shard.take_shard(_named(f"{kind}{i}:", saved.model)), tied, path)
+        for i, ((model, shard), tied) in enumerate(zip(models, ties, strict=False))
+    ]
+
+
 class _Fitting:
     """One step, number `index` of the job, and the checkpoint."""
 
-    def __init__(self, step: Step, index: int, saved: checkpoint.Checkpoint, path: Path):
+    def __init__(self, step: Step, index: int, saved: Checkpoint, path: Path):
         self.step = step
         self.index = index
         self.saved = saved
@@ -92,7 +113,7 @@ class _Fitting:
 
     def fit(self, rest: Any) -> FittingState:
         """`rest` is what the manifest says about this step."""
-        if not isinstance(rest, dict) or not checkpoint.is_count(rest.get("steps")):
+        if not isinstance(rest, dict) or not is_count(rest.get("steps")):
             raise self._damaged("its models")
         tensors = _named(f"{self.index}:", self.saved.model)
         tables, tensors = self._tables(tensors, rest.get("tables", {}))
@@ -133,7 +154,7 @@ class _Fitting:
         found = []
         for embedding in self.step.embeddings:
             prefix = embedding.spec.name + "/"
-            if not checkpoint.is_count(tables[embedding.spec.name]):
+            if not is_count(tables[embedding.spec.name]):
                 raise self._damaged("its tables")
             rows = _named(prefix, tensors)
             try:
@@ -153,7 +174,7 @@ class _Fitting:
             raise self._damaged("its gradient scaler")
         numbers = [saved.get(key) for key in _SCALER_NUMBERS]
         is_complete = all(isinstance(n, (int, float)) and 0 < n < 1e30 for n in numbers)
-        if not is_complete or not checkpoint.is_count(saved.get("_growth_tracker")):
+        if not is_complete or not is_count(saved.get("_growth_tracker")):
             raise self._damaged("its gradient scaler")
         return saved
 

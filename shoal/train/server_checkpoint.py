@@ -18,21 +18,19 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.replica.state_dicts import state_of
+from shoal.runtime.checkpoint_folders import (
+    WORKER_FILE,
+    ServerVersion,
+    complete_versions,
+)
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
 from shoal.server.protocol.messages import Name, ParameterSlice, Shape
-from shoal.server.saving.folder import (
-    WORKER_FILE,
-    SavedVersion,
-    complete_versions,
-    require_unused,
-    versions_in,
-)
 from shoal.server.saving.shard_file import SavedShard, read_shard
 from shoal.server.saving.tensor_file import read_tensors_of
 from shoal.sync.ps.compressed_push import PREFIX
 from shoal.train.checkpoint import Checkpoint, is_count
-from shoal.train.named_tensors import on_cpu
+from shoal.train.named_tensors import model_tensors
 from shoal.train.optimizer_state import optimizer_tensors
 from shoal.train.step import Step
 
@@ -46,9 +44,11 @@ class WorkerDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def worker_part(step: Step, document: dict[str, Any]) -> tuple[dict[str, Tensor], WorkerDocument]:
-    """Copies of what the servers do not hold."""
+    """Copies of what the servers do not hold: buffers and frozen parameters."""
     parameters = tuple((name, tuple(p.shape)) for name, p in step.flat.named)
-    tensors, tied, names = _other_tensors(step, {name for name, _ in parameters})
+    tensors, tied = model_tensors(step.model, {name for name, _ in parameters})
+    state = state_of(step.model)
+    names = tuple(n for n, value in state.items() if isinstance(value, Tensor) and n not in tied)
     _, rest = optimizer_tensors(step.update.optimizer, step.flat.named)
     model = {
         "tables": {e.spec.name: e.updates for e in step.embeddings},
@@ -58,35 +58,6 @@ def worker_part(step: Step, document: dict[str, Any]) -> tuple[dict[str, Tensor]
         "scaler": None,
     }
     return tensors, WorkerDocument(parameters, names, {**document, "models": [model]})
-
-
-def _other_tensors(
-    step: Step, served: set[str]
-) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """Buffers and frozen parameters, names that are tied to another, and all other names."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
-    for name, value in state_of(step.model).items():
-        if not isinstance(value, Tensor):
-            continue
-        key = (value.data_ptr(), value.shape, value.stride())
-        if value.numel() and key in seen:
-            tied[name] = seen[key]
-            continue
-        seen[key] = name
-        if name not in served:
-            tensors[name] = on_cpu(value)
-    return tensors, tied, tuple(seen.values())
-
-
-def is_server_checkpoint(folder: Path) -> bool:
-    return bool(versions_in(folder))
-
-
-def check_unused(folder: Path, model: int) -> None:
-    """Refuse a folder that has checkpoints of another run, which this one does not continue."""
-    require_unused([v for v in complete_versions(folder) if v.model != model], folder)
 
 
 def read_servers(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -106,7 +77,7 @@ def read_servers(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def _assemble(version: SavedVersion) -> Checkpoint:
+def _assemble(version: ServerVersion) -> Checkpoint:
     shards = [read_shard(file) for file in version.shard_files() or ()]
     buffers, described, digest = read_tensors_of(version.path / WORKER_FILE, WorkerDocument)
     joined = _Joined(version, shards, described)
@@ -129,7 +100,7 @@ def _assemble(version: SavedVersion) -> Checkpoint:
 class _Joined:
     """The files of one checkpoint."""
 
-    def __init__(self, version: SavedVersion, shards: list[SavedShard], described: WorkerDocument):
+    def __init__(self, version: ServerVersion, shards: list[SavedShard], described: WorkerDocument):
         self._where = version.path
         self._shards = shards
         self._described = described

@@ -19,6 +19,7 @@ from shoal.launch.chain_members import ChainMembers
 from shoal.launch.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
 from shoal.launch.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.processes import ProcessExit
+from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
 from shoal.runtime.faults import (
     ServerKill,
@@ -30,7 +31,6 @@ from shoal.runtime.faults import (
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig
 from shoal.server.consistency import Rule
-from shoal.server.saving.folder import version_of
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.summary import summarize
 from tests.launch.helpers import HOLD, Rope, Screen

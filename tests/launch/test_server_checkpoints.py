@@ -8,8 +8,8 @@ import pytest
 
 from shoal.errors import BadInput, ShardLost
 from shoal.launch.checkpoint_option import saying_latest, with_server_checkpoint
+from shoal.runtime.checkpoint_folders import WORKER_FILE, shard_name, version_of
 from shoal.runtime.config import RunConfig
-from shoal.server.saving.folder import WORKER_FILE, shard_name, version_of
 from shoal.strategy.strategy import parse
 
 NAMES = (shard_name(0, 1), WORKER_FILE)

@@ -98,7 +98,7 @@ def test_after_a_kill_before_the_rename_the_checkpoint_before_it_counts(tmp_path
         losses_of(job_in(tmp_path), crash_at=4)
     command = [sys.executable, "-c", KILLED_BEFORE_THE_RENAME, str(tmp_path)]
     assert forked.run(command, cwd=forked.ROOT).returncode == -signal.SIGKILL
-    assert list(tmp_path.glob("manifest.json.*"))  # it was about to become the current one
+    assert list(tmp_path.glob("saving-*/manifest.json"))  # it was about to become the current one
     assert steps_in(tmp_path) == 3
     assert losses_of(job_in(tmp_path)) == {n: whole[n] for n in range(4, 13)}
 

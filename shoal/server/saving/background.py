@@ -9,16 +9,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from shoal.server.model.snapshot import SavedWorker, Snapshot
-from shoal.server.protocol.messages import ModelSpec
-from shoal.server.saving.folder import (
+from shoal.runtime.checkpoint_folders import (
     complete_versions,
-    remove_old,
+    in_words,
     shard_name,
     version_of,
-    write_durably,
 )
-from shoal.server.saving.reason import in_words
+from shoal.server.model.snapshot import SavedWorker, Snapshot
+from shoal.server.protocol.messages import ModelSpec
 from shoal.server.saving.shard_file import write_shard
 
 _CLOSE_S = 60.0
@@ -102,16 +100,9 @@ class ShardSaver:
             copied, workers = snapshot()
 
             def write() -> None:
-                if (version.path / name).exists():  # by another replica of this shard
+                if (version.path / name).exists() or not stays():  # another copy's
                     return
-                if not stays():
-                    return
-                write_durably(
-                    version,
-                    name,
-                    lambda file: write_shard(file, number, spec, copied, workers),
-                )
-                remove_old(self._folder, version)
+                version.write(name, lambda file: write_shard(file, number, spec, copied, workers))
 
             self._writer.start(write)
 

@@ -9,15 +9,14 @@ compression has not sent yet; they save it, too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from shoal.errors import BadInput
+from shoal.runtime.checkpoint_folders import WORKER_FILE, version_of
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.server.saving.background import BackgroundWriter
-from shoal.server.saving.folder import WORKER_FILE, remove_old, version_of, write_durably
 from shoal.server.saving.tensor_file import write_tensors
 
 _PATIENCE = 4  # times `every` steps, for a checkpoint that is being written
@@ -61,14 +60,9 @@ class ServerSaves:
         tensors, document = describe()
         version = version_of(self.folder, number, self.model)
 
-        def write_file(file: Path) -> None:
-            write_tensors(file, tensors, document)
-
-        def write() -> None:
-            write_durably(version, WORKER_FILE, write_file)
-            remove_old(self.folder, version)
-
-        self._writer.start(write)
+        self._writer.start(
+            lambda: version.write(WORKER_FILE, lambda file: write_tensors(file, tensors, document))
+        )
 
     def take_accepted(self) -> int | None:
         accepted = self.accepted

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.runtime.checkpoint_folders import shard_name, version_of
 from shoal.runtime.config import ServerCheckpointConfig
-from shoal.server.saving.folder import shard_name, version_of
 from shoal.server.saving.shard_file import read_shard
 from tests.server.helpers import MODEL
 from tests.server.replicas.processes import processes, until

@@ -12,27 +12,25 @@ import torch
 from safetensors import SafetensorError
 
 from shoal.errors import CheckpointError
-from shoal.runtime.failpoints import arm, armed
-from shoal.server.saving.background import BackgroundWriter
-from shoal.server.saving.folder import (
+from shoal.runtime.checkpoint_folders import (
     WORKER_FILE,
-    SavedVersion,
+    ServerVersion,
     complete_versions,
-    remove_old,
     shard_name,
     version_of,
     versions_in,
-    write_durably,
 )
+from shoal.runtime.failpoints import arm, armed
+from shoal.server.saving.background import BackgroundWriter
 from shoal.server.saving.tensor_file import read_tensors_of, write_tensors
 
 NAMES = (shard_name(0, 2), shard_name(1, 2), WORKER_FILE)
 
 
-def save(folder: Path, number: int, names: tuple[str, ...] = NAMES) -> SavedVersion:
+def save(folder: Path, number: int, names: tuple[str, ...] = NAMES) -> ServerVersion:
     version = version_of(folder, number, 7)
     for name in names:
-        write_durably(version, name, lambda file: file.write_bytes(b"%d" % number) and None)
+        version.write(name, lambda file: file.write_bytes(b"%d" % number) and None)
     return version
 
 
@@ -55,7 +53,7 @@ def test_a_kill_at_any_point_leaves_the_checkpoint_before(
     assert os.WTERMSIG(status) == signal.SIGKILL
     is_last = point == "rename" and passage == 6
     assert numbers(tmp_path) == ([200, 100] if is_last else [100])
-    remove_old(tmp_path, save(tmp_path, 300))
+    save(tmp_path, 300)
     assert numbers(tmp_path) == ([300, 200] if is_last else [300, 100])
     assert not [file for file in tmp_path.rglob("writing-*")]
 
@@ -64,7 +62,7 @@ def test_two_complete_checkpoints_stay(tmp_path: Path) -> None:
     for number in (100, 200, 300):
         save(tmp_path, number)
     save(tmp_path, 400, NAMES[:2])
-    remove_old(tmp_path, save(tmp_path, 500, NAMES[1:]))
+    save(tmp_path, 500, NAMES[1:])
     assert [version.number for version in versions_in(tmp_path)] == [500, 300, 200]
     assert numbers(tmp_path) == [300, 200]
 
@@ -111,19 +109,16 @@ def test_an_error_of_safetensors_is_said_in_the_words_of_the_system(tmp_path: Pa
 def test_the_process_that_completes_a_checkpoint_leaves_two(tmp_path: Path) -> None:
     for number in (100, 200):
         save(tmp_path, number)
-    last = save(tmp_path, 300, NAMES[2:])
-    remove_old(tmp_path, last)  # the worker, before the servers have written
+    save(tmp_path, 300, NAMES[2:])  # the worker, before the servers have written
     assert [version.number for version in versions_in(tmp_path)] == [300, 200, 100]
     for name in NAMES[:2]:
         save(tmp_path, 300, (name,))
-        remove_old(tmp_path, last)
     assert numbers(tmp_path) == [300, 200]
 
 
 def test_a_process_that_is_late_removes_nothing_that_others_write(tmp_path: Path) -> None:
-    late = save(tmp_path, 100)
     save(tmp_path, 200, NAMES[:1])
-    remove_old(tmp_path, late)
+    save(tmp_path, 100)
     assert [version.number for version in versions_in(tmp_path)] == [200, 100]
 
 
