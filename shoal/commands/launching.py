@@ -15,12 +15,12 @@ from pathlib import Path
 from shoal.commands.engines import open_engine
 from shoal.errors import BadInput
 from shoal.launch.checkpoint_option import saying_latest, with_checkpoint, with_server_checkpoint
-from shoal.launch.local import LaunchSpec, RunResult, launch
+from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import taking_back, tolerance_of
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.process_config import replication_of
 from shoal.launch.processes import Forks
-from shoal.launch.report import run_report
+from shoal.launch.report import RunResult, run_report
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import check_faults

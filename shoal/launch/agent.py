@@ -46,8 +46,8 @@ from shoal.launch.failures import read_failure
 from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
 from shoal.launch.processes import Processes, ProcessExit
-from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import TERM_S
+from shoal.launch.watches import StoppedProcesses
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.cores import cores
 from shoal.runtime.decoders import lax_json_decoder
@@ -162,7 +162,9 @@ class Agent:
         address, secret = board_of(config)
         return Presence(address, secret, self.task.name, lambda: self.events.put(signal.SIGTERM))
 
-    def _noticing_stopped(self, config: RunConfig, workers: Processes) -> StoppedProcesses:
+    def _noticing_stopped(
+        self, config: RunConfig, workers: Processes
+    ) -> AbstractContextManager[None]:
         first = self.task.first_rank
 
         def running() -> list[tuple[str, int]]:
@@ -171,7 +173,7 @@ class Agent:
         def say(sentence: str) -> None:
             self.send(WorkerOutput(first, True, f"shoal: {sentence}\n"))
 
-        return StoppedProcesses(config.wait, running, say)
+        return StoppedProcesses(config.wait, running, say).watched()
 
     def check_files(self) -> None:
         """BadInput where this host does not have the script that the launcher has."""

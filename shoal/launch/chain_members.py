@@ -19,6 +19,7 @@ from shoal.coordinator.interface import Compacted, Coordinator, CoordinatorError
 from shoal.launch.process_config import Replication
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import state_of
+from shoal.runtime.wording import listed
 from shoal.server.chain.config import ChainConfig
 
 _PAUSE_S = 0.2  # after a coordinator that has not answered
@@ -100,10 +101,10 @@ class ChainMembers:
         if not members:
             return f"shard {shard} has not begun"
         alone = " alone" * (len(members) == 1)
-        text = f"shard {shard} goes on with {listed(members)}{alone}"
+        text = f"shard {shard} goes on with {listed('replica', members)}{alone}"
         late = [replica for replica in late if replica != but]
         if late:
-            text += f"; {listed(late)} {'is' if len(late) == 1 else 'are'} catching up"
+            text += f"; {listed('replica', late)} {'is' if len(late) == 1 else 'are'} catching up"
         return text
 
     def _members(self, shard: int) -> list[int]:
@@ -148,7 +149,7 @@ class ChainMembers:
         self._say_head(shard, config)
         for server in sorted(now - before):
             who = self._replication.in_words(server)
-            has = listed(self._members(shard))
+            has = listed("replica", self._members(shard))
             self._tell(f"{who} has caught up; shard {shard} has {has}")
 
     def _is_member(self, server: int, config: ChainConfig, listing: Listing) -> bool:
@@ -188,13 +189,6 @@ def follow(coordinator: Coordinator, see: Callable[[Listing], None], over: threa
             continue
         except (CoordinatorError, OSError):
             over.wait(_PAUSE_S)
-
-
-def listed(replicas: list[int]) -> str:
-    """`replica 1`, `replicas 0, 2 and 3`."""
-    if len(replicas) == 1:
-        return f"replica {replicas[0]}"
-    return f"replicas {', '.join(map(str, replicas[:-1]))} and {replicas[-1]}"
 
 
 def _read(listing: Listing, key: str, kind: type[T]) -> T | None:

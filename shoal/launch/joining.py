@@ -7,15 +7,15 @@ of its launcher, which forwards its output and ends it.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.running import find_run, run_name
+from shoal.launch.watches import looking
 from shoal.runtime.files import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 
@@ -32,33 +32,22 @@ class JoinRequest:
     name: str
 
 
-class JoinRequests:
-    """A thread that looks for requests while the block runs."""
+@contextmanager
+def join_requests(
+    run_dir: RunDir, put: Callable[[JoinRequest], None], is_open: bool = True
+) -> Iterator[None]:
+    """While the block runs a thread looks for requests; `is_open`: workers may come later."""
 
-    def __init__(self, run_dir: RunDir, put: Callable[[JoinRequest], None], is_open: bool):
-        """`is_open`: workers of this run may come later."""
-        self._run_dir = run_dir
-        self._put = put
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shoal-join", daemon=True)
-        self._is_open = is_open
+    def look() -> None:
+        for name in run_dir.take_joins():
+            put(JoinRequest(name))
 
-    def __enter__(self) -> JoinRequests:
-        if self._is_open:
-            self._run_dir.open_joins()
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._is_open:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(_POLL_S):
-            with suppress(OSError):  # of a full disk, for example: looked for again
-                for name in self._run_dir.take_joins():
-                    self._put(JoinRequest(name))
+    if not is_open:
+        yield
+        return
+    run_dir.open_joins()
+    with looking("shoal-join", _POLL_S, look):
+        yield
 
 
 def ask_to_join(run: str | None) -> tuple[RunDir, str]:

@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.coordinator import coordinated
 from shoal.launch.failures import first_failure, launch_error
-from shoal.launch.joining import JoinRequest, JoinRequests
-from shoal.launch.kept_memory import KeptMemory
+from shoal.launch.joining import JoinRequest, join_requests
 from shoal.launch.log_files import LogFiles
-from shoal.launch.lost_servers import LostServer, ServerPolicy, summarize_server_losses
+from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.lost_workers import LossPolicy, Tolerance
 from shoal.launch.output import (
     LineForwarder,
@@ -44,11 +42,10 @@ from shoal.launch.process_config import (
     worker_config,
 )
 from shoal.launch.processes import Forks, Processes, ProcessExit, Role
+from shoal.launch.report import RunResult, say_losses
 from shoal.launch.running import RunFacts, enter_run
-from shoal.launch.start_notice import StartNotice, starting
-from shoal.launch.stopped import StoppedProcesses
 from shoal.launch.supervisor import SignalEvents, Supervisor
-from shoal.launch.worker_losses import JoinedWorker, LostWorker, ReturnedWorker, losses_at_end
+from shoal.launch.watches import StartNotice, StoppedProcesses, kept_memory, starting
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -95,21 +92,6 @@ class LaunchSpec:
         inherited = self.config.environ.get("OMP_NUM_THREADS")
         threads = self.threads or inherited or max(1, cores() // self.workers)
         return replace(self, config=self.config.with_environ(OMP_NUM_THREADS=str(threads)))
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A run that succeeded."""
-
-    seconds: float
-    lost: tuple[LostWorker, ...]
-    reports: tuple[dict[str, Any] | None, ...]  # by rank; None for a worker without a report
-    has_trained: bool = True  # a worker has come to the end of shoal.run
-    returned: tuple[ReturnedWorker, ...] = ()
-    lost_servers: tuple[LostServer, ...] = ()
-    servers_removed: int = 0  # from their chains, while they lived; they come back
-    joined: tuple[JoinedWorker, ...] = ()
-    absent: tuple[int, ...] = ()  # workers that took no part, and were not lost
 
 
 def launch(
@@ -199,9 +181,9 @@ def launch(
                     say(f"{now}; shoal join starts another one")
                 with (
                     _noticing(notice, spec, run_dir, say),
-                    JoinRequests(run_dir, put, spec.config.takes_back),
-                    KeptMemory(run_dir, spec.config.takes_back),
-                    StoppedProcesses(spec.config.wait, running, say),
+                    join_requests(run_dir, put, spec.config.takes_back),
+                    kept_memory(run_dir, spec.config.takes_back),
+                    StoppedProcesses(spec.config.wait, running, say).watched(),
                 ):
                     supervisor.run(workers, servers, policy.survives, run_dir)
         failures = supervisor.failures(run_dir, stderr)
@@ -228,19 +210,6 @@ def launch(
         raise launch_error(first_failure(failures), finished)
     say_losses(result, spec.workers, write)
     return result
-
-
-def say_losses(result: RunResult, workers: int, write: Write) -> None:
-    """At the end of a run that succeeded: what was lost, and what came back."""
-    joined = [worker for worker in result.joined if not worker.came_too_late]  # those were named
-    for returned in (*result.returned, *joined):
-        write(f"shoal: {returned}\n", True)
-    if result.lost_servers or result.servers_removed:
-        removed = result.servers_removed
-        losses = summarize_server_losses(result.lost_servers, removed, result.reports)
-        write(f"shoal: {losses}\n", True)
-    for sentence in losses_at_end(result.lost, workers, result.reports, result.absent):
-        write(f"shoal: {sentence}\n", True)
 
 
 def enter(spec: LaunchSpec, run_dir: RunDir, hosts: Sequence[str], write: Write) -> None:

@@ -20,13 +20,7 @@ from dataclasses import dataclass, replace
 
 from shoal.launch.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.processes import ProcessExit
-from shoal.launch.worker_losses import (
-    SPLIT,
-    JoinedWorker,
-    LostWorker,
-    ReturnedWorker,
-    SampleShares,
-)
+from shoal.launch.worker_losses import SPLIT, LostWorker, SampleShares
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.base import Batches
@@ -92,22 +86,18 @@ class LossPolicy:
         self._memory_kills = OutOfMemoryKills()
         self._start_ns = time.monotonic_ns()
         self._started_ns: dict[int, int] = {}  # of those that were started again
-        self._to_restart: ProcessFailure | None = None
+        self._to_restart: LostWorker | None = None
         self._has_succeeded = False
         self.lost: list[LostWorker] = []
-        self._restarted: list[tuple[ProcessFailure, int]] = []  # and the generation after it
-        self._away: dict[int, LostWorker] = {}  # those that were lost and started again
-        self._joined: list[tuple[int, int]] = []  # those that were asked for: rank, generation
-        self._late: set[int] = set()  # those that were asked for, and came too late to take part
+        self._later: list[LostWorker] = []  # those that were started again, or asked for
         self._absent: set[int] = set()  # those that were not started, or came too late
         self._shares = SPLIT if tolerance is None else tolerance.shares
         self.too_few: str | None = None  # why the run ends: a sentence
 
     def restarts(self, exit: ProcessExit) -> bool:
         """Whether a worker whose loss the run survives is started again now."""
-        failure = self._to_restart
-        self._to_restart = None
-        if failure is None or failure.rank != exit.rank:
+        lost, self._to_restart = self._to_restart, None
+        if lost is None or lost.rank != exit.rank:
             return False
         generation = self._run_dir.generation(exit.rank) + 1
         try:
@@ -115,9 +105,8 @@ class LossPolicy:
         except OSError as error:
             self._say(f"worker {exit.rank} cannot be started again: {error.strerror}")
             return False
-        self._restarted.append((failure, generation))
+        self._later.append(replace(lost, away="returned", generation=generation))
         self._started_ns[exit.rank] = time.monotonic_ns()
-        self._away[exit.rank] = self._lost_by(failure)
         return True
 
     def note_absent(self, rank: int) -> None:
@@ -137,48 +126,49 @@ class LossPolicy:
         """
         ranks = [rank for rank in range(self._workers) if self._run_dir.has_exited(rank)]
         if not ranks or self._is_ending(ranks):
-            why = "the first workers have finished" if ranks else self._all_there
+            all_there = "all workers are there" if self._workers > 1 else "its only worker is there"
+            why = "the first workers have finished" if ranks else all_there
             self._say(f"a worker was asked for, and none is started: {why}")
             self._run_dir.answer_join(request, f"no worker is started: {why}")
             return None
         rank = ranks[0]
-        self._run_dir.note_start(rank, self._run_dir.generation(rank) + 1)
-        self._joined.append((rank, self._run_dir.generation(rank)))
+        generation = self._run_dir.generation(rank) + 1
+        self._run_dir.note_start(rank, generation)
+        lost = [lost for lost in self.lost if lost.rank == rank] or [LostWorker(rank)]
+        joined = replace(lost[0], away="joined", shares=self._shares, generation=generation)
+        self._later.append(joined)
         self._absent.discard(rank)
-        self._away |= {lost.rank: lost for lost in self.lost if lost.rank == rank}
         self.lost = [lost for lost in self.lost if lost.rank != rank]
         started = f"worker {rank} of {self._workers} is started"
         self._say(f"{started}, as it was asked for")
         self._run_dir.answer_join(request, started, rank)
         return rank
 
-    @property
-    def _all_there(self) -> str:
-        return "all workers are there" if self._workers > 1 else "its only worker is there"
-
     def _is_ending(self, exited: Sequence[int]) -> bool:
         """Whether one that comes now would come too late: a worker has finished its training."""
         left = [rank for rank in range(self._workers) if rank not in exited]
         return self._has_succeeded or any(map(self._run_dir.has_ended_training, left))
 
-    def returned(self) -> list[ReturnedWorker]:
+    def returned(self) -> list[LostWorker]:
         """The workers that were started again, as far as they came back."""
-        return [self._return_of(failure, generation) for failure, generation in self._restarted]
+        return [self._completed(worker) for worker in self._later if worker.away == "returned"]
 
-    def joined(self) -> list[JoinedWorker]:
+    def joined(self) -> list[LostWorker]:
         """The workers that were asked for and took part, or came too late for it."""
-        found = [self._join_of(rank, generation) for rank, generation in self._joined]
-        return [worker for worker in found if worker is not None]
+        found = [self._completed(worker) for worker in self._later if worker.away == "joined"]
+        return [worker for worker in found if worker.step is not None or worker.came_too_late]
 
-    def _join_of(self, rank: int, generation: int) -> JoinedWorker | None:
-        """None where it was lost before it took part."""
-        if generation == self._run_dir.generation(rank) and rank in self._late:
-            return JoinedWorker(rank, None, came_too_late=True, shares=self._shares)
-        document = self._run_dir.read_return(rank, generation) or {}
-        step, lost_at = document.get("step"), document.get("lost_at")
-        if not isinstance(step, int) or not isinstance(lost_at, int):
-            return None
-        return JoinedWorker(rank, step, lost_at or None, shares=self._shares)
+    def _completed(self, worker: LostWorker) -> LostWorker:
+        """With what it has written when it took its place."""
+        worker = replace(worker, lost_at=None)
+        document = self._run_dir.read_return(worker.rank, worker.generation) or {}
+        numbers = [document.get(name) for name in ("time_ns", "lost_at", "step")]
+        if not all(isinstance(number, int) for number in numbers):
+            return worker
+        time_ns, lost_at, step = (int(number) for number in numbers if number is not None)
+        away_s = self._seconds(time_ns) - worker.after_s
+        was_there = lost_at > 0 or (worker.away == "returned" and step > 0)
+        return replace(worker, away_s=away_s, lost_at=lost_at if was_there else None, step=step)
 
     def survives(self, exit: ProcessExit) -> bool:
         """Note the exit of a worker; False when it ends the run."""
@@ -219,9 +209,9 @@ class LossPolicy:
         age_s = (failure.noticed_ns - started_ns) / 1e9
         when = when_lost(age_s, started_ns != self._start_ns)
         line = f"worker {failure.rank} {lost.how} {when}"
-        count = len(self._restarted) + 1
+        count = sum(worker.away == "returned" for worker in self._later) + 1
         if count <= tolerance.restarts and not self._has_succeeded:
-            self._to_restart = failure
+            self._to_restart = lost
             self._say(f"{line}; it is started again ({count} of {tolerance.restarts})")
             return
         self.lost.append(lost)
@@ -234,32 +224,22 @@ class LossPolicy:
 
     def _note_late(self, rank: int) -> None:
         """A worker that was started later has found that the others had finished."""
-        lost = self._away.pop(rank, None)
-        if lost is None:
-            self._late.add(rank)
+        at = (rank, self._run_dir.generation(rank))
+        for worker in [worker for worker in self._later if (worker.rank, worker.generation) == at]:
+            self._later.remove(worker)
+            late = replace(worker, came_too_late=True)
+            if worker.how:  # it was lost before
+                self.lost.append(replace(late, away="lost"))
+                continue
+            self._later.append(late)
             self._absent.add(rank)
-            self._say(str(JoinedWorker(rank, None, came_too_late=True)))
-            return
-        generation = self._run_dir.generation(rank)
-        self._restarted = [(f, g) for f, g in self._restarted if (f.rank, g) != (rank, generation)]
-        self.lost.append(replace(lost, came_too_late=True))
+            self._say(late.in_words())
 
     def _lost_by(self, failure: ProcessFailure) -> LostWorker:
-        rank = failure.rank
+        how = failure.ending if failure.returncode < 0 else "gave up, having lost its peers,"
         after_s = self._seconds(failure.noticed_ns)
-        steps = self._run_dir.steps_done(rank)
-        return LostWorker(rank, _how(failure), after_s, steps, shares=self._shares)
-
-    def _return_of(self, failure: ProcessFailure, generation: int) -> ReturnedWorker:
-        how, after_s = _how(failure), self._seconds(failure.noticed_ns)
-        lost = ReturnedWorker(failure.rank, how, after_s, shares=self._shares)
-        document = self._run_dir.read_return(failure.rank, generation)
-        numbers = [(document or {}).get(name) for name in ("time_ns", "lost_at", "step")]
-        if not all(isinstance(number, int) for number in numbers):
-            return lost
-        time_ns, lost_at, step = (int(number) for number in numbers if number is not None)
-        away_s = (time_ns - failure.noticed_ns) / 1e9
-        return replace(lost, away_s=away_s, lost_at=lost_at if step else None, step=step)
+        steps = self._run_dir.steps_done(failure.rank)
+        return LostWorker(failure.rank, how, after_s, steps, shares=self._shares)
 
     def _seconds(self, time_ns: int) -> float:
         return (time_ns - self._start_ns) / 1e9
@@ -267,9 +247,3 @@ class LossPolicy:
     def _is_dispensable(self, rank: int, tolerance: Tolerance) -> bool:
         in_time = tolerance.from_start or self._run_dir.have_all_joined()
         return in_time and rank not in tolerance.needed
-
-
-def _how(failure: ProcessFailure) -> str:
-    if failure.returncode < 0:
-        return failure.ending
-    return "gave up, having lost its peers,"

@@ -19,8 +19,8 @@ from shoal.comm.guarded_store.service import StoreService
 from shoal.errors import BadInput, ServerFailed, ShoalError, WorkersFailed
 from shoal.launch.agent_processes import OutputSink, RemoteRun
 from shoal.launch.failures import first_failure, launch_error
-from shoal.launch.joining import JoinRequest, JoinRequests
-from shoal.launch.local import LaunchSpec, RunResult, enter, say_losses
+from shoal.launch.joining import JoinRequest, join_requests
+from shoal.launch.local import LaunchSpec, enter
 from shoal.launch.log_files import LogFiles
 from shoal.launch.lost_workers import LossPolicy
 from shoal.launch.machines import Machines, ServerHosts, place_evenly
@@ -28,6 +28,7 @@ from shoal.launch.output import LineForwarder, OnProgress, Write, print_lines
 from shoal.launch.processes import ProcessExit, Role
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.remote_workers import RemoteWorkers
+from shoal.launch.report import RunResult, say_losses
 from shoal.launch.supervisor import Event, SignalEvents, Supervisor
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
@@ -52,7 +53,7 @@ def serving_elastic(
         changes.note_absent()
         supervisor.restart, supervisor.join = changes.restart, changes.join
         supervisor.survives = changes.survives
-        with JoinRequests(run.run_dir, run.put, is_open=True):
+        with join_requests(run.run_dir, run.put):
             yield
     finally:
         service.close()

@@ -1,13 +1,40 @@
-"""The report of a run: what its workers have reported, as one JSON document."""
+"""How a run that succeeded has ended: in sentences, and as one JSON document."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.launch.local import RunResult
-from shoal.launch.lost_servers import without_service_s
-from shoal.launch.worker_losses import steps_of
+from shoal.launch.lost_servers import LostServer, summarize_server_losses, without_service_s
+from shoal.launch.output import Write
+from shoal.launch.worker_losses import LostWorker, losses_at_end, steps_of
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that succeeded."""
+
+    seconds: float
+    lost: tuple[LostWorker, ...]
+    reports: tuple[dict[str, Any] | None, ...]  # by rank; None for a worker without a report
+    has_trained: bool = True  # a worker has come to the end of shoal.run
+    returned: tuple[LostWorker, ...] = ()
+    lost_servers: tuple[LostServer, ...] = ()
+    servers_removed: int = 0  # from their chains, while they lived; they come back
+    joined: tuple[LostWorker, ...] = ()
+    absent: tuple[int, ...] = ()  # workers that took no part, and were not lost
+
+
+def say_losses(result: RunResult, workers: int, write: Write) -> None:
+    """What was lost, and what came back."""
+    joined = [worker for worker in result.joined if not worker.came_too_late]  # those were named
+    sentences = [worker.in_words() for worker in (*result.returned, *joined)]
+    removed = result.servers_removed
+    if result.lost_servers or removed:
+        sentences.append(summarize_server_losses(result.lost_servers, removed, result.reports))
+    sentences += losses_at_end(result.lost, workers, result.reports, result.absent)
+    for sentence in sentences:
+        write(f"shoal: {sentence}\n", True)
 
 
 def run_report(strategy: str, workers: int, result: RunResult) -> dict[str, Any]:

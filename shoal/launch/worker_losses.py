@@ -1,10 +1,14 @@
-"""Workers that a run lost, and those that came back, in words and in its report."""
+"""Workers that were away for a part of a run, in words and in its report."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
+
+from shoal.runtime.wording import listed
+
+Away = Literal["lost", "returned", "joined"]
 
 
 @dataclass(frozen=True)
@@ -34,103 +38,66 @@ class SampleShares:
 
 
 SPLIT = SampleShares()
+_NOT_SHOWN: dict[Away, tuple[str, ...]] = {  # in the report
+    "lost": ("away_s", "step"),
+    "returned": ("came_too_late",),
+    "joined": ("how", "after_s", "away_s"),
+}
 
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A worker that the run continued without."""
+    """A worker that the others went on without, to the end or until it came (back)."""
 
     rank: int
-    how: str  # "was killed by SIGKILL"
-    after_s: float  # since the start of the run
+    how: str = ""  # "was killed by SIGKILL"; empty for one that was not there at first
+    after_s: float = 0.0  # when it was lost, since the start of the run
     lost_at: int | None = None  # the steps that it had done, if any
-    came_too_late: bool = False  # it was started again, and the others had finished
-    shares: SampleShares = SPLIT
-
-    def at_end(self, steps: int) -> str:
-        """For the end of a run of so many steps."""
-        late = " and came back too late, when the others had finished" * self.came_too_late
-        missed = _not_trained(self.not_trained(steps), "the others trained its samples")
-        return f"worker {self.rank} was lost {_where(self)}{late}; {missed}"
-
-    def not_trained(self, steps: int) -> float | None:
-        return self.shares.own_steps(steps - (self.lost_at or 0))
-
-    def document(self, steps: int) -> dict[str, Any]:
-        """For the report of a run of so many steps."""
-        return _document(self, self.not_trained(steps))
-
-
-@dataclass(frozen=True)
-class ReturnedWorker:
-    """A worker that was lost and started again."""
-
-    rank: int
-    how: str
-    after_s: float  # when it was lost, since the start of the run
+    away: Away = "lost"  # to the end; until it was started again; until it was asked for
     away_s: float | None = None  # until it took its place; None: it did not
-    lost_at: int | None = None  # the steps that it had done, if any
-    step: int = 0  # the steps that had been done when it went on
-    shares: SampleShares = SPLIT
-
-    def __str__(self) -> str:
-        if self.away_s is None:
-            return f"worker {self.rank} {self.how} and was started again, and did not come back"
-        back = f"was lost {_where(self)} and came back after {self.away_s:.1f} s"
-        if self.shares.is_covered:
-            return f"worker {self.rank} {back}, at step {self.step + 1}"
-        return f"worker {self.rank} {back}; {_not_trained(self.not_trained)}"
-
-    @property
-    def not_trained(self) -> float | None:
-        return self.shares.own_steps(self.step - (self.lost_at or 0))
-
-    def document(self) -> dict[str, Any]:
-        return _document(self, self.not_trained)
-
-
-@dataclass(frozen=True)
-class JoinedWorker:
-    """A worker that came after the start (`shoal join`)."""
-
-    rank: int
-    step: int | None  # the steps that had been done before; None: it did not take part
-    lost_at: int | None = None  # of these it had done so many, before it was lost
+    step: int | None = None  # the steps that had been done when it took its place
     came_too_late: bool = False  # the others had finished
     shares: SampleShares = SPLIT
+    generation: int = 0  # of the process that was started later
 
-    def __str__(self) -> str:
-        if self.step is None:
-            return f"worker {self.rank} came too late to take part: the others had finished"
-        joined = f"worker {self.rank} joined at step {self.shares.step_of(self.rank, self.step)}"
-        if self.shares.is_covered:
-            return joined
-        return f"{joined}; {_not_trained(self.not_trained)} before"
+    def in_words(self, steps: int = 0) -> str:
+        """For the end of a run of so many steps."""
+        missed, who = _missed(self.not_trained(steps)), f"worker {self.rank}"
+        if self.away == "joined":
+            if self.step is None:
+                return f"{who} came too late to take part: the others had finished"
+            at = f"{who} joined at step {self.shares.step_of(self.rank, self.step)}"
+            return f"{at}; {missed} before" if missed else at
+        if self.away == "returned" and self.away_s is None:
+            return f"{who} {self.how} and was started again, and did not come back"
+        text = f"{who} was lost before the first step"
+        if self.lost_at is not None:
+            text = f"{who} was lost at step {self.shares.step_of(self.rank, self.lost_at)}"
+        if self.away == "returned":
+            text += f" and came back after {self.away_s:.1f} s"
+            return f"{text}; {missed}" if missed else f"{text}, at step {(self.step or 0) + 1}"
+        if self.came_too_late:
+            text += " and came back too late, when the others had finished"
+        return f"{text}; {missed or 'the others trained its samples'}"
 
-    @property
-    def not_trained(self) -> float | None:
-        return None if self.step is None else self.shares.own_steps(self.step - (self.lost_at or 0))
+    def not_trained(self, steps: int = 0) -> float | None:
+        """Steps that it has missed, in a run of so many; None: the others have trained them."""
+        if self.away == "joined" and self.step is None:
+            return None
+        until = steps if self.away == "lost" else self.step or 0
+        return self.shares.own_steps(until - (self.lost_at or 0))
 
-    def document(self) -> dict[str, Any]:
-        return _document(self, self.not_trained)
-
-
-def _document(
-    worker: LostWorker | ReturnedWorker | JoinedWorker, missed: float | None
-) -> dict[str, Any]:
-    document = {name: value for name, value in asdict(worker).items() if name != "shares"}
-    return document | {"is_covered": worker.shares.is_covered, "not_trained": missed}
-
-
-def _where(worker: LostWorker | ReturnedWorker) -> str:
-    if worker.lost_at is None:
-        return "before the first step"
-    return f"at step {worker.shares.step_of(worker.rank, worker.lost_at)}"
+    def document(self, steps: int = 0) -> dict[str, Any]:
+        """For the report of a run of so many steps."""
+        hidden = ("away", "shares", "generation", *_NOT_SHOWN[self.away])
+        document = {name: value for name, value in asdict(self).items() if name not in hidden}
+        missed = self.not_trained(steps)
+        return document | {"is_covered": self.shares.is_covered, "not_trained": missed}
 
 
-def _not_trained(steps: float | None, covered: str = "") -> str:
+def _missed(steps: float | None) -> str:
     if steps is None:
-        return covered
+        return ""
     number = f"{steps:.1f}".removesuffix(".0")
     return f"{number} step{'s' * (number != '1')} {'was' if number == '1' else 'were'} not trained"
 
@@ -151,20 +118,12 @@ def losses_at_end(
 
     `absent` workers took no part. Where workers do not count their steps, lost ones are only named.
     """
+    if not lost and not absent:
+        return []
     steps = steps_of(reports)
-    sentences = [worker.at_end(steps) for worker in lost if steps]
-    return [*sentences, summarize_losses(lost, workers, absent)] if lost or absent else []
-
-
-def summarize_losses(lost: Sequence[LostWorker], workers: int, absent: Collection[int] = ()) -> str:
-    """Which workers finished and which did not."""
     missing = sorted({worker.rank for worker in lost} | set(absent))
     finished = [rank for rank in range(workers) if rank not in missing]
-    return f"finished by {_list('worker', finished)}, without {_list('worker', missing)}"
-
-
-def _list(role: str, ranks: Sequence[int]) -> str:
-    """`worker 1`, `workers 0, 2 and 3`."""
-    if len(ranks) == 1:
-        return f"{role} {ranks[0]}"
-    return f"{role}s {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return [
+        *(worker.in_words(steps) for worker in lost if steps),
+        f"finished by {listed('worker', finished)}, without {listed('worker', missing)}",
+    ]

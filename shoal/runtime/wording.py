@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """A number with its noun.
@@ -10,3 +12,14 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     ['1 worker', '2 workers', '3 switches']
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """Numbers of one kind.
+
+    >>> [listed("worker", [1]), listed("worker", [0, 2, 3])]
+    ['worker 1', 'workers 0, 2 and 3']
+    """
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    return f"{noun}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

@@ -15,8 +15,9 @@ import pytest
 from shoal.commands.join import join
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.joining import StartedWorker, ask_to_join, wait_for_answer, wait_until_joined
-from shoal.launch.local import LaunchSpec, RunResult, launch
+from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import Tolerance
+from shoal.launch.report import RunResult
 from shoal.launch.running import RunFacts, enter_run, entries
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir

@@ -15,17 +15,14 @@ import pytest
 
 from shoal.errors import BadInput, PeerLost, WorkersFailed
 from shoal.launch.failures import report_failure
-from shoal.launch.local import LaunchSpec, RunResult, launch
+from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
 from shoal.launch.processes import ProcessExit
-from shoal.launch.report import run_report
+from shoal.launch.report import RunResult, run_report
 from shoal.launch.worker_losses import (
-    JoinedWorker,
     LostWorker,
-    ReturnedWorker,
     SampleShares,
     losses_at_end,
-    summarize_losses,
 )
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount
@@ -190,15 +187,6 @@ def test_strategies_that_do_not(strategy: str) -> None:
     assert tolerance_of(parse(strategy), 4) is None
 
 
-def test_who_finished() -> None:
-    lost = [
-        LostWorker(3, "was killed by SIGKILL", 1.0),
-        LostWorker(1, "was killed by SIGKILL", 2.0),
-    ]
-    assert summarize_losses(lost, 4) == "finished by workers 0 and 2, without workers 1 and 3"
-    assert summarize_losses(lost[:1], 4) == "finished by workers 0, 1 and 2, without worker 3"
-
-
 def test_the_end_says_what_lost_workers_have_not_trained() -> None:
     lost = LostWorker(1, "was killed by SIGKILL", 1.0, lost_at=19)
     reports = [{"steps": 300}, None]
@@ -224,10 +212,11 @@ def test_a_worker_that_takes_batches_in_turns_misses_only_its_own() -> None:
     tolerance = tolerance_of(parse("hogwild"), 2)
     assert tolerance is not None
     lost = LostWorker(1, "was killed by SIGKILL", 1.0, lost_at=28, shares=tolerance.shares)
-    assert lost.at_end(288) == "worker 1 was lost at step 30; 130 steps were not trained"
+    assert lost.in_words(288) == "worker 1 was lost at step 30; 130 steps were not trained"
     assert lost.document(289)["not_trained"] == 130.5  # the last batch is split
-    back = ReturnedWorker(1, "was killed", 1.0, 2.0, lost_at=28, step=40, shares=tolerance.shares)
-    assert str(back).endswith("at step 30 and came back after 2.0 s; 6 steps were not trained")
+    back = replace(lost, away="returned", away_s=2.0, step=40)
+    words = "at step 30 and came back after 2.0 s; 6 steps were not trained"
+    assert back.in_words().endswith(words)
 
 
 def test_workers_that_were_not_started_have_not_finished() -> None:
@@ -286,7 +275,7 @@ def test_one_that_comes_back_when_the_others_have_finished_is_lost(tmp_path: Pat
     assert policy.returned() == [] and len(told.lines) == 1
     (lost,) = policy.lost
     assert (lost.rank, lost.lost_at, lost.came_too_late) == (1, 19, True)
-    assert lost.at_end(300) == (
+    assert lost.in_words(300) == (
         "worker 1 was lost at step 20 and came back too late, when the others had finished; "
         "281 steps were not trained"
     )
@@ -308,7 +297,8 @@ def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) ->
     assert policy.survives(ProcessExit(1, 0, 0))
     assert told.lines[1:] == ["worker 1 came too late to take part: the others had finished"]
     assert not policy.lost and not policy.returned() and policy.absent == (1,)
-    assert policy.joined() == [JoinedWorker(1, None, came_too_late=True)]
+    (joined,) = policy.joined()
+    assert (joined.rank, joined.step, joined.came_too_late) == (1, None, True)
 
 
 def test_none_is_started_when_a_worker_has_finished_its_training(tmp_path: Path) -> None:
@@ -459,7 +449,7 @@ def test_the_report_of_a_run() -> None:
         {"rank": 2, "steps": 9, "samples_per_s": 2.5},
     )
     lost = LostWorker(1, "was killed by SIGKILL", 1.5, lost_at=4)
-    lost_again = ReturnedWorker(1, "was killed by SIGKILL", 1.0)  # before it had come back
+    lost_again = LostWorker(1, "was killed by SIGKILL", 1.0, away="returned")
     result = RunResult(4.0, (lost,), reports, returned=(lost_again,))
     assert run_report("ps(quorum=0.5)", 3, result) == {
         "strategy": "ps(quorum=0.5)",

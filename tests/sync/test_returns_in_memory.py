@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost, RunOver
-from shoal.launch.kept_memory import KeptMemory
+from shoal.launch.watches import kept_memory
 from shoal.runtime.run_dir import RunDir
 from shoal.train.job import Job
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
@@ -100,7 +100,7 @@ def test_the_first_makes_it_and_others_find_it_at_any_that_is_alive(tmp_path: Pa
 def test_a_launcher_keeps_it_when_all_workers_are_lost(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     folder = run_dir.memory_folder("m")
-    with KeptMemory(run_dir, True):
+    with kept_memory(run_dir):
         first = LastingMemory.join(folder, 0, 4096, _fill, is_kept=True)
         second = LastingMemory.join(folder, 1, 4096, pytest.fail, is_kept=True)
         assert not second.is_left
@@ -116,7 +116,7 @@ def test_memory_that_no_launcher_has_kept_was_not_used_and_is_made_again(tmp_pat
     run_dir = RunDir(tmp_path)
     folder = run_dir.memory_folder("m")
     LastingMemory.join(folder, 0, 4096, lambda _: None).close()  # as one that was killed meanwhile
-    with KeptMemory(run_dir, True):
+    with kept_memory(run_dir):
         again = LastingMemory.join(folder, 1, 4096, _fill, is_kept=True)
         assert again.memory[8:10] == b"ok"
         again.close()
