@@ -21,7 +21,8 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step import Step
 from tests.conftest import World
-from tests.models import samples
+from tests.models import convnet, samples
+from tests.seeds import seeded
 from tests.splitting import (
     ADAMW,
     SGD,
@@ -298,6 +299,66 @@ def test_what_one_strategy_saved_another_loads(
     assert_another_goes_on(world, tmp_path / "saved", first, second, partial(gpt, 2))
 
 
+class WordLstm(nn.Module):
+    @seeded(0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 5)
+        self.lstm = nn.LSTM(5, 7, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(14, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.flatten(1) * 3).long().abs() % 9
+        logits: Tensor = self.head(self.lstm(self.words(ids))[0].mean(1))
+        return logits
+
+
+class PatchTransformer(nn.Module):
+    """A convolution makes the tokens of a transformer."""
+
+    @seeded(0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 8, 2, 2), nn.BatchNorm2d(8))
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.stem(x).flatten(2).transpose(1, 2)
+        logits: Tensor = self.head(self.encoder(tokens).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        (2, "tp(2)"),
+        (4, "ddp + tp(2)"),
+        pytest.param(4, "zero(3) + tp(2)", marks=pytest.mark.whole),
+        pytest.param(4, "tp(2) + pp(2)", marks=pytest.mark.whole),
+        pytest.param(2, "tp(2, sequence=True)", marks=pytest.mark.whole),
+    ],
+)
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (convnet, "splits nothing of Sequential"),
+        (WordLstm, "whole (recurrent layers,"),
+        (PatchTransformer, "whole: convolutions,"),
+    ],
+)
+def test_convolutions_and_lstms_stay_whole(
+    world: World,
+    size: int,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert_equal(world, size, strategy, make, samples(24, (1, 4, 4)), 8, clip_norm=1.0)
+    assert told in capsys.readouterr().err
+
+
 def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:
     models = [make(), make()]
     with pytest.raises((BadInput, NotBuilt)) as caught:
@@ -306,10 +367,6 @@ def refused(world: World, strategy: str, make: Callable[[], nn.Module], **option
 
 
 def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
-    only = partial(nn.Sequential, nn.Conv1d(2, 2, 3), nn.Linear(6, 6))
-    assert "tp(2) finds nothing to split in Sequential: name its layers" in refused(
-        world, "tp(2)", only
-    )
     plan = 'tp(2, plan={{"{}": "{}"}})'.format
     assert "'blocks.*.no', and GPT has no such module" in refused(
         world, plan("blocks.*.no", "row"), gpt

@@ -39,7 +39,6 @@ from shoal.train.options import StepOptions
 
 _KINDS = {
     "attention": "whole",
-    "recurrent": "whole",
     "experts": "whole",
     "vocabulary": "vocabulary",
 }
@@ -146,10 +145,6 @@ def tp_roles(model: nn.Module, ranks: int = 2) -> dict[str, str]:
 def _kind(role: Role) -> str | None:
     if role.kind == "column":
         return "gathered" if role.output == "full" else "column"
-    if role.kind == "channels" and role.channels is not None:
-        if role.channels.inputs is None:
-            return "column"
-        return "row" if role.channels.outputs is None else "between"
     return "row" if role.kind == "row" else _KINDS.get(role.kind)
 
 

@@ -58,7 +58,7 @@ def build_shard(
         shard.split_experts(experts)
         filled = experts.take(filled)
         expert_axis = TokenAxis(mesh.ep, experts.is_slice, has_slices=True)
-    if tp is not None and roles:
+    if tp is not None and mesh.tp.size > 1:
         shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
     elif mesh.tp.size * mesh.ep.size * mesh.cp.size > 1:
         deque(filled, maxlen=0)  # all workers hold the values of rank 0

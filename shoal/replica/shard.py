@@ -141,7 +141,8 @@ class ReplicaShard:
     @property
     def is_proven_at_first(self) -> bool:
         """Whether the first call shows that the shards compute what the model does."""
-        return self.tensor is not None or (self.experts is not None and not self.experts.drops)
+        is_split = self.tensor is not None and bool(self.tensor.roles)
+        return is_split or (self.experts is not None and not self.experts.drops)
 
     def prove(self, call: RoutedCall, with_gradients: bool) -> None:
         """`check` for arguments of the model's forward; all parameters are here."""

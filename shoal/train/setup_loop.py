@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.expert.mixtures import mixtures_of
-from shoal.replica.tensor.planning.plan import plan_of
-from shoal.replica.tensor.planning.unsplit import NothingToSplit, plan_for
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.split_terms import Tp
 from shoal.train.build_step import assemble_step, broadcast_start
@@ -33,33 +32,24 @@ from shoal.train.prepare_model import PreparedModel, prepare_model
 from shoal.train.step_context import StepContext
 
 
-def tensor_plans(
-    models: Sequence[nn.Module], whole: Sequence[bool], context: StepContext
-) -> list[Tp | None]:
-    """tp for each model, with the part of the plan that is about it; some are `whole` anyway."""
-    tp = context.strategy.tp
-    if tp is None or context.mesh.tp.size == 1 or list(whole).count(False) < 2:
+def tensor_plans(models: Sequence[nn.Module], tp: Tp | None) -> list[Tp | None]:
+    """tp for each model, with the part of the plan that is about it."""
+    if tp is None or tp.plan is None:
         return [tp] * len(models)
-    plans = [plan_for(model, tp.plan or {}) for model in models]
-    if any(all(pattern not in plan for plan in plans) for pattern in tp.plan or {}):
+    plans = [_plan_for(model, tp.plan) for model in models]
+    if any(all(pattern not in plan for plan in plans) for pattern in tp.plan):
         return [tp] * len(models)  # refused by name
-    tps = [replace(tp, plan=plan or None) for plan in plans]
-    unsplit = [None if w else _nothing_in(m, t) for m, t, w in zip(models, tps, whole, strict=True)]
-    if all(w or found is not None for w, found in zip(whole, unsplit, strict=True)):
-        return [tp] * len(models)  # refused: nothing is split at all
-    for model, found in zip(models, unsplit, strict=True):
-        if found is not None:
-            why = f" ({'; '.join(found.reasons)})" if found.reasons else ""
-            context.say(f"{type(model).__name__} stays whole under {tp}: nothing to split{why}")
-    return [t if found is None else None for t, found in zip(tps, unsplit, strict=True)]
+    return [replace(tp, plan=plan or None) for plan in plans]
 
 
-def _nothing_in(model: nn.Module, tp: Tp) -> NothingToSplit | None:
-    try:
-        plan_of(model, tp)
-    except NothingToSplit as found:
-        return found
-    return None
+def _plan_for(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The part of a plan that names modules of this model."""
+    names = [name for name, _ in model.named_modules()]
+    return {
+        pattern: kind
+        for pattern, kind in plan.items()
+        if any(fnmatchcase(name, pattern) for name in names)
+    }
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -122,12 +112,12 @@ def set_up(
     taken.add(models)
     ep = context().strategy.ep
     have_experts = [ep is not None and bool(mixtures_of(model, ep.experts)) for model in models]
-    tps = tensor_plans(models, [isinstance(m, LooseParameters) for m in models], context())
+    tps = tensor_plans(models, context().strategy.tp)
     prepared = [
         _prepared(
             model,
             term,
-            _with_tp(context(), tp, term),
+            _with_tp(context(), tp),
             is_copy=any(have_experts) and not has_experts,
         )
         for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
@@ -176,9 +166,8 @@ class Taken:
             )
 
 
-def _with_tp(context: StepContext, tp: Tp | None, term: SyncTerm) -> StepContext:
-    sync = term if tp is None else context.strategy.sync
-    return replace(context, strategy=replace(context.strategy, tp=tp, sync=sync))
+def _with_tp(context: StepContext, tp: Tp | None) -> StepContext:
+    return replace(context, strategy=replace(context.strategy, tp=tp))
 
 
 def _prepared(

@@ -256,7 +256,7 @@ def attention_and_mlp() -> nn.Module:
 def test_an_attention_and_an_mlp_are_found_by_their_structure() -> None:
     assert roles(attention_and_mlp(), Tp(2)) == {
         **{"0": "heads", "0.wq": "column", "0.wk": "column", "0.wv": "column", "0.wo": "row"},
-        **{"0.q_norm": "summed", "2.w1": "channels", "2.w3": "channels", "2.w2": "channels"},
+        **{"0.q_norm": "summed", "2.w1": "column", "2.w3": "column", "2.w2": "row"},
     }
     shared = roles(attention_and_mlp(), Tp(3))
     assert shared["0.wk"] == shared["0.wv"] == "selected"
@@ -320,7 +320,7 @@ class FixedWidth(Attention):
 
 def test_an_attention_that_cannot_run_with_some_heads_stays_whole() -> None:
     model = nn.Sequential(FixedWidth(), GatedMlp())
-    assert roles(model, Tp(2)) == dict.fromkeys(["1.w2", "1.w1", "1.w3"], "channels")
+    assert roles(model, Tp(2)) == {"1.w1": "column", "1.w3": "column", "1.w2": "row"}
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import spectral_norm
 
-from shoal.errors import BadInput
-from shoal.replica.tensor.planning.plan import plan_of
-from shoal.strategy.split_terms import Tp
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.models import mlp, samples
-from tests.train.test_own_loop import assert_equal_to_single, run
+from tests.models import samples
+from tests.train.test_own_loop import assert_equal_to_single
 
 
 class Judge(nn.Module):
@@ -59,31 +55,3 @@ def two(job: Job, model: nn.Module) -> list[float]:
 )
 def test_one_is_whole_beside_one_that_is_split(world: World, strategy: str) -> None:
     assert_equal_to_single(world, 4 if "+" in strategy else 2, strategy, two)
-
-
-def test_nothing_is_split_at_all(world: World) -> None:
-    models = [Judge(), Judge()]
-    with pytest.raises(BadInput, match="nothing to split in Judge"):
-        world(2, lambda g: run(g, "tp(2)", models[g.rank], two))
-
-
-class Binary(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.sign(), self.bias)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Judge, "the weight of a and 1 more is computed from other tensors"),
-        (lambda: nn.Sequential(weight_norm(nn.Linear(4, 4))), "the weight of 0 is computed"),
-        (partial(nn.Sequential, Binary(4, 4)), "0 is a Binary, a subclass of nn.Linear with a"),
-    ],
-)
-def test_the_reason_is_said(make: type[nn.Module], reason: str) -> None:
-    with pytest.raises(BadInput, match=reason):
-        plan_of(make(), Tp(2))
-
-
-def test_mlp_can_be_split() -> None:
-    assert plan_of(mlp(), Tp(2))

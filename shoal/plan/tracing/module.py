@@ -34,7 +34,7 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 
 # How tp splits a module: its outputs, or its inputs, by features; outputs that are gathered again;
 # rows of an embedding; both inputs and outputs; or all that happens inside
-TpRole = Literal["column", "gathered", "row", "vocabulary", "between", "whole"]
+TpRole = Literal["column", "gathered", "row", "vocabulary", "whole"]
 LossOf = Callable[[Tree], Tensor]  # runs the model on a batch
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

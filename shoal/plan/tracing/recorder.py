@@ -25,7 +25,6 @@ _INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, b
     "gathered": "column",
     "row": "row",
     "vocabulary": "all",
-    "between": "all",
     "whole": "all",
 }
 _EXPERTS_A_TOKEN = 2  # where the arguments do not say it

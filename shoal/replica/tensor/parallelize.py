@@ -20,7 +20,6 @@ from shoal.replica.tensor.activations.sequence_messages import pack, unpack
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.adapters import adapt
 from shoal.replica.tensor.layers.attention import ParallelAttention
-from shoal.replica.tensor.layers.channels import SplitChannels
 from shoal.replica.tensor.layers.in_place import change_in_place
 from shoal.replica.tensor.layers.linear import (
     ColumnLinear,
@@ -31,7 +30,6 @@ from shoal.replica.tensor.layers.linear import (
     VocabularyEmbedding,
 )
 from shoal.replica.tensor.layers.linear_like import linear_like
-from shoal.replica.tensor.layers.recurrent import ParallelRecurrent
 from shoal.replica.tensor.planning.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.structure import copy_structure
@@ -97,7 +95,7 @@ class TensorSplit:
 
     def sums_in(self, block: str) -> list[str]:
         """Layers in a module behind which the ranks add up."""
-        kinds = ("row", "attention", "vocabulary", "experts", "recurrent")
+        kinds = ("row", "attention", "vocabulary", "experts")
         inside = block + "." if block else ""
         return [n for n, r in self.roles.items() if r.kind in kinds and n.startswith(inside)]
 
@@ -174,18 +172,10 @@ class TensorSplit:
             change_in_place(original, role, group, rng)
             self._in_place.append((original, role.shards or {}))
             return None
-        if role.channels is not None:
-            split = SplitChannels(original, role.channels, group, rng)
-            split.is_sequence_parallel = self.sequence
-            split.attach()
-            self._in_place.append((original, split.specs))
-            return None
         if isinstance(original, nn.Embedding):
             return self._embedding(original)
         if isinstance(original, nn.MultiheadAttention):
             return ParallelAttention(original, group, rng)
-        if isinstance(original, nn.RNNBase):
-            return ParallelRecurrent(original, group, rng)
         linear = linear_like(original)
         assert linear is not None
         spec = role.spec(linear.inputs if role.kind == "row" else linear.outputs, group.size)

@@ -1,14 +1,15 @@
 """Which layers of a model tp splits, and how.
 
-Without a plan: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, nn.LSTM
-and nn.GRU, an nn.Embedding whose weight is also that of an nn.Linear (the head), the layers of
-`adapters.py`, and the children that a module's own `split_plan()` names:
+Without a plan: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, an
+nn.Embedding whose weight is also that of an nn.Linear (the head), the layers of `adapters.py`,
+attentions and MLPs (`transformer_plan.py`), and the children that a module's own `split_plan()`
+names:
 
     {"qkv": ("column", 3 * head_width), "out": ("row", head_width)}
 
 where the number is the run of features that has to stay on one rank. By the user's plan: any
 nn.Linear, by "column" or "row", and any nn.Embedding, by "row" (its vocabulary).
-Convolutions, and linear layers of a traced forward: `channel_plan.py`.
+Other layers, such as convolutions and nn.LSTM, are complete on every rank.
 """
 
 from __future__ import annotations
@@ -23,14 +24,9 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.layers.channels import ChannelRole
 from shoal.replica.tensor.layers.linear_like import linear_like
-from shoal.replica.tensor.layers.recurrent import is_recurrent
-from shoal.replica.tensor.planning.channel_attention import find_attentions
-from shoal.replica.tensor.planning.channel_plan import channel_roles, random_state_kept
 from shoal.replica.tensor.planning.roles import Role, Roles
 from shoal.replica.tensor.planning.transformer_plan import TransformerPlan, is_lookup
-from shoal.replica.tensor.planning.unsplit import NothingToSplit
 from shoal.strategy.split_terms import Tp
 
 
@@ -44,7 +40,6 @@ class _Planner:
         self.model = model
         self.tp = tp
         self.roles = Roles()
-        self._not_called: set[str] = set()  # layers whose weights are used without calling them
         self.modules = dict(model.named_modules())
         self._holders = Counter(
             id(p) for m in self.modules.values() for p in m._parameters.values() if p is not None
@@ -52,16 +47,9 @@ class _Planner:
         self._apply_plan(tp.plan or {})
         for name, module in self.modules.items():
             self._plan_module(name, module)
-        has_own_plan = any(type(m).__module__.startswith("transformers.") for m in model.modules())
-        if not has_own_plan:
-            self._plan_channels()
         found = TransformerPlan(self.modules, tp.size, self._is_free)
         self.roles.update(found.roles)
         self._plan_tied_heads()
-        if has_own_plan:
-            self._plan_channels()
-        if not self.roles:
-            raise NothingToSplit(tp, model)
 
     # ------------------------------------------------------------------ the user's plan
 
@@ -145,10 +133,6 @@ class _Planner:
         if type(module) is nn.MultiheadAttention:
             self._plan_attention(name, module)
             return
-        if is_recurrent(module, self.tp.size):
-            if name and self._is_free(name):
-                self.roles[name] = Role("recurrent")
-            return
         for pair in _pairs_in(module):
             self._plan_pair(name, pair)
 
@@ -200,29 +184,12 @@ class _Planner:
                     self.roles[other] = role
 
     def _is_free(self, name: str) -> bool:
-        is_taken = name in self.roles or name in self._not_called
+        is_taken = name in self.roles
         return not is_taken and not self._is_shared(name) and not self._is_whole(name)
 
     def _is_whole(self, name: str) -> bool:
         """Whether the plan keeps it, or what it is in, or what is in it, as it is."""
         return any(_is_in(name, whole) or _is_in(whole, name) for whole in self._whole)
-
-    def _plan_channels(self) -> None:
-        """Convolutions, and other layers with what acts on each channel between them."""
-
-        def may_split(name: str) -> bool:
-            is_taken = any(_is_in(name, other) for other in self.roles)
-            return name in self.modules and not is_taken and self._is_free(name)
-
-        with random_state_kept():
-            attentions = find_attentions(self.model, self.tp.size, may_split)
-            self._not_called |= attentions.not_called
-            self._add_channels(attentions.roles)
-            self._add_channels(channel_roles(self.model, self.tp.size, may_split))
-
-    def _add_channels(self, roles: Mapping[str, ChannelRole]) -> None:
-        for name, role in roles.items():
-            self.roles[name] = Role("channels", channels=role)
 
     def _is_shared(self, name: str) -> bool:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())

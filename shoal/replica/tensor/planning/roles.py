@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.layers.channels import ChannelRole
 from shoal.replica.tensor.layers.linear import ColumnOutput
 from shoal.replica.tensor.planning.heads import HeadSplit, Ranges
 
@@ -16,12 +15,10 @@ Kind = Literal[
     "row",  # some inputs of a layer
     "vocabulary",  # some rows of an embedding
     "attention",  # some heads of an nn.MultiheadAttention
-    "recurrent",  # some hidden units of an nn.LSTM or nn.GRU
     "selected",  # a column layer whose weight is complete, and of which each rank uses some rows
     "heads",  # the module around the layers of an attention, which counts heads
     "sharded",  # a module whose own parameters are sharded by `shards`, and nothing else
     "summed",  # complete, and used on the shards of an activation: gradients are added up
-    "channels",  # some channels of a layer that stays what it is, by `channels`
     "experts",  # own parameters are sharded by `shards`; the results of all ranks are added up
 ]
 IN_PLACE = ("heads", "sharded", "summed", "experts")
@@ -37,7 +34,6 @@ class Role:
     ranges: Ranges | None = None  # of features, by rank, where units do not say it
     heads: HeadSplit | None = None
     shards: Mapping[str, ShardSpec] | None = None  # by the name of a parameter
-    channels: ChannelRole | None = None
 
     def spec(self, features: int, ranks: int) -> ShardSpec:
         """How the features of a layer are sharded; its dimension is 0."""
