@@ -58,6 +58,8 @@ class Embedding(nn.Module):
     copied to all servers; workers may use a pulled row again for `cache_steps` steps.
     """
 
+    has_rows = True  # how training finds it without loading this module
+
     def __init__(
         self,
         num_rows: int,

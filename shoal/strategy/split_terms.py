@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from shoal.schedules import user
-from shoal.schedules.user_proof import proven_pipeline
 from shoal.strategy.base import Term
 from shoal.strategy.constraints import one_of, optional, positive, whole
 from shoal.strategy.options import FLAG, NAMES, PLAN, SCHEDULE
@@ -69,4 +68,6 @@ class Pp(Term, role="pp"):
         if self.microbatches is None:
             user.load_function(self.schedule)
         else:
+            from shoal.schedules.user_proof import proven_pipeline
+
             proven_pipeline(self.schedule, self.size, self.microbatches, self.chunks)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
-from shoal.sync.compression import refuse_scaled
 from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets
-from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
@@ -94,11 +92,15 @@ class DdpPlan(SyncPlan[Ddp]):
     def check(self, options: StepSettings, replicas: int) -> None:
         super().check(options, replicas)
         if self.term.compress is not None:
+            from shoal.sync.compression import refuse_scaled
+
             refuse_scaled(self.term, options)
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)
         if sizes.exact_microbatches is not None:
+            from shoal.sync.ddp_exact import exact_memory
+
             return exact_memory(plain, sizes, rank, replicas, self.bucket_bytes)
         buckets = ddp_buckets(sizes.flat, self.bucket_bytes)
         if self.term.compress is not None:
@@ -107,6 +109,8 @@ class DdpPlan(SyncPlan[Ddp]):
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:
+            from shoal.sync.ddp_exact import ExactReduce
+
             return ExactReduce(replica, replica.exact_microbatches, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, self.bucket_bytes, self.term.compress)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from shoal.replica.flat_layout import FlatLayout
 from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
-from shoal.sync.compression import compressed_memory, make_compressed_sum
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.residuals import synchronize_copies
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
@@ -25,6 +23,8 @@ class CompressedReduce(Sync):
     """
 
     def __init__(self, replica: Replica, bucket_bytes: int, compress: str):
+        from shoal.sync.compression import make_compressed_sum
+
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
@@ -53,6 +53,8 @@ class CompressedReduce(Sync):
         self.flat.zero_grad()
 
     def collect(self) -> None:
+        from shoal.sync.residuals import synchronize_copies
+
         self.sums.finish()
         if self._header is not None:
             self._header.wait()
@@ -104,6 +106,8 @@ def compressed_ddp_memory(
     replicas: int,
 ) -> SyncMemory:
     """With a gradient buffer, and what compression takes."""
+    from shoal.sync.compression import compressed_memory
+
     flat = sizes.flat
     bodies = [without_header(flat, bucket) for bucket in buckets]
     compressed = compressed_memory(compress, sizes, bodies, rank, replicas)

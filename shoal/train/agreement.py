@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.waits import Backoff
+
+if TYPE_CHECKING:
+    from shoal.comm.elastic import ElasticSum
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,11 +11,13 @@ from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
 from shoal.replica.shard import ReplicaShard
 from shoal.sync.base import Ownership
-from shoal.sync.grad_scaler import SharedGradScaler
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 from shoal.sync.optimizer_trial import Coupling, Pieces, coupling, refuse
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step_context import StepContext
+
+if TYPE_CHECKING:
+    from shoal.sync.grad_scaler import SharedGradScaler
 
 
 def build_optimizer(
@@ -59,6 +62,8 @@ def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContex
 
 def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
     """Replicas agree where each of them updates a shard; else all have the same gradients."""
+    from shoal.sync.grad_scaler import SharedGradScaler
+
     return SharedGradScaler(context.device, _sharing_groups(owned.grad_norm, context.mesh))
 
 

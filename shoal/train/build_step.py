@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.embedding.module import bind_embeddings
 from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import running_statistics
@@ -75,6 +74,8 @@ def assemble_step(
         refuse_sparse_adam(update.optimizer, model, term)
     store = sync.row_store()
     if store is not None and embeddings:
+        from shoal.embedding.module import bind_embeddings
+
         bind_embeddings(model, functions.optimizer, context.seed, store)
         if not store.copies_rows and any(embedding.spec.hot_share for embedding in embeddings):
             context.say(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,20 @@ from shoal.sync.lr_schedule import SchedulerFactory
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
 from shoal.train.agreement import Agreement
 from shoal.train.build_step import build_step
-from shoal.train.elastic_training import ElasticTraining
-from shoal.train.evaluate import Evaluation, Metric
 from shoal.train.job_checkpoints import JobCheckpoints
 from shoal.train.job_meetings import JobMeetings
 from shoal.train.job_state import JobState
 from shoal.train.loop_methods import LoopMethods
-from shoal.train.map_reduce import map_reduce_over
 from shoal.train.options import Count, StepFunctions, StepOptions
 from shoal.train.own_loop import OwnLoop
 from shoal.train.run_services import RunServices
 from shoal.train.step import AfterStep, Step
 from shoal.train.step_context import StepContext
 from shoal.train.torch_hooks import OtherOptimizers
+
+if TYPE_CHECKING:
+    from shoal.train.elastic_training import ElasticTraining
+    from shoal.train.evaluate import Metric
 
 T = TypeVar("T")
 
@@ -107,6 +108,8 @@ class Job(LoopMethods):
         self._others: OtherOptimizers | None = None  # watched for from the first model or batch on
         self._elastic: ElasticTraining | None = None
         if isinstance(group, ElasticGroup):
+            from shoal.train.elastic_training import ElasticTraining
+
             self._elastic = ElasticTraining(
                 group,
                 self._stream,
@@ -250,6 +253,8 @@ class Job(LoopMethods):
         such numbers; the result has the same form. The model is that of `step` (default: the
         latest one), in evaluation mode.
         """
+        from shoal.train.evaluate import Evaluation
+
         services = self._services
         evaluation = Evaluation(
             metric, step or self._latest_step(), services.elastic_sum, services.tracer, collate
@@ -266,6 +271,8 @@ class Job(LoopMethods):
         reduce_fn: Callable[[Any, Any], Any],
     ) -> Any:
         """See `shoal.map_reduce`: on the workers of this job."""
+        from shoal.train.map_reduce import map_reduce_over
+
         self._refuse_elastic("job.map_reduce")
         return map_reduce_over(self._group, map_fn, items, reduce_fn)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from shoal.comm.meetings import Meeting
 from shoal.sync.base import Comeback
 from shoal.train.agreement import Agreement
-from shoal.train.elastic_training import ElasticTraining
 from shoal.train.job_state import JobState
+
+if TYPE_CHECKING:
+    from shoal.comm.meetings import Meeting
+    from shoal.train.elastic_training import ElasticTraining
 
 T = TypeVar("T")
 

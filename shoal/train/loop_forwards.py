@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.sampling import mix
 from shoal.errors import BadInput
-from shoal.replica.context.stage import has_shards, shard_inputs
-from shoal.replica.expert.proof import RoutedCall
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.mapping import in_torch_func
 from shoal.replica.microbatch import default_generators, seed_generators
 from shoal.replica.shard import ReplicaShard
-from shoal.train.loop_part import LoopPart
+
+if TYPE_CHECKING:
+    from shoal.train.loop_part import LoopPart
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -55,6 +55,9 @@ class LoopForwards:
                 states.append([g.get_state() for g in default_generators(self.device)])
                 self._calls += 1
                 seed_generators(self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls))
+
+            from shoal.replica.context.stage import has_shards, shard_inputs
+
             if shard.context is None or has_shards((inputs, named)):
                 return None
             return shard_inputs((inputs, named), shard.context)
@@ -112,6 +115,8 @@ class LoopForwards:
 
     def _compare(self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In the precision of the parameters: rounding of autocast would hide an error."""
+        from shoal.replica.expert.proof import RoutedCall
+
         parts = self._parts_of(shard.model)
         device = next(shard.model.parameters()).device.type
         dtype = _dtype_of(shard.model) if torch.is_autocast_enabled(device) else None

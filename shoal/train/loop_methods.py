@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.train.ema import Ema
 from shoal.train.own_loop import OwnLoop
 from shoal.train.step import Step
+
+if TYPE_CHECKING:
+    from shoal.train.ema import Ema
 
 
 class LoopMethods:
@@ -86,6 +88,8 @@ class LoopMethods:
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
         """An exponential moving average of the weights of a model, which `job.save` saves, too."""
+        from shoal.train.ema import Ema
+
         ema = Ema(model, decay, self._steps)
         self._emas.append(ema)
         return ema

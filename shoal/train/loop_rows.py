@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from shoal.data.rows import move_to, reverse_rows, take, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.replica.microbatch import fork_rng, seed_generators
-from shoal.train.loop_part import LoopPart
+
+if TYPE_CHECKING:
+    from shoal.train.loop_part import LoopPart
 
 
 def gather_rows(x: Tensor, group: Group, is_placeholder: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,16 @@ from shoal.data.batch import AnyBatch
 from shoal.errors import BadInput
 from shoal.train.injected_faults import with_faults
 from shoal.train.loop_forwards import LoopForwards
-from shoal.train.loop_optimizer import LoopOptimizer
-from shoal.train.loop_part import LoopPart
 from shoal.train.loop_rows import LoopRows
 from shoal.train.prepare_model import PreparedModel
-from shoal.train.setup_loop import Taken, set_up
 from shoal.train.step import Step
 from shoal.train.step_context import StepContext
 from shoal.train.torch_hooks import clip_for
+
+if TYPE_CHECKING:
+    from shoal.train.loop_optimizer import LoopOptimizer
+    from shoal.train.loop_part import LoopPart
+    from shoal.train.setup_loop import Taken
 
 
 def check_loss(loss: Any) -> None:
@@ -114,7 +116,7 @@ class OwnLoop:
         self.rows = LoopRows(mesh, seed, self._device, self.parts)
         self._forwards = LoopForwards(mesh, seed, self._device, self.parts)
         self._prepared: list[PreparedModel] = []
-        self._taken = Taken()  # parameters that job.setup has had
+        self._taken: Taken | None = None  # parameters that job.setup has had
         self._context = context
         self._on_step = on_step
         self._reduces = True
@@ -132,6 +134,9 @@ class OwnLoop:
 
     def setup(self, objects: Sequence[Any]) -> tuple[list[Step], Any]:
         """The steps that were made, and what `job.setup` returns."""
+        from shoal.train.loop_optimizer import LoopOptimizer
+        from shoal.train.setup_loop import Taken, set_up
+
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if not isinstance(o, nn.Module)]
         if not models or any(
@@ -142,6 +147,7 @@ class OwnLoop:
                 "job.setup(model, optimizer)"
             )
         first = len(self.parts)
+        self._taken = self._taken or Taken()
         made = set_up(models, optimizers, self._context, self._taken, self.parts)
         self._prepared += made.prepared
         for prepared in made.prepared:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shoal.embedding.module import Embedding, bind_embeddings
 from shoal.errors import BadInput, NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import (
@@ -26,7 +25,6 @@ from shoal.replica.expert.router_losses import (
 )
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.state_dicts import tell_of_parts
-from shoal.replica.tensor.summary import summary
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.sync.base import SyncPlan
 from shoal.sync.optimizer_step import OptimizerFactory
@@ -36,6 +34,9 @@ from shoal.train.model_checks import check_modules, refuse_complex
 from shoal.train.options import StepOptions
 from shoal.train.step_context import StepContext
 from shoal.train.user_schedules import check_user_schedules
+
+if TYPE_CHECKING:
+    from shoal.embedding.module import Embedding
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,11 @@ def prepare_model(
 
     # the model on its device, and what it shares with other replicas while it computes
     deferred = plan.materialize(model, mesh.dp, device, context.is_split)
-    embeddings = bind_embeddings(model, optimizer, context.seed)
-    if embeddings:
+    embeddings: list[Embedding] = []
+    if any(getattr(module, "has_rows", False) for module in model.modules()):
+        from shoal.embedding.module import bind_embeddings
+
+        embeddings = bind_embeddings(model, optimizer, context.seed)
         _check_embeddings(term, options, context)
     forward_state = _share_batchnorm(model, term, options, context)
     if mesh.pp.size > 1:
@@ -102,11 +106,13 @@ def prepare_model(
     if shard.experts is not None:
         context.say(shard.experts.summary)
     if shard.tensor is not None:
+        from shoal.replica.tensor.summary import summary
+
         context.say(summary(shard.tensor))
     if shard.tensor is not None or shard.experts is not None or mesh.pp.size > 1:
         tell_of_parts(model, str(context.strategy), context.say)
     return PreparedModel(
-        model, term, plan, options, shard, deferred, forward, forward_state, list(embeddings)
+        model, term, plan, options, shard, deferred, forward, forward_state, embeddings
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from shoal.comm.elastic import ElasticSum
-from shoal.comm.meetings import Meetings
 from shoal.observe.progress import Progress, SilentProgress
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults
 from shoal.runtime.files import StepCount
 from shoal.runtime.preemption import Preemption
+
+if TYPE_CHECKING:
+    from shoal.comm.elastic import ElasticSum
+    from shoal.comm.meetings import Meetings
 
 
 @dataclass(frozen=True)

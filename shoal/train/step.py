@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch, Batch, DictBatch
 from shoal.data.sampling import FullDatasetBatch
-from shoal.embedding.module import Embedding, apply_embeddings
 from shoal.observe.trace import OFF, STEP, Tracer
 from shoal.replica.batchnorm import forget_statistics, update_running_statistics
 from shoal.replica.engine import Engine
@@ -29,6 +28,9 @@ from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.cut_batch import BatchCutter, concurrent_batches, fraction_of
 from shoal.train.known_parameters import KnownParameters
 from shoal.train.options import StepOptions
+
+if TYPE_CHECKING:
+    from shoal.embedding.module import Embedding
 
 Compute = Callable[[Sequence[MicroBatch], OnBucket], Tensor]
 AfterStep = Callable[["Step", Tensor], None]
@@ -196,6 +198,8 @@ class Step:
         )
 
     def _push_rows(self, has_samples: bool) -> None:
+        from shoal.embedding.module import apply_embeddings
+
         if not has_samples:  # the lookups of a placeholder row do not count
             for embedding in self.embeddings:
                 embedding.discard()

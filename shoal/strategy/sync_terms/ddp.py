@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 
 from shoal.errors import StrategyError
 from shoal.schedules import user
-from shoal.schedules.user_proof import proven_collective
 from shoal.strategy.base import ElasticOption
 from shoal.strategy.constraints import MAX_NUMBER, optional, positive
 from shoal.strategy.options import ALGORITHM, COMPRESS, FLAG
@@ -51,4 +50,6 @@ class Ddp(ElasticOption):
 
     def check(self, replicas: int) -> None:
         if replicas > 1 and user.is_user_function(self.algorithm):
+            from shoal.schedules.user_proof import proven_collective
+
             proven_collective(self.algorithm, "all_reduce", replicas)
