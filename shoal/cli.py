@@ -30,8 +30,7 @@ COMMANDS = {
     "compare": "compare.compare",
     "predict": "predict.predict",
     "simulate": "simulate.simulate",
-    "plan": "plan_group.app",
-    "bench": "bench.app",
+    "plan": "plan.plan",
     "cluster": "cluster.app",
     "collectives": "collectives.app",
     "keys": "keys.app",
@@ -40,17 +39,20 @@ COMMANDS = {
 }
 
 
-def build_app(names: Iterable[str]) -> typer.Typer:
-    """The command line with these commands."""
-    app = typer.Typer(
-        name="shoal",
-        help="Train one PyTorch model on many devices; the strategy is a value that you swap.",
+def new_app(about: str) -> typer.Typer:
+    return typer.Typer(
+        help=about,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+
+def build_app(names: Iterable[str]) -> typer.Typer:
+    """The command line with these commands."""
+    app = new_app("Train one PyTorch model on many devices; the strategy is a value that you swap.")
     app.callback(invoke_without_command=True)(about)
     for name in names:
         module, attribute = COMMANDS[name].split(".")
@@ -76,27 +78,34 @@ _INTERRUPTED = 130  # what a command returns after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; an error of Shoal is printed as one sentence."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         app = build_app(words[:1] if words and words[0] in COMMANDS else COMMANDS)
-        status = app(words, prog_name="shoal", standalone_mode=False)
-        if status == _INTERRUPTED:
-            print("shoal: interrupted", file=sys.stderr)
-        sys.exit(status)
     except KeyboardInterrupt:  # while the modules of the command were loaded
-        print("shoal: interrupted", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+        sys.exit(_interrupted())
+    run_app(app, "shoal", words)
+
+
+def run_app(app: typer.Typer, name: str, words: Sequence[str] | None = None) -> None:
+    """Run a command; an error of Shoal is printed as one sentence."""
+    try:
+        status = app(words, prog_name=name, standalone_mode=False)
+        sys.exit(_interrupted() if status == _INTERRUPTED else status)
+    except KeyboardInterrupt:
+        sys.exit(_interrupted())
     except _UsageError as error:
         print(_usage_message(error), file=sys.stderr)
-        sys.exit(2)
-    except BadInput as error:
-        print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         # the argument parser of a script exits with 2
-        sys.exit(2 if isinstance(error, WorkersFailed) and error.exit_status == 2 else 1)
+        bad_script = isinstance(error, WorkersFailed) and error.exit_status == 2
+        sys.exit(2 if bad_script or isinstance(error, BadInput) else 1)
+
+
+def _interrupted() -> int:
+    print("shoal: interrupted", file=sys.stderr)
+    return _INTERRUPTED
 
 
 def _usage_message(error: typer.BadParameter) -> str:

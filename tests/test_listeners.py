@@ -25,7 +25,6 @@ from shoal.server.server import Server
 PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
 LISTENERS = {
-    "bench/hosts.py": "Gloo, beside a lab's own transport",
     "comm/executors/hierarchical/gloo_links.py": "HostNetwork.check_gloo",
     "comm/executors/torch.py": "Gloo and NCCL: Worker._check_network",
     "comm/guarded_store/service.py": "asks for a key, or listens at loopback",

@@ -18,7 +18,7 @@ from shoal.launch.remote import run_remote
 from shoal.runtime.config import RunConfig
 from shoal.runtime.wording import counted
 
-MODULE = "shoal.bench.between"
+MODULE = "shoal.calibration.between_worker"
 RESULT = "measured between hosts: "  # begins the line of rank 0 with what it has found
 Found = Mapping[str, Any]
 

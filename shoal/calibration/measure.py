@@ -17,7 +17,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.files import scratch_folder
 
-MODULE = "shoal.bench.machine"
+MODULE = "shoal.calibration.worker"
 _START_S = 3.0  # until workers have loaded torch
 _LEAST_S = 1.5
 _MOST_S = 86_400.0

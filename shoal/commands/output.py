@@ -1,10 +1,12 @@
-"""What several commands share: a console, and writing a file."""
+"""How every command prints: one JSON document, or tables and lines; and how it writes a file."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +21,19 @@ def write_text(path: Path, text: str) -> None:
         raise BadInput(f"cannot write {path}: {error.strerror}") from error
 
 
-def plain_table(title: str, heads: Sequence[str], left: int = 0) -> Table:
+def show(document: Any, parts: Iterable[Table | str], as_json: bool) -> None:
+    """Print the document as JSON, or else these tables and lines."""
+    if as_json:
+        print(json.dumps(document))
+        return
+    console = wide_console()
+    for part in parts:
+        console.print(part) if isinstance(part, Table) else print(part)
+
+
+def plain_table(
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 0
+) -> Table:
     """A table without lines, one space between columns: numbers fit 80 columns.
 
     The first `left` columns are words. A head may have several lines.
@@ -35,6 +49,8 @@ def plain_table(title: str, heads: Sequence[str], left: int = 0) -> Table:
     )
     for number, head in enumerate(heads):
         table.add_column(head, justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

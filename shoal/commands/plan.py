@@ -62,8 +62,7 @@ def plan(
     """Find the fastest strategies for a model on a cluster, and say why.
 
     All valid strategies that fit the memory are ranked by their predicted time; the notation can
-    be pasted after -s. Nothing is trained. `shoal plan validate FILE.csv` holds predictions against
-    measured times.
+    be pasted after -s. Nothing is trained.
     """
     hardware = cluster_of(cluster, network, limit, workers)
     subject = subject_of(model, args, gpt, precision, batch, workers)

@@ -24,7 +24,7 @@ def ps(as_json: options.Json = False) -> None:
     if not found:
         print("no run of yours runs on this host")
         return
-    table = plain_table("", ["run", "script", "strategy", "workers", "on", "since", "step"], 3)
+    table = plain_table("", ["run", "script", "strategy", "workers", "on", "since", "step"], left=3)
     for entry in found:
         step = "-" if entry.steps is None else str(entry.steps)
         words = (entry.name, entry.script, entry.strategy, _processes(entry), _where(entry))

@@ -79,7 +79,7 @@ class RunDir:
 
     @property
     def rpc_rendezvous(self) -> str:
-        """The rendezvous of torch.distributed.rpc, for `shoal bench ps`."""
+        """The rendezvous of torch.distributed.rpc, for `python -m benchmarks ps`."""
         return f"file://{self.path}/rpc"
 
     @property

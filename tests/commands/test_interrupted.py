@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal import __main__, cli
-from shoal.commands import plan_validate
+from shoal.commands import plan
 
 
 def test_an_interrupted_command_says_so_in_one_line(
@@ -18,9 +18,9 @@ def test_an_interrupted_command_says_so_in_one_line(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_validate, "read_table", interrupt)
+    monkeypatch.setattr(plan, "cluster_of", interrupt)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "validate", "table.csv"])
+        cli.main(["plan", "gpt-3"])
     out, err = capsys.readouterr()
     assert (stopped.value.code, out, err) == (130, "", "shoal: interrupted\n")
 

@@ -200,7 +200,6 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         (["train", "digit"], "there is no example 'digit'"),
         (["eval", "nowhere"], "there is no checkpoint at nowhere"),
         (["verify", "train.py", "-n", "2", "-s", "hogwild"], "hogwild"),
-        (["bench", "step", "--workload", "x"], "there is no workload 'x'"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_status_2(
@@ -296,6 +295,6 @@ def test_hogwild_leaves_no_shared_memory_behind(tmp_path: Path, kill: bool) -> N
 
 
 def test_a_command_without_words_shows_its_help(tmp_path: Path) -> None:
-    for words, usage in (([], "Usage: shoal [OPTIONS]"), (["bench"], "Usage: shoal bench ")):
+    for words, usage in (([], "Usage: shoal [OPTIONS]"), (["keys"], "Usage: shoal keys ")):
         done = shoal(*words, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.startswith(usage)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
+from benchmarks.__main__ import app
+from shoal.cli import main, run_app
 from shoal.cluster.toml_file import read_cluster
 from shoal.cluster.toml_writer import cluster_text
 from shoal.lab.design import LabDesign
@@ -107,7 +108,7 @@ def test_copies_of_hot_rows_relieve_the_link_of_the_busiest_server(
     few = ["--rows", "20000", "--batch", "4096", "--share", "1e-4"]
     few += ["--rounds", "2", "--pulls", "5"]
     with pytest.raises(SystemExit) as end:
-        main(["bench", "rows", "--on", f"lab://{lab}", "-n", "4", *few, "--json"])
+        run_app(app, "benchmarks", ["rows", "--on", f"lab://{lab}", "-n", "4", *few, "--json"])
     assert not end.value.code
     ways = json.loads(capsys.readouterr().out)["ways"]
     assert ways["copies"]["predicted_speedup"] > 1.5

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.predicted import PredictedRun, Verdict, median_error
+from benchmarks.predict import PredictedRun, Verdict, median_error
 from shoal.calibration import cache
 from shoal.calibration.machine import machine_of
 from shoal.calibration.measure import CalibrationOptions, calibrate, worker_counts

@@ -11,11 +11,11 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.validation.compare import MEGATRON, RunsAs, validate
+from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
-from shoal.plan.validation.measured import MeasuredRow, TableDefaults, read_table
-from shoal.plan.validation.validate import MEGATRON, RunsAs, validate
 from shoal.plan.workloads.transformer import Transformer
 from shoal.plan.workloads.transformer_sizes import TransformerSizes
 from shoal.plan.workloads.workload import Recompute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.bench.host_schedules import PLAIN, WITH_RACKS, crossed, host_schedule
+from benchmarks.host_schedules import PLAIN, WITH_RACKS, crossed, host_schedule
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.simulator.collectives import simulate_collective

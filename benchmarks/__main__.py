@@ -1,0 +1,252 @@
+"""`python -m benchmarks`: Shoal measured against other libraries, alternately in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.harness import FASTER, check_names, say
+from benchmarks.validation.report import validate
+from shoal.cli import new_app, run_app
+from shoal.commands import options
+from shoal.commands.output import show
+from shoal.errors import BadInput
+
+app = new_app("Measure Shoal against other libraries.")
+app.command()(validate)
+WORKLOADS = ("digits", "gpt", "mlp", "mlp-small")
+
+
+@app.callback()
+def about() -> None:
+    """Measure Shoal against other libraries.
+
+    Both take turns in one run; ratios are medians over rounds.
+    """
+
+
+@app.command()
+def step(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--workers", "-n", min=1, help="Number of workers; repeatable.", show_default="1 and 2"
+        ),
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join(WORKLOADS)}; repeatable.", show_default="digits, gpt and mlp"
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Milliseconds per training step.
+
+    Against a plain PyTorch loop on one worker, and DistributedDataParallel on several.
+    """
+    from benchmarks.step import run, table_of
+
+    check_names("--workload", workload or (), WORKLOADS)
+    names = workload or ["digits", "gpt", "mlp"]
+    results = [run(name, n, rounds, device) for n in workers or [1, 2] for name in names]
+    show({"results": results}, [table_of(results), FASTER], as_json)
+
+
+@app.command()
+def hosts(
+    lab: Annotated[str | None, typer.Option(help="The lab (`shoal lab up`).")] = None,
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of hosts, such as 2,3,4.", show_default="all hosts")
+    ] = "",
+    size: Annotated[str, typer.Option(help="Bytes that each rank gives.")] = "100MB",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 5,
+    as_json: options.Json = False,
+) -> None:
+    """Seconds of an all-reduce between the hosts of a lab.
+
+    Ring, star, tree and, with racks, hierarchical and a badly ordered ring over TCP, against
+    Gloo, against the rate of the links, and against what the lab's cluster file predicts.
+    """
+    from benchmarks.hosts import run, table_of
+
+    found = run(lab, ranks, size, rounds)
+    largest = f"largest error of a prediction: {100 * found['largest_error']:.1f}%"
+    show(found, [table_of(found), largest], as_json)
+
+
+@app.command()
+def collectives(
+    against: Annotated[str, typer.Option(help="gloo, mpi, or both with a comma.")] = "gloo,mpi",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, such as 2,4.")] = "2,4",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes a rank gives, such as 4,1KB,1MB.")
+    ] = "4,1KB,64KB,1MB,4MB,16MB,64MB,100MB",
+    kinds: Annotated[str, typer.Option(help="Collectives, with commas.")] = "all_reduce",
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
+    as_json: options.Json = False,
+) -> None:
+    """Microseconds per call of a collective.
+
+    Through shared memory: against Gloo, Open MPI, and the speed of the memory.
+    """
+    from benchmarks.collectives import run, tables
+
+    results = run(against.split(","), ranks, sizes, kinds, rounds)
+    show({"results": results}, tables(results), as_json)
+
+
+@app.command()
+def pipeline(
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 32,
+    microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches in a batch.")] = 8,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 2,
+    idle: Annotated[bool, typer.Option(help="Also trace how long stages idle.")] = True,
+    as_json: options.Json = False,
+) -> None:
+    """Milliseconds per step of pp(2), and how long stages idle.
+
+    Against torch.distributed.pipelining, alternately in the same two processes. The idle share
+    is traced on layers that sleep, and compared with the simulated one.
+    """
+    from benchmarks.pipeline import THEIRS, run, tables
+    from benchmarks.pipeline_idle import SCHEDULES, compare
+
+    results = [run(name, batch_size, microbatches, rounds, steps) for name in THEIRS]
+    idle_shares = [compare(name) for name in SCHEDULES] if idle else []
+    show({"results": results, "idle": idle_shares}, tables(results, idle_shares), as_json)
+
+
+@app.command()
+def ps(
+    against: Annotated[str, typer.Option(help="ray, rpc, or both with a comma.")] = "ray,rpc",
+    size: Annotated[str, typer.Option(help="Bytes of the weights, such as 100MB.")] = "100MB",
+    rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats in a sparse pull.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 15,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
+    replicas: Annotated[
+        str | None, typer.Option(help="Compare numbers of replicas instead, such as 1,2,3.")
+    ] = None,
+    consistency: Annotated[
+        str | None,
+        typer.Option(
+            help="strong, eventual, or both with a comma; with --replicas.",
+            show_default="strong,eventual",
+        ),
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw what --replicas measures to this file.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Milliseconds per round of a parameter server.
+
+    Against Ray's example and torch.distributed.rpc: a push and pull of all weights, and a pull
+    of some rows. With --replicas: ms a push, how far copies are apart, and what a killed server
+    costs.
+    """
+    if replicas is not None:
+        from benchmarks import ps_replicas_report as report
+
+        words = "strong,eventual" if consistency is None else consistency
+        found = report.ReplicaBench(replicas, words, size, rounds, workers, svg).run()
+        show(found, [report.table_of(found), report.NOTE], as_json)
+        return
+    if svg is not None:
+        raise BadInput("--svg draws what --replicas measures: add --replicas 1,2,3")
+    if consistency is not None:
+        raise BadInput("--consistency is that of replicas: add --replicas 1,2,3")
+    from benchmarks.ps import run, table_of
+
+    document = run(against.split(","), size, rows, rounds, workers)
+    show(document, [table_of(document), FASTER], as_json)
+
+
+@app.command(name="rows")
+def hot_rows(
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 100_000,
+    dim: Annotated[int, typer.Option(min=1, help="Numbers in a row.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Ids drawn for a pull.")] = 16_384,
+    exponent: Annotated[float, typer.Option(help="The power law of ids.")] = 1.1,
+    share: Annotated[float, typer.Option(help="Rows over this share of pulls are copied.")] = 2e-5,
+    cache: Annotated[int, typer.Option(min=1, max=1024, help="Steps that workers keep rows.")] = 4,
+    servers: Annotated[int, typer.Option(min=2, help="Number of servers.")] = 4,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")] = 2,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds; results are medians over them.")] = 9,
+    pulls: Annotated[int, typer.Option(min=1, help="Pulls of a worker in a round.")] = 20,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAB",
+            help="Run on the hosts of a lab: lab or lab://NAME (see shoal lab).",
+            show_default="this host",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Pulls per second of rows that follow a power law, and the load of servers.
+
+    Each server owns a range of the rows. Rows are asked of their owners, or hot rows of all
+    servers, with and without rows that workers keep; alternately in one run. In a lab (--on lab)
+    workers and servers are on several hosts, and the busiest link bounds the speed.
+    """
+    from benchmarks.rows_report import RowsBench, report, run
+
+    warmup = int(8 / share / batch) + 20  # until hot rows are known
+    bench = RowsBench(rows, dim, batch, pulls, rounds, warmup, cache, exponent, share)
+    document = run(bench, workers, servers, on)
+    show(document, report(document), as_json)
+
+
+@app.command()
+def predict(
+    models: Annotated[
+        str, typer.Option(help="gpt, gpt-medium, gpt-large, mlp, mlp-small, with commas.")
+    ] = "gpt,mlp",
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="Number of workers.")] = 2,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="A strategy; repeatable.", show_default="eight"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each strategy, in turns.")] = 3,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A cluster file.", show_default="this machine, measured once"),
+    ] = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Predicted step times against measured ones, on this machine.
+
+    Calibrate first, on a quiet machine: `shoal cluster calibrate`. Every prediction has the spread
+    of the figures it was made from.
+    """
+    from benchmarks.predict import (
+        STRATEGIES,
+        PredictBench,
+        document,
+        report,
+        run,
+        total,
+    )
+    from shoal.calibration.cache import calibrated_cluster
+    from shoal.cluster.presets import load_cluster
+
+    bench = PredictBench(workers, tuple(strategies or STRATEGIES), rounds, device)
+    bench.check()
+    machine = load_cluster(cluster) if cluster else calibrated_cluster(say=say, device=device)
+    names = [name for name in models.split(",") if name]
+    verdicts = []
+    for verdict in run(bench, names, machine):
+        verdicts.append(verdict)
+        show(None, [] if as_json else report(verdict), as_json=False)
+    show(document(verdicts, machine), total(verdicts), as_json)
+
+
+if __name__ == "__main__":
+    run_app(app, "python -m benchmarks")

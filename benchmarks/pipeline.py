@@ -1,0 +1,134 @@
+"""What a step of a pipeline costs: Shoal, and torch.distributed.pipelining on the same stages.
+
+`python -m benchmarks pipeline` starts two workers. Both train a copy of the same model, split at
+the same block, on the same micro-batches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional as F
+
+import shoal
+from benchmarks.harness import (
+    beside_peer,
+    measure_in_workers,
+    options_of_worker,
+    peer_cells,
+    say,
+    write_result,
+)
+from shoal.calibration.sampling import alternate
+from shoal.commands.launching import config_for
+from shoal.commands.output import plain_table
+from shoal.examples.gpt import VOCABULARY, Block
+from shoal.strategy.split_terms import Pp
+from shoal.strategy.strategy import as_strategy
+
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+WIDTH = 128
+HEADS = 4
+CONTEXT = 64
+BLOCKS = 4
+
+
+def model() -> nn.Sequential:
+    """Blocks of a GPT between an embedding and a head."""
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        *(Block(WIDTH, HEADS) for _ in range(BLOCKS)),
+        nn.Linear(WIDTH, VOCABULARY),
+    )
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def torch_step(
+    model: nn.Sequential, split_at: int, rank: int, pp: Pp, batch: tuple[Tensor, Tensor]
+) -> Callable[[], None]:
+    """A training step of torch.distributed.pipelining over the world of this process."""
+    assert pp.microbatches is not None
+    layers = list(model)
+    module = nn.Sequential(*(layers[:split_at] if rank == 0 else layers[split_at:]))
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    runner = THEIRS[pp.schedule](stage, n_microbatches=pp.microbatches, loss_fn=loss)
+    optimizer = SGD(module.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            runner.step(batch[0])
+        else:
+            runner.step(target=batch[1], losses=[])
+        optimizer.step()
+
+    return step
+
+
+def measure(job: shoal.Job, batch_size: int, rounds: int, steps: int) -> dict[str, Any]:
+    pp = job.strategy.pp
+    assert pp is not None and pp.microbatches is not None
+    torch.manual_seed(0)
+    ours = model()
+    theirs = copy.deepcopy(ours)
+    tokens = torch.randint(0, VOCABULARY, (batch_size, CONTEXT))
+    batch = tokens, tokens.roll(-1, 1)
+    step = job.step(ours, loss, optimizer=SGD)
+    batch_of_job = next(iter(job.batches([batch])))
+    split_at = int(step.shard.stages.cuts[0])  # type: ignore[attr-defined]
+    ways: dict[str, Callable[[], Any]] = {
+        "shoal": lambda: step(batch_of_job),
+        "peer": torch_step(theirs, split_at, job.rank, pp, batch),
+    }
+    times = alternate(ways, rounds, steps, lambda: job.group.barrier().wait())
+    return {
+        "schedule": pp.schedule,
+        "microbatches": pp.microbatches,
+        "workers": job.size,
+        "batch_size": batch_size,
+        "peer": "torch.distributed.pipelining",
+        "backend": dist.get_backend(),
+        **beside_peer(times),
+    }
+
+
+def run(schedule: str, batch_size: int, microbatches: int, rounds: int, steps: int) -> Any:
+    say(f"measuring {schedule} on 2")
+    strategy = as_strategy(f'pp(2, schedule="{schedule}", microbatches={microbatches})')
+    asked = {"batch-size": batch_size, "rounds": rounds, "steps": steps}
+    config = config_for(strategy, device="cpu")
+    return measure_in_workers("benchmarks.pipeline", asked, 2, config)
+
+
+def tables(steps: list[Any], idle: list[Any]) -> list[Table]:
+    heads = ["schedule", "shoal", "torch.distributed.\npipelining", "theirs /\nshoal"]
+    times = [[r["schedule"], *peer_cells(r)] for r in steps]
+    shares = [
+        [r["schedule"], f"{r['simulated_idle']:.1%}", f"{r['traced_idle']:.1%}"] for r in idle
+    ]
+    title = "idle share of 4 stages, 8 micro-batches, layers that sleep"
+    return [
+        plain_table("ms a step on 2 workers: median (quartiles)", heads, times, left=1),
+        plain_table(title, ["schedule", "simulated", "traced"], shares, left=1),
+    ]
+
+
+def main() -> None:
+    args = options_of_worker(batch_size=int, rounds=int, steps=int)
+    write_result(lambda job: measure(job, args.batch_size, args.rounds, args.steps), args.result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What copies of a parameter server cost and give: `python -m benchmarks ps --replicas 1,2,3`.
+
+In each worker of one run under ps(mode="async", replicas=…, consistency=…):
+
+    pushes       all workers push at once; the time from the commit of a push to its answer
+    copies       worker 0 reads one replica after the other while the others push: how many pushes
+                 a copy lacks that another copy had shown before
+    a kill       worker 0 kills the head (server 0), and all push on: the longest push is the time
+                 without service; a push that ends in an error is refused
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from benchmarks.harness import options_of_worker, write_result
+from benchmarks.ps_peers import LR
+from shoal.calibration.sampling import Timing
+from shoal.comm import objects
+from shoal.errors import ShoalError
+from shoal.replica.flat_params import FlatParams
+from shoal.runtime.config import RunConfig
+from shoal.server.chain_link import ChainLink
+from shoal.server.copy_reader import CopyReader
+from shoal.server.protocol.messages import Commit
+from shoal.sync.base import Replica
+from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.ps.worker import PsWorker
+from shoal.sync.registry import plan_for
+
+_MAX_BYTES = 1 << 20
+_WARM_UP = 10
+
+
+class Pusher:
+    """One worker that pushes one tensor again and again."""
+
+    def __init__(self, job: shoal.Job, numel: int):
+        self.flat = FlatParams([("weight", nn.Parameter(torch.zeros(numel)))])
+        update = OptimizerStep(self.flat.named, partial(torch.optim.SGD, lr=LR))
+        plan = plan_for(job.strategy.sync_for(job.size))
+        sync = plan.build(
+            Replica(self.flat, update, job.group, config=RunConfig.from_environment())
+        )
+        assert isinstance(sync, PsWorker)
+        self.sync = sync
+        self.client = sync.client
+        self.fraction = 1 / job.size
+        self.step = 0
+        self.acknowledged = 0
+        self.refused = 0
+        spec = self.client.specs[0]
+        self.loss_flags = torch.ones(1, 1 + spec.parameters, dtype=self.flat.grads.header.dtype)
+        self.client.out.fill_(1e-6)
+        (link,) = self.client.links
+        self.copies = CopyReader(link) if isinstance(link, ChainLink) else None
+
+    def push(self) -> float:
+        """Seconds until it is acknowledged."""
+        began_s = time.monotonic()
+        try:
+            self.client.push(slice(0, self.client.size))
+            commit = Commit(self.step, 0, self.fraction, None)
+            ack = self.client.commit(commit, self.loss_flags)
+            self.client.settle(ack.position)
+            self.client.wait_settled()
+            self.acknowledged += 1
+        except ShoalError:
+            self.refused += 1
+        self.step += 1
+        return time.monotonic() - began_s
+
+    def versions(self) -> list[int]:
+        """Of each copy, one after the other."""
+        return self.copies.versions() if self.copies is not None else []
+
+
+def measure(job: shoal.Job, args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    pusher = Pusher(job, args.bytes // 4)
+    try:
+        for _ in range(_WARM_UP):
+            pusher.push()
+        job.group.barrier().wait()
+        pushes_s = [pusher.push() for _ in range(args.rounds)]
+        job.group.barrier().wait()
+        lag = _lag(job, pusher, args.rounds)
+        job.group.barrier().wait()
+        longest_s = _without_service_s(job, pusher, args)
+        job.group.barrier().wait()
+        version = pusher.client.pull(None, 0).wait().version
+        own = [pusher.acknowledged, pusher.refused, longest_s]
+        told = objects.all_gather_bytes(job.group, json.dumps(own).encode(), _MAX_BYTES)
+    finally:
+        if pusher.copies is not None:
+            pusher.copies.close()
+        pusher.sync.close()
+    acknowledged, refused, waited_s = zip(*map(json.loads, told), strict=True)
+    return {
+        "push": asdict(Timing.of([1e3 * seconds for seconds in pushes_s])),
+        "largest_lag": lag,
+        "acknowledged": sum(acknowledged),
+        "refused": sum(refused),
+        "undone": max(0, sum(acknowledged) - version),
+        "without_service_s": max(waited_s) if args.kill else None,
+    }
+
+
+def _lag(job: shoal.Job, pusher: Pusher, rounds: int) -> int:
+    """How many pushes a copy lacked that another one had shown before."""
+    if job.rank:
+        for _ in range(rounds):
+            pusher.push()
+        return 0
+    largest = 0
+    shown = 0
+    for _ in range(max(4, rounds // 4)):
+        for version in pusher.versions():
+            largest = max(largest, shown - version)
+            shown = max(shown, version)
+    return largest
+
+
+def _without_service_s(job: shoal.Job, pusher: Pusher, args: argparse.Namespace) -> float:
+    run_dir = RunConfig.from_environment().run_dir
+    if args.kill and job.rank == 0 and run_dir is not None:
+        pid = run_dir.read_server_pid(0)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+    return max(pusher.push() for _ in range(args.rounds))
+
+
+def main() -> None:
+    args = options_of_worker(bytes=int, rounds=int, kill=int)
+    write_result(lambda job: measure(job, args), args.result)
+
+
+if __name__ == "__main__":
+    main()

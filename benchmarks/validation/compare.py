@@ -1,0 +1,280 @@
+"""Hold predictions against measured steps: errors, order, and what a wrong choice would cost.
+
+With `folds` the constants of the cluster are fitted to all rows but those of one fold, which are
+then predicted, in turn: no row has a part in its own prediction.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from benchmarks.validation.fit import BOUNDS, Fitted, fit
+from benchmarks.validation.measured import MeasuredRow
+from shoal.cluster.cluster import Cluster
+from shoal.errors import BadInput
+from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.prediction import Prediction
+from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, RankOrder
+from shoal.plan.workloads.transformer import Transformer
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
+from shoal.plan.workloads.workload import Precision
+from shoal.strategy.strategy import Strategy, as_strategy
+
+MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter
+_MOST_ROWS = 200  # of a fit of about ten constants
+OnFit = Callable[[int, int, float], None]  # which fit of how many, and its error so far
+_MICROBATCHES = (1, 2, 4, 8, 16)  # tried where a table does not say
+
+
+@dataclass(frozen=True)
+class RunsAs:
+    """How the measured runs differ from Shoal's: the defaults are those of Megatron-LM."""
+
+    order: RankOrder = IN_MEGATRONS_ORDER
+    overlap: bool = False
+    even_stages: bool = True
+    scatter_sends: bool = True
+    precision: Precision = MEGATRON
+    flash_attention: bool = False
+    bucket_mb: float | None = 1e6  # gradients are one buffer; None: as Shoal's ddp
+
+
+@dataclass(frozen=True)
+class Compared:
+    line: int
+    strategy: str
+    workers: int
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Regret:
+    """One model on one number of workers: the plan that would have been picked, and the best."""
+
+    model: str
+    workers: int
+    plans: int
+    picked: str
+    best: str
+    regret: float  # how much longer the picked plan takes, measured
+
+
+@dataclass(frozen=True)
+class Validation:
+    rows: tuple[Compared, ...]
+    regrets: tuple[Regret, ...]
+    fitted: Fitted | None  # on all rows
+    in_sample_error: float | None
+    folds: int
+    cluster: Cluster  # the one given, or with the constants fitted on all rows
+
+    @property
+    def mean_absolute_error(self) -> float:
+        return statistics.fmean(abs(row.error) for row in self.rows)
+
+    @property
+    def bias(self) -> float:
+        return statistics.fmean(row.error for row in self.rows)
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's."""
+        measured = _ranks([row.measured_s for row in self.rows])
+        predicted = _ranks([row.predicted_s for row in self.rows])
+        if len(set(measured)) < 2 or len(set(predicted)) < 2:
+            return None
+        return statistics.correlation(measured, predicted)
+
+    @property
+    def regret(self) -> float | None:
+        return statistics.fmean(one.regret for one in self.regrets) if self.regrets else None
+
+    def worst(self, number: int) -> list[Compared]:
+        return sorted(self.rows, key=lambda row: -abs(row.error))[:number]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "rows": [asdict(row) | {"error": row.error} for row in self.rows],
+            "mean_absolute_error": self.mean_absolute_error,
+            "bias": self.bias,
+            "rank_correlation": self.rank_correlation,
+            "regret": self.regret,
+            "regrets": [asdict(one) for one in self.regrets],
+            "fitted": self.fitted.values if self.fitted else {},
+            "bounds": {name: BOUNDS[name] for name in self.fitted.values} if self.fitted else {},
+            "at_bound": self.fitted.at_bound if self.fitted else {},
+            "in_sample_error": self.in_sample_error,
+            "folds": self.folds,
+        }
+
+
+def validate(
+    rows: Sequence[MeasuredRow],
+    cluster: Cluster,
+    runs_as: RunsAs,
+    folds: int = 0,
+    on_fit: OnFit = lambda fit, of, error: None,
+) -> Validation:
+    """Predict every row; with `folds` (2 or more) after fitting to the rows of the other folds."""
+    table = PricedTable(rows, runs_as)
+    if not folds:
+        return _validation(rows, table.predict(cluster), cluster)
+    if not 2 <= folds <= len(rows):
+        raise BadInput(f"folds={folds} must be 2 or more, and at most the {len(rows)} rows")
+    predicted = [0.0] * len(rows)
+    for fold in range(folds):
+        kept = [n for n in range(len(rows)) if _fold(n, folds) != fold]
+        held = [n for n in range(len(rows)) if _fold(n, folds) == fold]
+        fitted = _fit(cluster, table.some(kept), partial(on_fit, fold + 1, folds + 1))
+        for n, value in zip(held, table.some(held).predict(fitted.cluster), strict=True):
+            predicted[n] = value
+    whole = _fit(cluster, table, partial(on_fit, folds + 1, folds + 1))
+    inside = _validation(rows, table.predict(whole.cluster), whole.cluster)
+    return _validation(rows, predicted, whole.cluster, whole, inside.mean_absolute_error, folds)
+
+
+def _fit(cluster: Cluster, table: PricedTable, on_error: Callable[[float], None]) -> Fitted:
+    """A fit to the rows; of many, to some from all over the table, which say as much."""
+    count = min(len(table.rows), _MOST_ROWS)
+    taken = table.some([n * len(table.rows) // count for n in range(count)])
+    return fit(cluster, [row.seconds for row in taken.rows], taken.predict, on_error=on_error)
+
+
+def _fold(index: int, folds: int) -> int:
+    """Folds in an order that follows no column of a sorted table."""
+    return (index * 2654435761 % 2**32) // 65536 % folds
+
+
+class PricedTable:
+    """Rows of measured runs, ready to be predicted on one cluster after the other.
+
+    What a row says without a cluster is read once.
+    """
+
+    def __init__(self, rows: Sequence[MeasuredRow], runs_as: RunsAs):
+        self.rows = list(rows)
+        self._runs_as = runs_as
+        self._models = {
+            row.sizes: Transformer(name_of(row.sizes), row.sizes, runs_as.precision) for row in rows
+        }
+        strategies = {text: self._strategy(text) for text in {row.strategy for row in rows}}
+        self._asked = [(strategies[row.strategy], self._all_settings(row)) for row in rows]
+
+    def some(self, indices: Sequence[int]) -> PricedTable:
+        """The rows of these indices."""
+        taken = copy.copy(self)
+        taken.rows = [self.rows[n] for n in indices]
+        taken._asked = [self._asked[n] for n in indices]
+        return taken
+
+    def predict(self, cluster: Cluster) -> list[float]:
+        """Seconds of every row."""
+        return [one.step_s for one in self.predictions(cluster)]
+
+    def predictions(self, cluster: Cluster) -> list[Prediction]:
+        there = cluster.of_size(max((row.workers for row in self.rows), default=1))
+        predictors = {
+            sizes: Predictor(self._models[sizes], there, self._runs_as.order)
+            for sizes in {row.sizes for row in self.rows}
+        }
+        return [
+            _best_that_fits([predictors[row.sizes].predict(strategy, row.workers, s) for s in each])
+            for row, (strategy, each) in zip(self.rows, self._asked, strict=True)
+        ]
+
+    def _strategy(self, text: str) -> Strategy:
+        bucket_mb = self._runs_as.bucket_mb
+        if bucket_mb is None or not text.startswith("ddp"):
+            return as_strategy(text)
+        return as_strategy(text.replace("ddp", f"ddp(bucket_mb={bucket_mb:.0f})", 1))
+
+    def _all_settings(self, row: MeasuredRow) -> list[PlanSettings]:
+        """One for every micro-batch that the row may have had."""
+        sizes: list[int | None] = [row.microbatch]
+        if row.microbatch is None:
+            sizes = [b for b in _MICROBATCHES if b == 1 or row.batch % (b * row.dp) == 0]
+        return [self._settings(row, size) for size in sizes]
+
+    def _settings(self, row: MeasuredRow, microbatch: int | None) -> PlanSettings:
+        runs_as = self._runs_as
+        return PlanSettings(
+            row.batch,
+            microbatch,
+            row.recompute,
+            runs_as.flash_attention,
+            runs_as.overlap,
+            runs_as.even_stages,
+            runs_as.scatter_sends,
+        )
+
+
+def _best_that_fits(found: Sequence[Prediction]) -> Prediction:
+    fitting = [one for one in found if one.fits]
+    return min(fitting or found, key=lambda one: one.step_s)
+
+
+def name_of(sizes: TransformerSizes) -> str:
+    return f"{sizes.layers} layers of {sizes.hidden}"
+
+
+def _validation(
+    rows: Sequence[MeasuredRow],
+    predicted: Sequence[float],
+    cluster: Cluster,
+    fitted: Fitted | None = None,
+    in_sample_error: float | None = None,
+    folds: int = 0,
+) -> Validation:
+    compared = tuple(
+        Compared(row.line, row.strategy, row.workers, row.seconds, seconds)
+        for row, seconds in zip(rows, predicted, strict=True)
+    )
+    return Validation(compared, _regrets(rows, compared), fitted, in_sample_error, folds, cluster)
+
+
+def _regrets(rows: Sequence[MeasuredRow], compared: Sequence[Compared]) -> tuple[Regret, ...]:
+    groups: dict[tuple[object, ...], list[Compared]] = {}
+    models = {}
+    for row, one in zip(rows, compared, strict=True):
+        groups.setdefault(row.question, []).append(one)
+        models[row.question] = name_of(row.sizes)
+    found = []
+    for question, plans in groups.items():
+        if len(plans) < 2:
+            continue
+        picked = min(plans, key=lambda plan: plan.predicted_s)
+        best = min(plans, key=lambda plan: plan.measured_s)
+        regret = picked.measured_s / best.measured_s - 1
+        found.append(
+            Regret(
+                models[question], picked.workers, len(plans), picked.strategy, best.strategy, regret
+            )
+        )
+    return tuple(found)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 0; equal values share the middle one."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and math.isclose(
+            values[order[end + 1]], values[order[start]], rel_tol=1e-12
+        ):
+            end += 1
+        for place in range(start, end + 1):
+            ranks[order[place]] = (start + end) / 2
+        start = end + 1
+    return ranks

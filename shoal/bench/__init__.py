@@ -1,1 +1,0 @@
-"""Measurements: ratios against a peer, taken alternately in one run."""

@@ -1,0 +1,211 @@
+"""What one worker's device does alone: products, memory, launches, optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.calibration.sampling import Sample, Synchronize, sample
+
+ROWS = 1024
+COLUMNS = 256
+_HEADS, _POSITIONS, _HEAD_SIZE = 64, 64, 32
+
+
+@dataclass(frozen=True)
+class NamedCase:
+    """A call, its names in forward and backward, and the amounts that a workload counts."""
+
+    names: tuple[str, str]
+    call: Callable[[], Tensor]
+    inputs: list[Tensor]
+    bytes: tuple[float, float]
+    flops: tuple[float, float] = (0.0, 0.0)
+
+    def document(self, forward: Sample, backward: Sample) -> dict[str, Any]:
+        return {
+            "names": self.names,
+            "bytes": self.bytes,
+            "flops": self.flops,
+            "forward": forward._asdict(),
+            "backward": backward._asdict(),
+        }
+
+
+def named_cases(device: torch.device) -> list[NamedCase]:
+    data = torch.randn(ROWS, COLUMNS, device=device, requires_grad=True)
+    size = 4.0 * data.numel()
+    pointwise: dict[tuple[str, str], Callable[[], Tensor]] = {
+        ("gelu", "gelu_backward"): lambda: F.gelu(data, approximate="tanh"),
+        ("silu", "silu_backward"): lambda: F.silu(data),
+        ("tanh", "tanh_backward"): lambda: data.tanh(),
+        ("native_layer_norm", "native_layer_norm_backward"): lambda: F.layer_norm(data, (COLUMNS,)),
+        ("log_softmax", "log_softmax_backward_data"): lambda: data.log_softmax(-1),
+        ("softmax", "softmax_backward_data"): lambda: data.softmax(-1),
+    }
+    cases = [
+        NamedCase(names, call, [data], (2 * size, 3 * size)) for names, call in pointwise.items()
+    ]
+    return [*cases, _attention(device)]
+
+
+def _attention(device: torch.device) -> NamedCase:
+    """Causal attention in one kernel; operations are counted as half of all scores."""
+    shape = (_HEADS // 4, 4, _POSITIONS, _HEAD_SIZE)
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
+    size = 4.0 * q.numel()
+    flops = 2.0 * _HEADS * _POSITIONS * _POSITIONS * _HEAD_SIZE
+    return NamedCase(
+        ("attention", "attention backward"),
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [q, k, v],
+        (4 * size, 8 * size),
+        (flops, 2.5 * flops),
+    )
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# rows, columns and inner size: as tokens x features x features, and the gradients of weights
+SHAPES = (
+    (16, 16, 16),
+    (64, 16, 64),
+    (64, 64, 64),
+    (256, 64, 64),
+    (512, 96, 96),
+    (256, 256, 256),
+    (1024, 288, 96),
+    (1024, 96, 384),
+    (96, 384, 1024),
+    (64, 1024, 1024),
+    (512, 512, 512),
+    (1024, 1024, 64),
+    (64, 2048, 2048),
+    (2048, 2048, 64),
+    (1024, 1024, 1024),
+    (2048, 1024, 2048),
+)
+LARGE_SHAPES = (
+    (4096, 4096, 1024),
+    (4096, 4096, 4096),
+    (8192, 8192, 4096),
+    (8192, 8192, 8192),
+)  # of an accelerator
+# the largest one is more than the caches of a host hold
+BYTES = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
+LARGE_BYTES = (1 << 29,)
+UPDATE_NUMEL = (1 << 10, 1 << 20)  # a small tensor shows the calls, a large one the bytes
+_LAYERS = 20
+
+
+class KernelBench:
+    """Measures one device; all workers of a host do so at the same time."""
+
+    def __init__(self, device: torch.device, synchronize: Synchronize):
+        self.device = device
+        self._synchronize = synchronize
+
+    def products(self, dtype: str, seconds: float) -> list[dict[str, Any]]:
+        shapes = SHAPES + (LARGE_SHAPES if self.device.type == "cuda" else ())
+        found = []
+        for m, n, k in shapes:
+            for way, call in self._products(m, n, k, DTYPES[dtype]).items():
+                with torch.no_grad():
+                    took = self._sample(call, seconds / 3 / len(shapes))
+                found.append({"way": way, "m": m, "n": n, "k": k, **took._asdict()})
+        return found
+
+    def _products(
+        self, m: int, n: int, k: int, dtype: torch.dtype
+    ) -> dict[str, Callable[[], Tensor]]:
+        """As a linear layer has them: x W^T + b, the input's gradient g W, that of W g^T x."""
+        left = torch.ones(m, k, dtype=dtype, device=self.device)
+        right = torch.ones(k, n, dtype=dtype, device=self.device)
+        weight = torch.ones(n, k, dtype=dtype, device=self.device)
+        bias = torch.ones(n, dtype=dtype, device=self.device)
+        gradient = torch.ones(k, m, dtype=dtype, device=self.device)
+        return {
+            "forward": partial(nn.functional.linear, left, weight, bias),
+            "input": partial(torch.mm, left, right),
+            "weight": partial(torch.mm, gradient.t(), right),
+        }
+
+    def named(self, seconds: float) -> list[dict[str, Any]]:
+        """Kernels that take longer than their bytes say, forward and backward."""
+        cases = named_cases(self.device)
+        found = []
+        for case in cases:
+            out = case.call()
+            gradient = torch.ones_like(out)
+            backward = partial(_gradient, out, case.inputs, gradient)
+            forward_s = self._sample(case.call, seconds / 2 / len(cases))
+            backward_s = self._sample(backward, seconds / 2 / len(cases))
+            found.append(case.document(forward_s, backward_s))
+        return found
+
+    def memory(self, seconds: float) -> list[dict[str, Any]]:
+        """Kernels that read one tensor and write another one, which exists already.
+
+        Allocators keep what is freed. What large blocks cost that go back to the system depends on
+        the model, and its profile has it.
+        """
+        sizes = BYTES + (LARGE_BYTES if self.device.type == "cuda" else ())
+        found = []
+        for size in sizes:
+            data = torch.ones(size // 4, device=self.device)
+            call = partial(torch.neg, data, out=torch.empty_like(data))
+            took = self._sample(call, seconds / len(sizes))
+            found.append({"bytes": 2 * size, **took._asdict()})
+        return found
+
+    def launches(self, seconds: float) -> dict[str, Any]:
+        """Seconds of one kernel of a model whose tensors are tiny, forward and backward."""
+        layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.ReLU())]
+        model = nn.Sequential(*layers).to(self.device)
+        data = torch.ones(4, 8, device=self.device)
+        forward = self._sample(lambda: model(data), seconds / 2)
+        out = model(data)
+        parameters = list(model.parameters())
+        call = partial(_gradient, out, parameters, torch.ones_like(out))
+        backward = self._sample(call, seconds / 2)
+        kernels = 2 * _LAYERS  # a layer has a product and a relu, and in backward a product more
+        return {
+            "forward": Sample(*(value / kernels for value in forward))._asdict(),
+            "backward": Sample(*(value / (1.5 * kernels) for value in backward))._asdict(),
+        }
+
+    def updates(self, seconds: float) -> list[dict[str, Any]]:
+        """The update of one tensor by its size, as torch.optim does it on this device."""
+        makers: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+            "adam": lambda params: torch.optim.AdamW(params, lr=1e-3),
+            "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+        }
+        found = []
+        for name, make in makers.items():
+            for numel in UPDATE_NUMEL:
+                took = self._update(make, numel, seconds / 4)
+                found.append({"optimizer": name, "numel": numel, **took._asdict()})
+        return found
+
+    def _update(
+        self, make: Callable[[list[Tensor]], torch.optim.Optimizer], numel: int, seconds: float
+    ) -> Sample:
+        tensors = 8
+        params = [torch.ones(numel, device=self.device) for _ in range(tensors)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer = make(params)
+        took = self._sample(optimizer.step, seconds)
+        return Sample(*(value / tensors for value in took))
+
+    def _sample(self, call: Callable[[], Any], seconds: float) -> Sample:
+        return sample(call, seconds, self._synchronize)
+
+
+def _gradient(out: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> None:
+    torch.autograd.grad(out, inputs, gradient, retain_graph=True)

@@ -1,0 +1,98 @@
+"""Each benchmark runs once at a small size: what it prints, not how fast it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import hosts
+from shoal.errors import BadInput
+
+ROOT = Path(__file__).parents[2]
+FEW = ["--rounds", "2"]
+
+
+def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def document_of(*words: str) -> Any:
+    done = benchmark(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_step_beside_ddp() -> None:
+    words = ["step", "-n", "2", "--workload", "digits", "--device", "cpu", *FEW]
+    (found,) = document_of(*words)["results"]
+    assert (found["workers"], found["peer"]) == (2, "DistributedDataParallel")
+    assert found["ratio"]["median"] > 0
+
+
+@pytest.mark.whole
+def test_tables_are_printed() -> None:
+    words = ["--ranks", "2", "--sizes", "4,1KB", "--against", "gloo"]
+    done = benchmark("collectives", *words, *FEW)
+    assert done.returncode == 0, done.stderr
+    for word in ("µs a call", "how many times as long", "all_reduce", "gloo /"):
+        assert word in done.stdout
+
+
+@pytest.mark.whole
+def test_a_pipeline_beside_that_of_torch() -> None:
+    found = document_of("pipeline", "--batch-size", "4", "--microbatches", "2", "--no-idle", *FEW)
+    assert [each["schedule"] for each in found["results"]] == ["gpipe", "1f1b"]
+
+
+@pytest.mark.whole
+def test_a_parameter_server_alone() -> None:
+    found = document_of("ps", "--against", "", "--size", "100KB", *FEW)
+    assert (found["workers"], found["bytes"], found["rows"]) == (2, 100_000, 1000)
+    (alone,) = found["results"]
+    assert alone["peer"] is None and set(alone["dense"]) == {"shoal"}
+    rows_a_second = alone["rows_per_s"]["shoal"]
+    assert rows_a_second == pytest.approx(1e6 / alone["sparse"]["shoal"]["median_ms"])
+
+
+@pytest.mark.whole
+def test_copies_of_a_server_survive_a_kill() -> None:
+    (found,) = document_of("ps", "--replicas", "2", "--consistency", "strong", *FEW)["results"]
+    assert found["undone"] == 0 and found["without_service_s"] > 0
+
+
+@pytest.mark.whole
+def test_rows_are_asked_in_three_ways() -> None:
+    words = ["--rows", "2000", "--batch", "500", "--share", "0.01", "--pulls", "2"]
+    assert set(document_of("rows", *words, *FEW)["ways"]) == {"owners", "copies", "cache"}
+
+
+@pytest.mark.whole
+def test_predictions_are_compared_with_runs() -> None:
+    words = ["--models", "mlp-small", "-s", "ddp", "--rounds", "1", "--cluster", "this-machine"]
+    (model,) = document_of("predict", *words, "--device", "cpu")["models"]
+    assert model["measured_best"] == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ps", "--against", "horovod"], "shoal: --against takes ray, rpc, not horovod\n"),
+        (["step", "--workload", "x"], "shoal: --workload takes digits, gpt, mlp, mlp-small"),
+    ],
+)
+def test_bad_input_is_a_sentence(words: list[str], said: str) -> None:
+    done = benchmark(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+
+
+@pytest.mark.parametrize("ranks", ["1", "5", "x", "\u00b2", ",", "9" * 5000])
+def test_numbers_of_hosts_are_those_of_the_lab(ranks: str) -> None:
+    with pytest.raises(BadInput, match="a number of hosts from 2 to 4 is expected"):
+        hosts._counts(ranks, 4)

@@ -1,0 +1,170 @@
+"""`python -m benchmarks validate`: reading tables of measured steps, comparing, fitting."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import app
+from benchmarks.validation.compare import PricedTable, RunsAs, validate
+from benchmarks.validation.fit import BOUNDS, constants_of, fit, with_constants
+from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
+from shoal.cli import run_app
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.presets import load_cluster
+from shoal.errors import BadInput
+from shoal.plan.workloads.transformer_sizes import TransformerSizes
+
+HEAD = "gpus,global batch,micro batch,hidden size,attention heads,layers,tp,pp,iteration_ms\n"
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "table.csv"
+    file.write_text(text)
+    return file
+
+
+def row(tp: int, dp: int, pp: int, microbatch: int = 1, seconds: float = 1.0) -> MeasuredRow:
+    sizes = TransformerSizes(8, 1024, 16, sequence=1024)
+    return MeasuredRow(
+        2, sizes, tp * dp * pp, 16, microbatch, tp, dp, pp, 1, "full", False, seconds
+    )
+
+
+def test_a_row_says_how_a_model_was_split(tmp_path: Path) -> None:
+    file = written(tmp_path, HEAD + "8,32,2,1024,16,24,2,2,250\n")
+    (found,) = read_table(file, TableDefaults(sequence=1024))
+    assert (found.dp, found.seconds, found.strategy) == (2, 0.25, "ddp + tp(2) + pp(2)")
+    assert found.sizes == TransformerSizes(24, 1024, 16, sequence=1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gpus,batch\n1,2\n", "no column for hidden"),
+        ("gpus,batch,hidden,heads,layers\n1,1,64,4,2\n", "no column of measured times"),
+        (HEAD, "has no rows"),
+        (HEAD + "8,32,2,1024,16,24,2,x,250\n", "line 2: pp is 'x'"),
+        (HEAD + "8,32,2,1024,16,24,3,1,250\n", "line 2: tp 3 x pp 1 x dp 2 are not 8 workers"),
+        (HEAD + "8,32,64,1024,16,24,2,1,250\n", "line 2: a micro-batch of 64 is larger than"),
+        (HEAD + "8,32,2,1024,15,24,2,1,250\n", "line 2: heads=15 must divide hidden=1024"),
+        (HEAD + "8,32,2,1024,16,4,1,8,250\n", "line 2: 8 stages need more layers than the 4"),
+        (HEAD + "8,32,2,1024,4,24,8,1,250\n", "line 2: tp 8 does not divide the 4 heads"),
+        (HEAD + "8,32,2,1e300,16,24,2,1,250\n", "line 2: hidden size is 1e300, and must be at"),
+        (HEAD + "8,32,2,1024,16,24,2,1,-1\n", "iteration_ms is '-1'"),
+    ],
+)
+def test_a_mistake_in_a_table_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        read_table(written(tmp_path, text), TableDefaults())
+
+
+def test_no_file_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot read"):
+        read_table(tmp_path / "none.csv", TableDefaults())
+
+
+def test_regret_is_what_the_picked_plan_takes_longer() -> None:
+    cluster = load_cluster("dgx-a100")
+    rows = [row(1, 8, 1), row(8, 1, 1)]
+    fast, slow = PricedTable(rows, RunsAs()).predict(cluster)
+    assert fast < slow
+    measured = [replace(rows[0], seconds=1.2), replace(rows[1], seconds=1.0)]
+    found = validate(measured, cluster, RunsAs())
+    assert [one.regret for one in found.regrets] == [pytest.approx(0.2)]
+    assert (found.regrets[0].picked, found.regrets[0].best) == ("ddp", "tp(8)")
+    assert found.rank_correlation == pytest.approx(-1.0)
+
+
+def slower(cluster: Cluster) -> Cluster:
+    values = constants_of(cluster) | {"launch_s": 5e-5, "wait_s": 3e-4, "fabric_efficiency": 0.5}
+    return with_constants(cluster, values)
+
+
+def test_a_fit_finds_the_cluster_that_was_measured() -> None:
+    pytest.importorskip("scipy")
+    cluster = load_cluster("dgx-a100")
+    splits = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (4, 2, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4)]
+    rows = [row(*split, microbatch=b) for split in splits for b in (1, 4)]
+    table = PricedTable(rows, RunsAs())
+    measured = table.predict(slower(cluster))
+    found = fit(cluster, measured, table.predict, rounds=6)
+    assert found.error < 0.02
+    assert "nic_efficiency" not in found.values  # one node
+    for name, value in found.values.items():
+        assert BOUNDS[name][0] <= value <= BOUNDS[name][1]
+    assert found.cluster.device.source == "fit"
+
+
+TABLE = """\
+gpus,batch,micro_batch,hidden,heads,layers,sequence,tp,dp,pp,iteration_ms
+8,16,1,1024,16,8,1024,1,8,1,30
+8,16,1,1024,16,8,1024,8,1,1,90
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        run_app(app, "benchmarks", ["validate", *words])
+    out, err = capsys.readouterr()
+    return stopped.value.code, out, err
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    file = tmp_path / "table.csv"
+    file.write_text(TABLE)
+    return str(file)
+
+
+def test_errors_order_and_regret_are_printed(
+    capsys: pytest.CaptureFixture[str], table: str
+) -> None:
+    status, out, _ = run(capsys, table)
+    assert not status
+    for words in ("mean absolute error", "bias", "rank correlation", "regret", "worst rows"):
+        assert words in out
+    assert "picked in 1 of 1 choices" in out
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str], table: str) -> None:
+    _, out, _ = run(capsys, table, "--json")
+    document = json.loads(out)
+    assert [row["line"] for row in document["rows"]] == [2, 3]
+    assert document["regret"] == 0
+    assert document["fitted"] == {}
+
+
+def test_a_fit_says_its_constants_and_their_bounds(
+    capsys: pytest.CaptureFixture[str], table: str
+) -> None:
+    pytest.importorskip("scipy")
+    _, out, _ = run(capsys, table, "--fit", "--folds", "2")
+    assert "matmul_efficiency" in out
+    assert "least" in out
+    _, out, _ = run(capsys, table, "--fit", "--folds", "2", "--json")
+    document = json.loads(out)
+    assert document["fitted"].keys() == document["bounds"].keys()
+    for name, end in document["at_bound"].items():
+        bound = document["bounds"][name][end == "highest"]
+        assert document["fitted"][name] == pytest.approx(bound, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--recompute", "some"], "--recompute some is not one of none, selective, full"),
+        (["--order", "other"], "--order other is not one of megatron, shoal"),
+        (["--write", "fit.toml"], "--write needs --fit"),
+        (["--fit"], "folds=5 must be 2 or more, and at most the 2 rows"),
+    ],
+)
+def test_bad_input_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], table: str, words: list[str], said: str
+) -> None:
+    status, _, err = run(capsys, table, *words)
+    assert status == 2
+    assert said in err
