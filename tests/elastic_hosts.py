@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal.comm.board import Board, GroupMember
-from shoal.comm.board_log import ServedBoard
 from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.guarded_store.service import StoreService
 from shoal.comm.network import HostNetwork
-from shoal.comm.network_board import NetworkBoard
+from shoal.comm.network_board import NetworkBoard, ServedBoard
 from tests.elastic import Workers
 
 SECRET = b"k" * 32

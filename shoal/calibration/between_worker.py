@@ -21,8 +21,7 @@ from shoal.calibration.sampling import Sample, alternate
 from shoal.comm.call import Op
 from shoal.comm.executors.hierarchical.inter_host import InterHost
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
-from shoal.comm.network import BETWEEN, HostNetwork, open_links
-from shoal.comm.racks import in_ring_order
+from shoal.comm.network import BETWEEN, HostNetwork, in_ring_order, open_links
 from shoal.comm.select import exchange_over, shared_store
 from shoal.runtime.config import RunConfig
 from shoal.transport.shm.memfd import Exchange

@@ -4,17 +4,205 @@ Any process that reaches a TCPStore can read and write it. Here every value has 
 its key, and once ranks have met over the nonces of all of them, so a value of a stranger, of
 another key or of another run is an error. Counters (`add`) have none: torch only counts arrivals
 with them.
+
+A rank that gives up before all have met leaves its sentence there, with a proof, and the others do
+not wait for it. What an earlier start left does not count, so such a rank writes it again and
+again, each time with another nonce, until all have heard it.
 """
 
 from __future__ import annotations
 
-from torch.distributed.distributed_c10d import Store
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.generation import own_generation
-from shoal.comm.refusals import by_a_stranger
-from shoal.comm.store_wrapper import StoreWrapper
-from shoal.errors import BadInput
-from shoal.runtime.proof import fresh_nonce, is_proof, proof
+from shoal.errors import BadInput, ShoalError
+from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
+from shoal.runtime.waits import Backoff
+
+
+class StoreWrapper(Store):
+    """As `store`, but for `set`, `get` and `clone`. Keep a reference: torch does not."""
+
+    def __init__(self, store: Store):
+        super().__init__()
+        self._store = store
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+
+_KEY = "refused"
+_HEARD = "heard refusal"
+_MOST_BYTES = 2000  # of a sentence
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.1
+_WAIT_S = 1800.0
+_REPEAT_S = 0.5
+_UNTIL_HEARD_S = 20.0  # others may still import torch
+_CLAIM = re.compile(rb"rank ([0-9]{1,8}) has given up")
+
+
+class OtherRankRefused(BadInput):
+    """Another rank has given up, with the reason that it left."""
+
+
+def by_a_stranger(rank: int, key: str, writer: str) -> str:
+    """What `rank` says of a value in the store that was written without the secret."""
+    return (
+        f"rank {rank}: {key!r} in the store of the rendezvous was written by a process that does "
+        f"not know the secret of this run: {writer} with another key or none, or a stranger "
+        "(`shoal keys show` has to say the same on every host)"
+    )
+
+
+class Refusals:
+    """Reasons that ranks leave in a store for each other, from the moment this is made."""
+
+    def __init__(self, store: Store, secret: bytes | None, rank: int):
+        self._store = store
+        self._secret = secret or b""
+        self._rank = rank
+        self._before = self._read()
+
+    def leave(self, reason: str) -> bytes:
+        """Returns the nonce by which it is known."""
+        nonce = fresh_nonce()
+        sentence = f"rank {self._rank} has given up the rendezvous: {reason}"
+        data = nonce + sentence.encode()[:_MOST_BYTES]
+        with suppress(RuntimeError):  # the store has ended
+            self._store.set(_KEY, data + proof(self._secret, _KEY, data))  # type: ignore[arg-type]
+        return nonce
+
+    def leave_until_heard(self, reason: str, size: int, limit_s: float = _UNTIL_HEARD_S) -> None:
+        """For ranks that may not look at the store yet."""
+        deadline_s = time.monotonic() + limit_s
+        waiting = set(range(size)) - {self._rank}
+        nonces: set[bytes] = set()
+        with suppress(RuntimeError):  # the store has ended
+            while waiting and time.monotonic() < deadline_s:
+                nonces.add(self.leave(reason))
+                time.sleep(_REPEAT_S)
+                waiting = {rank for rank in waiting if self._heard_by(rank) not in nonces}
+
+    def _heard_by(self, rank: int) -> bytes:
+        key = f"{_HEARD}/{rank}"
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def check(self) -> None:
+        """OtherRankRefused once a rank has left a reason."""
+        value = self._read()
+        if value != self._before:
+            self._store.set(f"{_HEARD}/{self._rank}", value[:NONCE_BYTES])  # type: ignore[arg-type]
+            raise OtherRankRefused(self._sentence(value))
+
+    def ended(self) -> OtherRankRefused:
+        """For a store that has ended with its process: one rank has failed before all had met.
+
+        What it has left may have been there before this rank came.
+        """
+        if self._before:
+            return OtherRankRefused(self._sentence(self._before))
+        return OtherRankRefused(
+            f"rank {self._rank}: the store of the rendezvous has ended: the rank that failed "
+            "first, on another host, says why"
+        )
+
+    def _sentence(self, value: bytes) -> str:
+        data, code = value[:-_CODE_BYTES], value[-_CODE_BYTES:]
+        if not is_proof(code, self._secret, _KEY, data):
+            claim = _CLAIM.match(data, NONCE_BYTES)
+            writer = f"rank {claim[1].decode()}" if claim else "a rank"
+            return by_a_stranger(self._rank, _KEY, writer)
+        text = data[NONCE_BYTES:].decode(errors="replace")
+        printable = "".join(char if char.isprintable() else " " for char in text)
+        return f"rank {self._rank}: {printable}"
+
+    def _read(self) -> bytes:
+        return self._store.get(_KEY) if self._store.check([_KEY]) else b""
+
+
+def leave_with_agent(rank: int, size: int, name: str, reason: str) -> None:
+    """A reason for ranks of the run `name`, in the store of torchrun's agent, of one that has not
+    come as far as to meet them."""
+    with suppress(RuntimeError):  # the store has ended
+        store = next(rendezvous("env://", rank, size))[0]
+        Refusals(PrefixStore(name, store), None, rank).leave_until_heard(reason, size)
+
+
+class HeedingStore(StoreWrapper):
+    """As `store`; until `is_over`, `get` also ends when another rank has refused."""
+
+    def __init__(self, store: Store, refusals: Refusals):
+        super().__init__(store)
+        self._refusals = refusals
+        self._clones: list[Store] = []
+        self.is_over = False
+
+    def get(self, key: str) -> bytes:
+        if not self.is_over:
+            self._await(key)
+        return self._store.get(key)
+
+    def _await(self, key: str) -> None:
+        """A store in C++ cannot be interrupted while it waits."""
+        deadline_s = time.monotonic() + _WAIT_S
+        pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while not self._is_there(key):
+            if time.monotonic() > deadline_s:
+                raise ShoalError(f"no rank has written {key!r} into the rendezvous in {_WAIT_S:g}s")
+            pause()
+
+    def _is_there(self, key: str) -> bool:
+        if self._store.check([key]):
+            return True
+        self._refusals.check()
+        return False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def clone(self) -> Store:
+        self._clones.append(self._store.clone())  # type: ignore[attr-defined]
+        return self._clones[-1]
+
+
+@contextmanager
+def heeding_refusals(store: Store, secret: bytes | None, rank: int) -> Iterator[Refusals]:
+    """What fails in the block ends the block of every other rank."""
+    refusals = Refusals(store, secret, rank)
+    try:
+        yield refusals
+    except OtherRankRefused:
+        raise
+    except DistNetworkError as error:
+        raise refusals.ended() from error
+    except BaseException as error:
+        refusals.leave(str(error) or type(error).__name__)
+        raise
+
 
 _CODE_BYTES = 32
 

@@ -16,8 +16,7 @@ from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.network import HostNetwork, open_engine
-from shoal.comm.racks import in_ring_order
+from shoal.comm.network import HostNetwork, in_ring_order, open_engine
 from shoal.errors import BadInput
 from shoal.runtime.cores import cores
 from shoal.transport.shm.memfd import Exchange

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.comm.call_results import CallResults, Key
-from shoal.comm.record_file import RecordFile
+from shoal.comm.board import CallResults, Key, RecordFile
 from shoal.errors import PeerLost
 from shoal.runtime.waits import Backoff, waiting
 

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from shoal.comm.board import Board, Document, GroupMember
-from shoal.comm.call_results import CallResults
+from shoal.comm.board import Board, CallResults, Document, GroupMember
 from shoal.errors import PeerLost, RunOver
 from shoal.runtime.waits import Backoff, waiting
 from shoal.transport.shm.memfd import Exchange

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.errors import BadInput
-from shoal.runtime.config import RunConfig, TlsConfig
+from shoal.runtime.config import RunConfig, TlsConfig, variable_name
 from shoal.runtime.proof import fresh_nonce, proof
 from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
@@ -24,6 +24,7 @@ from shoal.transport.shm.memfd import Exchange
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.inter_host import HostLinks
     from shoal.transport.tcp.transport import TcpEngine
+
 
 BETWEEN = ("tcp", "gloo")
 LOOPBACK = "127.0.0.1"
@@ -162,3 +163,56 @@ def _address_towards(host: str) -> str:
             f"this host does not reach MASTER_ADDR {host} ({error.strerror}): SHOAL_HOST can name "
             "the address at which others reach this one"
         ) from error
+
+
+class _HostWords(NamedTuple):
+    """What a rank says about its host."""
+
+    name: str
+    rack: str
+    hosts_per_rack: int
+    order: str
+
+
+def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) -> Topology:
+    """Hosts in order, racks one after the other; all ranks call it."""
+    order = ",".join(network.host_order)
+    rack = " ".join(network.rack.split())
+    own = (network.host_name, rack, str(network.hosts_per_rack), order)
+    said = [_read(text) for text in exchange("\n".join(own).encode())]
+    for name, texts in (
+        (variable_name("host_order"), {words.order for words in said}),
+        (variable_name("hosts_per_rack"), {str(words.hosts_per_rack) for words in said}),
+    ):
+        if len(texts) > 1:
+            raise BadInput(f"{name} differs between ranks: give all of them the same")
+    return ordered(topology, [said[ranks[0]] for ranks in topology.hosts], network.host_order)
+
+
+def ordered(topology: Topology, hosts: list[_HostWords], order: tuple[str, ...] = ()) -> Topology:
+    """`hosts` has what is known of each host of the topology."""
+    names = [words.name for words in hosts]
+    places = [order.index(name) if name in order else len(order) for name in names]
+    by_place = sorted(range(len(hosts)), key=places.__getitem__)
+    racks = _racks([hosts[host] for host in by_place])
+    numbers = {rack: number for number, rack in enumerate(dict.fromkeys(racks))}
+    found = sorted(zip(by_place, racks, strict=True), key=lambda pair: numbers[pair[1]])
+    is_known = len(numbers) > 1
+    return replace(
+        topology,
+        hosts=tuple(topology.hosts[host] for host, _ in found),
+        racks=tuple(numbers[rack] for _, rack in found) if is_known else (),
+    )
+
+
+def _racks(hosts: list[_HostWords]) -> list[str]:
+    """By name where all hosts have one, else by their order."""
+    if all(words.rack for words in hosts):
+        return [words.rack for words in hosts]
+    each = hosts[0].hosts_per_rack or len(hosts)
+    return [str(place // each) for place in range(len(hosts))]
+
+
+def _read(text: bytes) -> _HostWords:
+    name, rack, each, order = text.decode(errors="replace").split("\n")
+    return _HostWords(name, rack, int(each), order)

@@ -26,8 +26,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import generation_name, own_generation
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork, agreed_between, open_engine, open_links
-from shoal.comm.racks import in_ring_order
+from shoal.comm.network import HostNetwork, agreed_between, in_ring_order, open_engine, open_links
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
@@ -37,9 +36,9 @@ from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
+    from shoal.comm.authenticated_store import Refusals
     from shoal.comm.executors.hierarchical.executor import Hierarchical
     from shoal.comm.executors.scheduled.selection import Algorithm
-    from shoal.comm.refusals import Refusals
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -98,7 +97,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
             return own_generation(store, rank, size)
 
-        from shoal.comm.refusals import heeding_refusals
+        from shoal.comm.authenticated_store import heeding_refusals
 
         with heeding_refusals(store, spec.secret, rank) as refusals:
             return _prove(spec, store, refusals, stores)
@@ -107,7 +106,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         if spec.store is not None:
             return spec.store
 
-        from shoal.comm.guarded_store.meet import meet_at
+        from shoal.comm.guarded_store.client import meet_at
 
         stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
         return stores[0]
@@ -129,15 +128,14 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
 
 def _prove(spec: GroupSpec, store: Store, refusals: Refusals, kept: list[Store]) -> Store:
     """What all ranks have met in, from a store of torch's that strangers can write to."""
-    from shoal.comm.authenticated_store import authenticated
-    from shoal.comm.refusals import HeedingStore
+    from shoal.comm.authenticated_store import HeedingStore, authenticated
 
     heeding = HeedingStore(store, refusals)
     kept.append(heeding)
     proven = authenticated(heeding, spec.secret, spec.rank, spec.size)
     kept.append(proven)
     if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
-        from shoal.comm.guarded_store.meet import move_to_own_service
+        from shoal.comm.guarded_store.client import move_to_own_service
 
         own = move_to_own_service(proven, spec.rank, spec.secret, spec.hostname)
         kept.append(own)

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.generation import own_generation
-from shoal.comm.guarded_store.meet import meet_at
+from shoal.comm.guarded_store.client import meet_at
 from shoal.comm.select import exchange_over, shared_store
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.environment import LOCAL_NAMES, Placement

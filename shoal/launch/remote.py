@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from shoal.comm.board import GroupMember
-from shoal.comm.board_log import ServedBoard
 from shoal.comm.guarded_store.service import StoreService
+from shoal.comm.network_board import ServedBoard
 from shoal.errors import BadInput, ServerFailed, ShoalError, WorkersFailed
 from shoal.launch.agent_processes import OutputSink, RemoteRun
 from shoal.launch.failures import first_failure, launch_error

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.comm.guarded_store.silence import SILENT_HOST_S
+from shoal.comm.guarded_store.session import SILENT_HOST_S
 from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
     AgentMessage,

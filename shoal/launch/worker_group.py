@@ -162,7 +162,7 @@ class WorkerGroup:
             return self._key_of_hosts(placement)
         except BadInput as error:
             if placement.launcher == "torchrun" and placement.rendezvous == "env://":
-                from shoal.comm.refusals import leave_with_agent
+                from shoal.comm.authenticated_store import leave_with_agent
 
                 leave_with_agent(self._rank, self._size, f"run {self._number}", str(error))
             raise BadInput(f"rank {self._rank}: {error}") from error

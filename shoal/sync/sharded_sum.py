@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
+from shoal.compress.catalog import TopK
 from shoal.compress.compressor import Compressor
-from shoal.compress.topk import TopK
 from shoal.replica.flat_params import FlatParams
 from shoal.sync.compressed_sum import CompressedSum, SliceMemory
 from shoal.sync.memory import ModelSizes

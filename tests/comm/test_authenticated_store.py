@@ -11,8 +11,14 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.authenticated_store import AuthenticatedStore, authenticated
-from shoal.comm.refusals import HeedingStore, OtherRankRefused, Refusals, heeding_refusals
+from shoal.comm.authenticated_store import (
+    AuthenticatedStore,
+    HeedingStore,
+    OtherRankRefused,
+    Refusals,
+    authenticated,
+    heeding_refusals,
+)
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.secret import new_secret
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from shoal.comm.generation import own_generation
 from shoal.comm.guarded_store import service as service_module
 from shoal.comm.guarded_store.client import GuardedStore
-from shoal.comm.guarded_store.service import StoreService
+from shoal.comm.guarded_store.service import StoreService, StoreTable
 from shoal.comm.guarded_store.session import (
     ANSWER_BYTES,
     GREETING_BYTES,
@@ -32,7 +32,6 @@ from shoal.comm.guarded_store.session import (
     ServiceGreeting,
     StoreRequest,
 )
-from shoal.comm.guarded_store.table import StoreTable
 from shoal.errors import BadInput
 from shoal.runtime.secret import new_secret
 from tests.descriptors import no_descriptors

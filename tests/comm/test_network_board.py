@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from shoal.comm.board import GroupMember
-from shoal.comm.board_log import LOG, BoardLog, ServedBoard
 from shoal.comm.guarded_store.service import StoreService
 from shoal.comm.guarded_store.session import AT_THE_END, StoreRequest
-from shoal.comm.network_board import NetworkBoard, board_of
+from shoal.comm.network_board import LOG, BoardLog, NetworkBoard, ServedBoard, board_of
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
 

@@ -12,8 +12,7 @@ from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.scheduled.selection import AlgorithmSelector, Ordered, for_subset
 from shoal.comm.group import Op
-from shoal.comm.network import HostNetwork
-from shoal.comm.racks import in_ring_order
+from shoal.comm.network import HostNetwork, in_ring_order
 from shoal.commands.run import with_cluster
 from shoal.errors import BadInput
 from shoal.lab.design import LabDesign

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compress.catalog import make_compressor
+from shoal.compress.catalog import BLOCK, OneBit, TopK, make_compressor
 from shoal.compress.compressor import Compressor
-from shoal.compress.onebit import OneBit
 from shoal.compress.powersgd import PowerSgd
-from shoal.compress.topk import BLOCK, TopK
 from shoal.errors import ShoalError
 
 FLAT = ["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(1)"]

@@ -31,7 +31,7 @@ from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, pack
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.protocol.hello import Channel
-from shoal.transport.tcp.handshake import StreamName, prove
+from shoal.transport.tcp.connect import StreamName, prove
 
 Address = tuple[str, int]
 CONNECT_S = 0.5

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.compress.topk import BLOCK
+from shoal.compress.catalog import BLOCK
 from shoal.errors import BadInput, ShoalError
 from shoal.server.consistency import Rule
 from shoal.server.model.compression import PushCompression

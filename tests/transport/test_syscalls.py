@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.transport.shm import memfd, syscalls
+from shoal.transport.shm import memfd
 from shoal.transport.shm.process_exit import (
     close_pidfds,
     exit_status,
@@ -59,7 +59,7 @@ def test_a_machine_or_kernel_without_the_calls_shares_no_memory(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "other")
     assert memfd.make("test", 4096) == -1
-    monkeypatch.setattr(syscalls, "_PIDFD_OPEN", 9999)
+    monkeypatch.setattr(memfd, "_PIDFD_OPEN", 9999)
     with pytest.raises(OSError, match="not implemented"):
         open_pidfds([os.getpid()])
 

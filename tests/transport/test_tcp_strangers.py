@@ -17,8 +17,7 @@ import torch
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
-from shoal.transport.tcp.connect import Exchange, TcpSpec
-from shoal.transport.tcp.handshake import Stranger, StreamName, accept, prove
+from shoal.transport.tcp.connect import Exchange, Stranger, StreamName, TcpSpec, accept, prove
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
 from tests.server.test_tls import certificate, needs_openssl
 from tests.transport.tcp import KEY, Meeting, on_tcp

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost
-from shoal.transport.subset import SubsetTransport
 from shoal.transport.threads import DoneWork, Mailboxes, PendingWork, ThreadTransport
-from shoal.transport.transport import Transport
+from shoal.transport.transport import SubsetTransport, Transport
 from tests.transport.conformance import Connect, TransportConformance
 
 

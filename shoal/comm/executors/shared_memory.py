@@ -30,8 +30,7 @@ from shoal.comm.counting import SentBytes
 from shoal.comm.executor import AllReduce, Broadcast, Executor
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
-from shoal.comm.piece_counts import check_counts, counts_row, counts_table
-from shoal.comm.staging import on_host, share_storage
+from shoal.comm.staging import check_counts, counts_row, counts_table, on_host, share_storage
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
 from shoal.transport.shm.messages import ShmTransport, ShmWork

@@ -9,8 +9,7 @@ from torch import Tensor
 from shoal.comm.call import Call, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.group import Group
-from shoal.comm.piece_counts import check_counts, counts_row
-from shoal.comm.staging import FlatTensor
+from shoal.comm.staging import FlatTensor, check_counts, counts_row
 from shoal.errors import BadInput
 from shoal.transport.threads import DoneWork
 from shoal.transport.transport import Work

@@ -16,9 +16,7 @@ from torch.distributed.rendezvous import rendezvous as meet
 from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.generation import own_generation
-from shoal.comm.piece_counts import check_counts, counts_row, counts_table
-from shoal.comm.staging import FlatTensor
-from shoal.comm.wide_mean import widened
+from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
 from shoal.runtime.waits import waiting
 from shoal.transport.transport import Work

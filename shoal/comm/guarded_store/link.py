@@ -9,14 +9,15 @@ from contextlib import suppress
 from shoal.comm.guarded_store.session import (
     GREETING_BYTES,
     LENGTH_BYTES,
+    LINK_SILENT_S,
     PROOF_BYTES,
     BadFrame,
     ClientGreeting,
     StoreReply,
     StoreRequest,
     frame_bytes,
+    notice_silence,
 )
-from shoal.comm.guarded_store.silence import LINK_SILENT_S, notice_silence
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.waits import Backoff
 

@@ -11,6 +11,7 @@ direction and its number, so frames cannot be changed, repeated or sent into ano
 
 from __future__ import annotations
 
+import socket
 from typing import Literal
 
 import msgspec
@@ -143,3 +144,21 @@ def frame_bytes(length: bytes) -> int:
     if body_bytes > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {body_bytes} bytes")
     return body_bytes + PROOF_BYTES
+
+
+SILENT_HOST_S = 3  # a host from which nothing comes for so long is lost
+LINK_SILENT_S = 30  # the same, where nothing but an answer depends on it
+_PROBES = 3
+
+
+def notice_silence(sock: socket.socket, silent_s: int = SILENT_HOST_S) -> None:
+    """The connection breaks when the other host has been silent for so long."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", silent_s // _PROBES),
+        ("TCP_KEEPINTVL", silent_s // _PROBES),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", silent_s * 1000),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

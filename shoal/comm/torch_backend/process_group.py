@@ -5,11 +5,9 @@ are copied through the host's memory, so several ranks can share a GPU. Ranks th
 and installations without the native part, get Gloo instead; a message says so once.
 """
 
-# torch declares each method with several signatures; it calls the ones that are defined here
-# mypy: disable-error-code="override,assignment"
-
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,23 +17,157 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.call import Op
+from shoal.comm.call import TORCH_OPS, Op
 from shoal.comm.executors.hierarchical.executor import Hierarchical
+from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork
 from shoal.comm.select import HostSpec, share_memory
-from shoal.comm.torch_backend.compiler import not_compiled
-from shoal.comm.torch_backend.monitored_barrier import monitored_barrier
-from shoal.comm.torch_backend.reduce_op import op_of
-from shoal.comm.torch_backend.sparse import add_sparse
-from shoal.comm.torch_backend.uneven import all_to_all_lists, reduce_scatter_lists
-from shoal.comm.torch_backend.work import BackendWork
-from shoal.errors import BadInput
+from shoal.comm.torch_backend.work import BackendWork, not_compiled
+from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
+
+
+def all_to_all_lists(group: Group, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+    """`inputs[r]` goes to rank r, `outputs[r]` comes from it."""
+    if _are_even(group, [*outputs, *inputs]):
+        return group.all_to_all(outputs, inputs)
+    out = torch.empty(sum(t.numel() for t in outputs), dtype=outputs[0].dtype)
+    recv_counts = [t.numel() for t in outputs]
+    send_counts = [t.numel() for t in inputs]
+    data = torch.cat([t.detach().reshape(-1).cpu() for t in inputs])
+    group.all_to_all_uneven(out, data, recv_counts, send_counts).wait()
+    for tensor, received in zip(outputs, torch.split(out, recv_counts), strict=True):
+        tensor.copy_(received.view(tensor.shape))
+    return group.barrier()
+
+
+def reduce_scatter_lists(group: Group, out: Tensor, inputs: list[Tensor], op: Op) -> Work:
+    """`inputs[r]` of all ranks combined at rank r; uneven ones are reduced one by one."""
+    if len({tensor.numel() for tensor in inputs}) == 1:
+        return group.reduce_scatter(out, inputs, op)
+    if len(inputs) != group.size or out.numel() != inputs[group.rank].numel():
+        return group.reduce_scatter(out, inputs, op)  # says what is wrong
+    with torch.no_grad():
+        copies = [piece.clone(memory_format=torch.contiguous_format) for piece in inputs]
+        for root, piece in enumerate(copies):
+            group.reduce(piece, root, op).wait()
+        out.copy_(copies[group.rank].view(out.shape))
+    return group.barrier()
+
+
+def _are_even(group: Group, tensors: list[Tensor]) -> bool:
+    """Whether the tensors of all ranks have one size; a rank sees only its own."""
+    sizes = [tensor.numel() for tensor in tensors]
+    extremes = torch.tensor([max(sizes), -min(sizes)])
+    group.all_reduce(extremes, Op.MAX).wait()
+    return int(extremes.sum()) == 0
+
+
+def add_sparse(group: Group, data: Tensor) -> None:
+    """`data` becomes the sum; each rank sends as many entries as the fullest has."""
+    entries = data.detach().coalesce().cpu()
+    longest = torch.tensor([entries.values().shape[0]])
+    group.all_reduce(longest, Op.MAX).wait()
+    room = int(longest)
+    indices = _gathered(group, entries.indices().t(), room)
+    values = _gathered(group, entries.values(), room)
+    total = torch.sparse_coo_tensor(
+        indices.t(), values, entries.shape, dtype=entries.dtype, check_invariants=False
+    )
+    data.copy_(total.coalesce())
+
+
+def _gathered(group: Group, rows: Tensor, room: int) -> Tensor:
+    """The rows of all ranks, padded with zeros: an entry of value 0 at index 0 adds nothing."""
+    padded = rows.new_zeros(room, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    gathered = padded.new_empty(group.size * room, *rows.shape[1:])
+    group.all_gather(gathered, padded).wait()
+    return gathered
+
+
+_SHORTEST_WAIT_S = 0.001
+
+
+def monitored_barrier(
+    executor: SharedMemory | Hierarchical, number: int, limit_s: float, wait_all_ranks: bool
+) -> None:
+    """`number` counts the barriers of the group. The texts are those of torch.distributed."""
+    tag = reserved_tag(number)
+    if executor.rank:
+        _report(executor, tag, limit_s)
+        return
+    missing = _missing(executor, tag, limit_s, wait_all_ranks)
+    if missing:
+        ranks = ", ".join(str(rank) for rank in missing)
+        raise RuntimeError(
+            f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
+            f"in {limit_s * 1e3:.0f} ms"
+        )
+    token = torch.zeros(1)
+    for message in [executor.send(token, peer, tag) for peer in range(1, executor.size)]:
+        message.wait(limit_s)
+
+
+def _report(executor: SharedMemory | Hierarchical, tag: int, limit_s: float) -> None:
+    sent = executor.send(torch.zeros(1), 0, tag)
+    try:
+        executor.recv(torch.zeros(1), 0, tag).wait(limit_s)
+        sent.wait(limit_s)
+    except PeerLost as error:
+        raise RuntimeError(
+            f"Rank {executor.rank} successfully reached monitoredBarrier, but received "
+            f"errors while waiting for send/recv from rank 0: {error}"
+        ) from error
+
+
+def _missing(
+    executor: SharedMemory | Hierarchical, tag: int, limit_s: float, wait_all_ranks: bool
+) -> list[int]:
+    missing: list[int] = []
+    deadline_s = time.monotonic() + limit_s
+    peers = range(1, executor.size)
+    messages = [executor.recv(torch.zeros(1), peer, tag) for peer in peers]
+    for peer, message in zip(peers, messages, strict=True):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 and not missing:
+            raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
+        try:
+            message.wait(max(left_s, _SHORTEST_WAIT_S))
+        except PeerLost:
+            missing.append(peer)
+            if not wait_all_ranks:
+                break
+    return missing
+
+
+_OPS = [(dist.ReduceOp.AVG if op is Op.MEAN else torchs, op) for op, torchs in TORCH_OPS.items()]
+
+
+def op_of(opts: Any) -> Op:
+    if opts is None:
+        return Op.SUM
+    op = opts.reduceOp
+    for known, ours in _OPS:
+        if op == known:
+            return ours
+    raise BadInput(f"the shoal backend has no ReduceOp.{_name_of(op)}")
+
+
+def _name_of(op: Any) -> str:
+    """An operator that has a factor is an object without a name."""
+    members = dist.ReduceOp.RedOpType.__members__
+    return next((name for name, member in members.items() if op == member), str(op))
+
+
+# torch declares each method with several signatures; it calls the ones that are defined here
+# mypy: disable-error-code="override,assignment"
+
 
 _NO_TIMEOUT = timedelta(0)  # torch has -1 ms for "that of the group"
 Tensors = Sequence[Tensor]

@@ -5,15 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from shoal.comm.executors.hierarchical.any_source import Message
-from shoal.comm.torch_backend.compiler import not_compiled
 from shoal.comm.work_queue import QueuedWork
+
+Class = TypeVar("Class", bound=type)
+
+
+def not_compiled(cls: Class) -> Class:
+    """A class whose methods, and all that they call, run as they are under torch.compile."""
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            eval_frame.set_code_exec_strategy(method.__code__, strategy)
+    return cls
 
 
 @not_compiled

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.transport.shm.syscalls import pidfd_open, pidfd_send_signal
+from shoal.transport.shm.memfd import pidfd_open, pidfd_send_signal
 
 _INFO = struct.Struct("=QQ11Ii")  # of linux/pidfd.h: mask, …, exit code; its first version
 _INFO_EXIT = 1 << 3

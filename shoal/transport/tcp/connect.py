@@ -3,27 +3,147 @@
 Each accepted connection has its own thread until it has proven the key, so one that says nothing
 holds up no other. What does not prove the key is closed and does not count. Where many connections
 have not proven it, newcomers wait a moment, and then the oldest of those is ended for each.
+
+    who accepts  -> CHALLENGE  nonce
+    who connects -> HELLO      nonce, its rank, the other's rank, stream, HMAC over all of it
+    who accepts  -> WELCOME    HMAC over the same, under another name
+
+Nonces are fresh, so a recorded handshake cannot be replayed; ranks and stream are part of the
+proof, so one connection cannot pass for another. The key is drawn from the secret of the run and
+from what rank 0 drew for this start. Under TLS the certificate of who accepts is proven, too.
 """
 
 from __future__ import annotations
 
 import socket
 import ssl
+import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.open_files import require_open_files
+from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
 from shoal.runtime.strangers import Strangers
 from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
-from shoal.transport.tcp.announcement import announcement, check_tls, parse_announcement
-from shoal.transport.tcp.handshake import HANDSHAKE_S, Stranger, StreamName, accept, prove
+from shoal.transport.tcp.tls import own_flaw
+
+HANDSHAKE_S = 10.0
+_MAGIC = b"shoaltcp"
+_PROOF_BYTES = 32
+_HELLO = struct.Struct("<III")  # source rank, target rank, stream
+_HELLO_BYTES = NONCE_BYTES + _HELLO.size + _PROOF_BYTES
+
+
+class Stranger(ShoalError):
+    """The other side of a connection has not proven the key."""
+
+
+@dataclass(frozen=True)
+class StreamName:
+    """Which connection of which pair: `source` connects to `target`."""
+
+    source: int
+    target: int
+    stream: int
+
+    def pack(self) -> bytes:
+        return _HELLO.pack(self.source, self.target, self.stream)
+
+
+def prove(sock: socket.socket, key: bytes, name: StreamName, certificate: bytes = b"") -> None:
+    """The side that connects; Stranger if the other one does not prove the key as well."""
+    challenge = _read(sock, len(_MAGIC) + NONCE_BYTES)
+    if not challenge.startswith(_MAGIC):
+        raise Stranger("the other side is not a rank of Shoal")
+    nonce = fresh_nonce()
+    claims = (challenge, nonce, name.pack(), certificate)
+    sock.sendall(nonce + name.pack() + proof(key, "connects", *claims))
+    if not is_proof(_read(sock, _PROOF_BYTES), key, "accepts", *claims):
+        raise Stranger("the other side does not know the secret of this run")
+
+
+def accept(sock: socket.socket, key: bytes, certificate: bytes = b"") -> StreamName:
+    """The side that accepts: which stream this is."""
+    challenge = _MAGIC + fresh_nonce()
+    sock.sendall(challenge)
+    hello = _read(sock, _HELLO_BYTES)
+    nonce = hello[:NONCE_BYTES]
+    packed = hello[NONCE_BYTES : NONCE_BYTES + _HELLO.size]
+    claims = (challenge, nonce, packed, certificate)
+    if not is_proof(hello[-_PROOF_BYTES:], key, "connects", *claims):
+        raise Stranger("the other side does not know the secret of this run")
+    sock.sendall(proof(key, "accepts", *claims))
+    return StreamName(*_HELLO.unpack(packed))
+
+
+def _read(sock: socket.socket, num_bytes: int) -> bytes:
+    """In HANDSHAKE_S altogether: single bytes now and then do not keep a connection."""
+    data = bytearray()
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    while len(data) < num_bytes:
+        if time.monotonic() > deadline_s:
+            raise Stranger("the handshake took too long")
+        received = sock.recv(num_bytes - len(data))
+        if not received:
+            raise Stranger("the connection ended before the handshake did")
+        data += received
+    return bytes(data)
+
+
+_MOST_BYTES = 300
+
+
+class Announcement(NamedTuple):
+    """Where a rank listens, and how."""
+
+    host: str
+    port: int
+    is_tls: bool
+    flaw: str = ""
+
+    def pack(self) -> bytes:
+        kind = "tls" if self.is_tls else "plain"
+        return f"{self.host} {self.port} {kind} {self.flaw}".strip().encode()[:_MOST_BYTES]
+
+
+def announcement(host: str, port: int, tls: TlsConfig) -> Announcement:
+    return Announcement(host, port, tls.is_mutual, own_flaw(tls, host))
+
+
+def parse_announcement(text: bytes) -> Announcement:
+    words = text[:_MOST_BYTES].decode(errors="replace").split(" ", 3)
+    host, port, kind, flaw = [*words, *[""] * (4 - len(words))]
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ShoalError(f"a rank wrote {text[:60]!r} for its address into the rendezvous")
+    printable = "".join(char if char.isprintable() else " " for char in flaw)
+    return Announcement(host, int(port), kind == "tls", printable)
+
+
+def check_tls(rank: int, said: Mapping[int, Announcement]) -> None:
+    """BadInput, on all ranks, where files of TLS do not serve. `said` is by rank, with this one."""
+    with_tls = [peer for peer in sorted(said) if said[peer].is_tls]
+    without = [peer for peer in sorted(said) if not said[peer].is_tls]
+    if with_tls and without:
+        raise BadInput(
+            f"rank {rank}: rank {with_tls[0]} has files of TLS and rank {without[0]} has not: give "
+            "SHOAL_TLS_CERT, SHOAL_TLS_KEY and SHOAL_TLS_CA (`shoal keys tls`) to every host or to "
+            "none"
+        )
+    for peer in with_tls:
+        if said[peer].flaw:
+            raise BadInput(
+                f"rank {rank}: SHOAL_TLS_CA of rank {peer} does not vouch for its SHOAL_TLS_CERT "
+                f"({said[peer].flaw}): make files for all hosts with `shoal keys tls`"
+            )
+
 
 STREAMS = 4  # of a pair: one for small messages and control, the others for large ones
 _MOST_HANDSHAKES = 256

@@ -13,9 +13,7 @@ from shoal.comm.call import Call, Operand, as_reduced
 from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.torch import combine_rows
-from shoal.comm.piece_counts import check_counts, counts_row, counts_table
-from shoal.comm.staging import FlatTensor, on_host
-from shoal.comm.wide_mean import widened
+from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, on_host, widened
 
 _TAGS = 1 << 28  # reserved tags from here on
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,21 +12,66 @@ from shoal.comm.call import Call, Op
 from shoal.comm.executor import Executor
 from shoal.comm.executors.scheduled.binding import Binding, bind
 from shoal.comm.executors.scheduled.buffers import SlotBuffers
-from shoal.comm.executors.scheduled.calibration import measure_link
 from shoal.comm.executors.scheduled.interpreter import Interpreter
 from shoal.comm.executors.scheduled.program import Program, compile_for
 from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector, for_subset
-from shoal.comm.piece_counts import check_counts, counts_row, counts_table
-from shoal.comm.staging import FlatTensor
-from shoal.comm.wide_mean import widened
+from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.segments import SEGMENT_BYTES, segments_for
-from shoal.transport.subset import SubsetTransport
 from shoal.transport.threads import PendingWork
-from shoal.transport.transport import ClosableTransport, Transport, Work
+from shoal.transport.transport import ClosableTransport, SubsetTransport, Transport, Work
+
+_SMALL = 8
+_LARGE = 1 << 20
+_TRIES = 5
+
+
+def measure_link(transport: Transport, tag: int, broadcast: Callable[[Tensor], None]) -> Link:
+    """All ranks call it. `broadcast` goes from rank 0, so that all ranks use the same numbers.
+
+    Two sizes, the best of a few tries each: alpha is the time of the small message, beta what
+    every further byte adds, gamma the time to add a byte to another. A few milliseconds.
+    """
+    measured = torch.zeros(3, dtype=torch.float64)
+    if transport.size > 1 and transport.rank < 2:
+        small_s, large_s = (_one_way_s(transport, tag, size) for size in (_SMALL, _LARGE))
+        beta = max(large_s - small_s, 0.0) / (_LARGE - _SMALL)
+        measured = torch.tensor([small_s, beta, _gamma()], dtype=torch.float64)
+    broadcast(measured)
+    alpha_s, beta, gamma = measured.tolist()
+    return Link(alpha_s, beta, gamma)
+
+
+def _one_way_s(transport: Transport, tag: int, num_bytes: int) -> float:
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    peer = 1 - transport.rank
+    return min(_ping_pong_s(transport, tag, data, peer) for _ in range(_TRIES)) / 2
+
+
+def _ping_pong_s(transport: Transport, tag: int, data: Tensor, peer: int) -> float:
+    start = time.perf_counter()
+    if transport.rank == 0:
+        transport.send(data, peer, tag).wait()
+        transport.recv(data, peer, tag).wait()
+    else:
+        transport.recv(data, peer, tag).wait()
+        transport.send(data, peer, tag).wait()
+    return time.perf_counter() - start
+
+
+def _gamma() -> float:
+    total = torch.zeros(_LARGE // 4)
+    other = torch.zeros(_LARGE // 4)
+    best = float("inf")
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        total.add_(other)
+        best = min(best, time.perf_counter() - start)
+    return best / _LARGE
+
 
 _SPACE = 1 << 40  # tags of one duplicate; user tags count up from its start, collectives above
 _COLLECTIVES = 1 << 39
