@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
     from shoal.launch.run import run as run
-    from shoal.planning import plan as plan
     from shoal.planning import predict as predict
+    from shoal.planning import rank_strategies as rank_strategies
     from shoal.strategy.strategy import Strategy as Strategy
     from shoal.strategy.strategy import parse as parse
     from shoal.strategy.terms import *  # noqa: F403
@@ -36,8 +36,8 @@ _HOME = {
     "Job": "train.job",
     "Op": "comm.group",
     "map_reduce": "train.map_reduce",
-    "plan": "planning",
     "predict": "planning",
+    "rank_strategies": "planning",
     "run": "launch.run",
     "Step": "train.step",
     "Strategy": "strategy.strategy",

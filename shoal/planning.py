@@ -1,7 +1,7 @@
-"""`shoal.predict` and `shoal.plan`: what a step costs, and which strategy is best, in Python.
+"""`shoal.predict` and `shoal.rank_strategies`: what a step costs, and which strategy is best, in Python.
 
     prediction = shoal.predict("gpt-3", "ddp + tp(8) + pp(16)", workers=1024, cluster="dgx-a100")
-    found = shoal.plan("train.py", workers=8, cluster="cluster.toml")
+    found = shoal.rank_strategies("train.py", workers=8, cluster="cluster.toml")
     print(found.best.strategy, found.best.why)
 
 A model is the name of a transformer, a script, or a `Workload`: `workload_of(module, inputs)` of
@@ -81,7 +81,7 @@ def predict(
     return Predictor(workload, hardware).predict(value, workers, settings)
 
 
-def plan(
+def rank_strategies(
     model: Model,
     *,
     workers: int,

@@ -192,11 +192,11 @@ def test_divisors() -> None:
     assert divisors(1) == [1]
 
 
-def test_shoal_plan_and_predict_in_python() -> None:
-    found_plan = shoal.plan(MODEL, workers=4, cluster=cluster(80), batch=16)
+def test_strategies_are_ranked_and_predicted_in_python() -> None:
+    found_plan = shoal.rank_strategies(MODEL, workers=4, cluster=cluster(80), batch=16)
     best = found_plan.best
     assert best.strategy == found(80).ranked[0].candidate.strategy and best.why
     again = shoal.predict(MODEL, "ddp", workers=4, cluster=cluster(80), batch=16)
     assert again.step_s >= best.prediction.step_s
     with pytest.raises(shoal.BadInput, match="nothing fits 1 MB on 4 workers"):
-        _ = shoal.plan(MODEL, workers=4, cluster=cluster(80), batch=16, limit="1MB").best
+        _ = shoal.rank_strategies(MODEL, workers=4, cluster=cluster(80), batch=16, limit="1MB").best
