@@ -1,4 +1,4 @@
-"""`shoal.predict` and `shoal.rank_strategies`: what a step costs, and which strategy is best, in Python.
+"""`shoal.predict` and `shoal.rank_strategies`: what a step costs, and which strategy is best.
 
     prediction = shoal.predict("gpt-3", "ddp + tp(8) + pp(16)", workers=1024, cluster="dgx-a100")
     found = shoal.rank_strategies("train.py", workers=8, cluster="cluster.toml")
