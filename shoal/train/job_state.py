@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,12 +16,12 @@ from shoal.observe.throughput import Throughput
 from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Comeback
 from shoal.train import checkpoint
-from shoal.train.ema import Ema
 from shoal.train.restore import fit, fit_others
 from shoal.train.run_services import RunServices
-from shoal.train.state import snapshot
 from shoal.train.step import Step
-from shoal.train.unsharded_state import pack_unsharded, unpack_unsharded
+
+if TYPE_CHECKING:
+    from shoal.train.ema import Ema
 
 Averages = list[tuple[dict[str, Tensor], dict[str, str]]]
 
@@ -87,6 +87,8 @@ class JobState:
         states: list[dict[str, Tensor]] | None = None,
     ) -> checkpoint.Checkpoint:
         """The state of this replica; `states` of the syncs, if all ranks have computed them."""
+        from shoal.train.state import snapshot
+
         document = {**document, "averages": [tied for _, tied in averages]}
         saved = snapshot(self.models, states or [{} for _ in self.models], document)
         for i, (tensors, _) in enumerate(averages):
@@ -128,10 +130,14 @@ class JobState:
 
     def pack_unsharded(self) -> dict[str, Any]:
         """See `UnshardedState`."""
+        from shoal.train.unsharded_state import pack_unsharded
+
         return pack_unsharded(self.models, self.emas, self.steps)
 
     def unpack_unsharded(self, state: dict[str, Any]) -> None:
         """See `UnshardedState`."""
+        from shoal.train.unsharded_state import unpack_unsharded
+
         self._start_late(unpack_unsharded(state, self.models, self.emas))
 
     def _start_late(self, steps: int) -> None:
