@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # several processes share the cores
     if config.getoption("--whole"):
         os.environ[WHOLE_SUITE] = "1"  # for the processes of xdist, too
         settings.load_profile("shoal-whole")
