@@ -1,4 +1,4 @@
-"""What Kubernetes, JobSet and the training operator accept, as far as manifests here use it.
+"""What Kubernetes and JobSet accept, as far as manifests here use it.
 
 A schema is a type, a pattern, a set of values, a list with the schema of its items, or a dict: a
 name with `?` may be missing, `*` stands for any name, and no other field is known.
@@ -91,28 +91,11 @@ JOBSET = {
         "replicatedJobs": [{"name": LABEL, "replicas": int, "template": {"spec": JOB}}],
     },
 }
-REPLICA = {
-    "replicas": int,
-    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": {"spec": POD},
-}
-PYTORCHJOB = {
-    "apiVersion": {"kubeflow.org/v1"},
-    "kind": {"PyTorchJob"},
-    "metadata": METADATA,
-    "spec": {
-        "runPolicy": {"backoffLimit?": int, "activeDeadlineSeconds?": int},
-        "pytorchReplicaSpecs": {"Master": REPLICA, "Worker?": REPLICA},
-        "nprocPerNode?": str,
-    },
-}
 
 
 def faults(document: dict[str, Any]) -> list[str]:
     """What an API server, or the controller of the kind, would refuse."""
-    is_jobset = document.get("kind") == "JobSet"
-    found = list(_fit(document, JOBSET if is_jobset else PYTORCHJOB, "manifest"))
-    return found or list(_refused_jobset(document) if is_jobset else _refused_pytorchjob(document))
+    return list(_fit(document, JOBSET, "manifest")) or list(_refused_jobset(document))
 
 
 def _fit(value: Any, schema: Any, path: str) -> Iterator[str]:
@@ -176,18 +159,6 @@ def _refused_rule(rule: dict[str, Any], pod: dict[str, Any]) -> Iterator[str]:
         yield f"exit codes are no ordered set of 1 to 255: {codes['values']}"
     if codes["containerName"] not in [container["name"] for container in pod["containers"]]:
         yield f"there is no container {codes['containerName']}"
-
-
-def _refused_pytorchjob(document: dict[str, Any]) -> Iterator[str]:
-    for name, replica in document["spec"]["pytorchReplicaSpecs"].items():
-        pod = replica["template"]["spec"]
-        yield from _refused_pod(pod)
-        if "pytorch" not in [container["name"] for container in pod["containers"]]:
-            yield "the operator looks for a container named pytorch"
-        if name == "Master" and replica["replicas"] != 1:
-            yield "there is one master"
-        if "restartPolicy" in pod:
-            yield "the operator overwrites the restart policy of a pod"
 
 
 def _refused_pod(pod: dict[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shoal.cli import main
 from shoal.errors import BadInput
 from shoal.launch.submit import spec as spec_module
-from shoal.launch.submit.kubernetes import KINDS, KubernetesOptions, escaped, manifest
+from shoal.launch.submit.kubernetes import KubernetesOptions, escaped, manifest
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
 from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
 from shoal.runtime.secret import new_secret
@@ -188,7 +188,8 @@ def environ_of(pod: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_pod_of_one_worker_has_the_four_variables() -> None:
     spec = spec_of(nodes=4, cpus=2, memory="1G", gpus_per_node=1, time="90", requeue=True)
-    document = json.loads(manifest(spec, KubernetesOptions("shoal:1", "lab", secret="key")))
+    options = KubernetesOptions("shoal:1", "lab", "key", ("data:/data",))
+    document = json.loads(manifest(spec, options))
     job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = pod_of(document)
     environ = environ_of(pod)
@@ -199,7 +200,9 @@ def test_a_pod_of_one_worker_has_the_four_variables() -> None:
     assert environ["MASTER_ADDR"] == "train-workers-0-0.train"
     assert "RANK" in environ and "LOCAL_RANK" not in environ
     assert environ["SHOAL_SECRET_FILE"] == "/etc/shoal/secret"
-    assert pod["volumes"][0]["secret"] == {"secretName": "key", "defaultMode": 0o400}
+    assert pod["volumes"][1]["secret"] == {"secretName": "key", "defaultMode": 0o400}
+    mount = pod["containers"][0]["volumeMounts"][0]
+    assert mount == {"name": "claim-0", "mountPath": "/data"}
     assert pod["containers"][0]["command"] == ["python", "train.py"]
     limits = {"cpu": "2", "memory": "1024Mi", "nvidia.com/gpu": "1"}
     assert pod["containers"][0]["resources"]["limits"] == limits
@@ -217,22 +220,6 @@ def test_a_pod_of_several_workers_runs_torchrun() -> None:
     ]
     with pytest.raises(BadInput, match="do not divide"):
         manifest(spec_of(nodes=3), KubernetesOptions("shoal:1"))
-
-
-def test_a_pytorchjob_has_a_master_and_workers() -> None:
-    options = KubernetesOptions("shoal:1", kind="pytorchjob", claims=("data:/data",))
-    document = json.loads(manifest(spec_of(nodes=2, restarts=3), options))
-    replicas = document["spec"]["pytorchReplicaSpecs"]
-    assert {name: replica["replicas"] for name, replica in replicas.items()} == {
-        "Master": 1,
-        "Worker": 1,
-    }
-    assert document["spec"]["nprocPerNode"] == "2"
-    container = replicas["Worker"]["template"]["spec"]["containers"][0]
-    assert container["name"] == "pytorch"
-    assert container["volumeMounts"] == [{"name": "claim-0", "mountPath": "/data"}]
-    alone = json.loads(manifest(spec_of(workers=1), options))
-    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def expand(text: str, environ: dict[str, str]) -> str:
@@ -271,7 +258,7 @@ ASKED = {
 
 @given(
     st.fixed_dictionaries({"nodes": st.sampled_from([1, 2, 4])}, optional=OPTIONAL),
-    st.fixed_dictionaries({"kind": st.sampled_from(KINDS)}, optional=ASKED),
+    st.fixed_dictionaries({}, optional=ASKED),
     st.sampled_from(["a", "x" * 40]),
 )
 def test_a_manifest_has_only_fields_and_values_that_are_accepted(
@@ -302,24 +289,6 @@ def test_what_would_be_refused_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "policy", "limit"),
-    [
-        ({"workers": 2, "requeue": True}, "ExitCode", None),  # 143 starts it again, 1 does not
-        ({"workers": 2, "requeue": True, "restarts": 3}, "OnFailure", 3),
-        ({"workers": 4, "requeue": True}, "Never", None),  # torchrun ends with 1
-        ({"workers": 2}, "Never", None),
-    ],
-)
-def test_a_pytorchjob_starts_again_after_a_preemption(
-    options: dict[str, Any], policy: str, limit: int | None
-) -> None:
-    text = manifest(spec_of(nodes=2, **options), KubernetesOptions("shoal:1", kind="pytorchjob"))
-    job = json.loads(text)["spec"]
-    assert {r["restartPolicy"] for r in job["pytorchReplicaSpecs"].values()} == {policy}
-    assert job["runPolicy"].get("backoffLimit") == limit
-
-
 def test_variables_that_the_job_sets_are_refused() -> None:
     with pytest.raises(BadInput, match="--env RANK: the job gives each pod its own"):
         manifest(spec_of(environ={"RANK": "0"}), KubernetesOptions("shoal:1"))
@@ -330,7 +299,6 @@ def test_variables_that_the_job_sets_are_refused() -> None:
     [
         {"image": ""},
         {"image": "a b"},
-        {"image": "a", "kind": "job"},
         {"image": "a", "namespace": "A"},
         {"image": "a", "secret": "x/y"},
         {"image": "a", "claims": ("data",)},

@@ -1,4 +1,4 @@
-"""A manifest for Kubernetes: a JobSet, or a PyTorchJob of the training operator.
+"""A manifest for Kubernetes: a JobSet.
 
 A pod is a node. With one worker it runs the script itself, with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT; with several it runs torchrun. Pods reach the first one by its name in the headless
@@ -6,10 +6,6 @@ service of the JobSet. The text is JSON, which is YAML, too.
 
     exit status 143 (preempted), or a pod that is evicted    the JobSet starts again
     any other failure                                        as often as `restarts` says
-
-A PyTorchJob has one rule for both. With `ExitCode` the operator starts a pod again after a status
-of 128 or more (143; SIGKILL), without limit, and after no other; with `OnFailure` after any, as
-often as `restarts` says.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from shoal.launch.submit.spec import MARK, SubmitSpec, memory_mib, seconds_of
 from shoal.runtime.config import variable_name
 from shoal.runtime.preemption import EXIT_STATUS
 
-KINDS = ("jobset", "pytorchjob")
+_CONTAINER = "worker"
 _PORT = 29500  # every pod has an address of its own
 _SECRET_FOLDER = "/etc/shoal"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -44,13 +40,10 @@ class KubernetesOptions:
 
     image: str
     namespace: str | None = None
-    kind: str = "jobset"
     secret: str | None = None  # the name of a Secret whose key `secret` has the digits
     claims: tuple[str, ...] = ()  # NAME:/PATH, persistent volume claims
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise BadInput(f"--kind {self.kind!r}: take {' or '.join(KINDS)}")
         if not self.image or not self.image.isprintable() or " " in self.image:
             raise BadInput(f"--image {self.image!r} is not the name of an image")
         for option, name, rule in (
@@ -87,29 +80,16 @@ def manifest(spec: SubmitSpec, options: KubernetesOptions) -> str:
     for name in _SET_HERE:
         if name in spec.environ:
             raise BadInput(f"--env {name}: the job gives each pod its own, so leave it out")
-    build = _jobset if options.kind == "jobset" else _pytorchjob
-    return json.dumps(build(spec, options), indent=2, ensure_ascii=False) + "\n"
-
-
-# ---------------------------------------------------------------------- the two kinds
+    return json.dumps(_jobset(spec, options), indent=2, ensure_ascii=False) + "\n"
 
 
 def _jobset(spec: SubmitSpec, options: KubernetesOptions) -> Document:
-    master = {"MASTER_ADDR": f"{spec.name}-workers-0-0.{spec.name}", "MASTER_PORT": str(_PORT)}
-    index = {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
-    rank = {"name": "RANK" if spec.workers_per_node == 1 else "NODE_RANK", **index}
-    size = {"WORLD_SIZE": str(spec.workers)} if spec.workers_per_node == 1 else {}
-    where = [
-        *("--node-rank=$(NODE_RANK)", f"--nnodes={spec.nodes}"),
-        *(f"--master-addr={master['MASTER_ADDR']}", f"--master-port={_PORT}"),
-    ]
-    environ = [*_variables({**master, **size}), rank]
     job: Document = {
         "parallelism": spec.nodes,
         "completions": spec.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,  # the JobSet starts all pods again, or none
-        "template": {"spec": _pod(spec, options, "worker", _command(spec, where), environ)},
+        "template": {"spec": _pod(spec, options)},
     }
     if spec.time is not None:
         job["activeDeadlineSeconds"] = seconds_of(spec.time)
@@ -134,43 +114,11 @@ def _jobset(spec: SubmitSpec, options: KubernetesOptions) -> Document:
 
 
 def _preempted_pods() -> list[Document]:
-    codes = {"containerName": "worker", "operator": "In", "values": [EXIT_STATUS]}
+    codes = {"containerName": _CONTAINER, "operator": "In", "values": [EXIT_STATUS]}
     return [
         {"action": "FailJob", "onExitCodes": codes},
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
-
-
-def _pytorchjob(spec: SubmitSpec, options: KubernetesOptions) -> Document:
-    """The operator sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or torchrun's PET_*."""
-    pod = _pod(spec, options, "pytorch", _command(spec, []), [])
-    del pod["restartPolicy"]
-    replica = {"replicas": 1, "restartPolicy": _restart_policy(spec), "template": {"spec": pod}}
-    replicas = {"Master": replica}
-    if spec.nodes > 1:
-        replicas["Worker"] = {**replica, "replicas": spec.nodes - 1}
-    policy: Document = {"backoffLimit": spec.restarts} if spec.restarts else {}
-    if spec.time is not None:
-        policy["activeDeadlineSeconds"] = seconds_of(spec.time)
-    body: Document = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
-    if spec.workers_per_node != 1:
-        body["nprocPerNode"] = str(spec.workers_per_node)
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(spec, options),
-        "spec": body,
-    }
-
-
-def _restart_policy(spec: SubmitSpec) -> str:
-    """After a preemption torchrun ends with 1."""
-    if spec.restarts:
-        return "OnFailure"
-    return "ExitCode" if spec.requeue and spec.workers_per_node == 1 else "Never"
-
-
-# ---------------------------------------------------------------------- what both have
 
 
 def _metadata(spec: SubmitSpec, options: KubernetesOptions) -> Document:
@@ -179,32 +127,13 @@ def _metadata(spec: SubmitSpec, options: KubernetesOptions) -> Document:
     return {"name": spec.name, **place, "labels": labels}
 
 
-def _command(spec: SubmitSpec, where: list[str]) -> list[str]:
-    own = [escaped(word) for word in spec.command]
-    if spec.workers_per_node == 1:
-        return own
-    python, *program = own
-    count = [f"--nproc-per-node={spec.workers_per_node}"] if where else []
-    return [python, "-m", "torch.distributed.run", *where, *count, *program]
-
-
-def _pod(
-    spec: SubmitSpec,
-    options: KubernetesOptions,
-    container_name: str,
-    command: list[str],
-    environ: list[Document],
-) -> Document:
+def _pod(spec: SubmitSpec, options: KubernetesOptions) -> Document:
     volumes, mounts = _volumes(options)
+    container: Document = {"name": _CONTAINER, "image": options.image, **_process(spec)}
     own = dict(spec.environ)
     if options.secret is not None:
         own[variable_name("secret_file")] = f"{_SECRET_FOLDER}/secret"
-    container: Document = {
-        "name": container_name,
-        "image": options.image,
-        "command": command,
-        "env": [*environ, *_variables(own)],
-    }
+    container["env"] += _variables(own)
     if limits := _limits(spec):
         container["resources"] = {"limits": limits, "requests": limits}
     if mounts:
@@ -215,6 +144,25 @@ def _pod(
         "containers": [container],
     }
     return {**pod, "volumes": volumes} if volumes else pod
+
+
+def _process(spec: SubmitSpec) -> Document:
+    """The command, and the variables that the job gives each pod."""
+    own = [escaped(word) for word in spec.command]
+    master = f"{spec.name}-workers-0-0.{spec.name}"
+    given = {"MASTER_ADDR": master, "MASTER_PORT": str(_PORT)}
+    index = {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    if spec.workers_per_node == 1:
+        variables = _variables({**given, "WORLD_SIZE": str(spec.workers)})
+        return {"command": own, "env": [*variables, {"name": "RANK", **index}]}
+    python, *program = own
+    torchrun = [
+        *(python, "-m", "torch.distributed.run"),
+        *("--node-rank=$(NODE_RANK)", f"--nnodes={spec.nodes}"),
+        *(f"--master-addr={master}", f"--master-port={_PORT}"),
+        *(f"--nproc-per-node={spec.workers_per_node}", *program),
+    ]
+    return {"command": torchrun, "env": [*_variables(given), {"name": "NODE_RANK", **index}]}
 
 
 def _variables(environ: dict[str, str]) -> list[Document]:
