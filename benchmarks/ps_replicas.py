@@ -31,7 +31,7 @@ from shoal.comm import objects
 from shoal.errors import ShoalError
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
-from shoal.server.chain_link import ChainLink
+from shoal.server.chain_route import ChainRoute
 from shoal.server.copy_reader import CopyReader
 from shoal.server.protocol.messages import Commit
 from shoal.sync.base import Replica
@@ -64,7 +64,8 @@ class Pusher:
         self.loss_flags = torch.ones(1, 1 + spec.parameters, dtype=self.flat.grads.header.dtype)
         self.client.out.fill_(1e-6)
         (link,) = self.client.links
-        self.copies = CopyReader(link) if isinstance(link, ChainLink) else None
+        route = link.route
+        self.copies = CopyReader(link, route) if isinstance(route, ChainRoute) else None
 
     def push(self) -> float:
         """Seconds until it is acknowledged."""

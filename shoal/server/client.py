@@ -20,12 +20,11 @@ from shoal.errors import RunOver
 from shoal.observe.trace import OFF, Tracer
 from shoal.runtime.config import TlsConfig
 from shoal.server import shared_memory as shared
-from shoal.server.chain_link import link_to
+from shoal.server.chain_route import ChainRoute
 from shoal.server.device_exchange import DeviceExchange, share_device
-from shoal.server.link import IsOver, ServerLink, never
+from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
-from shoal.server.posted import PostedRequest
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
 from shoal.server.protocol.incarnation import new_incarnation
@@ -45,6 +44,7 @@ from shoal.server.protocol.messages import (
     WireMessage,
 )
 from shoal.server.request import Reply, Request
+from shoal.server.route import Dialer, DirectRoute, IsOver, Route, never
 from shoal.server.shared_memory import bytes_of
 
 
@@ -125,9 +125,14 @@ class Client:
         header = Header(FrameKind.HELLO, rank, model, new_incarnation(generation))
         try:
             for index, address in enumerate(addresses):
-                rank_of = first.split.rank
-                link = link_to(index, address, secret, header, rank_of, tracer, tls, is_over)
-                self.links.append(link)
+                whom = _in_words(index, address)
+                dialer = Dialer(index, whom, secret, header, first.split.rank, tls)
+                route: Route = (
+                    DirectRoute(dialer, address, is_over)
+                    if isinstance(address, str)
+                    else ChainRoute(dialer, address)
+                )
+                self.links.append(ServerLink(dialer, route, tracer))
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
                 self._join(link, spec)
@@ -161,7 +166,8 @@ class Client:
         try:
             self.inbox = shared.attach_weights(descriptor, self.dtype, self.size)
             for link in self.links:
-                link.pass_descriptor(FrameKind.SHARE_WEIGHTS, b"", descriptor)
+                request = Request(FrameKind.SHARE_WEIGHTS, descriptor=descriptor)
+                link.call("control", request)
         finally:
             os.close(descriptor)
         return True
@@ -187,7 +193,15 @@ class Client:
             if link.shares_memory:
                 self.shared_bytes += (stop - start) * self.out.element_size()
             else:
-                for request in self._bucket_requests(spec, start, stop):
+                for index, gradients in enumerate(self.out):
+                    offset = index * (spec.stop - spec.start) + start - spec.start
+                    request = Request(
+                        FrameKind.BUCKET,
+                        payload=(bytes_of(gradients[start:stop]),),
+                        sequence=self.sequence + 1,
+                        argument=offset * self.dtype.itemsize,  # in the server's memory
+                        is_answered=False,
+                    )
                     link.post("push", request)
 
     def commit(
@@ -310,10 +324,10 @@ class Client:
         found = []
         for link in self.links:
             counts = msgspec.msgpack.decode(self.request(link, FrameKind.STATS, Stats(final)))
-            if final and link.has_replicas:
-                others = [msgspec.msgpack.decode(m) for m in link.other_stats()]
+            if final and link.has_copies:
+                others = [msgspec.msgpack.decode(m) for m in link.route.other_stats()]
                 counts["replicas"] = others
-                counts["is_complete"] &= len(others) + 1 == link.num_replicas
+                counts["is_complete"] &= len(others) + 1 == link.route.copies
             found.append(counts)
         return found
 
@@ -359,22 +373,6 @@ class Client:
             raise RunOver(self.rank)
         self.comes_back |= set_up.comes_back
 
-    def _bucket_requests(self, spec: ModelSpec, start: int, stop: int) -> list[Request]:
-        """One request per sum of a push; `argument` is the offset in the server's memory."""
-        requests = []
-        for index in range(self._sums_per_push):
-            offset = index * (spec.stop - spec.start) + start - spec.start
-            requests.append(
-                Request(
-                    FrameKind.BUCKET,
-                    payload=(bytes_of(self.out[index, start:stop]),),
-                    sequence=self.sequence + 1,
-                    argument=offset * self.dtype.itemsize,
-                    is_answered=False,
-                )
-            )
-        return requests
-
     def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> PostedRequest:
         payload = (bytes_of(loss_flags),)
         request = Request(
@@ -385,6 +383,13 @@ class Client:
             argument=commit.step,
         )
         return link.post("push", request)
+
+
+def _in_words(index: int, address: str | Sequence[str]) -> str:
+    if isinstance(address, str):
+        return f"server {index}"
+    first = index * len(address)
+    return f"shard {index} (servers {first} to {first + len(address) - 1})"
 
 
 def _unpack_state(reply: Reply) -> tuple[ShardState, list[Tensor]]:

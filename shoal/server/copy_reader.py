@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.server.chain_link import ChainLink
+from shoal.server.chain_route import ChainRoute
+from shoal.server.link import ServerLink
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, decode, encode
 from shoal.server.protocol.messages import Pull, Pulled
@@ -14,25 +15,26 @@ _ASK_S = 5.0
 class CopyReader:
     """Connections of its own to all members but the one that this worker pulls from."""
 
-    def __init__(self, link: ChainLink):
+    def __init__(self, link: ServerLink, route: ChainRoute):
         self._link = link
+        self._route = route
         self._connections: dict[int, Connection] = {}
 
     def versions(self) -> list[int]:
         """What each member shows, the updates of its weights; in the order of the chain."""
-        return [self._version(replica) for replica in self._link.view.members]
+        return [self._version(copy) for copy in self._route.view.members]
 
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
 
-    def _version(self, replica: int) -> int:
-        link = self._link
+    def _version(self, copy: int) -> int:
+        route = self._route
         request = Request(FrameKind.PULL, encode(Pull(None, 0)), into=None)
-        if replica == link.reader:
-            return decode(link.post("pull", request).result().meta, Pulled).version
-        if replica not in self._connections:
-            self._connections[replica] = link.connect_reader(replica, _ASK_S)
-        connection = self._connections[replica]
-        return decode(link.ask(connection, request), Pulled).version
+        if copy == route.reader:
+            return decode(self._link.post("pull", request).result().meta, Pulled).version
+        if copy not in self._connections:
+            self._connections[copy] = route.connect_reader(copy, _ASK_S)
+        connection = self._connections[copy]
+        return decode(route.ask(connection, request), Pulled).version

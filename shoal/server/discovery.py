@@ -25,8 +25,8 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.wording import counted
+from shoal.server.chain_view import CopyAddresses
 from shoal.server.introduction import Announcer, Introduction, introduce
-from shoal.server.replica_addresses import ReplicaAddresses
 from shoal.server.server import Server
 from shoal.server.started import ServerAddress, StartedServers
 from shoal.strategy.sync_terms.ps import Ps
@@ -125,7 +125,7 @@ def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Se
     found = _set_of(term, Announcer(secret), [_address_of(server) for server in named], host)
     if term.replicas > 1:
         found.addresses = [
-            ReplicaAddresses(of_shard, shard * term.replicas, config)
+            CopyAddresses(of_shard, shard * term.replicas, config)
             for shard, of_shard in enumerate(found.addresses)
         ]
     return found

@@ -17,7 +17,7 @@ from shoal.embedding.hashing import Ids
 from shoal.embedding.row_copy import Rows
 from shoal.runtime.waits import waiting
 from shoal.server.link import PATIENCE, ServerLink
-from shoal.server.protocol.connection import Closed, Connection
+from shoal.server.protocol.connection import Closed, Connection, pack_frame
 from shoal.server.protocol.frames import HEADER_BYTES, unpack, verify
 from shoal.server.protocol.hello import Channel
 from shoal.server.request import Request
@@ -106,7 +106,7 @@ class ServerExchange:
     def _send(self) -> None:
         frames = []
         for link, request, connection in self._asked:
-            head = link.head_of(request)
+            head = pack_frame(link.header_of(request), request.meta, request.payload)
             frames.append((connection.sock.fileno(), head, *request.payload))
             connection.sent_bytes += len(head) + sum([view.nbytes for view in request.payload])
         try:

@@ -1,11 +1,13 @@
-"""What a worker asks a server, as a value that can be sent again."""
+"""What a worker asks a server, as a value that can be sent again; and why it was not answered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shoal.errors import PeerLost
 from shoal.server.protocol.frames import FrameKind
+from shoal.server.protocol.hello import Moved
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,15 @@ class Reply(NamedTuple):
 
     meta: bytes
     payload: bytearray
+
+
+class Broken(PeerLost):
+    """A connection ended before a request was answered; another try may mend it."""
+
+
+class MovedAway(Broken):
+    """This server is not the one to ask, and nothing of the request has had an effect on it."""
+
+    def __init__(self, rank: int, doing: str, moved: Moved, reason: str):
+        super().__init__(rank, None, f"{doing} ({reason})")
+        self.moved = moved

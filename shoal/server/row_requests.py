@@ -14,8 +14,7 @@ from shoal.embedding.hashing import Ids
 from shoal.embedding.row_copy import copy_rows
 from shoal.server import exchange
 from shoal.server.handlers.rows import MAX_ROW_BYTES
-from shoal.server.link import ServerLink
-from shoal.server.posted import PostedRequest
+from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.protocol.frames import FrameKind, decode, encode
 from shoal.server.protocol.messages import RowBatch
 from shoal.server.protocol.row_messages import RowsPulled

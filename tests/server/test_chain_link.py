@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from shoal.errors import PeerLost
-from shoal.server.chain_link import ChainLink
+from shoal.server.chain_route import ChainRoute
 from shoal.server.chain_view import ChainView
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
@@ -43,10 +43,10 @@ def worker_of(chain: FakeChain, rank: int = 0) -> Iterator[Client]:
         client.close()
 
 
-def link_of(client: Client) -> ChainLink:
+def route_of(client: Client) -> ChainRoute:
     (link,) = client.links
-    assert isinstance(link, ChainLink)
-    return link
+    assert isinstance(link.route, ChainRoute)
+    return link.route
 
 
 def push(client: Client, times: int = 1) -> list[str]:
@@ -80,7 +80,7 @@ def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread() -> None:
         assert set(chain.descriptors) == {0, 1, 2}
         push(first, 2)
         first.pull(None, 0).wait()
-        link_of(first).call("pull", Request(FrameKind.STATE_SET))
+        first.links[0].call("pull", Request(FrameKind.STATE_SET))
         first.pull(None, 0).wait()
         assert (chain.counted, chain.repeated) == ([1, 2], [])
         assert chain.pulls == [0, 0]
@@ -89,7 +89,7 @@ def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread() -> None:
 def test_another_worker_pulls_from_another_member_and_writes_to_the_head() -> None:
     with fake_chain() as chain, worker_of(chain, 1) as second:
         second.pull(None, 0).wait()
-        link_of(second).call("pull", Request(FrameKind.STATE_SET))
+        second.links[0].call("pull", Request(FrameKind.STATE_SET))
         second.pull(None, 0).wait()
         assert chain.pulls == [1, 1]
 
@@ -99,7 +99,7 @@ def test_the_head_is_found_wherever_it_is() -> None:
         chain.move(2, 0, 1)
         with worker_of(chain) as client:
             assert push(client) == ["admitted"]
-            assert link_of(client).view.head == 2
+            assert route_of(client).view.head == 2
 
 
 @pytest.mark.parametrize("when", [ANSWER_WITHOUT_EFFECT, EFFECT_WITHOUT_ANSWER])
@@ -114,7 +114,7 @@ def test_a_head_that_dies_at_a_push_costs_nothing_and_counts_nothing_twice(when:
         assert chain.counted == [1, 2, 3, 4]
         assert chain.repeated == ([3] if when == EFFECT_WITHOUT_ANSWER else [])
         assert chain.sequences[-1] == 2, "SETUP says what was acknowledged"
-        assert len(link_of(client).interruptions_s()) == 1
+        assert len(route_of(client).interruptions_s()) == 1
 
 
 def test_a_head_that_moves_away_is_followed_and_a_replica_that_comes_back_is_used_again() -> None:
@@ -158,9 +158,9 @@ def test_what_a_head_of_an_earlier_epoch_says_has_no_effect() -> None:
         push(client)
         chain.replicas[0].believes = chain.moved()
         chain.move(1, 2)
-        assert link_of(client).learn(chain.moved())
+        assert route_of(client).learn(chain.moved())
         push(client)  # the old head still says that it is the head of epoch 1
-        assert link_of(client).view.head == 1
+        assert route_of(client).view.head == 1
         assert chain.counted == [1, 2]
 
 
@@ -168,19 +168,19 @@ def test_members_that_answer_are_not_taken_for_the_head() -> None:
     with fake_chain() as chain, worker_of(chain) as client:
         push(client)
         chain.replicas[0].die()
-        link = link_of(client)
-        link.find_head_s = 0.1
+        route = route_of(client)
+        route.find_head_s = 0.1
         with pytest.raises(PeerLost, match="looking for the head"):
-            link.search.find(link.find_head_s)  # the others are members of its epoch
+            route.find_head(route.find_head_s)  # the others are members of its epoch
         chain.move(1, 2)
-        replica, connection = link.search.find(60)
+        replica, connection = route.find_head(60)
         connection.close()
         assert (replica, chain.set_ups[-1]) == (1, (1, 2)), "SETUP in the epoch in which it leads"
 
 
 def test_the_search_for_a_head_ends_and_names_the_shard_and_its_replicas() -> None:
     with fake_chain() as chain, worker_of(chain) as client:
-        link_of(client).find_head_s = 0.1
+        route_of(client).find_head_s = 0.1
         for replica in chain.replicas:
             replica.die()
         with pytest.raises(PeerLost, match=r"head of shard 0 \(servers 0 to 2\)"):

@@ -48,12 +48,12 @@ def test_after_a_read_that_timed_out_half_way_nothing_is_read_any_more(pair: Pai
 
 
 def test_an_interrupted_send_ends_the_connection(pair: Pair) -> None:
+    class Interrupted(socket.socket):
+        def sendmsg(self, *_: object) -> int:
+            raise KeyboardInterrupt
+
     near, _ = pair
-
-    def interrupt(_: object) -> int:
-        raise KeyboardInterrupt
-
-    near._send_all = interrupt  # type: ignore[method-assign, assignment]
+    near.sock = Interrupted(fileno=near.sock.detach())
     with pytest.raises(KeyboardInterrupt):
         near.send(Header(FrameKind.OK))
     with pytest.raises(Closed):

@@ -335,7 +335,7 @@ def _setup(connection: Connection, header: Header, spec: object, handle: int | N
     if handle is None:
         connection.send(named, meta)
     else:
-        connection.send_descriptor(named, meta, handle)
+        connection.send(named, meta, descriptor=handle)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -
     with victim() as (server, client):
         control, _, header = joined(server, client, "pull")
         handle = memfd.make("weights", client.size * 4)
-        control.send_descriptor(header._replace(kind=FrameKind.SHARE_WEIGHTS), b"", handle)
+        control.send(header._replace(kind=FrameKind.SHARE_WEIGHTS), b"", descriptor=handle)
         assert control.receive(1 << 16)[0].kind is FrameKind.ERROR
         os.close(handle)
         control.close()
@@ -415,7 +415,7 @@ def test_memory_for_weights_that_differs_from_that_of_other_workers_is_refused(w
         if wrong == "none":
             control.send(header)
         else:
-            control.send_descriptor(header, b"", handle)
+            control.send(header, b"", descriptor=handle)
         assert control.receive(1 << 16)[0].kind is FrameKind.ERROR
         os.close(handle)
         control.close()
@@ -429,7 +429,7 @@ def test_descriptors_do_not_pile_up() -> None:
         handle = os.memfd_create("many")
         for _ in range(100):
             meta = encode(Pull(None, 0))
-            connection.send_descriptor(header._replace(kind=FrameKind.PULL), meta, handle)
+            connection.send(header._replace(kind=FrameKind.PULL), meta, descriptor=handle)
             answer, _ = connection.receive(1 << 16)
             connection.read_into(memoryview(bytearray(answer.payload_bytes)))
         os.close(handle)
@@ -563,7 +563,7 @@ def test_places_outside_of_the_memory_of_a_worker_are_refused(place: int, places
         control, connection, header = joined(server, client, "rows")
         descriptor = memfd.make("rows", 4096)
         share = header._replace(kind=FrameKind.SHARE_ROWS)
-        connection.send_descriptor(share, b"\x81\xa6number\x00", descriptor)
+        connection.send(share, b"\x81\xa6number\x00", descriptor=descriptor)
         os.close(descriptor)
         assert connection.receive(1 << 16)[0].kind is FrameKind.OK
         meta, payload = _rows("t", [1, place], count=1, memory=0, places=places)

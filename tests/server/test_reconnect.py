@@ -16,6 +16,7 @@ from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.server.consistency import Rule
 from shoal.server.protocol.connection import Closed
+from shoal.server.route import DirectRoute
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
@@ -82,7 +83,7 @@ def test_rows_of_tables_are_trained_once_when_connections_break(
 
 
 def test_a_server_that_has_ended_is_reported_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.link.RECONNECT_S", 0.2)
+    monkeypatch.setattr("shoal.server.route.RECONNECT_S", 0.2)
     with servers(2, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
         found[1].close()
@@ -127,7 +128,8 @@ def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
 def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: int) -> None:
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
-        link = client.links[0]
+        route = client.links[0].route
+        assert isinstance(route, DirectRoute)
         model = found[0].models[MODEL]
         asked = threading.Semaphore(0)
         member = model.membership.members[0]
@@ -135,8 +137,8 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
             assert model.lock.wait_for(lambda: "push" in member.channels, 60)
             slow = member.channels["push"]._replace(abort=asked.release)
             member.channels["push"] = slow
-        first = link._connect("push", 60)
-        second = link._connect("push", 60)
+        first = route.connect("push", 60)
+        second = route.connect("push", 60)
         for _waiting in range(2):
             assert asked.acquire(timeout=60)
         with model.lock:
@@ -144,7 +146,7 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
             model.lock.notify_all()
         with pytest.raises(Closed):
             first.receive(100)
-        link._replace_connection("push", second)
+        route.connections.put("push", second)
         assert client.commit(*fill(client, 1.0)).verdict == "admitted"
         assert not found[0].refused
         first.close()

@@ -56,11 +56,26 @@ class Connection:
         self._broken: str | None = None  # why no frame can follow the latest one
         self._deadline_s: float | None = None
 
-    def send(self, header: Header, meta: bytes = b"", *payload: memoryview) -> None:
-        head = pack_frame(header, meta, payload)
+    def send(
+        self,
+        header: Header,
+        meta: bytes = b"",
+        *payload: memoryview,
+        descriptor: int | None = None,
+    ) -> None:
+        """A frame, with the descriptor of an open file (Unix sockets) or without."""
+        payload_bytes = sum([view.nbytes for view in payload])
+        head = pack(header, meta, payload_bytes)
+        views = [memoryview(head), *[view.cast("B") for view in payload if view.nbytes]]
         with self._sending:
-            self._send_all([memoryview(head), *payload])
-        self.sent_bytes += len(head) + sum(view.nbytes for view in payload)
+            if not self._scatters:
+                for view in views:
+                    self.sock.sendall(view)
+            else:
+                sent = self.sock.sendmsg(views, () if descriptor is None else _rights(descriptor))
+                if sent < len(head) + payload_bytes:
+                    self._send_after(sent, views)
+        self.sent_bytes += len(head) + payload_bytes
 
     def send_now(self, header: Header, meta: bytes, *payload: memoryview) -> memoryview | None:
         """Send a small frame without waiting; returns what the other side has no room for yet.
@@ -80,16 +95,8 @@ class Connection:
 
     def send_rest(self, rest: memoryview) -> None:
         with self._sending:
-            self._send_all([rest])
+            self.sock.sendall(rest)
         self.sent_bytes += rest.nbytes
-
-    def send_descriptor(self, header: Header, meta: bytes, descriptor: int) -> None:
-        """A frame without payload, with the descriptor of an open file (Unix sockets)."""
-        head = pack(header, meta)
-        with self._sending:
-            sent = socket.send_fds(self.sock, [head], [descriptor])
-            if sent < len(head):
-                self.sock.sendall(head[sent:])
 
     def receive(self, max_meta: int) -> tuple[Header, bytes]:
         """The next header and its metadata; the caller reads the payload."""
@@ -231,18 +238,19 @@ class Connection:
             with suppress(IndexError):
                 os.close(self._descriptors.pop())
 
-    def _send_all(self, buffers: list[memoryview]) -> None:
-        views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        if not self._scatters:
-            for view in views:
-                self.sock.sendall(view)
-            return
-        while views:
-            sent = self.sock.sendmsg(views)
+    def _send_after(self, sent: int, views: list[memoryview]) -> None:
+        """The rest of a frame whose first `sent` bytes have been sent."""
+        while True:
             while views and sent >= views[0].nbytes:
                 sent -= views.pop(0).nbytes
-            if views and sent:
-                views[0] = views[0][sent:]
+            if not views:
+                return
+            views[0] = views[0][sent:]
+            sent = self.sock.sendmsg(views)
+
+
+def _rights(descriptor: int) -> list[tuple[int, int, array.array[int]]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
 
 
 class _ReadAhead:

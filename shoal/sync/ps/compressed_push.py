@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
 from shoal.server.client import Client
+from shoal.server.link import PostedRequest
 from shoal.server.model.compression import PushCompression
-from shoal.server.posted import PostedRequest
 from shoal.server.protocol.frames import FrameKind, decode
 from shoal.server.protocol.messages import SavedResidual
 from shoal.server.request import Request

@@ -244,14 +244,14 @@ class PsWorker(Sync):
             "sent_bytes": sent_bytes,
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
-            "interruptions_s": [link.interruptions_s() for link in self.client.links],
+            "interruptions_s": [link.route.interruptions_s() for link in self.client.links],
             **self.push.report(),
         }
 
     def summary(self) -> list[str]:
         counted = "replica" if self.context.replica_group.size > 1 else "worker"
         rule = self.context.rule
-        holder = "shard" if any(link.has_replicas for link in self.client.links) else "server"
+        holder = "shard" if any(link.has_copies for link in self.client.links) else "server"
         sentences = summarize(self._stats, rule, self.client.shared_memory, counted, holder)
         return [*sentences, *self.push.summary(), *self._row_sentences()]
 

@@ -126,7 +126,7 @@ def test_a_worker_that_reaches_no_replica_gets_an_error_that_names_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal.server.protocol.endpoint.SILENT_PEER_MS", 1500)
-    monkeypatch.setattr("shoal.server.chain_link.FIND_HEAD_S", 1.0)
+    monkeypatch.setattr("shoal.server.chain_route.FIND_HEAD_S", 1.0)
     with hosts_world() as made:
         pusher = Pusher(made)
         pusher.wait_more()

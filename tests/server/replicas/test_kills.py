@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.server.broken import MovedAway
-from shoal.server.chain_link import ChainLink
+from shoal.server.chain_route import ChainRoute
 from shoal.server.client import Client
 from shoal.server.protocol.frames import FrameKind, encode
 from shoal.server.protocol.messages import Pull
+from shoal.server.request import MovedAway
 from tests.server.replicas.processes import (
     COORDINATOR,
     START_S,
@@ -238,8 +238,8 @@ class Run:
 
 def copies_of(client: Client, replicas: int) -> list[bytes]:
     """The weights of the only shard, as each member holds them."""
-    (link,) = client.links
-    assert isinstance(link, ChainLink)
+    route = client.links[0].route
+    assert isinstance(route, ChainRoute)
 
     found: list[bytes] = []
 
@@ -247,18 +247,18 @@ def copies_of(client: Client, replicas: int) -> list[bytes]:
         found.clear()
         client.stats()  # the head says which epoch it is
         with suppress(MovedAway):  # there is a later one
-            found.extend(_weights_at(link, replica) for replica in link.view.members)
+            found.extend(_weights_at(route, copy) for copy in route.view.members)
         return len(found) == replicas
 
     until(has_all, "the worker knows all members")
     return found
 
 
-def _weights_at(link: ChainLink, replica: int) -> bytes:
-    header = link._header._replace(kind=FrameKind.PULL, epoch=link.view.epoch)
-    with closing(link.connect_reader(replica, START_S)) as connection:
+def _weights_at(route: ChainRoute, copy: int) -> bytes:
+    header = route._dialer.header._replace(kind=FrameKind.PULL, epoch=route.view.epoch)
+    with closing(route.connect_reader(copy, START_S)) as connection:
         connection.send(header, encode(Pull(None, 0)))
-        answer, _ = link._receive_from(connection, FrameKind.PULL)
+        answer, _ = route._dialer.receive(connection, FrameKind.PULL)
         payload = bytearray(answer.payload_bytes)
         connection.read_into(memoryview(payload))
     assert payload

@@ -13,12 +13,12 @@ from shoal.coordinator.core import Core
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import PeerLost
 from shoal.runtime.config import RunConfig
-from shoal.server.chain_link import ChainLink
+from shoal.server.chain_route import ChainRoute
+from shoal.server.chain_view import CopyAddresses
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.replica_addresses import ReplicaAddresses
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL, SECRET, flat_of
@@ -36,7 +36,7 @@ def served(core: Core) -> Iterator[RunConfig]:
 
 
 def worker_of(made: World, config: RunConfig | None) -> Client:
-    addresses = ReplicaAddresses(made.addresses[0], 0, config)
+    addresses = CopyAddresses(made.addresses[0], 0, config)
     served = ServedOptions(ASYNC, optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
     specs = specs_of(flat_of(), [addresses[0]], served)
     return Client(0, MODEL, [addresses], SECRET, specs)
@@ -71,9 +71,9 @@ def test_a_replica_that_moved_serves_alone_when_the_others_are_lost() -> None:
 def test_without_a_coordinator_it_is_not_found() -> None:
     with world(replicas=2, tls=PLAIN) as made:
         client = worker_of(made, None)
-        (link,) = client.links
-        assert isinstance(link, ChainLink)
-        link.find_head_s = 0.5
+        route = client.links[0].route
+        assert isinstance(route, ChainRoute)
+        route.find_head_s = 0.5
         with pytest.raises(PeerLost, match="looking for the head of shard 0"):
             push_one_hot(client, 3, push_while_one_comes_back(made, client))
         client.close()
@@ -81,7 +81,7 @@ def test_without_a_coordinator_it_is_not_found() -> None:
 
 def test_an_address_is_replaced_by_one_that_other_hosts_reach() -> None:
     with world(replicas=2, tls=PLAIN) as made, served(made.coordinator._core) as config:
-        addresses = ReplicaAddresses([HERE, HERE, HERE, HERE], 2, config)
+        addresses = CopyAddresses([HERE, HERE, HERE, HERE], 2, config)
         said = {
             2: Alive(1, "unix:/a.sock", 1, THERE),
             3: Alive(1, "unix:/b.sock", 1),  # its host alone reaches it
@@ -97,6 +97,6 @@ def test_an_address_is_replaced_by_one_that_other_hosts_reach() -> None:
 
 
 def test_sockets_of_this_host_do_not_move() -> None:
-    addresses = ReplicaAddresses(["unix:/a.sock"], 0, RunConfig(coordinator=HERE, secret=SECRET))
+    addresses = CopyAddresses(["unix:/a.sock"], 0, RunConfig(coordinator=HERE, secret=SECRET))
     addresses.look_again()
     assert not addresses._asking.locked()

@@ -1,9 +1,9 @@
 """The other members of a chain, as a worker keeps in touch with them.
 
-Each has mapped the worker's memory, from which it reads pushes. While an answer of the head takes
-long, they are asked whether there is a new epoch: a head that was stopped, or cut off, keeps its
-connections open, and would be waited for. From time to time they are asked anyway: a worker that
-waits for other workers greets a new head, too, which may have to know where it is.
+Each has mapped the worker's memory, from which a head reads pushes. While an answer of the head
+takes long, they are asked whether there is a new epoch: a head that was stopped, or cut off, keeps
+its connections open, and would be waited for. From time to time they are asked anyway: a worker
+that waits for other workers greets a new head, too, which may have to know where it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import Protocol
 
 from shoal.errors import ShoalError
-from shoal.server.broken import MovedAway
 from shoal.server.chain_view import ChainView
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.hello import Channel, Moved
+from shoal.server.request import MovedAway
 
 PROBE_S = 0.25
 _IDLE_PROBE_S = 1.0
@@ -26,25 +26,25 @@ _JOIN_S = 5.0
 
 
 class Chain(Protocol):
-    """What a `ChainLink` gives."""
+    """What a `ChainRoute` gives."""
 
     index: int
     view: ChainView
 
-    def set_up(self, replica: int, timeout_s: float) -> Connection: ...
+    def set_up(self, copy: int, timeout_s: float) -> Connection: ...
     def probe(self, connection: Connection, timeout_s: float, is_final: bool = False) -> bytes: ...
     def learn(self, moved: Moved) -> bool: ...
     def greet_head(self) -> None: ...
 
 
-class ReplicaWatch:
+class ChainWatch:
     """A thread, and one idle connection to each member but the head."""
 
     def __init__(self, chain: Chain):
         self._chain = chain
         self._attached: dict[int, Connection] = {}
         self._detached: list[Connection] = []  # closed at the end: a thread may read from them
-        self._attaching = [threading.Lock() for _ in range(chain.view.replicas)]
+        self._attaching = [threading.Lock() for _ in range(chain.view.copies)]
         self._since_s: dict[Channel, float] = {}
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -72,34 +72,34 @@ class ReplicaWatch:
 
     # ------------------------------------------------------------------ members
 
-    def attach(self, replica: int, timeout_s: float) -> None:
+    def attach(self, copy: int, timeout_s: float) -> None:
         """Let a member know this worker and its memory; raises if it does not answer."""
-        with self._attaching[replica]:
-            if replica not in self._attached:
-                self._attached[replica] = self._chain.set_up(replica, timeout_s)
+        with self._attaching[copy]:
+            if copy not in self._attached:
+                self._attached[copy] = self._chain.set_up(copy, timeout_s)
 
-    def ask(self, replica: int, timeout_s: float) -> None:
-        """MovedAway if a replica is in another epoch than this worker; raises if it is silent."""
-        self.attach(replica, timeout_s)
+    def ask(self, copy: int, timeout_s: float) -> None:
+        """MovedAway if a copy is in another epoch than this worker; raises if it is silent."""
+        self.attach(copy, timeout_s)
         try:
-            with self._attaching[replica]:
-                connection = self._attached.get(replica)
+            with self._attaching[copy]:
+                connection = self._attached.get(copy)
                 if connection is not None:
                     self._chain.probe(connection, timeout_s)
         except MovedAway:
             raise
         except (OSError, ShoalError):
-            self.detach(replica)
+            self.detach(copy)
             raise
 
     def attach_members(self, timeout_s: float) -> None:
         """Those that can be reached; the others are tried again later."""
         view = self._chain.view
-        for replica in view.members:
-            if replica == view.head or replica in self._attached or self._over.is_set():
+        for copy in view.members:
+            if copy == view.head or copy in self._attached or self._over.is_set():
                 continue
             try:
-                self.attach(replica, timeout_s)
+                self.attach(copy, timeout_s)
             except MovedAway as moved:
                 self._chain.learn(moved.moved)
             except (OSError, ShoalError):
@@ -108,14 +108,14 @@ class ReplicaWatch:
     def final_stats(self, timeout_s: float) -> list[bytes]:
         """The counters of each member but the head, when all workers have left."""
         found = []
-        for replica, connection in list(self._attached.items()):
-            with self._attaching[replica], suppress(OSError, ShoalError):
+        for copy, connection in list(self._attached.items()):
+            with self._attaching[copy], suppress(OSError, ShoalError):
                 found.append(self._chain.probe(connection, timeout_s, is_final=True))
         return found
 
-    def detach(self, replica: int) -> None:
+    def detach(self, copy: int) -> None:
         """It is the head now, or was lost."""
-        connection = self._attached.pop(replica, None)
+        connection = self._attached.pop(copy, None)
         if connection is not None:
             connection.abort()
             self._detached.append(connection)
@@ -136,9 +136,9 @@ class ReplicaWatch:
 
     def _probe(self) -> None:
         """Ask whether there is a newer epoch, until one says so."""
-        for replica in list(self._attached):
+        for copy in list(self._attached):
             try:
-                self.ask(replica, _ATTACH_S)
+                self.ask(copy, _ATTACH_S)
             except MovedAway as moved:
                 if self._chain.learn(moved.moved):
                     return
