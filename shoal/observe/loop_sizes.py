@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shoal.observe.model_sizes import sizes_of
+from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.sync.memory import ModelSizes
 from shoal.sync.optimizer_step import OptimizerFactory
-from shoal.sync.optimizer_trial import PARAM_KEYS, like
 
 
 def loop_sizes(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[ModelSizes]:

@@ -1,14 +1,77 @@
-"""What is known of optimizers: their learning rates, and what an update looks at."""
+"""What is known of optimizers: their learning rates, and what an update looks at.
+
+Workers that own some parameters (zero, pp) or slices of them (tp, ep) have an optimizer each. That
+is right where an update depends on nothing that other workers have. A class says what it looks at
+with an attribute, `looks_at = "element"`, "parameter" or "model"; else its name decides.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
 import torch
 
+from shoal.errors import BadInput
+
+PARAM_KEYS = ("params", "param_names")
 # what these do to one element depends on no other, so a worker or server may hold a slice
 ELEMENTWISE = (
     *("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax"),
     *("Adagrad", "Adadelta", "RMSprop", "Rprop"),
 )
+_ELSEWHERE_ELEMENTWISE = (
+    *("SparseAdam", "Lion", "AdaBelief", "Adan"),
+    *("SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"),
+)
+# one step size, or one norm, of all parameters
+_OF_THE_MODEL = (
+    *("Prodigy", "DAdaptSGD", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptAdaGrad"),
+    *("SAM", "FusedLAMB"),
+)
+
+
+class LooksAt(IntEnum):
+    """What an update of one element depends on."""
+
+    ELEMENT = 0
+    PARAMETER = 1
+    MODEL = 2
+
+
+def looks_at(optimizer: torch.optim.Optimizer) -> LooksAt:
+    """An optimizer that is not known looks at whole parameters, each alone."""
+    said = getattr(optimizer, "looks_at", None)
+    if said is not None:
+        return LooksAt[said.upper()]
+    kind = type(optimizer)
+    names = {base.__name__ for base in kind.__mro__ if _step(base) is _step(kind)}
+    if names & {*ELEMENTWISE, *_ELSEWHERE_ELEMENTWISE}:
+        return LooksAt.ELEMENT
+    return LooksAt.MODEL if names & set(_OF_THE_MODEL) else LooksAt.PARAMETER
+
+
+def _step(kind: type) -> Any:
+    """The function that a class updates with; torch wraps it for profilers."""
+    return inspect.unwrap(getattr(kind, "step", kind))
+
+
+def refuse(found: LooksAt, name: str, strategy: str) -> None:
+    """Raise `BadInput` for an optimizer that looks at more than a worker has."""
+    if found is LooksAt.PARAMETER:
+        raise BadInput(
+            f"{name} updates an element by looking at the whole parameter, as far as known, and "
+            f"under {strategy} a worker has a slice of it: take ddp, zero or ps, or an elementwise "
+            f'optimizer such as AdamW; if it is elementwise, set {name}.looks_at = "element"'
+        )
+    if found is LooksAt.MODEL:
+        raise BadInput(
+            f"{name} updates a parameter by looking at others, and under {strategy} a worker has "
+            "some of them: take ddp, or an optimizer that looks at each parameter alone, such as "
+            "AdamW"
+        )
 
 
 def ratios(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -19,8 +82,10 @@ def ratios(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) / float(base) for group in optimizer.param_groups]
 
 
-def is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is of a class of torch whose update of an element depends on no other."""
-    name = type(optimizer).__name__
-    known = (*ELEMENTWISE, "SparseAdam")
-    return name in known and type(optimizer) is getattr(torch.optim, name, None)
+def like(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """An optimizer of the same class and settings, with other groups."""
+    kind: Callable[..., Any] = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    defaults = {k: v for k, v in optimizer.defaults.items() if takes_any or k in accepted}
+    return kind(groups, **defaults)

@@ -9,10 +9,10 @@ import torch
 
 from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
+from shoal.replica.optimizers import LooksAt, looks_at, refuse
 from shoal.replica.shard import ReplicaShard
 from shoal.sync.base import Ownership
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
-from shoal.sync.optimizer_trial import Coupling, Pieces, coupling, refuse
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step_context import StepContext
 
@@ -51,13 +51,12 @@ def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContex
     if not groups and not is_elastic:
         return
     found = torch.zeros((), device=context.device)
-    if update.named:
-        found += coupling(
-            update.optimizer, Pieces(False, shard.cut_dims()), update.named, update.factory
-        )
+    looks = looks_at(update.optimizer) if update.named else LooksAt.ELEMENT
+    if looks is LooksAt.MODEL or shard.cut_dims():  # whole parameters are enough for others
+        found += looks
     for group in groups:
         group.all_reduce(found, Op.MAX).wait()
-    refuse(Coupling(int(found)), type(update.optimizer).__name__, str(context.strategy))
+    refuse(LooksAt(int(found)), type(update.optimizer).__name__, str(context.strategy))
 
 
 def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
-from shoal.sync.optimizer_trial import PARAM_KEYS, Coupling, Pieces, coupling, like
+from shoal.replica.optimizers import PARAM_KEYS, LooksAt, like, looks_at
 from shoal.train.loop_part import LoopPart
 from shoal.train.model_checks import refuse_sparse_adam
 from shoal.train.torch_hooks import agree_on_overflow
@@ -93,7 +93,6 @@ class LoopOptimizer:
         self._zero_grad = optimizer.zero_grad
         self._seen = [_settings(group) for group in optimizer.param_groups]
         self._is_stepping = False
-        self._is_separable: bool | None = None
         self._check_lbfgs()
         for part in parts:
             if part.flat.grads.buckets:
@@ -274,10 +273,7 @@ class LoopOptimizer:
         """Refuse one that looks at several parameters, where parts have optimizers of their own."""
         if sum(part.trains for part in self.parts) < 2:
             return
-        if self._is_separable is None:
-            found = coupling(self.optimizer, Pieces(has_all_parameters=False))
-            self._is_separable = found is Coupling.NONE
-        if not self._is_separable:
+        if looks_at(self.optimizer) is LooksAt.MODEL:
             raise BadInput(
                 f"{type(self.optimizer).__name__} updates a parameter by looking at others, and "
                 "job.setup updates each model, and what was frozen in it, apart: give it a model "
