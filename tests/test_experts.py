@@ -253,7 +253,7 @@ class Regularized(Listed):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (StackedCentered, r"1.inner.experts computes other numbers"),
+        (StackedCentered, r"1.inner.experts does not compute"),
         (Regularized, r"cannot train Sequential: .* it fails with"),
     ],
 )

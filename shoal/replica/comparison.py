@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _TOLERANCES = {torch.float64: 1e-6, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_NOISE = 1e-5  # of the largest gradient: what rounding leaves where the gradient is 0
+
+
+class Computed(NamedTuple):
+    """What a model made of a batch; gradients are those of `score_of` its outputs."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+    def has_outputs(self, others: list[Tensor], first: bool = False) -> bool:
+        """Whether `others` are equal but for rounding; with `first`, that one alone."""
+        if first:
+            return all(is_close(a, b) for a, b in zip(self.outputs[:1], others[:1], strict=False))
+        if [t.shape for t in others] != [t.shape for t in self.outputs]:
+            return False
+        return all(is_close(a, b) for a, b in zip(self.outputs, others, strict=True))
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -31,6 +49,18 @@ def is_close(expected: Tensor, actual: Tensor, noise: float = 0.0, share: float 
     atol = tolerance_of(expected.dtype) * largest_of(a) + noise
     close = torch.isclose(a, actual.double(), rtol=0.0, atol=atol, equal_nan=True)
     return bool(close.all()) if share == 1.0 else float(close.double().mean()) >= share
+
+
+def noise_of(gradients: Mapping[str, Tensor | None]) -> float:
+    return _NOISE * max((largest_of(g) for g in gradients.values() if g is not None), default=0.0)
+
+
+def is_same(wanted: Tensor | None, found: Tensor | None, noise: float) -> bool:
+    """Of gradients, of which one that is missing is 0."""
+    if wanted is None or found is None:
+        present = found if wanted is None else wanted
+        return present is None or largest_of(present) <= noise
+    return is_close(wanted, found, noise)
 
 
 def gradients_of(outputs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:

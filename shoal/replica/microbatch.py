@@ -35,6 +35,14 @@ class MicroBatch(NamedTuple):
     seed: int = 0
 
 
+class Call(NamedTuple):
+    """How a module is called."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int
+
+
 def call_model(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = call_arguments(inputs)
     return model(*args, **kwargs)

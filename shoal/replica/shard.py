@@ -13,13 +13,12 @@ from shoal.pytree import Tree
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.context.stage import ContextStage
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
-from shoal.replica.expert.proof import RoutedCall, SpreadModel, prove_experts
 from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
-from shoal.replica.microbatch import Loss, MicroBatch, call_arguments
+from shoal.replica.microbatch import Call, Loss, MicroBatch, call_arguments
+from shoal.replica.split_check import SplitModel, check_split
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.replica.tensor.proof import prove_call
 from shoal.replica.token_axes import TokenAxes
 from shoal.schedules.pipelines.actions import accumulate
 
@@ -132,24 +131,18 @@ class ReplicaShard:
 
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """Raise `BadInput` unless the shards together compute what the model does."""
-        if self.is_proven_at_first:
+        if self.is_compared_at_first:
             micro = microbatches[0]
             with engine.flat.full_params(), self.precision():
                 args, kwargs = call_arguments(micro.inputs)
-                self.prove(RoutedCall(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
+                self.compare(Call(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
 
     @property
-    def is_proven_at_first(self) -> bool:
+    def is_compared_at_first(self) -> bool:
         """Whether the first call shows that the shards compute what the model does."""
         is_split = self.tensor is not None and bool(self.tensor.roles)
         return is_split or (self.experts is not None and not self.experts.drops)
 
-    def prove(self, call: RoutedCall, with_gradients: bool) -> None:
+    def compare(self, call: Call, with_gradients: bool) -> None:
         """`check` for arguments of the model's forward; all parameters are here."""
-        if self.experts is not None:
-            if not self.experts.drops:
-                prove_experts(
-                    SpreadModel(self.experts, self.tensor), call, with_gradients, self.say
-                )
-        elif self.tensor is not None:
-            prove_call(self.tensor, *call, with_gradients=with_gradients)
+        check_split(SplitModel(self.tensor, self.experts), call, with_gradients, self.say)

@@ -26,7 +26,7 @@ from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.pipeline.tied_weights import TiedWeights
 from shoal.replica.shard import ReplicaShard
-from shoal.replica.stage_proof import StageProof, evaluating
+from shoal.replica.stage_check import StageCheck, evaluating
 from shoal.replica.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline
@@ -160,7 +160,7 @@ class StageShard(ReplicaShard):
             self.stages.hide_kept(kept, self.group.rank)
         size = sum(t.nbytes for t in state_of(self.model).values())
         if not self._is_trusted and size <= LARGEST_CHECKED_BYTES:
-            StageProof(self, self.stages, self.group, engine).prove(microbatches[0])
+            StageCheck(self, self.stages, self.group, engine).run(microbatches[0])
         self.stages.hide_kept(kept, self.group.rank)
 
     def _rehearse(self, micro: MicroBatch, engine: Engine) -> list[list[Slot]]:

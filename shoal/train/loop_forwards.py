@@ -14,7 +14,7 @@ from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.mapping import in_torch_func
-from shoal.replica.microbatch import default_generators, seed_generators
+from shoal.replica.microbatch import Call, default_generators, seed_generators
 from shoal.replica.shard import ReplicaShard
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class LoopForwards:
         return [part for part in self._parts if part.step.model is model]
 
     def _is_due(self, shard: ReplicaShard) -> bool:
-        return shard.is_proven_at_first and shard.model not in self._compared
+        return shard.is_compared_at_first and shard.model not in self._compared
 
     def _compare_first(
         self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -115,7 +115,6 @@ class LoopForwards:
 
     def _compare(self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In the precision of the parameters: rounding of autocast would hide an error."""
-        from shoal.replica.expert.proof import RoutedCall
 
         parts = self._parts_of(shard.model)
         device = next(shard.model.parameters()).device.type
@@ -127,7 +126,7 @@ class LoopForwards:
                 stack.enter_context(part.flat.full_params())
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
-            shard.prove(RoutedCall(given[0], given[1], 0), with_gradients)
+            shard.compare(Call(given[0], given[1], 0), with_gradients)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:

@@ -18,7 +18,7 @@ from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.pipeline.balance import balanced_split
 from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.stage_proof import StageProof
+from shoal.replica.stage_check import StageCheck
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import assert_equal, train
@@ -302,7 +302,7 @@ def test_a_gradient_that_stages_lose_is_refused_by_the_name_of_its_parameter(
 def test_gradients_that_cannot_be_compared_are_named_at_the_start(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(StageProof, "_expected", lambda *args: None)  # the model fails
+    monkeypatch.setattr(StageCheck, "_expected", lambda *args: None)  # the model fails
     models = [_FixedFeatures() for _ in range(2)]
     world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))
     assert capsys.readouterr().err.count("_FixedFeatures could not be compared") == 1
@@ -330,13 +330,13 @@ def test_gradients_of_tied_weights_and_with_dropout_are_compared(
     world: World, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     verdicts: list[float] = []
-    judge = StageProof._judge
+    judge = StageCheck._judge
 
     def note(*args: Any) -> float:
         verdicts.append(judge(*args))
         return verdicts[-1]
 
-    monkeypatch.setattr(StageProof, "_judge", note)
+    monkeypatch.setattr(StageCheck, "_judge", note)
     strategy = f'pp(2, schedule="{schedule}")'
     models = [_TiedAndRandom() for _ in range(2)]
     world(2, lambda group: train(group, strategy, models[group.rank], samples(16), 8))

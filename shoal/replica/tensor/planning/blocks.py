@@ -3,7 +3,7 @@
     attention      q, k, v (or one fused layer) ─ heads ─ output
     MLP            widen ─ elementwise ─ narrow;   gated: two layers that widen
 
-What is found is a guess, which `proof.py` compares with the model before the first step.
+What is found is a guess, which `split_check.py` compares with the model before the first step.
 """
 
 from __future__ import annotations

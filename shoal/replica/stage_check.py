@@ -1,4 +1,4 @@
-"""Proof before the first step: the stages of a pipeline together compute what the model does.
+"""Before the first step: the stages of a pipeline together compute what the model does.
 
 The first stage gets the tensors of all stages and runs the whole model on the first micro-batch.
 Outputs are compared in evaluation mode. Gradients are compared in training, but for layers, which
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.func import functional_call
 from shoal.comm.group import Group, Op
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
-from shoal.replica.comparison import gradients_of, is_close, largest_of
+from shoal.replica.comparison import Computed, gradients_of, is_same, noise_of
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import (
@@ -38,18 +37,12 @@ from shoal.replica.pipeline.stages import Stages, named_tensors
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 
-_NOISE = 1e-5  # of the largest gradient: what rounding leaves where the gradient is 0
 _ROWS = 2  # of the micro-batch: they are enough to see a gradient, and need little memory
 _SAME = -1.0  # what is sent instead of the number of a parameter
 _OTHER_OUTPUTS = -2.0
 
 
-class _Expected(NamedTuple):
-    outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
-
-
-class StageProof:
+class StageCheck:
     """Compares the stages with the model; raises `BadInput` on all of them."""
 
     def __init__(self, shard: ReplicaShard, stages: Stages, group: Group, engine: Engine):
@@ -61,7 +54,7 @@ class StageProof:
         self._device = engine.flat.device
 
     @torch.no_grad()
-    def prove(self, micro: MicroBatch) -> None:
+    def run(self, micro: MicroBatch) -> None:
         with self._engine.flat.full_params(), self._shard.precision():
             with evaluating(self._model):
                 self._compare_outputs(micro.inputs)
@@ -87,7 +80,8 @@ class StageProof:
             with preserve_modes(whole):
                 whole.eval()
                 expected = functional_call(whole, tensors, args, kwargs, tie_weights=False)
-            same.fill_(_are_close(tensors_of(full_tensors(expected)), outputs))
+            found = Computed(tensors_of(full_tensors(expected)), {})
+            same.fill_(found.has_outputs(outputs))
         self._group.broadcast(same).wait()
         if not same:
             raise self._refusal(
@@ -146,11 +140,11 @@ class StageProof:
         with self._engine.frozen_statistics():
             return OnePass(stage, self._shard.named, self._device).run(micro.inputs, micro.seed)
 
-    def _expected(self, micro: MicroBatch, quiet: Quiet) -> _Expected | None:
+    def _expected(self, micro: MicroBatch, quiet: Quiet) -> Computed | None:
         """What the whole model computes, on the first stage; None where it cannot."""
         tensors = self._gather_tensors()
         if self._group.rank != 0:
-            return _Expected([], {})
+            return Computed([], {})
         trained = {name for name, p in self._model.named_parameters() if p.requires_grad}
         aliases = self._stages.aliases
         leaves = {n: t.detach().clone() for n, t in tensors.items() if aliases.get(n, n) == n}
@@ -166,7 +160,7 @@ class StageProof:
     @torch.enable_grad()
     def _run_whole(
         self, micro: MicroBatch, quiet: Quiet, full: dict[str, Tensor], wanted: dict[str, Tensor]
-    ) -> _Expected:
+    ) -> Computed:
         whole = self._whole()
         args, kwargs = call_arguments(micro.inputs)
         with preserve_modes(whole):
@@ -175,20 +169,19 @@ class StageProof:
             result = functional_call(whole, full, args, kwargs, tie_weights=False)
         outputs = tensors_of(full_tensors(result))
         gradients = gradients_of(outputs, wanted)
-        return _Expected([t.detach() for t in outputs], gradients)
+        return Computed([t.detach() for t in outputs], gradients)
 
     def _judge(
-        self, expected: _Expected, outputs: list[Tensor], gradients: dict[str, Tensor]
+        self, expected: Computed, outputs: list[Tensor], gradients: dict[str, Tensor]
     ) -> float:
-        if not _are_close(expected.outputs, outputs):
+        if not expected.has_outputs(outputs):
             return _OTHER_OUTPUTS
-        sizes = (largest_of(g) for g in expected.gradients.values() if g is not None)
-        noise = _NOISE * max(sizes, default=0.0)
+        noise = noise_of(expected.gradients)
         for number, name in enumerate(self._names()):
             wanted = expected.gradients.get(name)
             if wanted is not None and self._shard.tensor is not None:
                 wanted = self._shard.tensor.shard_of(name, wanted)
-            if not _is_same(wanted, gradients.get(name), noise):
+            if not is_same(wanted, gradients.get(name), noise):
                 return float(number)
         return _SAME
 
@@ -256,23 +249,3 @@ def _summed(stages: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         for name, grad in gradients.items():
             total[name] = total[name] + grad if name in total else grad
     return total
-
-
-def _is_same(wanted: Tensor | None, found: Tensor | None, noise: float) -> bool:
-    if wanted is None or found is None:
-        present = found if wanted is None else wanted
-        return present is None or largest_of(present) <= noise
-    return is_close(wanted, found, noise)
-
-
-def _are_close(expected: list[Tensor], actual: list[Tensor]) -> bool:
-    """Equal but for rounding, which here is that of the same operations on the same numbers."""
-    if [t.shape for t in expected] != [t.shape for t in actual]:
-        return False
-    for a, b in zip(expected, actual, strict=True):
-        a = a.double()
-        b = b.double()
-        size = float(a.abs().max()) if a.numel() else 0.0
-        if not torch.allclose(a, b, rtol=0.0, atol=1e-3 * size, equal_nan=True):
-            return False
-    return True
