@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -20,14 +18,6 @@ DTYPES = {
     for name in ("float64", "float32", "float16", "bfloat16", "int32", "int64", "bool")
 }
 # on two ranks, and what is said of them
-CALLS_THAT_CANNOT_BE: list[tuple[Callable[[Any], object], str]] = [
-    (lambda g: g.all_gather(torch.zeros(5), torch.zeros(2)), "needs 4 elements"),
-    (lambda g: g.reduce_scatter(torch.zeros(2), torch.zeros(5)), "needs 4 elements"),
-    (lambda g: g.all_to_all(torch.zeros(5), torch.zeros(5)), "that 2 divides"),
-    (lambda g: g.broadcast(torch.zeros(1), root=2), "ranks 0 to 1"),
-    (lambda g: g.gather(None, torch.zeros(1), root=g.rank), "it needs `out`"),
-    (lambda g: g.all_reduce(torch.ones(1, dtype=torch.bool), Op.MEAN), "have no mean"),
-]
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,14 @@ def all_reduce_of_every_dtype_and_op(group: Group) -> Findings:
 
 
 def all_reduce_leaves_the_same_bits_on_every_rank(group: Group) -> Findings:
-    data = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank))
-    group.all_reduce(data).wait()
-    of_rank_0 = data.clone()
-    group.broadcast(of_rank_0).wait()
-    return [("bits", data.view(torch.int32), of_rank_0.view(torch.int32))]
+    found = []
+    for numel in (1000, 9_999):
+        data = torch.randn(numel, generator=torch.Generator().manual_seed(group.rank))
+        group.all_reduce(data).wait()
+        of_rank_0 = data.clone()
+        group.broadcast(of_rank_0).wait()
+        found.append((f"bits of {numel}", data.view(torch.int32), of_rank_0.view(torch.int32)))
+    return found
 
 
 def all_reduce_of_a_slice_leaves_its_neighbours_alone(group: Group) -> Findings:
@@ -475,8 +478,8 @@ def pieces_may_be_lists_of_tensors(group: Group) -> Findings:
 
 
 def all_to_all_takes_pieces_of_different_sizes(group: Group) -> Findings:
-    """Rank r sends r + s elements to rank s; rank 0 sends itself none."""
-    counts = [group.rank + peer for peer in range(group.size)]
+    """Rank r sends 700 (r + s) elements to rank s; rank 0 sends itself none."""
+    counts = [700 * (group.rank + peer) for peer in range(group.size)]
     data = torch.full((sum(counts),), float(group.rank))
     out = torch.zeros(sum(counts))
     group.all_to_all_uneven(out, data, counts, counts).wait()

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.executors.scheduled import ScheduledGroup
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
@@ -21,7 +19,7 @@ from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.proof import ProofFailed
 from shoal.transport.threads import ThreadTransport
 from shoal.transport.transport import Work
-from tests.comm.cases import CALLS_THAT_CANNOT_BE, call, cases, check, group_for
+from tests.comm.cases import call, cases, check, group_for
 from tests.comm.threads import on_threads
 from tests.products import few_or_all
 
@@ -133,54 +131,6 @@ def test_a_name_is_for_the_kinds_that_know_it() -> None:
     assert on_threads(3, work) == [[3.0, 6.0, 0.0, 1.0, 2.0]] * 3
 
 
-def test_works_may_be_waited_for_in_any_order() -> None:
-    def work(transport: ThreadTransport) -> list[float]:
-        group = Group(Scheduled(transport, "ring"))
-        tensors = [torch.full((3,), float(i)) for i in range(4)]
-        works = [group.all_reduce(tensor) for tensor in tensors]
-        order = range(4) if group.rank % 2 else reversed(range(4))
-        for index in order:
-            works[index].wait()
-            works[index].wait()
-        return [float(tensor[0]) for tensor in tensors]
-
-    assert on_threads(4, work) == [[0.0, 4.0, 8.0, 12.0]] * 4
-
-
-def test_duplicates_do_not_mix_their_messages() -> None:
-    def work(transport: ThreadTransport) -> tuple[float, float]:
-        group = Group(Scheduled(transport, "ring"))
-        other = group.duplicate()
-        one = torch.ones(8)
-        two = torch.full((8,), 2.0)
-        for pending in [group.all_reduce(one), other.all_reduce(two)]:
-            pending.wait()
-        return float(one[0]), float(two[0])
-
-    assert on_threads(3, work) == [(3.0, 6.0)] * 3
-
-
-def test_in_the_background_operations_go_on_without_a_wait() -> None:
-    done = threading.Event()
-
-    def work(transport: ThreadTransport) -> list[float]:
-        group = Group(Scheduled(transport, "ring", background=True))
-        other = group.duplicate()
-        tensors = [torch.full((3,), float(i)) for i in range(4)]
-        works = [(group if i % 2 else other).all_reduce(t) for i, t in enumerate(tensors)]
-        if group.rank == 0:
-            assert done.wait(60)  # the others finish although this rank does not wait yet
-        for pending in works if group.rank % 2 else reversed(works):
-            pending.wait()
-        done.set()
-        return [float(tensor[0]) for tensor in tensors]
-
-    before = set(threading.enumerate())
-    assert on_threads(3, work) == [[0.0, 3.0, 6.0, 9.0]] * 3
-    for thread in set(threading.enumerate()) - before:  # idle queues end their threads
-        thread.join()
-
-
 def test_subgroups_count_from_zero_and_do_not_disturb_each_other() -> None:
     def work(transport: ThreadTransport) -> tuple[int, float]:
         world = Group(Scheduled(transport, "halving"))
@@ -192,11 +142,6 @@ def test_subgroups_count_from_zero_and_do_not_disturb_each_other() -> None:
         return mine.rank, float(data)
 
     assert on_threads(5, work) == [(2, 6.0), (0, 4.0), (1, 6.0), (1, 4.0), (0, 6.0)]
-
-
-def test_a_subgroup_of_strangers_is_refused() -> None:
-    with pytest.raises(BadInput, match="different ranks below 2"):
-        on_threads(2, lambda t: Group(Scheduled(t)).subgroup([0, 5]))
 
 
 def test_a_long_vector_is_cut_into_segments_and_comes_out_whole() -> None:
@@ -233,20 +178,6 @@ def test_segments_make_a_chain_a_pipe() -> None:
     assert sent == 64
 
 
-def test_push_and_pull_take_strided_tensors() -> None:
-    def work(transport: ThreadTransport) -> list[float]:
-        group = Group(Scheduled(transport))
-        wide = torch.zeros(3, 2)
-        if group.rank == 0:
-            wide[:, 1] = torch.tensor([1.0, 2.0, 3.0])
-            group.send(wide[:, 1], 1, tag=5).wait()
-        else:
-            group.recv(wide[:, 1], 0, tag=5).wait()
-        return wide[:, 1].tolist()  # type: ignore[no-any-return]
-
-    assert on_threads(2, work) == [[1.0, 2.0, 3.0]] * 2
-
-
 def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
     def work(transport: ThreadTransport) -> float:
         weight = torch.nn.Parameter(torch.ones(4))
@@ -254,14 +185,6 @@ def test_parameters_that_require_gradients_can_be_reduced_in_place() -> None:
         return float(weight.detach().sum())
 
     assert on_threads(3, work) == [4.0] * 3
-
-
-@pytest.mark.parametrize(("call_it", "sentence"), CALLS_THAT_CANNOT_BE)
-def test_an_impossible_call_is_refused_at_once(
-    call_it: Callable[[Group], object], sentence: str
-) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        on_threads(2, lambda t: call_it(Group(Scheduled(t, "ring"))))
 
 
 def test_a_lost_peer_is_reported_with_the_round() -> None:
@@ -321,13 +244,3 @@ def test_a_collective_that_runs_when_it_is_waited_for_is_exposed() -> None:
         return within and found.exposed > 0 and found.hidden == 0
 
     assert on_threads(2, work) == [True, True]
-
-
-def test_the_group_of_a_schedule_has_a_deprecated_name() -> None:
-    def work(transport: ThreadTransport) -> list[float]:
-        return summed(ScheduledGroup(transport, swap))
-
-    with pytest.warns(
-        DeprecationWarning, match=r"write Group\(Scheduled\(transport, algorithm\)\)"
-    ):
-        assert on_threads(2, work) == [[1.0, 3.0, 5.0, 7.0, 9.0]] * 2

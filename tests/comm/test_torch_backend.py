@@ -23,6 +23,7 @@ import shoal
 from shoal.errors import Desync, PeerLost
 from shoal.transport.shm.segment import is_built
 from tests import forked
+from tests.comm.torch_ranks import forked_ranks
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 ROOT = Path(__file__).parents[2]
@@ -60,61 +61,25 @@ def on_backend(
 
     `hosts` tells for each rank where it is said to be; rank `gone` gives no answer.
     """
-    context = torch.multiprocessing.get_context("fork")
-    pairs = [context.Pipe() for _ in range(size)]
-    processes = [
-        context.Process(
-            target=_main,
-            args=(rank, size, folder / "store", pairs[rank][1], body, ends_well, hosts[rank]),
-        )
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = []
-        for ours, _ in pairs[:gone] + (pairs[gone + 1 :] if gone is not None else []):
-            assert ours.poll(60), "a rank does not answer"
-            found.append(ours.recv())
-        for ours, _ in pairs:
-            ours.send("all have answered")
-    finally:
-        for process in processes:
-            process.join(60)
-            process.kill()
-            process.join()
-    wrong = [text for text in found if isinstance(text, str) and text.startswith("Traceback")]
-    assert not wrong, wrong[0]
-    return found
+    all_answer = torch.multiprocessing.get_context("fork").Barrier(size - (gone is not None))
 
-
-def _main(
-    rank: int,
-    size: int,
-    store: Path,
-    pipe: Any,
-    body: Callable[[int], Any],
-    ends_well: bool,
-    host: str,
-) -> None:
-    import traceback
-
-    torch.set_num_threads(1)
-    os.environ["SHOAL_HOST_ID"] = host
-    shoal.register_backend()
-    dist.init_process_group(
-        "shoal", init_method=f"file://{store}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=30),
-    )  # fmt: skip
-    try:
-        pipe.send(body(rank))
+    def main(rank: int) -> Any:
+        os.environ["SHOAL_HOST_ID"] = hosts[rank]
+        shoal.register_backend()
+        dist.init_process_group(
+            "shoal", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+            timeout=timedelta(seconds=30),
+        )  # fmt: skip
+        found = body(rank)
         if ends_well:
             dist.barrier()
-        else:  # stay until all answers have been read
-            pipe.recv()
-    except BaseException:
-        pipe.send(traceback.format_exc())
-    dist.destroy_process_group()
+        else:
+            all_answer.wait(60)
+        dist.destroy_process_group()
+        return found
+
+    found = forked_ranks(main, size)
+    return [answer for rank, answer in enumerate(found) if rank != gone]
 
 
 def trained(wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[float]:
@@ -129,8 +94,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[float]:
         model(part).square().mean().backward()
         optimizer.step()
     weight = next(iter(model.parameters())).detach()
-    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return whole.flatten().tolist()  # type: ignore[no-any-return]
+    return weight.flatten().tolist()  # type: ignore[no-any-return]
 
 
 def test_distributed_data_parallel_gives_the_weights_of_one_process(tmp_path: Path) -> None:
@@ -140,82 +104,6 @@ def test_distributed_data_parallel_gives_the_weights_of_one_process(tmp_path: Pa
     alone = trained(lambda model: model, -1)
     for weights in found:
         assert weights == pytest.approx(alone, abs=1e-6)
-
-
-def test_fully_shard_gives_the_weights_of_one_process(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def shard(model: nn.Module) -> nn.Module:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        return model
-
-    alone = trained(lambda model: model, -1)
-    for weights in on_backend(tmp_path, partial(trained, shard)):
-        assert weights == pytest.approx(alone, abs=1e-6)
-
-
-def test_parallelize_module_gives_the_output_of_one_process(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    def body(rank: int) -> float:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-        data = torch.randn(2, 8)
-        alone = model(data)
-        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-        return float((model(data) - alone).abs().max())
-
-    assert max(on_backend(tmp_path, body)) < 1e-5
-
-
-def test_pipelining_and_checkpoints_run(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    def body(rank: int) -> float:
-        torch.manual_seed(rank)
-        stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
-        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
-        if rank == 0:
-            schedule.step(torch.ones(4, 4))
-        else:
-            schedule.step(target=torch.zeros(4, 4))
-        state = {f"weight {rank}": stage.submod.weight.detach().clone()}
-        dcp.save(state, checkpoint_id=tmp_path / "saved")
-        again = {f"weight {rank}": torch.zeros(4, 4)}
-        dcp.load(again, checkpoint_id=tmp_path / "saved")
-        grad = stage.submod.weight.grad
-        assert grad is not None and torch.equal(*again.values(), *state.values())
-        return float(grad.abs().sum())
-
-    assert all(total > 0 for total in on_backend(tmp_path, body))
-
-
-def test_objects_futures_subgroups_and_messages(tmp_path: Path) -> None:
-    def body(rank: int) -> list[Any]:
-        things: list[Any] = [None, None]
-        dist.all_gather_object(things, {"rank": rank})
-        work = dist.all_reduce(torch.full((100_000,), float(rank + 1)), async_op=True)
-        doubled = work.get_future().then(lambda f: float(f.value()[0][0]) * 2).wait()
-        alone = dist.new_group([1])
-        few = torch.tensor([rank])
-        if rank == 1:
-            dist.all_reduce(few, group=alone)
-            dist.send(torch.tensor([5.0]), 0, tag=9)
-            return [things, doubled, int(few)]
-        into = torch.zeros(1)
-        source = dist.recv(into, tag=9)
-        return [things, doubled, float(into), source]
-
-    things = [{"rank": 0}, {"rank": 1}]
-    assert on_backend(tmp_path, body) == [[things, 6.0, 5.0, 1], [things, 6.0, 1]]
 
 
 def _error_of(call: Callable[[], Any]) -> str:
