@@ -115,7 +115,7 @@ class SameBatches:
             )
 
 
-_BLOCK_WORDS = 1 << 15  # of 8 bytes: in the cache
+_BLOCK_BYTES = 1 << 18  # stay in the cache
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -124,8 +124,9 @@ def batch_digest(batch: Any, total: int) -> int:
     found = total
     for tensor in tensors_of(batch):
         content = tensor.detach().contiguous().flatten().view(torch.uint8)
-        numbers = [len(content), *map(_block_digest, content.split(8 * _BLOCK_WORDS))]
-        for number in numbers:
+        starts = range(0, len(content), _BLOCK_BYTES)
+        blocks = (content[start : start + _BLOCK_BYTES] for start in starts)
+        for number in (len(content), *map(_block_digest, blocks)):
             found = (found * _MULTIPLIER + number) % (1 << 63)
     return found
 
@@ -142,5 +143,5 @@ def _block_digest(content: Tensor) -> int:
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Odd numbers, the same in every process."""
-    drawn = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, _BLOCK_WORDS)
+    drawn = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, _BLOCK_BYTES // 8)
     return torch.from_numpy(drawn | 1).to(device)
