@@ -22,8 +22,8 @@ from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import Follow, ModelSpec
 from shoal.server.protocol.row_messages import FollowRows
-from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.operations import ChainAccess, Execute
+from shoal.server.replicas.place import Elsewhere
 from shoal.server.replication import Follower, Followers
 from shoal.server.saving.background import ShardSaver
 from shoal.server.slowness import Slowness

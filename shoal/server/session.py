@@ -21,7 +21,7 @@ from shoal.server.peer import Peer
 from shoal.server.protocol.connection import Closed
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused
 from shoal.server.protocol.messages import ErrorReply
-from shoal.server.replicas.elsewhere import Elsewhere
+from shoal.server.replicas.place import Elsewhere
 
 # importing them fills the table
 HANDLER_MODULES = (chain, compressed, control, device, hot_rows, pull, push, rows)

@@ -1,4 +1,4 @@
-"""One replica: its chain node, and how the effects of the node are carried out.
+"""One chain member: its node, and how the effects of the node are carried out.
 
     changed       guards the node and all that belongs to it; held for microseconds
     applying      held while operations are applied, one after the other, in the order of the log
@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.runtime.failpoints import failpoint
@@ -36,19 +38,77 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.frames import Refused
 from shoal.server.replicas.apply import apply
-from shoal.server.replicas.elsewhere import Elsewhere
-from shoal.server.replicas.operations import Operation, Pushed
+from shoal.server.replicas.operations import OnCommitted, Operation, Pushed
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.place import Elsewhere, ReplicaPlace
 from shoal.server.replicas.snapshots import snapshot_sender
-from shoal.server.replicas.waiters import Outcome, Waiters
 from shoal.server.replicas.wire import Proposed
 
 MAX_KEPT_BYTES = 1 << 30  # of pushes, for a replica that catches up; at least 4 of them
 _OPERATION_BYTES = 512  # about, without a payload
 
 
-class ReplicaCore:
+@dataclass
+class Outcome:
+    answer: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class Waiter:
+    """A thread that waits for one operation: it is woken alone, and once."""
+
+    node: ChainNode
+    position: int
+    is_early: bool  # it is answered before it is committed
+    on_committed: OnCommitted | None = None
+    outcome: Outcome | None = None
+    woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
+
+    def __post_init__(self) -> None:
+        self.woken.acquire()
+
+    def wake(self) -> None:
+        outcome = self.outcome
+        if self.on_committed is not None and outcome is not None and outcome.error is None:
+            self.on_committed(outcome.answer)
+        self.woken.release()
+
+
+class Waiters:
+    """By the position of the operation; guarded by the replica's lock."""
+
+    def __init__(self) -> None:
+        self._by_position: dict[int, Waiter] = {}
+
+    def add(self, waiter: Waiter) -> Waiter:
+        self._by_position[waiter.position] = waiter
+        return waiter
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._by_position
+
+    def applied(self, position: int, outcome: Outcome) -> None:
+        """It has been applied here."""
+        waiter = self._by_position.get(position)
+        if waiter is not None:
+            waiter.outcome = outcome
+            if waiter.is_early:
+                self.wake(position)
+
+    def wake(self, position: int) -> None:
+        waiter = self._by_position.pop(position, None)
+        if waiter is not None:
+            waiter.wake()
+
+    def end_all(self) -> None:
+        """This replica was removed: what it has applied and not committed counts for nothing."""
+        for position, waiter in list(self._by_position.items()):
+            waiter.outcome = None
+            self.wake(position)
+
+
+class ChainCore:
     """All but `place`, `host` and `lease` is guarded by `changed`, which is notified of news."""
 
     def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):

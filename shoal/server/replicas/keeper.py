@@ -22,7 +22,7 @@ from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.failpoints import failpoint
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
-from shoal.server.replicas.address_book import AddressBook, OwnAddress
+from shoal.server.replicas.place import AddressBook, OwnAddress
 from shoal.server.replicas.runtime import ChainRuntime
 
 _OF_TTL = 5  # renewals, and looks, in the time of a lease

@@ -16,8 +16,8 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.operations import Payload, StepClosed
+from shoal.server.replicas.place import Elsewhere
 from shoal.server.replicas.runtime import ChainRuntime
 from shoal.server.replicas.streams import StreamFollower
 

@@ -21,8 +21,7 @@ from shoal.server.protocol.endpoint import PLAIN, connect, expect_answers
 from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.replicas.operations import EMPTY
-from shoal.server.replicas.payloads import views_of
-from shoal.server.replicas.wire import encode_message
+from shoal.server.replicas.wire import encode_message, views_of
 
 SILENT_REPLICA_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03

@@ -13,11 +13,10 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header
-from shoal.server.replicas.address_book import AddressBook, OwnAddress
 from shoal.server.replicas.keeper import Keeper
 from shoal.server.replicas.leading import Leading
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.place import AddressBook, OwnAddress, ReplicaPlace
 from shoal.server.replicas.runtime import ChainRuntime
 from shoal.server.replicas.streams import StreamFollowers
 

@@ -24,8 +24,8 @@ from shoal.server.protocol.endpoint import PLAIN, connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.handshake import authenticate
 from shoal.server.protocol.messages import Follow, LogEntry, Norms, NormsRequest
-from shoal.server.replicas.elsewhere import Elsewhere
 from shoal.server.replicas.operations import Decided, Execute, Payload
+from shoal.server.replicas.place import Elsewhere
 
 _RETRY_S = 0.05
 _CONNECT_S = 2.0

@@ -14,8 +14,7 @@ from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.replicas.address_book import AddressBook, OwnAddress
-from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.place import AddressBook, OwnAddress, ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from tests.server.helpers import SECRET

@@ -69,7 +69,7 @@ def replica(me: int, replicas: int) -> tuple[ChainRuntime, dict[int, Recorder]]:
     config = ChainConfig(1, members, incarnations)
     runtime.reconfigure(lambda manager: manager.fetched(Fetch(1), config, 1, {}))
     if me + 1 in peers:
-        runtime.frames.deliver(me + 1, At(1, 0, 0))
+        runtime.deliver(me + 1, At(1, 0, 0))
     return runtime, peers
 
 
@@ -95,7 +95,7 @@ def test_a_head_passes_operations_on_while_it_applies_another_one(slow: SlowAppl
             with runtime.changed:
                 assert runtime.changed.wait_for(lambda: runtime.node.position == 2, LIMIT_S)
             assert [message.position for message in peers[1].posted] == [1, 2]
-            runtime.frames.deliver(1, Acked(1, 2))
+            runtime.deliver(1, Acked(1, 2))
             assert not answers, "what is not applied here has no answer"
             slow.go_on.set()
     assert slow.workers == [5, 6]
@@ -104,10 +104,10 @@ def test_a_head_passes_operations_on_while_it_applies_another_one(slow: SlowAppl
 
 def test_an_operation_is_acknowledged_while_it_is_applied(slow: SlowApply) -> None:
     runtime, peers = replica(1, 3)
-    with running(runtime.frames.deliver, 0, Append(1, 1, 0, Proposed(Left(0, 5)))):
+    with running(runtime.deliver, 0, Append(1, 1, 0, Proposed(Left(0, 5)))):
         assert slow.began.wait(LIMIT_S)
         assert [message.position for message in peers[2].posted] == [1]
-        runtime.frames.deliver(2, Acked(1, 1))
+        runtime.deliver(2, Acked(1, 1))
         assert runtime.node.committed == 1
         assert peers[0].posted == [Acked(1, 1)]
         slow.go_on.set()
@@ -121,7 +121,7 @@ def test_a_read_waits_for_what_is_logged(slow: SlowApply) -> None:
         runtime.catch_up()
         seen.append(list(slow.workers))
 
-    with running(runtime.frames.deliver, 0, Append(1, 1, 0, Proposed(Left(0, 5)))):
+    with running(runtime.deliver, 0, Append(1, 1, 0, Proposed(Left(0, 5)))):
         assert slow.began.wait(LIMIT_S)
         with running(read):
             slow.go_on.set()

@@ -19,9 +19,8 @@ from shoal.server.model_host import ModelHost
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
-from shoal.server.replicas.address_book import AddressBook
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.place import AddressBook, ReplicaPlace
 from shoal.server.replicas.runtime import ChainRuntime
 from shoal.server.replicas.snapshots import SnapshotHead
 from shoal.server.replicas.start import ReplicaSettings
@@ -185,7 +184,7 @@ class _ForgetfulPeer:
             self.asks += 1
             if self.asks > 1:
                 answer = Confirm(message.epoch, message.number)
-                threading.Thread(target=self.runtime.frames.deliver, args=(1, answer)).start()
+                threading.Thread(target=self.runtime.deliver, args=(1, answer)).start()
 
 
 def test_a_question_whose_answer_was_lost_is_repeated_while_others_are_busy() -> None:
@@ -204,7 +203,7 @@ def test_a_question_whose_answer_was_lost_is_repeated_while_others_are_busy() ->
     busy = threading.Thread(target=keep_busy)
     busy.start()
     try:
-        runtime.reads.confirm(runtime.node)
+        runtime.confirm(runtime.node)
     finally:
         is_over.set()
         busy.join()

@@ -7,7 +7,7 @@ import torch
 
 from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import Rule
-from shoal.server.replicas.waiters import Outcome, Waiter, Waiters
+from shoal.server.replicas.core import Outcome, Waiter, Waiters
 from tests.server.replicas.world import pulled, push_one_hot, world
 
 ASYNC = Rule(1, asynchronous=True)

@@ -158,7 +158,7 @@ def test_a_replica_that_answers_without_a_lease_is_found_out() -> None:
     def spoil(made: HostWorld) -> None:
         replica = made.servers[2].replica
         assert replica is not None
-        replica.runtime.reads.confirm = lambda node: None  # type: ignore[method-assign]
+        replica.runtime.confirm = lambda node: None  # type: ignore[method-assign]
 
     wrong = reads_at_a_tail_that_is_cut_off(spoil).violation()
     assert wrong is not None
