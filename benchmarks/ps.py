@@ -41,9 +41,8 @@ from shoal.embedding.store import RowStore
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
-from shoal.sync.base import Replica, Sync
+from shoal.sync.base import Replica, Sync, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.registry import plan_for
 
 PEERS = ("ray", "rpc")
 TABLE_ROWS = 1_000_000

@@ -34,10 +34,9 @@ from shoal.runtime.config import RunConfig
 from shoal.server.chain_route import ChainRoute
 from shoal.server.copy_reader import CopyReader
 from shoal.server.protocol.messages import Commit
-from shoal.sync.base import Replica
+from shoal.sync.base import Replica, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.worker import PsWorker
-from shoal.sync.registry import plan_for
 
 _MAX_BYTES = 1 << 20
 _WARM_UP = 10

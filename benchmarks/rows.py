@@ -34,10 +34,9 @@ from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.server.link import ServerLink
 from shoal.server.row_client import ServerStore
-from shoal.sync.base import Replica
+from shoal.sync.base import Replica, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.worker import PsWorker
-from shoal.sync.registry import plan_for
 
 WAYS = ("owners", "copies", "cache")
 _BATCHES = 64  # that a worker pulls in turn

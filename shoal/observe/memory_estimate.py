@@ -35,9 +35,9 @@ from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.base import Batches
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
+from shoal.sync.base import plan_for
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
-from shoal.sync.registry import plan_for
 from shoal.train.job import Job
 from shoal.train.options import StepOptions
 from shoal.train.setup_loop import loop_term

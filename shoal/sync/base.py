@@ -1,6 +1,6 @@
 """How replicas agree: a `Sync` acts in three moments of a step, a `SyncPlan` makes it.
 
-plan = plan_for(term)            the term's torch side (registry.py)
+plan = plan_for(term)            the term's torch side
 plan.check(options, replicas)    refuse what cannot work
 plan.materialize(model, …)       the model on its device, or left deferred where it is sharded
 plan.layout(shard, …)            its parameters as one flat buffer
@@ -11,6 +11,7 @@ plan.memory(sizes, …)            what all of it takes, without allocating it
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 
 if TYPE_CHECKING:
     from shoal.replica.shard import ReplicaShard
+
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
@@ -379,3 +381,23 @@ class SyncPlan(Generic[T]):
     def build(self, replica: Replica) -> Sync:
         """The sync; called once, when a step is built."""
         raise NotImplementedError
+
+
+P = TypeVar("P", bound=type[SyncPlan[Any]])
+_PLANS: dict[type[SyncTerm], type[SyncPlan[Any]]] = {}
+
+
+def runs(kind: type[SyncTerm]) -> Callable[[P], P]:
+    """Register the decorated class as the plan of a term."""
+
+    def register(plan: P) -> P:
+        _PLANS[kind] = plan
+        return plan
+
+    return register
+
+
+def plan_for(term: SyncTerm) -> SyncPlan[Any]:
+    """What `term` means at run time; its module, `sync_module`, is imported when it is used."""
+    importlib.import_module(term.sync_module)
+    return _PLANS[type(term)](term)

@@ -10,13 +10,34 @@ Tensors that a later stage does not need are deleted before the generator yields
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from shoal.comm.group import Group
-from shoal.sync.residuals import check_residuals, take_residual
+from shoal.comm.group import Group, Op
+from shoal.compress.catalog import TopK, make_compressor
+from shoal.compress.compressor import Compressor
+from shoal.compress.powersgd import PowerSgd
+from shoal.errors import BadInput
+from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat_params import FlatParams
+from shoal.strategy.base import SyncTerm
+from shoal.sync.base import Copies, StepSettings
+from shoal.sync.memory import ModelSizes
+from shoal.sync.residuals import (
+    INDEX_BYTES,
+    check_residuals,
+    check_size,
+    is_alike,
+    new_residual,
+    positions_in,
+    residual_dtype,
+    take_residual,
+    unused_positions,
+)
 from shoal.transport.transport import Work
 
 
@@ -94,3 +115,263 @@ class CompressedSum:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Each worker takes its own back; another number of workers splits the sum equally."""
         take_residual(tensors, self.residual, self.group.rank, self.group.size)
+
+
+class FactoredSum(CompressedSum):
+    """PowerSGD: the projections of all replicas are added up, P is made orthogonal, and so on.
+
+    A replica keeps what its own matrices have outside of the space that P spans.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        group: Group,
+        factors: dict[int, PowerSgd],
+        unused: Tensor,
+    ):
+        self.group = group
+        self.factors = factors
+        self.under_way = []
+        self.residual = new_residual(flat, flat.size)
+        self.unused = unused
+
+    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
+        factors = self.factors[at.start]
+        wanted = x + self.residual[at]
+        left = factors.project(wanted)
+        rest = left[factors.num_left :].clone()
+        yield self.group.all_reduce(left)
+        factors.orthogonalise(left)
+        right = factors.correlate(wanted, left)
+        if self.feedback:
+            sent = torch.cat([left[: factors.num_left], rest])
+            torch.sub(wanted, factors.expand(sent, right), out=self.residual[at])
+            del sent
+        del wanted, rest
+        if factors.num_right:
+            yield self.group.all_reduce(right)
+        factors.continue_from(right)
+        x.copy_(factors.expand(left, right))
+
+    def state(self) -> dict[str, Tensor]:
+        bases = {f"basis/{start}": f.basis for start, f in self.factors.items() if f.num_right}
+        return {**super().state(), **bases}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Bases of other buckets are of no use: the iteration then starts again."""
+        super().load_state(tensors)
+        for start, factors in self.factors.items():
+            basis = tensors.get(f"basis/{start}")
+            if basis is not None and is_alike(basis, factors.basis):
+                factors.basis = basis.to(self.residual.device)
+
+
+def factored_memory(factors: PowerSgd, width: int) -> SliceMemory:
+    """`width` is that of an element of the residual."""
+    left = 4 * (factors.num_left + factors.num_rest)
+    right = 4 * factors.num_right
+    first = factors.numel * width + left + 4 * factors.num_rest
+    return SliceMemory(kept=right, first=first, second=left + right if right else 0)
+
+
+MOST_KEPT = 4  # times as many elements of a sum as each replica sends
+
+
+class ShardedSum(CompressedSum):
+    """Every rank owns a shard of each slice and packs its sum, perhaps in another way.
+
+    What the second packing loses is kept by the owner (`owed`) and added to its next sum.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        group: Group,
+        slices: Sequence[slice],
+        compressor: Compressor,
+        unused: Tensor,
+    ):
+        self.group = group
+        self.compressor = compressor
+        self.sum_compressor = sum_compressor(compressor, group.size)
+        self.under_way = []
+        self.residual = new_residual(flat, flat.size)
+        self.unused = unused
+        self.owned = {at.start: owned_shard(at, group.rank, group.size) for at in slices}
+        self.owed = {start: new_residual(flat, s.stop - s.start) for start, s in self.owned.items()}
+        self._unused = {start: positions_in(unused, s) for start, s in self.owned.items()}
+
+    def clear_unused(self) -> None:
+        super().clear_unused()
+        for start, positions in self._unused.items():
+            self.owed[start][positions] = 0.0
+
+    def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
+        packed = self._pack(x, at)
+        arrived = torch.empty_like(packed)
+        yield self.group.all_to_all(arrived, packed)
+        answer = self._pack_sum(arrived, at)
+        del packed, arrived
+        sums = answer.new_empty(self.group.size, answer.numel())
+        yield self.group.all_gather(sums, answer)
+        x.copy_(self._join(self.sum_compressor, sums, x))
+
+    def _pack(self, x: Tensor, at: slice) -> Tensor:
+        """A row for each rank: its shard of `x` and of what is left to send."""
+        size = self.group.size
+        shard = shard_size(x.numel(), size)
+        wanted = x + self.residual[at]
+        rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
+        packed = torch.stack([self.compressor.pack(row) for row in rows])
+        if self.feedback:
+            torch.sub(wanted, self._join(self.compressor, packed, x), out=self.residual[at])
+        return packed
+
+    def _pack_sum(self, arrived: Tensor, at: slice) -> Tensor:
+        """The sum of this rank's shard over all ranks, packed."""
+        shard = shard_size(at.stop - at.start, self.group.size)
+        owed = self.owed[at.start]
+        total = F.pad(owed, (0, shard - owed.numel()))
+        for message in arrived:
+            total += self.compressor.unpack(message, shard)
+        answer = self.sum_compressor.pack(total)
+        if self.feedback:
+            total -= self.sum_compressor.unpack(answer, shard)
+            owed.copy_(total[: owed.numel()])
+        return answer
+
+    def state(self) -> dict[str, Tensor]:
+        all_owed = torch.zeros_like(self.residual)
+        for start, owned in self.owned.items():
+            all_owed[owned] = self.owed[start]
+        self.group.reduce(all_owed, op=Op.SUM).wait()
+        saved = super().state()
+        return {**saved, "owed": all_owed} if self.group.rank == 0 else {}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        super().check_state(tensors)
+        if "owed" in tensors:
+            check_size(tensors["owed"], self.residual)
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        super().load_state(tensors)
+        if "owed" not in tensors:
+            return
+        for start, owned in self.owned.items():
+            self.owed[start].copy_(tensors["owed"][owned])
+
+    def _join(self, compressor: Compressor, packed: Tensor, like: Tensor) -> Tensor:
+        """The shards that the rows of `packed` stand for, one after the other."""
+        shard = shard_size(like.numel(), self.group.size)
+        return torch.cat([compressor.unpack(row, shard) for row in packed])[: like.numel()]
+
+
+def owned_shard(at: slice, rank: int, replicas: int) -> slice:
+    """Where the shard of a slice lies that this rank adds up."""
+    shard = shard_size(at.stop - at.start, replicas)
+    start = min(at.stop, at.start + rank * shard)
+    return slice(start, min(at.stop, start + shard))
+
+
+def sum_compressor(compressor: Compressor, replicas: int) -> Compressor:
+    """How sums are packed.
+
+    The largest elements of several replicas are mostly different ones. Sums over up to four of
+    them are sent completely, those over more in part, so that bytes do not grow with their number.
+    """
+    if isinstance(compressor, TopK):
+        return TopK(min(1.0, compressor.fraction * min(replicas, MOST_KEPT)))
+    return compressor
+
+
+def shard_size(numel: int, size: int) -> int:
+    return -(-numel // size)
+
+
+def sharded_memory(
+    sizes: ModelSizes, at: slice, compressor: Compressor, rank: int, replicas: int
+) -> SliceMemory:
+    """Packed shards leave and arrive; then the packed sums of all shards arrive."""
+    owned = owned_shard(at, rank, replicas)
+    shard = shard_size(at.stop - at.start, replicas)
+    owed = (owned.stop - owned.start) * residual_dtype(sizes.flat.dtype).itemsize
+    packed_sum = sum_compressor(compressor, replicas).num_bytes(shard)
+    return SliceMemory(
+        kept=owed + INDEX_BYTES * sizes.unused_in(owned),
+        first=2 * replicas * compressor.num_bytes(shard),
+        second=(replicas + 1) * packed_sum,
+    )
+
+
+class CompressedMemory(NamedTuple):
+    """Bytes that a compressed sum takes."""
+
+    residuals: int  # kept from step to step
+    in_flight: int  # most at a time, when all slices are under way
+
+
+def make_compressed_sum(
+    text: str,
+    flat: FlatParams,
+    group: Group,
+    slices: Sequence[slice],
+    copies: Copies | None = None,
+) -> CompressedSum:
+    """What `compress="…"` asks for, for these slices of the buffer."""
+    unused = unused_positions(flat, copies)
+    compressors = _compressors(text, flat, slices)
+    factors = {start: c for start, c in compressors.items() if isinstance(c, PowerSgd)}
+    first = next(iter(compressors.values()))
+    if factors:
+        return FactoredSum(flat, group, factors, unused)
+    return ShardedSum(flat, group, slices, first, unused)
+
+
+def compressed_memory(
+    text: str, sizes: ModelSizes, slices: Sequence[slice], rank: int, replicas: int
+) -> CompressedMemory:
+    """What `make_compressed_sum` and its messages take, without making it."""
+    flat = sizes.flat
+    width = residual_dtype(flat.dtype).itemsize
+    kept = flat.size * width + INDEX_BYTES * sizes.unused_in(slice(flat.offset, flat.size))
+    slices_memory = []
+    for at, compressor in zip(slices, _compressors(text, flat, slices).values(), strict=True):
+        if isinstance(compressor, PowerSgd):
+            slices_memory.append(factored_memory(compressor, width))
+        else:
+            slices_memory.append(sharded_memory(sizes, at, compressor, rank, replicas))
+    kept += sum(memory.kept for memory in slices_memory)
+    return CompressedMemory(kept, _most_in_flight(slices_memory))
+
+
+def _most_in_flight(slices: Sequence[SliceMemory]) -> int:
+    """When backward is over all are in the first stage; they go to the second in turn."""
+    moments = [
+        [*(m.second for m in slices[:k]), *(m.first for m in slices[k:])]
+        for k in range(len(slices) + 1)
+    ]
+    return max(map(sum, moments))
+
+
+def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
+    """Compressed gradients must keep their scale between steps."""
+    if options.precision == "fp16":
+        raise BadInput(
+            f'{term} and precision="fp16" exclude each other: the scale of such gradients changes '
+            'between steps, and so would what is left to send; take precision="bf16"'
+        )
+
+
+def _compressors(text: str, flat: FlatLayout, slices: Sequence[slice]) -> dict[int, Compressor]:
+    return {at.start: make_compressor(text, *_shapes_in(flat, at)) for at in slices}
+
+
+def _shapes_in(flat: FlatLayout, at: slice) -> tuple[list[tuple[int, Sequence[int]]], int]:
+    """Where the parameters of a slice lie in it, and how long it is."""
+    shapes: list[tuple[int, Sequence[int]]] = [
+        (param.start - at.start, tuple(p.shape))
+        for param, p in zip(flat.ranges, flat.params, strict=True)
+        if at.start <= param.start < at.stop
+    ]
+    return shapes, at.stop - at.start

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from shoal.strategy.sync_terms.ddp import Ddp
-from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
+from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
@@ -92,7 +91,7 @@ class DdpPlan(SyncPlan[Ddp]):
     def check(self, options: StepSettings, replicas: int) -> None:
         super().check(options, replicas)
         if self.term.compress is not None:
-            from shoal.sync.compression import refuse_scaled
+            from shoal.sync.compressed_sum import refuse_scaled
 
             refuse_scaled(self.term, options)
 

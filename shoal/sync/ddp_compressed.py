@@ -23,7 +23,7 @@ class CompressedReduce(Sync):
     """
 
     def __init__(self, replica: Replica, bucket_bytes: int, compress: str):
-        from shoal.sync.compression import make_compressed_sum
+        from shoal.sync.compressed_sum import make_compressed_sum
 
         flat = replica.flat
         self.flat = flat
@@ -106,7 +106,7 @@ def compressed_ddp_memory(
     replicas: int,
 ) -> SyncMemory:
     """With a gradient buffer, and what compression takes."""
-    from shoal.sync.compression import compressed_memory
+    from shoal.sync.compressed_sum import compressed_memory
 
     flat = sizes.flat
     bodies = [without_header(flat, bucket) for bucket in buckets]

@@ -33,12 +33,11 @@ from shoal.observe.trace import WAIT
 from shoal.runtime.wording import counted
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms.gossip import Gossip
-from shoal.sync.base import Replica, Sync, SyncPlan
+from shoal.sync.base import Replica, Sync, SyncPlan, runs
 from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.registry import runs
 from shoal.sync.replica_mean import averaged, mean_state
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work

@@ -28,10 +28,9 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.runtime.waits import Backoff, waiting
 from shoal.strategy.sync_terms.hogwild import Hogwild
-from shoal.sync.base import Comeback, Replica, Sync, SyncPlan
+from shoal.sync.base import Comeback, Replica, Sync, SyncPlan, runs
 from shoal.sync.lasting import comes_back, join_memory
 from shoal.sync.local import LocalSync
-from shoal.sync.registry import runs
 from shoal.transport.shm.shared_buffer import LastingBuffer, SharedBuffer
 
 _ALIGN = 64

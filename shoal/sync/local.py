@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from shoal.strategy.sync_terms.single import Single
-from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync, SyncPlan
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.registry import runs
 
 
 class LocalSync(Sync):

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from shoal.errors import BadInput
 from shoal.strategy.sync_terms.mapreduce import Mapreduce
-from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.registry import runs
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 

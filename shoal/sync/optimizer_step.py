@@ -1,21 +1,117 @@
-"""One optimizer step on reduced gradients: unscale, clip, learning rate, update."""
+"""One optimizer step on reduced gradients: unscale, clip, learning rate, update.
+
+A scheduler of torch is a recursion, so the settings of a step are reached by as many calls of
+`scheduler.step()`. After a checkpoint was loaded they are made again from the script's scheduler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal.comm.group import Group, Op
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.optimizers import ratios
-from shoal.sync.lr_schedule import Schedule, SchedulerFactory
 
 if TYPE_CHECKING:
     from shoal.replica.grad_norm import ReplicaGradNorm
+
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+_TRIED_STEPS = 100
+_PARAMS = ("params", "param_names")
+
+
+class Schedule:
+    """The settings of an optimizer's parameter groups, step by step."""
+
+    def __init__(
+        self,
+        factory: SchedulerFactory,
+        optimizer: torch.optim.Optimizer,
+        trial: torch.optim.Optimizer | None = None,
+    ):
+        """`trial` is an optimizer like it, to see whether the factory can be used."""
+        self.optimizer = optimizer
+        self._factory = factory
+        self._initial = [_settings(group) for group in optimizer.param_groups]
+        if trial is not None:
+            check_scheduler(factory(trial) if callable(factory) else factory)
+        self._scheduler: LRScheduler | None = None
+        self._done = 0
+
+    def advance(self, steps: int) -> None:
+        """Give the optimizer the settings of the step that comes after so many."""
+        if self._scheduler is None or self._done > steps:
+            self._scheduler = self._start()
+        while self._done < steps:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._scheduler.step()
+            self._done += 1
+
+    def restart(self) -> None:
+        """The optimizer was loaded from a checkpoint."""
+        self._scheduler = None
+
+    def common_lr(self, ratios: Sequence[float]) -> float:
+        """The one learning rate of all groups, but for their ratios: what servers receive."""
+        groups = self.optimizer.param_groups
+        for group, initial in zip(groups, self._initial, strict=True):
+            changed = [k for k, v in initial.items() if k != "lr" and group[k] != v]
+            if changed:
+                raise BadInput(
+                    f"the scheduler changes {changed[0]} of the optimizer, which servers do not "
+                    'receive in a step: use ps(update="worker")'
+                )
+        rates = [float(g["lr"]) / r for g, r in zip(groups, ratios, strict=True) if r]
+        if any(abs(rate - rates[0]) > 1e-9 * abs(rates[0]) for rate in rates):
+            raise BadInput(
+                "the scheduler gives parameter groups schedules of their own, and servers receive "
+                'one learning rate a step: use ps(update="worker")'
+            )
+        return rates[0] if rates else 0.0
+
+    def check_for_servers(self, trial: torch.optim.Optimizer, ratios: Sequence[float]) -> None:
+        """See `common_lr`: of the first steps, on an optimizer that trains nothing."""
+        schedule = Schedule(self._factory, trial)
+        for step in range(_TRIED_STEPS):
+            try:
+                schedule.advance(step)
+            except ValueError:  # a schedule of fewer steps is over
+                return
+            schedule.common_lr(ratios)
+
+    def _start(self) -> LRScheduler:
+        for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
+            for key in [key for key in group if key not in initial and key not in _PARAMS]:
+                del group[key]
+            group.update(initial)
+        self._done = 0
+        return self._factory(self.optimizer)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise BadInput(
+            "ReduceLROnPlateau follows a metric, which job.step does not know: use it in a loop of "
+            "your own (job.setup, job.backward)"
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise BadInput(
+            "scheduler has to be a function from an optimizer to a scheduler, such as "
+            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+        )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _PARAMS}
+
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 LearningRate = Callable[[int], float]
@@ -180,3 +276,24 @@ def make_optimizer(
 def _idle() -> torch.optim.Optimizer:
     """For a rank that owns no parameter: torch's optimizers refuse to have none."""
     return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+
+
+class SharedGradScaler(torch.amp.GradScaler):
+    """A GradScaler whose workers agree; `groups` are those whose gradients differ."""
+
+    def __init__(self, device: torch.device, groups: Sequence[Group]):
+        super().__init__(device.type)
+        self._workers_device = device
+        self._groups = [group for group in groups if group.size > 1]
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._scale is None:  # a stage of a pipeline that has no loss
+            self._lazy_init_scale_growth_tracker(self._workers_device)
+        super().unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        found = torch.zeros((), device=self._workers_device)
+        for value in state["found_inf_per_device"].values():
+            found = found + value.to(found.device).view(())
+        for group in self._groups:
+            group.all_reduce(found, Op.MAX).wait()
+        state["found_inf_per_device"] = {found.device: found}

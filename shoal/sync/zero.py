@@ -28,13 +28,11 @@ from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.shard import ReplicaShard
 from shoal.strategy.sync_terms.zero import Zero
-from shoal.sync.base import DEFAULT_BUCKET_BYTES, Ownership, Replica, Sync, SyncPlan
+from shoal.sync.base import DEFAULT_BUCKET_BYTES, Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp_exact import exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm
-from shoal.sync.registry import runs
-from shoal.sync.zero_buckets import gathered_bytes, gradient_bytes
-from shoal.sync.zero_reduce import ZeroReduce
+from shoal.sync.zero_reduce import ZeroReduce, gathered_bytes, gradient_bytes
 from shoal.sync.zero_update import ElasticUpdate, ExactZero, ShardedUpdate
 
 

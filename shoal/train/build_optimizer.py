@@ -17,7 +17,7 @@ from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.step_context import StepContext
 
 if TYPE_CHECKING:
-    from shoal.sync.grad_scaler import SharedGradScaler
+    from shoal.sync.optimizer_step import SharedGradScaler
 
 
 def build_optimizer(
@@ -61,7 +61,7 @@ def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContex
 
 def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
     """Replicas agree where each of them updates a shard; else all have the same gradients."""
-    from shoal.sync.grad_scaler import SharedGradScaler
+    from shoal.sync.optimizer_step import SharedGradScaler
 
     return SharedGradScaler(context.device, _sharing_groups(owned.grad_norm, context.mesh))
 

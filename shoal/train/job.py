@@ -27,8 +27,7 @@ from shoal.observe.trace import LOAD, traced_items
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
 from shoal.strategy.strategy import Strategy
-from shoal.sync.lr_schedule import SchedulerFactory
-from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
+from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 from shoal.train.agreement import Agreement
 from shoal.train.build_step import build_step
 from shoal.train.job_checkpoints import JobCheckpoints

@@ -17,8 +17,7 @@ from shoal.replica.microbatch import Precision
 from shoal.replica.ordered_sum import runs_of
 from shoal.strategy.split_terms import Pp, Tp
 from shoal.strategy.strategy import Strategy
-from shoal.sync.lr_schedule import SchedulerFactory
-from shoal.sync.optimizer_step import LearningRate, OptimizerFactory
+from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 
 _HINTS = {
     "loss": "it takes (outputs, targets)",

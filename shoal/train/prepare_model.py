@@ -26,9 +26,8 @@ from shoal.replica.expert.router_losses import (
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.state_dicts import tell_of_parts
 from shoal.strategy.base import Batches, SyncTerm
-from shoal.sync.base import SyncPlan
+from shoal.sync.base import SyncPlan, plan_for
 from shoal.sync.optimizer_step import OptimizerFactory
-from shoal.sync.registry import plan_for
 from shoal.train.arguments import ForwardSignature
 from shoal.train.model_checks import check_modules, refuse_complex
 from shoal.train.options import StepOptions

@@ -14,10 +14,8 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.strategy.sync_terms.ddp import Ddp
-from shoal.sync.compressed_sum import CompressedSum
-from shoal.sync.compression import make_compressed_sum
-from shoal.sync.registry import plan_for
-from shoal.sync.sharded_sum import ShardedSum
+from shoal.sync.base import plan_for
+from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
 from shoal.train.checkpoint import read
 from shoal.train.step import Step, StepOptions
 from tests.conftest import World

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.comm.group import Group
-from shoal.sync.kept_statistics import KeptStatistics
+from shoal.sync.lasting import KeptStatistics
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.numbered import Killed

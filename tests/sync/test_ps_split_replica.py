@@ -23,7 +23,7 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.messages import PushDecided
 from shoal.server.server import Server
 from shoal.strategy.strategy import parse
-from shoal.sync.ps.relaxed import RelaxedPs
+from shoal.sync.ps.consistency import RelaxedPs
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from shoal.train.run_services import RunServices

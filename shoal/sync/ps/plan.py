@@ -11,12 +11,11 @@ from shoal.replica.ordered_sum import full_subtrees, runs_of
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.protocol.messages import ParameterSlice
 from shoal.strategy.sync_terms.ps import Ps
-from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan
-from shoal.sync.compression import refuse_scaled
+from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
+from shoal.sync.compressed_sum import refuse_scaled
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.ps.connect import join_servers
 from shoal.sync.ps.push import BUCKET_BYTES
-from shoal.sync.registry import runs
 from shoal.sync.residuals import INDEX_BYTES, residual_dtype
 
 

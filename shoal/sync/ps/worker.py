@@ -4,13 +4,14 @@
     reduce   a bucket is in the memory shared with the servers, or is sent to them
     finish   the push is complete: commit it, and pull
 
-    ps                  synchronous: the result of one device                 synchronous.py
+    ps                  synchronous: the result of one device
     ps(staleness=0)     the same
-    ps(quorum=q)        the mean over the workers that pushed in time         relaxed.py
-    ps(staleness=k)     each push is applied at once; bounded staleness       relaxed.py
-    ps(mode="async")    the same without a bound                              relaxed.py
+    ps(quorum=q)        the mean over the workers that pushed in time
+    ps(staleness=k)     each push is applied at once; bounded staleness
+    ps(mode="async")    the same without a bound
 
-`server/consistency.py` decides which pushes count. `connect.py` chooses the class.
+`server/consistency.py` decides which pushes count. `connect.py` chooses the class, of those in
+`consistency.py`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,13 @@ from shoal.server.discovery import ServerSet
 from shoal.server.protocol.messages import Ack, Commit
 from shoal.server.row_client import RowRules, ServerStore
 from shoal.sync.base import Comeback, Sync
-from shoal.sync.kept_statistics import KeptStatistics
+from shoal.sync.lasting import KeptStatistics
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.optimizer_shards import join_state, shard_state
 from shoal.sync.ps.push import GradientPush
-from shoal.sync.ps.row_load import load_sentences, table_loads
 from shoal.sync.ps.saves import ServerSaves
-from shoal.sync.ps.shard_counts import counts_of_shards
-from shoal.sync.ps.summary import summarize
+from shoal.sync.ps.summary import counts_of_shards, load_sentences, summarize, table_loads
 from shoal.sync.ps.updates import Updates
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.server.consistency import Rule
-from shoal.sync.ps.shard_counts import counts_of_shards
+from shoal.sync.ps.summary import counts_of_shards
 from tests.server.replicas.world import pulled, push_one_hot, world
 
 
