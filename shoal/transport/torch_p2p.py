@@ -57,5 +57,8 @@ def short_tag(tag: int) -> int:
     """
     number = tag & 0xFFFFF
     collective = tag >> 39 & 1
-    space = tag >> 40
-    return number | collective << 20 | (space ^ space >> 10) % 1024 << 21
+    space, spaces = 0, tag >> 40
+    while spaces:  # 20 bits for each group from which this one was split
+        space = 37 * space + (spaces & 0xFFFFF)
+        spaces >>= 20
+    return number | collective << 20 | space % 1024 << 21

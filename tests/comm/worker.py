@@ -1,7 +1,8 @@
 """One rank of a world of processes over Gloo: `python -m tests.comm.worker RANK SIZE FOLDER`.
 
 Runs every case on the whole world, then on the pair of its last two ranks, and leaves what went
-wrong in FOLDER/RANK.json: {"world": {case: None or a traceback}, "pair": {…}, …}.
+wrong in FOLDER/RANK.json: {"world": {case: None or a traceback}, "pair": {…}, …}. "messages" are
+schedules over torch's messages.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.torch import Torch, join_world
 from shoal.comm.group import Group
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.torch_p2p import TorchTransport
 from tests.comm.conformance import CASES, check
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -34,6 +38,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     pair = dist.new_group([size - 2, size - 1], timeout=TIMEOUT)
     if rank >= size - 2:
         report["pair"] = outcomes(Group(Torch(pair)))
+    messages = Scheduled(TorchTransport(), link=Link(), background=True)
+    report["messages"] = outcomes(Group(messages))
     report["wrong_size"] = error_of_a_wrong_size(world)
     world.barrier().wait()
     if rank == size - 1:
