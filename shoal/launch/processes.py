@@ -9,6 +9,7 @@ while the zombie exists, the system gives the number of its process group to no 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,14 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shoal.errors import BadInput
 from shoal.launch.python_fork import PythonFork, can_fork, fork
 from shoal.runtime.parent_death import in_child
 
 Role = Literal["worker", "server"]
-Process = subprocess.Popen[bytes] | PythonFork
 _KILL_S = 2.5  # after SIGKILL only a process that hangs in the kernel is still there
 
 
@@ -37,10 +37,39 @@ class ProcessExit(NamedTuple):
     role: Role = "worker"
 
 
+class FunctionFork:
+    """A function in a fork of an interactive session, waited for as a Popen."""
+
+    def __init__(self, body: Callable[..., None], args: tuple[Any, ...]):
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_lead_session, args=(body, args))
+        self._process.start()
+        self.pid = self._process.pid or 0
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self._process.join(0)
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self) -> int:
+        self._process.join()
+        self.returncode = self._process.exitcode
+        return self.returncode or 0
+
+
+def _lead_session(body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.setsid()
+    body(*args)
+
+
 class Forks(NamedTuple):
     """Processes are forks of the launcher; the first one that ends writes what it has imported."""
 
     modules_file: Path | None = None
+
+
+Process = subprocess.Popen[bytes] | PythonFork | FunctionFork
 
 
 class Processes:
@@ -97,11 +126,18 @@ class Processes:
         finally:
             os.close(out_end)
             os.close(err_end)
+        self._add(process, rank)
+        return out, err
+
+    def fork(self, body: Callable[..., None], *args: Any) -> None:
+        """Start the next process as a fork of this one, which has one thread, and calls `body`."""
+        self._add(FunctionFork(body, args))
+
+    def _add(self, process: Process, rank: int | None = None) -> None:
         self._ranks.append(len(self._ranks) if rank is None else rank)
         self._processes.append(process)
         if self._is_watched:
             self._watch(self._ranks[-1], process)
-        return out, err
 
     def _start(
         self,
@@ -150,6 +186,13 @@ class Processes:
             for rank, process in zip(list(self._ranks), list(self._processes), strict=False)
             if process.returncode is None
         ]
+
+    def host_of(self, rank: int) -> str:
+        """Empty: all are on this host."""
+        return ""
+
+    def note_exit(self, rank: int) -> None:
+        """Processes of this host see in the run directory which others have exited."""
 
     def signal_alone(self, number: signal.Signals) -> None:
         """Send it to the processes themselves: their data loaders go on."""

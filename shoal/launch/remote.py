@@ -3,96 +3,38 @@
 run_remote ── RemoteServers ── an agent for each server                  (remote_servers.py)
            ── RemoteWorkers ── an agent on each host ── its workers      (launch/agent.py)
            ── Supervisor: the same decisions as on one host              (launch/supervisor.py)
-           ── a board, where the strategy is elastic                     (ElasticWorkers)
+           ── a board, where the strategy is elastic: workers leave and come back
+
+run_attempts starts all workers again after a loss (`shoal run --on ENGINE --restart N`). The engine
+is asked for hosts again, and may have replaced the one that was lost. The script runs from its
+start; what it loads (`job.load`, `--server-checkpoint`) is what it goes on from.
 """
 
 from __future__ import annotations
 
-import time
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from shoal.comm.board import GroupMember
 from shoal.comm.guarded_store.service import StoreService
 from shoal.comm.network_board import ServedBoard
-from shoal.errors import BadInput, ServerFailed, ShoalError, WorkersFailed
+from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.launch.agent_processes import OutputSink, RemoteRun
-from shoal.launch.failures import first_failure, launch_error
-from shoal.launch.joining import JoinRequest, join_requests
+from shoal.launch.joining import join_requests
 from shoal.launch.local import LaunchSpec, enter
 from shoal.launch.log_files import LogFiles
 from shoal.launch.lost_workers import LossPolicy
 from shoal.launch.machines import Machines, ServerHosts, place_evenly
-from shoal.launch.output import LineForwarder, OnProgress, Write, print_lines
-from shoal.launch.processes import ProcessExit, Role
+from shoal.launch.output import OnProgress, Write, print_lines
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.remote_workers import RemoteWorkers
-from shoal.launch.report import RunResult, say_losses
+from shoal.launch.report import RunResult
 from shoal.launch.supervisor import Event, SignalEvents, Supervisor
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir
 from shoal.runtime.secret import new_secret
-
-
-@contextmanager
-def serving_elastic(
-    run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy, supervisor: Supervisor
-) -> Iterator[None]:
-    """While the block runs, workers find the board; `supervisor` starts lost ones again."""
-    if run.spec.tolerance is None:
-        yield
-        return
-    listener = run.machines.listen()
-    host, port = listener.getsockname()[:2]
-    workers.board = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    service = StoreService(host, port, run.secret, listener, workers.lose_agent)
-    try:
-        changes = ElasticWorkers(run, workers, policy, ServedBoard(service))
-        changes.note_absent()
-        supervisor.restart, supervisor.join = changes.restart, changes.join
-        supervisor.survives = changes.survives
-        with join_requests(run.run_dir, run.put):
-            yield
-    finally:
-        service.close()
-
-
-@dataclass(frozen=True)
-class ElasticWorkers:
-    """What happens when a worker has exited, or is asked for."""
-
-    run: RemoteRun
-    workers: RemoteWorkers
-    policy: LossPolicy
-    board: ServedBoard
-
-    def note_absent(self) -> None:
-        """Workers that are not started at first are not waited for."""
-        for rank in range(self.run.spec.started, self.run.spec.workers):
-            self.policy.note_absent(rank)
-            self.board.note_exit(self._latest(rank))
-
-    def survives(self, exit: ProcessExit) -> bool:
-        has_survived = self.policy.survives(exit)
-        self.board.note_exit(self._latest(exit.rank))
-        return has_survived
-
-    def restart(self, exit: ProcessExit) -> bool:
-        return self.policy.restarts(exit) and self._start(exit.rank)
-
-    def join(self, request: JoinRequest) -> bool:
-        rank = self.policy.join(request.name)
-        return rank is not None and self._start(rank)
-
-    def _start(self, rank: int) -> bool:
-        self.board.note_start(self._latest(rank))
-        self.workers.start_again(rank)
-        return True
-
-    def _latest(self, rank: int) -> GroupMember:
-        return GroupMember(rank, self.run.run_dir.generation(rank))
 
 
 def run_remote(
@@ -106,63 +48,57 @@ def run_remote(
     _check_local_options(spec)
     placed = place_evenly(machines.hosts(spec.workers), spec.started, spec.workers)
     server_hosts = _server_hosts(machines, spec)
-    supervisor = Supervisor(spec.started, grace_s=spec.config.grace_s)
-    put = supervisor.events.put
-    start_s = time.monotonic()
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    put = events.put
     with LogFiles(spec.logs, spec.appends_logs) as logs, new_run_dir() as run_dir:
         secret = spec.config.read_secret() or new_secret()
         run = RemoteRun(machines, spec, run_dir, secret, put, write, logs, OutputSink(put))
         servers = RemoteServers(run, server_hosts)
         workers = RemoteWorkers(run, placed, on_progress)
         policy = LossPolicy(run_dir, spec.workers, spec.tolerance, run.say)
-        enter(spec, run_dir, [workers.host_of(rank) for rank in range(spec.workers)], write)
+        counts = (spec.started, spec.servers)
+        supervisor = Supervisor(
+            *(run_dir, policy, servers.policy, run.say, *counts, spec.config.grace_s, events)
+        )
+        enter(spec, run_dir, write, hosts=[workers.host_of(rank) for rank in range(spec.workers)])
 
         def put_signal(event: Event) -> None:
             put(event)
             servers.end_start()
             workers.end_start()
 
-        supervisor.say = run.say
-        supervisor.survives = lambda exit: exit.returncode == 0
         with (
             SignalEvents(put_signal) as signals,
-            serving_elastic(run, workers, policy, supervisor),
+            _serving_board(run, workers, policy),
             servers,
             workers,
         ):
-            servers.supervise(supervisor)
             supervisor.workers = workers.start_all(servers) if servers.start_all() else 0
-            supervisor.run(workers, servers, supervisor.survives, run_dir)
-        stderr: dict[Role, list[LineForwarder]] = {
-            "worker": workers.stderr,
-            "server": servers.stderr,
-        }
-        failures = supervisor.failures(run_dir, stderr)
-        finished = run_dir.finished_ranks()
-        reports = tuple(run_dir.read_reports(spec.workers))
-        result = RunResult(
-            time.monotonic() - start_s,
-            tuple(policy.lost),
-            reports,
-            bool(finished),
-            tuple(policy.returned()),
-            joined=tuple(policy.joined()),
-            absent=policy.absent,
-            lost_servers=tuple(servers.policy.lost),
-            servers_removed=servers.policy.removed,
-        )
-    if supervisor.ends_by_signal(failures, finished):
-        signals.raise_first()
-    if supervisor.output_error is not None:
-        raise supervisor.output_error
-    if policy.too_few is not None:
-        raise ShoalError(policy.too_few)
-    if failures:
-        failure = first_failure(failures)
-        of_role = servers.host_of if failure.role == "server" else workers.host_of
-        raise launch_error(replace(failure, host=of_role(failure.rank)), finished)
-    say_losses(result, spec.workers, write)
-    return result
+            supervisor.run(workers, servers)
+        return supervisor.result(spec.workers, signals, write)
+
+
+@contextmanager
+def _serving_board(run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy) -> Iterator[None]:
+    """While the block runs, workers of an elastic run find its board, which this process serves.
+
+    The board says which processes were started and which have exited.
+    """
+    if run.spec.tolerance is None:
+        yield
+        return
+    listener = run.machines.listen()
+    host, port = listener.getsockname()[:2]
+    service = StoreService(host, port, run.secret, listener, workers.lose_agent)
+    try:
+        workers.serve(ServedBoard(service), f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        for rank in range(run.spec.started, run.spec.workers):  # the others do not wait for them
+            policy.note_absent(rank)
+            workers.note_exit(rank)
+        with join_requests(run.run_dir, run.put):
+            yield
+    finally:
+        service.close()
 
 
 def _server_hosts(machines: Machines, spec: LaunchSpec) -> ServerHosts:

@@ -36,7 +36,6 @@ from shoal.launch.machines import Machine, ServerHosts
 from shoal.launch.output import LineForwarder
 from shoal.launch.process_config import server_config
 from shoal.launch.processes import ProcessExit
-from shoal.launch.supervisor import Supervisor
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
 from shoal.server.protocol.endpoint import require_encrypted
@@ -107,12 +106,6 @@ class RemoteServers(RemoteProcesses):
         config = replace(config, servers=tuple(server.encode() for server in found))
         return self._with_coordinator(config)
 
-    def supervise(self, supervisor: Supervisor) -> None:
-        """Let it decide about lost servers."""
-        supervisor.servers = self._run.spec.servers
-        supervisor.server_policy = self.policy
-        supervisor.start_server = self._start_again
-
     def _start(self, index: int) -> None:
         machine = self._hosts[index]
         self._exited.pop(index, None)
@@ -147,8 +140,11 @@ class RemoteServers(RemoteProcesses):
         found = self._addresses.get(COORDINATOR)
         return config if found is None else replace(config, coordinator=found.remote)
 
-    def _start_again(self, index: int) -> None:
-        self._in_background(f"shoal-server-{index}", lambda: self._find_and_start(index))
+    def start_again(self, rank: int) -> None:
+        self._in_background(f"shoal-server-{rank}", lambda: self._find_and_start(rank))
+
+    def note_exit(self, rank: int) -> None:
+        """Other servers learn of it through the coordinator."""
 
     def _find_and_start(self, index: int) -> None:
         before = self._hosts[index]

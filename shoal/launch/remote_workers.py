@@ -21,7 +21,9 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.comm.board import GroupMember
 from shoal.comm.guarded_store.session import SILENT_HOST_S
+from shoal.comm.network_board import ServedBoard
 from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
     AgentMessage,
@@ -116,7 +118,8 @@ class RemoteWorkers(RemoteProcesses):
         self._lost_hosts = LostHosts()
         self._noting = threading.Lock()
         self._config = run.spec.config
-        self.board: str | None = None  # where workers of an elastic run find it
+        self._board: ServedBoard | None = None  # of an elastic run
+        self._board_address: str | None = None
         self.stdout, self.stderr = ([self._show(r, e) for r in self._ranks] for e in (False, True))
 
     @property
@@ -149,6 +152,14 @@ class RemoteWorkers(RemoteProcesses):
             self._start(agent, port)
         return len(started)
 
+    def serve(self, board: ServedBoard, address: str) -> None:
+        """In an elastic run workers find it at this address."""
+        self._board, self._board_address = board, address
+
+    def note_exit(self, rank: int) -> None:
+        if self._board is not None:
+            self._board.note_exit(GroupMember(rank, self._run_dir.generation(rank)))
+
     def end_start(self) -> None:
         """A start that still waits for a port ends."""
         self._starting.put(None)
@@ -156,6 +167,8 @@ class RemoteWorkers(RemoteProcesses):
     def start_again(self, rank: int) -> None:
         """Start a worker that was lost, or is asked for, on its host or on another one."""
         generation = self._run_dir.generation(rank)
+        if self._board is not None:
+            self._board.note_start(GroupMember(rank, generation))
         self._in_background(f"shoal-worker-{rank}", lambda: self._find_and_start(rank, generation))
 
     def _find_and_start(self, rank: int, generation: int) -> None:
@@ -194,7 +207,7 @@ class RemoteWorkers(RemoteProcesses):
         spec, placed = self._spec, agent.placed
         name = placed.machine.name
         here = [local for machine, local in self._at.values() if machine.name == name]
-        config = replace(self._config, generation=agent.generation, board=self.board)
+        config = replace(self._config, generation=agent.generation, board=self._board_address)
         return HostTask(
             command=list(spec.command),
             python=sys.executable,

@@ -142,7 +142,6 @@ def _launch_self(
     config: RunConfig,
     is_shown: bool = True,
 ) -> None:
-    from shoal.launch.fork import ForkSpec, fork
     from shoal.launch.local import LaunchSpec, launch
     from shoal.launch.lost_workers import taking_back, tolerance_of
     from shoal.launch.output import discard_lines, print_lines
@@ -156,12 +155,12 @@ def _launch_self(
     servers = strategy.servers(workers)
     tolerance = tolerance_of(strategy, workers, config.restarts, config.start, config.min_workers)
     replication = replication_of(strategy, workers, config.restarts)
+    spec = LaunchSpec((), workers, config, servers, tolerance=tolerance, replication=replication)
     command = _command_of_script()
     if command is not None:
-        spec = LaunchSpec(command, workers, config, servers, tolerance=tolerance)
         shows_name = is_shown and sys.stderr.isatty()
         write = print_lines if is_shown else discard_lines
-        launch(replace(spec, replication=replication, shows_name=shows_name), write)
+        launch(replace(spec, command=command, shows_name=shows_name), write)
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(
@@ -178,7 +177,7 @@ def _launch_self(
             "workers of an interactive session are forks of it and are not started again: put the "
             "training function into a file, or leave out SHOAL_RESTART"
         )
-    fork(ForkSpec(body, workers, config, servers, tolerance=tolerance, replication=replication))
+    launch(replace(spec, body=body, shows_name=True))
 
 
 def _command_of_script() -> list[str] | None:

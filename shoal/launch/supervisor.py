@@ -9,8 +9,8 @@ run ──all workers exited─────────────────�
  └──SIGTERM, SIGUSR1: SIGTERM to the workers alone; they have 30 s to end a step and to save,
     then as above
 
-Whether a worker or a server that exited with an error fails the run is decided by `survives`
-(see lost_workers.py) and `server_policy` (see lost_servers.py).
+Whether a worker or a server that exited with an error fails the run is decided by `policy` (see
+lost_workers.py) and `server_policy` (see lost_servers.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
 
-from shoal.launch.failures import ProcessFailure, read_failure
+from shoal.errors import ShoalError
+from shoal.launch.failures import ProcessFailure, first_failure, launch_error, read_failure
 from shoal.launch.joining import JoinRequest
 from shoal.launch.lost_servers import ServerPolicy
-from shoal.launch.output import LineForwarder
+from shoal.launch.lost_workers import LossPolicy
+from shoal.launch.output import LineForwarder, Write
 from shoal.launch.processes import ProcessExit, Role
+from shoal.launch.report import RunResult, say_losses
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.preemption import SIGNALS as PREEMPTING
@@ -43,13 +46,26 @@ Event = (
 )  # the last is raised by `write` or `on_progress`
 
 
-class Signalled(Protocol):
+class Supervised(Protocol):
     """Processes of one role, on this host or on others."""
+
+    @property
+    def stderr(self) -> Sequence[LineForwarder]:
+        """By rank."""
 
     def signal(self, number: signal.Signals) -> None: ...
 
+    def start_again(self, rank: int) -> None:
+        """Another process in the place of one that has exited, or was not started at first."""
 
-class SignalledWorkers(Signalled, Protocol):
+    def note_exit(self, rank: int) -> None:
+        """The other processes are to know it."""
+
+    def host_of(self, rank: int) -> str:
+        """Its name; empty where all processes are on this host."""
+
+
+class SupervisedWorkers(Supervised, Protocol):
     def signal_alone(self, number: signal.Signals) -> None:
         """Without their children."""
 
@@ -94,37 +110,29 @@ class SignalEvents:
 class Supervisor:
     """What has happened so far, and what follows from it."""
 
-    workers: int
+    run_dir: RunDir
+    policy: LossPolicy
+    server_policy: ServerPolicy
+    say: Callable[[str], None]  # a line for the user
+    workers: int  # that were started
     servers: int = 0
+    grace_s: float = 30.0  # for workers after SIGTERM
     events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     exits: list[ProcessExit] = field(default_factory=list)
     failed: list[ProcessExit] = field(default_factory=list)  # those of `exits` that end the run
     signals: int = 0
     first_signal: signal.Signals | None = None
-    grace_s: float = 30.0  # for workers after SIGTERM
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
     ended_ns: int | None = None  # when it no longer waited for workers to save
-    say: Callable[[str], None] | None = None  # a line for the user
-    survives: Callable[[ProcessExit], bool] | None = None
-    restart: Callable[[ProcessExit], bool] | None = None  # starts a lost worker again, or not
-    join: Callable[[JoinRequest], bool] | None = None  # starts one that is not there, if any
-    server_policy: ServerPolicy | None = None
-    server_lost: Callable[[int], None] | None = None  # the others are to know it
-    start_server: Callable[[int], None] | None = None  # another process in the place of a lost one
     memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
+    _start_s: float = field(default_factory=time.monotonic)
     _held: list[ProcessExit] = field(default_factory=list)  # of servers, not decided yet
     _decide_at_s: float | None = None
 
-    def run(
-        self,
-        workers: SignalledWorkers,
-        servers: Signalled,
-        survives: Callable[[ProcessExit], bool],
-        run_dir: RunDir,
-    ) -> None:
+    def run(self, workers: SupervisedWorkers, servers: Supervised) -> None:
         """Until all workers have exited, or one has failed and the others were ended."""
-        self.survives = survives
+        self._processes: dict[Role, Supervised] = {"worker": workers, "server": servers}
         self._until(lambda: self._workers_exited() or self._must_stop() or bool(self.failed))
         self._until(lambda: self._workers_exited() or self._must_stop(), _GRACE_S)
         self._decide_held()
@@ -132,14 +140,46 @@ class Supervisor:
             return
         self.stopped_ns = time.monotonic_ns()
         if self._is_preempted():
-            self._let_save(workers, run_dir)
+            self._let_save(workers)
         self.ended_ns = time.monotonic_ns()
-        run_dir.mark_ending()
+        self.run_dir.mark_ending()
         signals = self.signals
         workers.signal(signal.SIGTERM)
         servers.signal(signal.SIGTERM)
         self._until(lambda: self._all_exited() or self.signals > signals, TERM_S)
-        # The rest is killed at the end of the block of `Processes`.
+        # The rest is killed at the end of the blocks of `workers` and `servers`.
+
+    def result(self, workers: int, signals: SignalEvents, write: Write) -> RunResult:
+        """Of a run that is over; its losses are written.
+
+        Raises what ended it: a signal, an error of the output, or the first failure.
+        """
+        run_dir, policy, server_policy = self.run_dir, self.policy, self.server_policy
+        failures = self.failures({role: each.stderr for role, each in self._processes.items()})
+        finished = run_dir.finished_ranks()
+        if self.ends_by_signal(failures, finished):
+            signals.raise_first()
+        if self.output_error is not None:
+            raise self.output_error
+        if policy.too_few is not None:
+            raise ShoalError(policy.too_few)
+        if failures:
+            failure = first_failure(failures)
+            host = self._processes[failure.role].host_of(failure.rank)
+            raise launch_error(replace(failure, host=host), finished)
+        result = RunResult(
+            time.monotonic() - self._start_s,
+            tuple(policy.lost),
+            tuple(run_dir.read_reports(workers)),
+            bool(finished),
+            tuple(policy.returned()),
+            tuple(server_policy.lost),
+            server_policy.removed,
+            tuple(policy.joined()),
+            policy.absent,
+        )
+        say_losses(result, workers, write)
+        return result
 
     def _is_preempted(self) -> bool:
         is_asked = self.first_signal in PREEMPTING
@@ -156,22 +196,20 @@ class Supervisor:
         has_finished = len(finished) == len(exits) > 0 and not any(exits)
         return not failures and not has_finished
 
-    def _let_save(self, workers: SignalledWorkers, run_dir: RunDir) -> None:
+    def _let_save(self, workers: SupervisedWorkers) -> None:
         """Servers stay: workers need them to save."""
         signals = self.signals
-        run_dir.mark_preempted()
+        self.run_dir.mark_preempted()
         workers.signal_alone(signal.SIGTERM)
         self._until(lambda: self._workers_exited() or self.signals > signals, self.grace_s)
-        if self.say is not None and not self._workers_exited():
+        if not self._workers_exited():
             is_second = self.signals > signals
             why = (
                 "a second signal" if is_second else f"not ended within {self.grace_s:g} s (--grace)"
             )
             self.say(f"{why}: workers are ended, and what they have not saved by now is lost")
 
-    def failures(
-        self, run_dir: RunDir, stderr: Mapping[Role, Sequence[LineForwarder]]
-    ) -> list[ProcessFailure]:
+    def failures(self, stderr: Mapping[Role, Sequence[LineForwarder]]) -> list[ProcessFailure]:
         """The failures that ended the run, without those that the launcher caused.
 
         Where no worker has succeeded, every exit with an error is a failure.
@@ -184,11 +222,11 @@ class Supervisor:
                 exit.rank,
                 exit.returncode,
                 exit.noticed_ns,
-                read_failure(run_dir, exit.rank) if exit.role == "worker" else None,
+                read_failure(self.run_dir, exit.rank) if exit.role == "worker" else None,
                 stderr[exit.role][exit.rank].tail(),
                 exit.role,
                 self.memory_kills.has_struck(),
-                self._sentence_of(exit),
+                self.server_policy.sentence(exit.rank) if exit.role == "server" else "",
             )
             for exit in (self.failed if succeeded or self.failed else errors)
         ]
@@ -228,8 +266,9 @@ class Supervisor:
             self.signals += 1
             self.first_signal = self.first_signal or event
         elif isinstance(event, JoinRequest):
-            if self.join is not None and not self._is_ending() and self.join(event):
-                self.workers += 1
+            rank = None if self._is_ending() else self.policy.join(event.name)
+            if rank is not None:
+                self._start_again(rank)
         else:
             self.output_error = event
 
@@ -238,22 +277,24 @@ class Supervisor:
 
         A server that exits with success was not needed any more.
         """
-        ending = self._is_ending()
-        if exit.role == "server" and not ending and self.server_policy is not None:
-            return self._continues_without(exit, self.server_policy)
-        if exit.role == "server" or ending or self.survives is None:
+        if self._is_ending():
             return exit.returncode == 0
-        if not self.survives(exit):
-            return False
-        if exit.returncode != 0 and self.restart is not None and self.restart(exit):
-            self.workers += 1
-        return True
+        if exit.role == "server":
+            return self._continues_without(exit)
+        survives = self.policy.survives(exit)
+        self._processes["worker"].note_exit(exit.rank)
+        if survives and exit.returncode != 0 and self.policy.restarts(exit):
+            self._start_again(exit.rank)
+        return survives
 
-    def _continues_without(self, exit: ProcessExit, policy: ServerPolicy) -> bool:
-        if not policy.note(exit):
-            return policy.survives(exit)
-        if self.server_lost is not None:
-            self.server_lost(exit.rank)
+    def _start_again(self, rank: int) -> None:
+        self._processes["worker"].start_again(rank)
+        self.workers += 1
+
+    def _continues_without(self, exit: ProcessExit) -> bool:
+        if not self.server_policy.note(exit):
+            return self.server_policy.survives(exit)
+        self._processes["server"].note_exit(exit.rank)
         if not self._held:
             self._decide_at_s = time.monotonic() + _GRACE_S
         self._held.append(exit)
@@ -263,20 +304,14 @@ class Supervisor:
         """What the servers that were lost at about the same time mean for the run."""
         held, self._held, self._decide_at_s = self._held, [], None
         policy = self.server_policy
-        if policy is None or self._is_ending():
+        if self._is_ending():
             return
         is_needed = not self._workers_exited()
         self.failed += [exit for exit in held if is_needed and not policy.survives(exit)]
         for exit in [] if self.failed else held:
-            may_start = is_needed and self.start_server is not None
-            if policy.replaces(exit, may_start) and self.start_server is not None:
-                self.start_server(exit.rank)
+            if policy.replaces(exit, is_needed):
+                self._processes["server"].start_again(exit.rank)
                 self.servers += 1
-
-    def _sentence_of(self, exit: ProcessExit) -> str:
-        if exit.role != "server" or self.server_policy is None:
-            return ""
-        return self.server_policy.sentence(exit.rank)
 
     def _is_ending(self) -> bool:
         return bool(self.failed) or self._must_stop() or self.stopped_ns is not None

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.failures import FailureReport, write_failure
+from shoal.launch.lost_servers import ServerPolicy
+from shoal.launch.lost_workers import LossPolicy
 from shoal.launch.output import LineForwarder, print_lines
+from shoal.launch.process_config import SINGLE_COPY
 from shoal.launch.processes import ProcessExit, Role
 from shoal.launch.supervisor import Supervisor
 from shoal.runtime.run_dir import RunDir
@@ -110,8 +113,9 @@ def test_a_signal_at_any_time_has_one_outcome(
 class Preempted(Supervisor):
     """A run of two workers that got SIGTERM, and how they ended."""
 
-    def __init__(self, *statuses: int):
-        super().__init__(2)
+    def __init__(self, run_dir: RunDir, *statuses: int):
+        policy = LossPolicy(run_dir, 2, None, print)
+        super().__init__(run_dir, policy, ServerPolicy(0, SINGLE_COPY, print), print, 2)
         self.first_signal = signal.SIGTERM
         self.signals = 1
         self.stopped_ns, self.ended_ns = 100, 300
@@ -119,10 +123,10 @@ class Preempted(Supervisor):
         self.exits = exits
         self.failed = [exit for exit in exits if exit.returncode]
 
-    def ends(self, run_dir: RunDir, *finished: int) -> str:
+    def ends(self, *finished: int) -> str:
         stderr = [LineForwarder(print_lines, "", True)] * 2
         streams: dict[Role, list[LineForwarder]] = {"worker": stderr, "server": stderr}
-        failures = self.failures(run_dir, streams)
+        failures = self.failures(streams)
         if self.ends_by_signal(failures, finished):
             return "preempted"
         return "failed" if failures else "finished"
@@ -130,12 +134,12 @@ class Preempted(Supervisor):
 
 def test_workers_that_were_asked_to_stop_may_fail_to_save_or_finish(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    assert Preempted(143, 143).ends(run_dir, 0, 1) == "preempted"
-    assert Preempted(0, 0).ends(run_dir, 0, 1) == "finished"
-    assert Preempted(0, 0).ends(run_dir) == "preempted"  # handlers of a script without shoal.run
-    assert Preempted(0, 143).ends(run_dir, 0) == "preempted"
-    assert Preempted().ends(run_dir) == "preempted"  # before any worker was started
+    assert Preempted(run_dir, 143, 143).ends(0, 1) == "preempted"
+    assert Preempted(run_dir, 0, 0).ends(0, 1) == "finished"
+    assert Preempted(run_dir, 0, 0).ends() == "preempted"  # handlers of a script without shoal.run
+    assert Preempted(run_dir, 0, 143).ends(0) == "preempted"
+    assert Preempted(run_dir).ends() == "preempted"  # before any worker was started
     write_failure(run_dir, 1, FailureReport(250, 1, "", "", lost_peer=True))
-    assert Preempted(-15, 1).ends(run_dir) == "preempted"  # the loss of the other one
+    assert Preempted(run_dir, -15, 1).ends() == "preempted"  # the loss of the other one
     write_failure(run_dir, 0, FailureReport(250, 2, "cannot save: the disk is full", ""))
-    assert Preempted(2, 1).ends(run_dir) == "failed"
+    assert Preempted(run_dir, 2, 1).ends() == "failed"

@@ -44,12 +44,12 @@ def test_workers_die_with_a_launcher_that_is_killed_while_they_start(rope: Rope)
 def test_notebook_workers_die_with_the_session(rope: Rope) -> None:
     session = f"""
 import os, time
-from shoal.launch.fork import ForkSpec, fork
+from shoal.launch.local import LaunchSpec, launch
 from shoal.runtime.config import RunConfig
 def body(config):
     {HOLD.strip()}
     time.sleep(60)
-fork(ForkSpec(body, 2, RunConfig.from_environment()))
+launch(LaunchSpec((), 2, RunConfig.from_environment(), body=body))
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "ROPE": str(rope.path)}
     env["TMPDIR"] = str(rope.path.parent)

@@ -386,7 +386,7 @@ def test_where_all_workers_are_waited_for_those_that_are_there_are(
 
 FORKED = """
 import os, signal, sys, time
-from shoal.launch.fork import ForkSpec, fork
+from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import Tolerance
 from shoal.runtime.config import RunConfig
 
@@ -406,8 +406,8 @@ sys.exit("no room left") if os.environ["MODE"] == "dead server" else time.sleep(
 '''
 MODE = sys.argv[1]
 os.environ["MODE"] = MODE
-fork(ForkSpec(body, 3, RunConfig.from_environment(), int(MODE != "kill"),
-              [sys.executable, "-c", SERVER], Tolerance("hogwild")))
+launch(LaunchSpec((), 3, RunConfig.from_environment(), int(MODE != "kill"),
+                  [sys.executable, "-c", SERVER], Tolerance("hogwild"), body=body))
 """
 
 

@@ -22,7 +22,7 @@ from shoal.launch.machines import Machine, ServerHosts, servers_in_turn
 from shoal.launch.process_config import Replication
 from shoal.launch.processes import ProcessExit
 from shoal.launch.remote_servers import RemoteServers
-from shoal.launch.supervisor import Event, Supervisor
+from shoal.launch.supervisor import Event
 from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
 from shoal.runtime.run_dir import RunDir
@@ -110,7 +110,7 @@ class MovingHosts:
 @contextmanager
 def started(
     tmp_path: Path, replication: Replication, shown: Screen
-) -> Iterator[tuple[RemoteServers, MovingHosts, Supervisor, queue.SimpleQueue[Event]]]:
+) -> Iterator[tuple[RemoteServers, MovingHosts, queue.SimpleQueue[Event]]]:
     spec = LaunchSpec(
         [sys.executable], 2, RunConfig(), 2 * replication.replicas, replication=replication
     )
@@ -122,14 +122,12 @@ def started(
         )
         hosts = machines.server_hosts(spec.servers, replication)
         with RemoteServers(run, hosts) as servers:
-            supervisor = Supervisor(2)
-            servers.supervise(supervisor)
             assert servers.start_all()
-            yield servers, machines, supervisor, events
+            yield servers, machines, events
 
 
 def test_workers_of_its_host_reach_a_server_by_its_socket(tmp_path: Path) -> None:
-    with started(tmp_path, Replication(), Screen()) as (servers, machines, _, _):
+    with started(tmp_path, Replication(), Screen()) as (servers, machines, _):
         addresses = servers.for_workers(RunConfig()).servers
         name = tmp_path.name
         assert addresses == (
@@ -141,7 +139,7 @@ def test_workers_of_its_host_reach_a_server_by_its_socket(tmp_path: Path) -> Non
 
 def test_a_lost_replica_starts_again_on_another_host(tmp_path: Path) -> None:
     shown = Screen()
-    with started(tmp_path, TWO_COPIES, shown) as (servers, machines, supervisor, events):
+    with started(tmp_path, TWO_COPIES, shown) as (servers, machines, events):
         config = servers.for_workers(RunConfig())
         assert config.coordinator == "tcp:10.0.0.1:7001"
         assert config.servers == tuple(
@@ -153,8 +151,8 @@ def test_a_lost_replica_starts_again_on_another_host(tmp_path: Path) -> None:
         assert isinstance(exit, ProcessExit)
         assert (exit.rank, exit.returncode, exit.role) == (1, -9, "server")
         assert servers.policy.note(exit) and servers.policy.survives(exit)
-        assert servers.policy.replaces(exit) and supervisor.start_server is not None
-        supervisor.start_server(1)
+        assert servers.policy.replaces(exit)
+        servers.start_again(1)
         for thread in servers._restarting:
             thread.join()
         assert machines.tasks[-1].index == 1 and machines.tasks[-1].address == "10.0.0.3"

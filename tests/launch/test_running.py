@@ -220,7 +220,7 @@ def test_a_terminal_is_shown_the_name() -> None:
     said: list[str] = []
     spec = LaunchSpec(["python"], 2, RunConfig(strategy="ddp"), shows_name=True)
     with new_run_dir() as run_dir:
-        enter(spec, run_dir, ["here"] * 2, lambda text, _: said.append(text))
+        enter(spec, run_dir, lambda text, _: said.append(text))
         (entry,) = entries()
     assert said == [f"shoal: run {entry.name} (shoal stop {entry.name} ends it)\n"]
 
