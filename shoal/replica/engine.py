@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,11 @@ from shoal.replica.microbatch import (
     autocast_for,
     fork_rng,
 )
-from shoal.replica.pipeline.split_backward import SplitBackward
 from shoal.replica.stage import Stage, WholeModel
 from shoal.schedules.pipelines.actions import Action, ActionKind
+
+if TYPE_CHECKING:
+    from shoal.replica.pipeline.split_backward import SplitBackward
 
 Key = tuple[int, int]  # micro-batch, chunk
 
@@ -174,6 +176,8 @@ class Engine:
         self.stage.send_grads(action, [leaf.grad for leaf in roots.inputs])
 
     def _backward_input(self, action: Action) -> None:
+        from shoal.replica.pipeline.split_backward import SplitBackward
+
         if self._skips(action):
             return
         roots = self._roots(action)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.replica.expert.split import ExpertSplit
-from shoal.replica.tensor.parallelize import TensorSplit
+
+if TYPE_CHECKING:
+    from shoal.replica.expert.split import ExpertSplit
+    from shoal.replica.tensor.parallelize import TensorSplit
 
 
 class ReplicaGradNorm:

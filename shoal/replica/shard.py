@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.pytree import Tree
-from shoal.replica.context.sequence_shard import SequenceContext
-from shoal.replica.context.stage import ContextStage
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
-from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.replica.microbatch import Call, Loss, MicroBatch, call_arguments
-from shoal.replica.split_check import SplitModel, check_split
-from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.replica.token_axes import TokenAxes
 from shoal.schedules.pipelines.actions import accumulate
+
+if TYPE_CHECKING:
+    from shoal.replica.context.sequence_shard import SequenceContext
+    from shoal.replica.expert.split import ExpertSplit
+    from shoal.replica.tensor.parallelize import TensorSplit
 
 
 class ReplicaShard:
@@ -50,6 +50,8 @@ class ReplicaShard:
         actions = accumulate(1, 0, microbatches)
         stage = None
         if self.context is not None:
+            from shoal.replica.context.stage import ContextStage
+
             stage = ContextStage(self.model, flat.device, self.context)
         return engine_of_model(self.model, loss, flat, actions, options, stage)
 
@@ -145,4 +147,6 @@ class ReplicaShard:
 
     def compare(self, call: Call, with_gradients: bool) -> None:
         """`check` for arguments of the model's forward; all parameters are here."""
+        from shoal.replica.split_check import SplitModel, check_split
+
         check_split(SplitModel(self.tensor, self.experts), call, with_gradients, self.say)

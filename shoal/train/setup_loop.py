@@ -21,9 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
-from shoal.replica.expert.mixtures import mixtures_of
 from shoal.strategy.base import SyncTerm
-from shoal.strategy.split_terms import Tp
+from shoal.strategy.split_terms import Ep, Tp
 from shoal.train.build_step import assemble_step, broadcast_start
 from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
@@ -111,7 +110,7 @@ def set_up(
     names = [_names_of(optimizer, models) for optimizer in made]
     taken.add(models)
     ep = context().strategy.ep
-    have_experts = [ep is not None and bool(mixtures_of(model, ep.experts)) for model in models]
+    have_experts = [_has_experts(model, ep) for model in models]
     tps = tensor_plans(models, context().strategy.tp)
     prepared = [
         _prepared(
@@ -164,6 +163,14 @@ class Taken:
                 "has one optimizer. Give it all parameters before job.setup, also those that are "
                 "frozen at first (requires_grad=False), and change param_groups for another phase"
             )
+
+
+def _has_experts(model: nn.Module, ep: Ep | None) -> bool:
+    if ep is None:
+        return False
+    from shoal.replica.expert.mixtures import mixtures_of
+
+    return bool(mixtures_of(model, ep.experts))
 
 
 def _with_tp(context: StepContext, tp: Tp | None) -> StepContext:

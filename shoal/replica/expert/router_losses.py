@@ -24,9 +24,6 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import map_tensors
 from shoal.replica.batchnorm import ForwardState
-from shoal.replica.context.sequence_shard import full_tensors
-from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.mappings import gather_sequence
 
 _NAME = "load_balancing_loss_func"
 _MASK = "attention_mask"
@@ -41,6 +38,8 @@ def has_router_losses(model: nn.Module) -> bool:
 
 def share_router_losses(model: nn.Module, groups: Sequence[Group], state: ForwardState) -> None:
     """Let router losses of this model use the tokens of all ranks of `groups`."""
+
+    from shoal.replica.context.sequence_shard import full_tensors
 
     def gather(rows: Tensor) -> Tensor:
         rows = rows if state.rows_are_real else rows[:0]
@@ -77,6 +76,9 @@ def refuse_router_losses(model: nn.Module) -> None:
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, in their order; a gradient is the sum of those of all ranks."""
+    from shoal.replica.tensor.activations.shard_spec import ShardSpec
+    from shoal.replica.tensor.mappings import gather_sequence
+
     counts = torch.zeros(group.size, dtype=torch.int64, device=rows.device)
     counts[group.rank] = len(rows)
     group.all_reduce(counts).wait()
