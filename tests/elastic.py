@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.call import Call
 from shoal.comm.elastic_group import ElasticGroup
-from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.membership import GroupMembership
+from shoal.comm.network import HostSpec
 from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
@@ -150,7 +150,7 @@ class Workers:
     def board(self, member: GroupMember) -> Board:
         return RunDirBoard(self.run_dir, 1)
 
-    def hosts(self, member: GroupMember) -> ElasticHosts | None:
+    def hosts(self, member: GroupMember) -> HostSpec | None:
         return None
 
     def _group(self, member: GroupMember) -> ElasticGroup:

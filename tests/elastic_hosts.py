@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shoal.comm.board import Board, GroupMember
-from shoal.comm.elastic_hosts import ElasticHosts
 from shoal.comm.guarded_store.service import StoreService
-from shoal.comm.network import HostNetwork
+from shoal.comm.network import HostSpec
 from shoal.comm.network_board import NetworkBoard, ServedBoard
 from tests.elastic import Workers
 
@@ -42,6 +41,6 @@ class HostWorkers(Workers):
     def board(self, member: GroupMember) -> Board:
         return NetworkBoard(("127.0.0.1", self._port), SECRET, member, 1)
 
-    def hosts(self, member: GroupMember) -> ElasticHosts:
+    def hosts(self, member: GroupMember) -> HostSpec:
         name = self.moved.get(member, f"host {member.worker // self.per_host}")
-        return ElasticHosts(HostNetwork(), f"{self.folder} {name}")
+        return HostSpec(f"{self.folder} {name}")

@@ -23,8 +23,8 @@ from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 
 if TYPE_CHECKING:
     from shoal.comm.board import GroupMember
-    from shoal.comm.elastic_hosts import ElasticHosts
     from shoal.comm.membership import Generation, GroupMembership
+    from shoal.comm.network import HostSpec
     from shoal.transport.tcp.transport import TcpEngine
 
 
@@ -32,7 +32,7 @@ class ElasticGroup(Group):
     """Also the groups that were duplicated from it change with it."""
 
     def __init__(
-        self, membership: GroupMembership, timeout_s: float, hosts: ElasticHosts | None = None
+        self, membership: GroupMembership, timeout_s: float, hosts: HostSpec | None = None
     ):
         """`hosts`: its members are on several."""
         super().__init__(Solo())
@@ -89,21 +89,37 @@ class ElasticGroup(Group):
         return SharedMemory(segment, size * torch.get_num_threads() >= cores())
 
     def _form_over_hosts(
-        self, hosts: ElasticHosts, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
+        self, hosts: HostSpec, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
     ) -> Executor:
-        check = self.membership.check_forming
+        """Memory inside hosts, TCP between. Every wait ends when the board tells of a loss."""
+        from shoal.comm.executors.hierarchical.topology import Topology, host_id
+        from shoal.comm.network import in_ring_order, open_engine, share_on_hosts
+
+        topology = Topology.of(exchange(host_id(hosts.host_id)), rank)
+        topology = in_ring_order(topology, hosts.network, exchange)
         limit_s = self._timeout_of_operations_s
-        formed = hosts.form(exchange, rank, len(members), limit_s, check)
-        if formed is None:
+        local = share_on_hosts(topology, exchange, limit_s, explains=False)
+        if local is None:
             raise self._not_shared(members)
-        self._connected(formed.engine, members)
+        if len(topology.hosts) == 1:
+            return local
+
+        from shoal.comm.executors.hierarchical.executor import Hierarchical
+        from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
+
+        check = self.membership.check_forming
+        executor: Executor = local
         try:
+            engine = open_engine(topology, exchange, limit_s, hosts.network, check)
+            links = TcpLinks(engine, topology, limit_s)
+            executor = Hierarchical(topology, local, links, limit_s)
+            self._connected(engine, members)
             check()  # what was lost before the engine was known
-        except PeerLost:
+        except BaseException:
             self._connected(None, ())
-            formed.executor.close()
+            executor.close()
             raise
-        return formed.executor
+        return executor
 
     def _connected(self, engine: TcpEngine | None, members: tuple[GroupMember, ...]) -> None:
         with self._connecting:

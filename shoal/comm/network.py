@@ -1,25 +1,32 @@
 """How ranks of several hosts reach each other: which transport, where it listens, who may connect.
 
-SHOAL_BETWEEN     "tcp" (default where the native part is built) or "gloo"
-SHOAL_HOST        the name or address of this host; default: the one that reaches MASTER_ADDR
-SHOAL_HOST_ORDER, SHOAL_RACK, SHOAL_HOSTS_PER_RACK   see `racks`
+SHOAL_BETWEEN         "tcp" (default where the native part is built) or "gloo"
+SHOAL_HOST            the name or address of this host; default: the one that reaches MASTER_ADDR
+SHOAL_RACK            the rack of a host, by any name; `--on lab` gives it to its hosts
+SHOAL_HOSTS_PER_RACK  hosts fill racks in their order; `shoal run --cluster FILE` sets it
+SHOAL_HOST_ORDER      names of hosts in the order of the ring; default: the order of their ranks
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.executors.hierarchical.topology import Topology
+from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig, variable_name
+from shoal.runtime.cores import cores
 from shoal.runtime.proof import fresh_nonce, proof
+from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.segment import join
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.inter_host import HostLinks
@@ -92,6 +99,14 @@ class HostNetwork:
             return self.config.read_secret() or b""
         return require_protected(self.config, "the data plane", says=rank == 0) or b""
 
+    def require_tcp(self) -> None:
+        """BadInput where this host cannot take part in an elastic group."""
+        if self.between != "tcp":
+            raise BadInput(
+                "an elastic group over several hosts is joined over TCP by the native part, which "
+                "is not built or not chosen here: leave out SHOAL_BETWEEN, or install a compiler"
+            )
+
     def check_gloo(self, rank: int) -> None:
         if self.config is not None and not self.is_local:
             require_trusted_network(self.config, "Gloo between hosts", says=rank == 0)
@@ -99,6 +114,40 @@ class HostNetwork:
     @property
     def tls(self) -> TlsConfig:
         return TlsConfig() if self.config is None or self.is_local else self.config.tls
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What a rank knows of its host and of the network: see `GroupSpec`."""
+
+    host_id: str | None = None
+    run_dir: RunDir | None = None
+    network: HostNetwork = field(default_factory=HostNetwork)
+
+
+def share_on_hosts(
+    topology: Topology, exchange: Exchange, timeout_s: float, run_dir: RunDir | None = None,
+    explains: bool = True,
+) -> SharedMemory | None:  # fmt: skip
+    """The ranks of this host; None on all ranks where those of one host cannot share memory."""
+
+    def exchange_on_host(message: bytes) -> list[bytes]:
+        """All ranks call it at once, each for its own host."""
+        said = exchange(message)
+        return [said[peer] for peer in topology.local]
+
+    num_local = len(topology.local)
+    segment = join(
+        exchange_on_host, topology.index, num_local, timeout_s, run_dir=run_dir, explains=explains
+    )
+    answers = exchange(b"no" if segment is None else b"yes")
+    if segment is None:
+        return None
+    local = SharedMemory(segment, num_local * torch.get_num_threads() >= cores())
+    if b"no" in answers:
+        local.close()
+        return None
+    return local
 
 
 def agreed_between(network: HostNetwork, exchange: Exchange) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -26,13 +25,20 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.generation import generation_name, own_generation
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork, agreed_between, in_ring_order, open_engine, open_links
+from shoal.comm.network import (
+    HostNetwork,
+    HostSpec,
+    agreed_between,
+    in_ring_order,
+    open_engine,
+    open_links,
+    share_on_hosts,
+)
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
-from shoal.runtime.cores import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
 from shoal.transport.shm.memfd import Exchange
-from shoal.transport.shm.segment import NOT_BUILT, is_built, join
+from shoal.transport.shm.segment import NOT_BUILT, is_built
 from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -204,15 +210,6 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
 # ---------------------------------------------------------------------- shared memory
 
 
-@dataclass(frozen=True)
-class HostSpec:
-    """See GroupSpec."""
-
-    host_id: str | None = None
-    run_dir: RunDir | None = None
-    network: HostNetwork = field(default_factory=HostNetwork)
-
-
 def master_of(init_method: str, config: RunConfig | None) -> str | None:
     """The host of the rendezvous, which all ranks reach; None where it is a file."""
     if init_method.startswith("tcp://"):
@@ -255,11 +252,8 @@ def share_memory(
     if len(topology.hosts) == size > 1 and between == "gloo":
         host.network.check_gloo(rank)
         return None
-    local = _share_on_host(topology, store, timeout_s, host.run_dir)
-    answers = exchange(b"no" if local is None else b"yes")
-    if local is None or b"no" in answers:
-        if local is not None:
-            local.close()
+    local = share_on_hosts(topology, exchange, timeout_s, host.run_dir)
+    if local is None:
         if len(topology.hosts) > 1:
             host.network.check_gloo(rank)
         _warn_once(rank)
@@ -275,18 +269,6 @@ def share_memory(
     from shoal.comm.executors.hierarchical.executor import Hierarchical
 
     return Hierarchical(topology, local, links, timeout_s)
-
-
-def _share_on_host(
-    topology: Topology, store: Store, timeout_s: float, run_dir: RunDir | None
-) -> SharedMemory | None:
-    host_store = PrefixStore(f"host {topology.host}", store)
-    num_local = len(topology.local)
-    exchange = exchange_over(host_store, topology.index, num_local)
-    segment = join(exchange, topology.index, num_local, timeout_s, run_dir=run_dir)
-    if segment is None:
-        return None
-    return SharedMemory(segment, num_local * torch.get_num_threads() >= cores())
 
 
 def _warn_once(rank: int) -> None:

@@ -20,7 +20,7 @@ from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork
+from shoal.comm.network import HostNetwork, HostSpec
 from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
 from shoal.errors import BadInput, PeerLost
 from shoal.launch.environment import Placement, is_one_host
@@ -105,11 +105,10 @@ class WorkerGroup:
         if run_dir is not None:
             board = RunDirBoard(run_dir, self._number)
         else:
-            from shoal.comm.elastic_hosts import ElasticHosts
             from shoal.comm.network_board import open_board
 
-            hosts = ElasticHosts(HostNetwork(self._config), self._config.host_id)
-            hosts.check()
+            hosts = HostSpec(self._config.host_id, network=HostNetwork(self._config))
+            hosts.network.require_tcp()
             board = open_board(self._config, me, self._number)
         patience_s = self._place.patience_s + _UNTIL_KILLED_S
         membership = GroupMembership(board, me, self._size, patience_s)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork
-from shoal.comm.select import HostSpec, share_memory
+from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.select import share_memory
 from shoal.runtime.config import RunConfig
 from tests.comm.threads import Ranks
 

@@ -23,8 +23,8 @@ from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
-from shoal.comm.network import HostNetwork
-from shoal.comm.select import HostSpec, share_memory
+from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.select import share_memory
 from shoal.comm.torch_backend.work import BackendWork, not_compiled
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
