@@ -27,9 +27,8 @@ from shoal.observe.memory_estimate import EstimateJob
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.strategy import as_strategy
-from shoal.sync.base import DEFAULT_BUCKET_BYTES
-from shoal.sync.ddp import LARGE_BYTES
 from shoal.sync.ddp_compressed import ddp_buckets
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.train.arguments import ForwardSignature

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from shoal.replica.shard import ReplicaShard
 
 
-DEFAULT_BUCKET_BYTES = 25 << 20
-FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
-
-
 class Comeback(NamedTuple):
     """A worker that came back goes on with `step`; its earlier process had come to `lost_at`."""
 

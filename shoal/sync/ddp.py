@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.schedules.buffer_layout import LARGE_BYTES
 from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
-
-LARGE_BYTES = 1 << 20  # a gradient of this size is worth a call of its own, and no copy
 
 
 class DdpSync(Sync):

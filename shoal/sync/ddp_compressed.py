@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from shoal.replica.flat_layout import FlatLayout
-from shoal.sync.base import FIRST_BUCKET_BYTES, Replica, Sync
+from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES
+from shoal.sync.base import Replica, Sync
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
-from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, Sync
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
+from shoal.sync.base import Replica, Sync
 from shoal.sync.memory import ModelSizes, SyncMemory
 
 

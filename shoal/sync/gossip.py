@@ -31,6 +31,7 @@ from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.runtime.wording import counted
+from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms.gossip import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan, runs
@@ -42,7 +43,6 @@ from shoal.sync.replica_mean import averaged, mean_state
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
-CHUNK_BYTES = 4 << 20  # of the parameters: added up while the next chunk is under way
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
 _TAG = 0x60551
 
@@ -64,7 +64,7 @@ class Neighbours:
         weights = self.mixing.heard_by(self.group.rank, step)
         listeners = self.mixing.listeners(self.group.rank, step)
         before: Callable[[], None] | None = None
-        for turn, chunk in enumerate(torch.split(data, CHUNK_BYTES // data.element_size())):
+        for turn, chunk in enumerate(torch.split(data, MIXING_CHUNK_BYTES // data.element_size())):
             works, terms = self._exchange(chunk, weights, listeners, turn % 2)
             if before is not None:
                 before()
@@ -276,7 +276,7 @@ class ElasticMixWeights(MixWeights):
 
 def mixing_bytes(mixing: Mixing, rank: int, numel: int, width: int) -> int:
     """What `Neighbours` keeps for a tensor of so many elements: messages, and a sum."""
-    chunk = CHUNK_BYTES // width
+    chunk = MIXING_CHUNK_BYTES // width
     turns = [min(numel, chunk), min(max(0, numel - chunk), chunk)]
     positions = set()
     for step in range(len(mixing.matrices)):

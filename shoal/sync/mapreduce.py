@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import BadInput
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms.mapreduce import Mapreduce
-from shoal.sync.base import DEFAULT_BUCKET_BYTES, Replica, StepSettings, Sync, SyncPlan, runs
+from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.traffic import StepTraffic

@@ -7,6 +7,7 @@ that runs and counts its tensors. Temporary tensors of one operation are in neit
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,24 +68,10 @@ class ModelSizes:
         """Bytes of all gradients, each in a tensor of its own."""
         return sum(p.numel() for p in self.flat.params) * self.width
 
-    def bucketed_gradients(
-        self, buckets: Sequence[slice], in_place_bytes: int | None = None
-    ) -> int:
-        """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
-        numel = [p.numel() for p in self.flat.params]
-        in_place = {
-            i
-            for i, n in enumerate(numel)
-            if in_place_bytes is not None and n * self.width >= in_place_bytes
-        }
-        waiting = [
-            sum(numel[i] for i in self.flat.params_in(bucket) if i not in in_place)
-            for bucket in buckets
-        ]
-        separate = sum(numel[i] for i in in_place) + max(waiting)
-        if self.accumulates or self.is_stage:
-            separate = sum(numel)
-        return self.buffer + separate * self.width
+    def bucketed_gradients(self, buckets: Sequence[slice], in_place_bytes: float = math.inf) -> int:
+        """Bytes of a gradient buffer, and of what waits at parameters until a bucket is full."""
+        adds_up = self.accumulates or self.is_stage
+        return self.flat.bucketed_gradients(buckets, in_place_bytes, adds_up) * self.width
 
     def exact_sums(self, rank: int, replicas: int) -> int:
         """Bytes of partial sums that exact=True keeps: most subtrees at a time, a buffer each."""

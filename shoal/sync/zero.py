@@ -27,12 +27,13 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.replica.shard import ReplicaShard
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms.zero import Zero
-from shoal.sync.base import DEFAULT_BUCKET_BYTES, Ownership, Replica, Sync, SyncPlan, runs
+from shoal.sync.base import Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp_exact import exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm
-from shoal.sync.zero_reduce import ZeroReduce, gathered_bytes, gradient_bytes
+from shoal.sync.zero_reduce import ZeroReduce
 from shoal.sync.zero_update import ElasticUpdate, ExactZero, ShardedUpdate
 
 
@@ -91,15 +92,21 @@ class ZeroPlan(SyncPlan[Zero]):
         if sizes.exact_microbatches is not None:
             plain = exact_memory(plain, sizes, rank, replicas)
         else:
-            gradients = gradient_bytes(self.term, sizes, rank, replicas)
-            plain = replace(plain, gradients=gradients)
+            shards = (rank, replicas, self.term.shard_copies)
+            gradients = sizes.flat.zero_gradients(
+                self.term.stage, shards, sizes.accumulates, sizes.is_stage
+            )
+            plain = replace(plain, gradients=int(gradients) * sizes.width)
         held = HeldShards(sizes.flat, rank, replicas, self.term.shard_copies)
         names = [sizes.flat.named[i][0] for i in held.params]
         plain = replace(plain, optimizer=sum(sizes.state[name] for name in names))
         if not self.shards_parameters(replicas):
             return plain
         parameters = held.size * sizes.width + sizes.untrained
-        return replace(plain, parameters=parameters, gathered=gathered_bytes(sizes, held))
+        index = {name: i for i, (name, _) in enumerate(sizes.flat.named)}
+        units = [[index[name] for name in unit] for unit in sizes.units]
+        gathered = sizes.flat.gathered(units, set(held.params)) * sizes.width
+        return replace(plain, parameters=parameters, gathered=gathered)
 
     def build(self, replica: Replica) -> Sync:
         sharded = (

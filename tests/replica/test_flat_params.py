@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.replica.flat_layout import ALIGN_BYTES
 from shoal.replica.flat_params import FlatParams
+from shoal.schedules.buffer_layout import ALIGN_BYTES
 from tests.models import mlp
 
 sizes = st.lists(st.integers(1, 70), min_size=1, max_size=12)

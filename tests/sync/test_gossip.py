@@ -44,7 +44,7 @@ def test_mixing_contracts_by_the_second_eigenvalue_and_keeps_the_mean(
     world: World, graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By messages, in several chunks: the replicas are what the matrices say, step by step."""
-    monkeypatch.setattr(gossip, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(gossip, "MIXING_CHUNK_BYTES", 256)
     size = 6
     steps = 12
     mixing = mixing_for(graph, size)

@@ -256,7 +256,7 @@ def test_each_rank_holds_its_share(
     world: World, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 4 ranks: a quarter where the stage shards, all of it where it does not."""
-    monkeypatch.setattr("shoal.sync.zero_reduce.DEFAULT_BUCKET_BYTES", 4096)  # about a block
+    monkeypatch.setattr("shoal.schedules.buffer_layout.DEFAULT_BUCKET_BYTES", 4096)  # about a block
     whole = sum(p.nbytes for p in blocks().parameters())
     block = 4 * (32 * 32 + 32)
     models = [blocks() for _ in range(4)]

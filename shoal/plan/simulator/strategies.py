@@ -25,12 +25,13 @@ from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness, rank_grid
 from shoal.plan.step.layer_time import LayerTable, LayerTime
 from shoal.plan.step.stages import Stage, weight_of
 from shoal.plan.step.step_price import ReplicaPricer
-from shoal.plan.sync_price.base import DEFAULT_BUCKET_BYTES, SyncQuestion, update_part
+from shoal.plan.sync_price.base import SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.overlap import idle_share
 from shoal.plan.sync_price.ps import push_bytes, quorum_count, server_update_s
 from shoal.plan.sync_price.ps_links import memory_s
 from shoal.plan.workloads.workload import Workload
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, PUSH_BUCKET_BYTES
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MOST_MICROBATCHES = 3  # of each stage
@@ -210,7 +211,7 @@ def _ps(term: Any, question: SyncQuestion) -> Agreeing:
     quorum = None if term.quorum is None else quorum_count(term, question.replicas)
     return Agreeing(
         "servers",
-        _buckets(question, 4 << 20),
+        _buckets(question, PUSH_BUCKET_BYTES),
         is_async=term.mode == "async",
         quorum=quorum,
         staleness=term.staleness,

@@ -22,7 +22,6 @@ from shoal.plan.step.stragglers import expected_max, quantile_of_max
 from shoal.plan.sync_price.flat_sizes import EvenSizes, FlatSizes, TensorSizes
 from shoal.plan.workloads.workload import Precision
 
-DEFAULT_BUCKET_BYTES = 25 << 20
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
 NO_SPREAD = (0.0, 0.0)
 
@@ -92,7 +91,7 @@ class SyncQuestion:
     @property
     def buffer_bytes(self) -> float:
         """Of the flat buffer of gradients, with the loss and a flag for every tensor."""
-        return self.sizes.elements * self.precision.gradient_bytes
+        return self.sizes.size * self.precision.gradient_bytes
 
     @property
     def accumulates(self) -> bool:
@@ -215,7 +214,7 @@ def plain_memory(question: SyncQuestion) -> DeviceMemory:
     precision = question.precision
     sizes = question.sizes
     return DeviceMemory(
-        parameters=sizes.elements * precision.parameter_bytes + question.untrained_bytes,
+        parameters=sizes.size * precision.parameter_bytes + question.untrained_bytes,
         gradients=sizes.trained * precision.gradient_bytes,
         optimizer=sizes.trained * question.state_width,
     )
@@ -224,7 +223,7 @@ def plain_memory(question: SyncQuestion) -> DeviceMemory:
 def rollback_bytes(question: SyncQuestion) -> float:
     """Weights and optimizer state that replicas of an elastic run return to after a loss."""
     plain = plain_memory(question)
-    return question.sizes.elements * question.precision.parameter_bytes + plain.optimizer
+    return question.sizes.size * question.precision.parameter_bytes + plain.optimizer
 
 
 def rollback_part(question: SyncQuestion, every: int) -> Part:
@@ -237,14 +236,9 @@ def bucketed_gradients(
     question: SyncQuestion,
     bucket_bytes: float,
     first_bytes: float | None = None,
-    in_place_bytes: float | None = None,
+    in_place_bytes: float = math.inf,
 ) -> float:
     """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
-    sizes = question.sizes
-    buckets = sizes.buckets(bucket_bytes, first_bytes)
-    separate = sizes.largest_wait(buckets, in_place_bytes)
-    if in_place_bytes is not None:
-        separate += sizes.in_place(in_place_bytes)
-    if question.accumulates or question.is_stage:
-        separate = sizes.trained
-    return (sizes.elements + separate) * question.precision.gradient_bytes
+    adds_up = question.accumulates or question.is_stage
+    held = question.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
+    return held * question.precision.gradient_bytes

@@ -51,11 +51,11 @@ def compressed_memory(
     """What is kept from step to step, and the most that is on its way: all slices at once."""
     sizes = question.sizes
     n = question.replicas
-    gaps = sizes.elements - sizes.header - sizes.trained
-    kept = sizes.elements * _RESIDUAL_BYTES + _INDEX_BYTES * gaps
+    gaps = sizes.size - sizes.offset - sizes.trained
+    kept = sizes.size * _RESIDUAL_BYTES + _INDEX_BYTES * gaps
     if is_factored(compress):
         left, right, rest = sizes.factors(factor_rank(compress))
-        first = (sizes.elements - sizes.header) * _RESIDUAL_BYTES + 4 * (left + 2 * rest)
+        first = (sizes.size - sizes.offset) * _RESIDUAL_BYTES + 4 * (left + 2 * rest)
         return CompressedBytes(kept + 4 * right, max(first, 4 * (left + rest + right)))
     again = sum_compress(compress, n)
     owed = sum(bucket.number * -(-bucket.elements // n) for bucket in slices)

@@ -20,13 +20,14 @@ from shoal.plan.sync_price.base import (
     waiting_part,
 )
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
-from shoal.plan.sync_price.flat_sizes import FIRST_BUCKET_BYTES, LARGE_BYTES, Buckets
+from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.plan.sync_price.overlap import (
     buckets_in_turn,
     exposed_buckets,
     hidden_s,
     idle_share,
 )
+from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.schedules.collectives.cost import Link, predicted_s
 
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
@@ -45,7 +46,7 @@ def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
 
 def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
     bucket_bytes = term.bucket_mb * (1 << 20)
-    return question.sizes.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+    return question.sizes.filled(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
 
 
 def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
@@ -83,9 +84,9 @@ def _schedule_s(algorithm: str, ranks: int, num_bytes: int, link: Link) -> float
 def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     """Buckets are packed and on their way while backward runs; sums follow when it has ended."""
     sizes = question.sizes
-    body = sizes.elements - sizes.header
+    body = sizes.size - sizes.offset
     took = compressed_time(question, term.compress, body)
-    header_bytes = sizes.header * question.precision.gradient_bytes
+    header_bytes = sizes.offset * question.precision.gradient_bytes
     hidden = min(hidden_s(question), took.links_s / 2)
     seconds = took.links_s - hidden + took.packing_s
     p = question.replicas
@@ -101,7 +102,7 @@ def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
         return replace(plain, gradients=held)
     sizes = question.sizes
     extra = compressed_memory(question, term.compress, _buckets(term, question))
-    gap_index = 8 * (sizes.elements - sizes.header - sizes.trained)
+    gap_index = 8 * (sizes.size - sizes.offset - sizes.trained)
     return replace(
         plain,
         gradients=bucketed_gradients(question, bucket_bytes, first_bytes),

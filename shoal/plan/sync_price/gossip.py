@@ -36,9 +36,9 @@ from shoal.plan.sync_price.base import (
     update_part,
 )
 from shoal.plan.sync_price.overlap import meetings_s
+from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.gossip.mixing import Mixing, mixing_for
 
-_CHUNK_BYTES = 4 << 20
 _PAGE_BYTES = 64
 
 
@@ -151,7 +151,7 @@ def _message_s(question: SyncQuestion, inner: RingHop) -> float:
     message = question.parameter_bytes
     if not any(calls.kind == "send" for calls in question.cluster.node.measured):
         return message / inner.bytes_per_s
-    chunk = min(message, float(_CHUNK_BYTES))
+    chunk = min(message, float(MIXING_CHUNK_BYTES))
     return message / max(1.0, chunk) * question.network.send(question.group, chunk).seconds
 
 
@@ -161,7 +161,7 @@ def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
     Chunk by chunk: the sum and what has arrived stay in caches, and the weights do not.
     """
     message = question.parameter_bytes
-    chunk = max(1.0, min(message, float(_CHUNK_BYTES)))
+    chunk = max(1.0, min(message, float(MIXING_CHUNK_BYTES)))
     passes = 3 * (exchange.of_port + 1)
     cached_s = message / chunk * passes * memory_pass_s(question, 3 * chunk) / 3
     return cached_s + memory_pass_s(question, 2 * message)
@@ -203,13 +203,13 @@ def _copied(question: SyncQuestion) -> Part:
 def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     plain = plain_memory(question)
     width = question.precision.parameter_bytes
-    buffer_bytes = question.sizes.elements * width
+    buffer_bytes = question.sizes.size * width
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
         return replace(plain, buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
     turns = (
-        min(buffer_bytes, _CHUNK_BYTES),
-        min(max(0.0, buffer_bytes - _CHUNK_BYTES), _CHUNK_BYTES),
+        min(buffer_bytes, MIXING_CHUNK_BYTES),
+        min(max(0.0, buffer_bytes - MIXING_CHUNK_BYTES), MIXING_CHUNK_BYTES),
     )
     copies = max_heard(term.graph, question.replicas) * sum(turns) + turns[0]
     if _returns(term):

@@ -59,7 +59,7 @@ def _round(term: Any, question: SyncQuestion) -> tuple[Part, float]:
         took = question.network.collective("all_reduce", question.group, question.buffer_bytes)
         sent = 2 * (p - 1) / p * question.buffer_bytes
         return Part("weights", took.seconds, took.bound), sent
-    packed = compressed_time(question, term.compress, sizes.elements - sizes.header)
+    packed = compressed_time(question, term.compress, sizes.size - sizes.offset)
     sent = packed.sent_bytes + 2 * (p - 1) / p * width
     return Part("weights", packed.links_s + packed.packing_s, packed.bound), sent
 
@@ -73,15 +73,15 @@ def _convergence(term: Any, replicas: int) -> str:
 def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     """With the anchor, the outer optimizer's state, and what compression keeps and sends."""
     sizes = question.sizes
-    buffer_bytes = sizes.elements * question.precision.parameter_bytes
-    gap_index = 8 * (sizes.elements - sizes.header - sizes.trained)
+    buffer_bytes = sizes.size * question.precision.parameter_bytes
+    gap_index = 8 * (sizes.size - sizes.offset - sizes.trained)
     copies = buffer_bytes + _outer_bytes(term, buffer_bytes) + gap_index
     if term.elastic:
         copies += rollback_bytes(question)
     plain = plain_memory(question)
     if term.compress is None:
         return replace(plain, buffers=copies)
-    body = sizes.elements - sizes.header
+    body = sizes.size - sizes.offset
     packed = compressed_memory(question, term.compress, [Buckets(1, body, body)])
     return replace(plain, buffers=copies + packed.residuals + packed.in_flight + buffer_bytes)
 

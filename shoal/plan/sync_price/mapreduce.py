@@ -8,7 +8,6 @@ from typing import Any
 from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price.base import (
-    DEFAULT_BUCKET_BYTES,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
@@ -20,6 +19,7 @@ from shoal.plan.sync_price.base import (
     waiting_part,
 )
 from shoal.plan.sync_price.overlap import exposed_buckets
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 
 
 @prices("mapreduce")
@@ -32,7 +32,7 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     def timer(num_bytes: float) -> CollectiveTime:
         return question.network.collective("broadcast", question.group, num_bytes)
 
-    seconds, bound = exposed_buckets(question, question.sizes.buckets(DEFAULT_BUCKET_BYTES), timer)
+    seconds, bound = exposed_buckets(question, question.sizes.filled(DEFAULT_BUCKET_BYTES), timer)
     out = timer(question.parameter_bytes)
     parts = some(
         Part("gradients", seconds, bound),

@@ -44,8 +44,7 @@ from shoal.plan.sync_price.ps_links import (
     step_traffic,
 )
 from shoal.plan.sync_price.ps_memory import ps_memory, shares_weights
-
-BUCKET_BYTES = 4 << 20
+from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 
 
 @prices("ps")
@@ -75,7 +74,7 @@ def push_bytes(term: Any, question: SyncQuestion) -> float:
     if is_factored(term.compress):
         return 4 * sum(sizes.factors(factor_rank(term.compress)))
     servers = server_count(term, question)
-    slice_elements = math.ceil((sizes.elements - sizes.header) / servers)
+    slice_elements = math.ceil((sizes.size - sizes.offset) / servers)
     pushed: float = servers * packed_bytes(term.compress, slice_elements)
     return pushed
 
@@ -95,7 +94,7 @@ def _exposed_push(term: Any, question: SyncQuestion, up: Way) -> float:
     hidden = hidden_s(question)
     if term.compress is not None:
         hidden *= 1 - 1 / server_count(term, question)
-    bucket_s = up.seconds * min(1.0, BUCKET_BYTES / max(1.0, question.buffer_bytes))
+    bucket_s = up.seconds * min(1.0, PUSH_BUCKET_BYTES / max(1.0, question.buffer_bytes))
     return min(up.seconds, max(up.seconds - hidden, bucket_s))
 
 

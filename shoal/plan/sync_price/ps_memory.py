@@ -9,8 +9,8 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory
 from shoal.plan.sync_price.base import SyncQuestion, bucketed_gradients, plain_memory
 from shoal.plan.sync_price.packed import factor_rank, is_factored
+from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 
-_BUCKET_BYTES = 4 << 20
 _RESIDUAL_BYTES = 4
 _INDEX_BYTES = 8
 
@@ -36,7 +36,7 @@ def ps_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     )
     return replace(
         plain,
-        gradients=bucketed_gradients(question, _BUCKET_BYTES),
+        gradients=bucketed_gradients(question, PUSH_BUCKET_BYTES),
         optimizer=0.0 if term.update == "server" else plain.optimizer,
         buffers=out + inbox + _residuals(term, question) + (server if is_inside else 0.0),
         servers=0.0 if is_inside else server * question.each,
@@ -61,8 +61,8 @@ def _residuals(term: Any, question: SyncQuestion) -> float:
         return 0.0
     sizes = question.sizes
     drops = term.quorum is not None and term.late == "drop"
-    gaps = sizes.elements - sizes.header - sizes.trained
-    residual = sizes.elements * _RESIDUAL_BYTES * (2 if drops else 1)
+    gaps = sizes.size - sizes.offset - sizes.trained
+    residual = sizes.size * _RESIDUAL_BYTES * (2 if drops else 1)
     return residual + 2 * _INDEX_BYTES * gaps + _basis(term, question)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price.base import (
-    DEFAULT_BUCKET_BYTES,
     SyncPrice,
     SyncQuestion,
     memory_pass_s,
@@ -28,12 +27,7 @@ from shoal.plan.sync_price.base import (
     update_part,
     waiting_part,
 )
-from shoal.plan.sync_price.flat_sizes import (
-    FIRST_BUCKET_BYTES,
-    LARGE_BYTES,
-    Buckets,
-    TensorSizes,
-)
+from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.plan.sync_price.overlap import (
     buckets_in_turn,
     computes_on_cores,
@@ -42,16 +36,10 @@ from shoal.plan.sync_price.overlap import (
     idle_share,
     meetings_s,
 )
-from shoal.plan.sync_price.zero_memory import (
-    even_gradients,
-    owned_buckets,
-    room_elements,
-    tensor_gradients,
-)
+from shoal.schedules.buffer_layout import LARGE_BYTES, room_elements, sharded_bucket_bytes
 from shoal.schedules.lending import times_settled
 from shoal.schedules.shard_copies import held_shards
 
-_SMALLEST_BUCKET_BYTES = 1 << 20
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
@@ -73,12 +61,6 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
         sent_bytes=_sent(term, question),
         spread_s=synchronous_spread(question),
     )
-
-
-def bucket_bytes(question: SyncQuestion) -> float:
-    """Buckets that are small beside a shard, since they need memory of their own."""
-    shard_bytes = question.buffer_bytes // question.replicas
-    return min(DEFAULT_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, shard_bytes // 16))
 
 
 def _ranks(question: SyncQuestion) -> range:
@@ -103,7 +85,7 @@ def _largest_held(term: Any, question: SyncQuestion) -> float:
 def _copied(term: Any, question: SyncQuestion) -> Part:
     """Each owner sends its gradients to the ranks that follow, one after the other; a barrier."""
     sizes, n = question.sizes, question.replicas
-    shard = max(sizes.shard(n, rank).size for rank in _ranks(question))
+    shard = max(sizes.shard_sizes(n)[: len(_ranks(question))])
     took = question.network.send(question.group, shard * question.precision.gradient_bytes)
     messages = len(_held(term, question, 0)) - 1
     barrier_s = question.network.collective("all_reduce", question.group, 1).seconds
@@ -125,7 +107,7 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     def message(num_bytes: float) -> CollectiveTime:
         return network.send(question.group, num_bytes)
 
-    buckets = _buckets(question)
+    buckets = question.sizes.zero_buckets(question.replicas)
     if idle_share(question):
         following = None if computes_on_cores(question) else message
         seconds, bound = exposed_buckets(question, buckets, timer, following)
@@ -142,7 +124,8 @@ def _stops(stage: int, question: SyncQuestion, buckets: list[Buckets]) -> int:
     if stage == 1:
         return 0
     sizes = [bucket.elements for bucket in buckets for _ in range(bucket.number)]
-    return times_settled(sizes, room_elements(question.precision, bucket_bytes(question)))
+    bucket_bytes = sharded_bucket_bytes(question.buffer_bytes, question.replicas)
+    return times_settled(sizes, room_elements(bucket_bytes, question.precision.gradient_bytes))
 
 
 def _copying_s(question: SyncQuestion) -> float:
@@ -156,20 +139,10 @@ def _copying_s(question: SyncQuestion) -> float:
     return memory_pass_s(question, 2 * copied) if copied else 0.0
 
 
-def _buckets(question: SyncQuestion) -> list[Buckets]:
-    """None crosses the border of a shard, where these are known."""
-    num_bytes = bucket_bytes(question)
-    sizes = question.sizes
-    if not isinstance(sizes, TensorSizes):
-        return sizes.buckets(num_bytes, min(num_bytes, FIRST_BUCKET_BYTES))
-    owned = owned_buckets(sizes, question.replicas, num_bytes)
-    return [Buckets(1, run.size, sizes.waiting(run)) for _, run in owned]
-
-
 def _header_s(question: SyncQuestion) -> float:
     """The loss, and a flag for each tensor, are summed in a call of their own."""
     sizes = question.sizes
-    if not isinstance(sizes, TensorSizes):
+    if not sizes.tensors:
         return 0.0
     num_bytes = (1 + sizes.tensors) * question.precision.gradient_bytes
     took = question.network.collective("all_reduce", question.group, num_bytes)
@@ -193,15 +166,12 @@ def _spread(question: SyncQuestion) -> Part:
 
 
 def _broadcasts(question: SyncQuestion) -> Part:
-    sizes = question.sizes
-    n = question.replicas
-    shards = sizes.shards(n) if isinstance(sizes, TensorSizes) else [sizes.shard(n, 0)] * n
     width = question.precision.parameter_bytes
     network = question.network
     took = [
-        network.collective("broadcast", question.group, width * shard.size)
-        for shard in shards
-        if shard.size
+        network.collective("broadcast", question.group, width * shard)
+        for shard in question.sizes.shard_sizes(question.replicas)
+        if shard
     ]
     seconds = sum(one.seconds for one in took) + meetings_s(question, 1)
     return Part("weights", seconds, took[0].bound)
@@ -237,21 +207,13 @@ def _sent(term: Any, question: SyncQuestion) -> float:
     held = len(_held(term, question, 0))
     sizes = question.sizes
     width = question.precision.gradient_bytes
-    body = (sizes.elements - sizes.header) * width
+    body = (sizes.size - sizes.offset) * width
     passes = question.microbatches if stage > 1 else 1
     weights = body
     if stage == 3:
-        weights = question.microbatches * (2 * body - _kept_unit(question) * width)
+        weights = question.microbatches * (2 * body - sizes.first_units * width)
     head = 2 * passes * (1 + sizes.tensors) * width if sizes.tensors else 0.0
     return (p - 1) / p * (passes * body + weights + head) + (held - 1) / p * body
-
-
-def _kept_unit(question: SyncQuestion) -> float:
-    """Elements that are gathered for forward and that backward does not need."""
-    sizes = question.sizes
-    if isinstance(sizes, TensorSizes):
-        return sizes.first_units
-    return question.layer_parameters
 
 
 def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
@@ -265,15 +227,8 @@ def _of_rank(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     stage = term.stage
     precision = question.precision
     held = _held(term, question, rank)
-    own, *copies = (sizes.shard(n, shard).size for shard in held)
-    passes_over = (stage, bucket_bytes(question), question)
-    gradients = (
-        tensor_gradients(sizes, *passes_over, rank)
-        if isinstance(sizes, TensorSizes)
-        else even_gradients(sizes, *passes_over)
-    )
-    if stage > 1:
-        gradients += sum(copies)
+    shards = (rank, n, term.shard_copies)
+    gradients = sizes.zero_gradients(stage, shards, question.accumulates, question.is_stage)
     memory = replace(
         plain_memory(question),
         gradients=gradients * precision.gradient_bytes,
@@ -281,6 +236,10 @@ def _of_rank(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     )
     if stage < 3 or n == 1:
         return memory
-    parameters = (own + sum(copies)) * precision.parameter_bytes + question.untrained_bytes
-    gathered = sizes.gathered(n, held) * precision.parameter_bytes
+    shard_sizes = sizes.shard_sizes(n)
+    parameters = (
+        sum(shard_sizes[shard] for shard in held) * precision.parameter_bytes
+        + question.untrained_bytes
+    )
+    gathered = sizes.zero_gathered(n, held) * precision.parameter_bytes
     return replace(memory, parameters=parameters, buffers=gathered)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
+from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.client import Client
 from shoal.server.link import PostedRequest
 from shoal.server.model.compression import PushCompression
@@ -21,7 +22,7 @@ from shoal.server.protocol.messages import SavedResidual
 from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.base import Copies
-from shoal.sync.ps.push import BUCKET_BYTES, GradientPush
+from shoal.sync.ps.push import GradientPush
 from shoal.sync.residuals import (
     check_residuals,
     is_alike,
@@ -41,7 +42,7 @@ class CompressedPush(GradientPush):
 
     def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
         super().__init__(flat, client)
-        flat.grads.watch(flat.buckets(BUCKET_BYTES))
+        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES))
         self.packings = [PushCompression(spec) for spec in client.specs]
         dtype = self.packings[0].residual_dtype
         self.residual = torch.zeros(flat.size, dtype=dtype, device=flat.device)

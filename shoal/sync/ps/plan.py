@@ -8,6 +8,7 @@ from dataclasses import replace
 from shoal.compress.catalog import make_compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.replica.ordered_sum import full_subtrees, runs_of
+from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.protocol.messages import ParameterSlice
 from shoal.strategy.sync_terms.ps import Ps
@@ -15,7 +16,6 @@ from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.compressed_sum import refuse_scaled
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.ps.connect import join_servers
-from shoal.sync.ps.push import BUCKET_BYTES
 from shoal.sync.residuals import INDEX_BYTES, residual_dtype
 
 
@@ -45,7 +45,7 @@ class PsPlan(SyncPlan[Ps]):
         state = sizes.first_state if self.term.update == "server" else sizes.state
         return replace(
             plain,
-            gradients=sizes.bucketed_gradients(sizes.flat.buckets(BUCKET_BYTES)),
+            gradients=sizes.bucketed_gradients(sizes.flat.buckets(PUSH_BUCKET_BYTES)),
             optimizer=sum(state.values()),
             copies=0 if exact is None else sizes.exact_sums(rank, replicas),
             residuals=self._residuals(sizes, replicas),

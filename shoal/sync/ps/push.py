@@ -15,9 +15,8 @@ from torch import Tensor
 
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
+from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.client import Client
-
-BUCKET_BYTES = 4 << 20
 
 
 class GradientPush:
@@ -71,14 +70,14 @@ class InPlacePush(GradientPush):
 
     def __init__(self, flat: FlatParams, client: Client):
         super().__init__(flat, client)
-        flat.grads.watch(flat.buckets(BUCKET_BYTES), memory=client.out[0])
+        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES), memory=client.out[0])
         self.reduce = client.push
 
 
 class StagedPush(GradientPush):
     def __init__(self, flat: FlatParams, client: Client):
         super().__init__(flat, client)
-        flat.grads.watch(flat.buckets(BUCKET_BYTES))
+        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES))
 
     def reduce(self, bucket: slice) -> None:
         self.client.out[0, bucket].copy_(self.flat.grads.buffer[bucket])
@@ -92,7 +91,7 @@ class ExactPush(GradientPush):
 
     def __init__(self, flat: FlatParams, client: Client, microbatches: int):
         super().__init__(flat, client)
-        flat.grads.watch(flat.buckets(BUCKET_BYTES))
+        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES))
         workers = client.specs[0].rule.workers
         self._root = (0, microbatches)
         self._run = runs_of(microbatches, workers)[client.rank]

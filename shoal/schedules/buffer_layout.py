@@ -1,0 +1,171 @@
+"""Where tensors lie in one flat buffer, and how it is cut into buckets and shards.
+
+    [ header | p0 .. | p1 ...... | p2 . | p3 ........ ]
+
+Arithmetic without torch, in elements: the runtime lays parameters out by it
+(`replica/flat_layout.py`), and the planner prices by it (`plan/sync_price/flat_sizes.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, FilledBucket, most_lent
+from shoal.schedules.shard_copies import held_shards
+
+Position = TypeVar("Position", int, float)
+
+ALIGN_BYTES = 64  # a parameter starts on a cache line, in every process alike
+DEFAULT_BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # of the bucket that is full first, so that communication starts early
+LARGE_BYTES = 1 << 20  # a gradient of this size is worth a call of its own, and no copy
+PUSH_BUCKET_BYTES = 4 << 20  # of a push to parameter servers
+MIXING_CHUNK_BYTES = 4 << 20  # of gossip's weights: added up while the next is under way
+_SMALLEST_BUCKET_BYTES = 1 << 20  # of zero
+
+
+def shard_edges(boundaries: Sequence[Position], shards: int) -> list[Position]:
+    """The edges of consecutive shards, each at the boundary nearest to an equal division.
+
+    A shard may be empty where there are fewer tensors than shards.
+    """
+    first = boundaries[0]
+    span = boundaries[-1] - first
+    edges = [first]
+    for k in range(1, shards):
+        target = first + span * k / shards
+        nearest = min(boundaries, key=lambda edge: abs(edge - target))
+        edges.append(max(nearest, edges[-1]))
+    edges.append(boundaries[-1])
+    return edges
+
+
+def sharded_bucket_bytes(buffer_bytes: float, replicas: int) -> int:
+    """Buckets of zero are small beside a shard, since they need memory of their own."""
+    shard_bytes = int(buffer_bytes // replicas)
+    return min(DEFAULT_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, shard_bytes // 16))
+
+
+def room_elements(bucket_bytes: int, width: int) -> int:
+    """What buckets of zero on their way may take together, where there are more than two."""
+    return ON_THE_WAY * bucket_bytes // width
+
+
+class BufferLayout:
+    """Tensors of these sizes, in order; `width` are the bytes of an element.
+
+    The header has the loss and a flag for each tensor, where the dtype keeps a loss precise.
+    """
+
+    def __init__(self, sizes: Sequence[int], width: int, header_fits: bool):
+        self.sizes = tuple(sizes)
+        self.width = width
+        self._align = max(1, ALIGN_BYTES // width)
+        self.header_size = 1 + len(self.sizes)
+        self.offset = self.round_up(self.header_size) if header_fits else 0
+        starts = []
+        at = self.offset
+        for size in self.sizes:
+            starts.append(at)
+            at = self.round_up(at + size)
+        self.starts = tuple(starts)
+        self.size = at
+
+    def round_up(self, elements: int) -> int:
+        """The next position where a tensor may start."""
+        return -(-elements // self._align) * self._align
+
+    def buckets(
+        self, num_bytes: float, first_bytes: float | None = None, within: slice | None = None
+    ) -> list[slice]:
+        """Split the buffer into slices of about `num_bytes`, at tensor boundaries, last first.
+
+        The first bucket is smaller (`first_bytes`), so that communication starts early. `within`
+        is a slice to split instead of the entire buffer, such as a shard.
+        """
+        wanted = max(1, (first_bytes or num_bytes) // self.width)
+        begin, stop = (0, self.size) if within is None else (within.start, within.stop)
+        buckets = []
+        for start in reversed(self.starts[1:]):
+            if begin < start < stop and stop - start >= wanted:
+                buckets.append(slice(start, stop))
+                stop = start
+                wanted = max(1, num_bytes // self.width)
+        return [*buckets, slice(begin, stop)] if begin < stop else buckets
+
+    def shards(self, n: int) -> list[slice]:
+        """`n` consecutive slices, split at tensor boundaries, as equal in size as those allow.
+
+        A shard may be empty when there are fewer tensors than shards.
+        """
+        boundaries = [self.offset, *self.starts[1:], self.size]
+        return [slice(a, b) for a, b in itertools.pairwise(shard_edges(boundaries, n))]
+
+    def params_in(self, where: slice) -> list[int]:
+        """The indices of the tensors in a slice that is split at their boundaries."""
+        return [i for i, start in enumerate(self.starts) if where.start <= start < where.stop]
+
+    def owned_buckets(self, ranks: int, num_bytes: int) -> list[tuple[int, slice]]:
+        """Buckets with their owners, last one first; none crosses the border of a shard."""
+        first = min(num_bytes, FIRST_BUCKET_BYTES)
+        owned: list[tuple[int, slice]] = []
+        for rank, shard in reversed(list(enumerate(self.shards(ranks)))):
+            buckets = self.buckets(num_bytes, None if owned else first, shard)
+            owned += [(rank, bucket) for bucket in buckets]
+        return owned
+
+    # ---- memory
+
+    def waiting(self, where: slice, in_place_bytes: float = math.inf) -> int:
+        """Elements of gradients that wait at their parameters until a bucket is full."""
+        sizes = (self.sizes[i] for i in self.params_in(where))
+        return sum(size for size in sizes if size * self.width < in_place_bytes)
+
+    def in_place(self, num_bytes: float) -> int:
+        """Elements of tensors of at least so many bytes."""
+        return sum(size for size in self.sizes if size * self.width >= num_bytes)
+
+    def bucketed_gradients(
+        self, buckets: Sequence[slice], in_place_bytes: float = math.inf, adds_up: bool = False
+    ) -> int:
+        """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
+        if adds_up:
+            return self.size + sum(self.sizes)
+        waits = max(self.waiting(bucket, in_place_bytes) for bucket in buckets)
+        return self.size + self.in_place(in_place_bytes) + waits
+
+    def zero_gradients(
+        self, stage: int, shards: tuple[int, int, int], accumulates: bool, is_stage: bool
+    ) -> float:
+        """The buffer that zero keeps, buckets on their way, and what waits at parameters.
+
+        `shards` are the rank, the number of ranks, and the copies of each shard.
+        """
+        rank, ranks, copies = shards
+        bucket_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
+        owned = self.owned_buckets(ranks, bucket_bytes)
+        waiting = [self.waiting(bucket) for _, bucket in owned]
+        if is_stage or (accumulates and stage == 1):
+            waiting = [sum(waiting[k:]) for k in range(len(waiting))]
+        if stage == 1:
+            return self.size - self.offset + max(waiting)
+        filled = [
+            FilledBucket(bucket.stop - bucket.start, waits, owner == rank)
+            for (owner, bucket), waits in zip(owned, waiting, strict=True)
+        ]
+        passes = 2 if accumulates and not is_stage else 1
+        room = room_elements(bucket_bytes, self.width)
+        lent = most_lent(filled, passes, room, REUSED_BYTES / self.width)
+        slices = self.shards(ranks)
+        kept: list[slice] = [slices[shard] for shard in held_shards(rank, ranks, copies)]
+        return float(sum(one.stop - one.start for one in kept) + lent)
+
+    def gathered(self, units: Sequence[Sequence[int]], here: Collection[int]) -> int:
+        """Elements of others' tensors under zero(3): root unit, one that computes, the next."""
+        root, *blocks = (
+            sum(self.round_up(self.sizes[i]) for i in unit if i not in here) for unit in units
+        )
+        return root + max(a + b for a, b in itertools.pairwise([0, *blocks, 0]))
