@@ -18,7 +18,7 @@ from shoal.cluster.units import show_seconds
 from shoal.commands.compare import WORKER, Comparison, groups_of, progress_over
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
-from shoal.commands.script_workload import profile_of_script, workload_of_script
+from shoal.commands.subject import profile_of_script, workload_of_script
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import PlanSettings

@@ -19,7 +19,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 # the module of the command that is given is loaded: all of them take half a second.
 COMMANDS = {
     "run": "run.run",
-    "join": "join.join",
+    "join": "runs.join",
     "ps": "runs.ps",
     "stop": "runs.stop",
     "submit": "submit.submit",

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import parse_bytes
-from shoal.commands.script_workload import workload_of_script
-from shoal.commands.subject import named_cluster
+from shoal.commands.subject import named_cluster, workload_of_script
 from shoal.errors import BadInput
 from shoal.plan.explain import nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor

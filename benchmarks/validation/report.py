@@ -11,6 +11,7 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
+from benchmarks.status_line import status_line
 from benchmarks.validation.compare import RunsAs, Validation
 from benchmarks.validation.compare import validate as compare
 from benchmarks.validation.fit import BOUNDS, Fitted
@@ -21,7 +22,6 @@ from shoal.cluster.toml_writer import cluster_text
 from shoal.cluster.units import show_seconds
 from shoal.commands import options
 from shoal.commands.output import plain_table, show, write_text
-from shoal.commands.status_line import status_line
 from shoal.errors import BadInput
 from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, IN_SHOALS_ORDER
 from shoal.plan.workloads.workload import Recompute

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from shoal.cluster.svg import cluster_svg
 from shoal.cluster.toml_writer import cluster_text
 from shoal.commands import options
 from shoal.commands.cluster_calibrate import calibrate_command
+from shoal.commands.output import show as show_parts
 from shoal.commands.output import wide_console, write_text
 from shoal.errors import BadInput
 
@@ -44,10 +44,8 @@ def show(
     cluster = resized(load_cluster(name), nodes, racks, oversubscription)
     if svg is not None:
         write_text(svg, cluster_svg(cluster))
-    if as_json:
-        typer.echo(json.dumps(document(cluster)))
-    elif svg is not None:
-        typer.echo(f"{cluster.name}: {svg}")
+    if as_json or svg is not None:
+        show_parts(document(cluster), [f"{cluster.name}: {svg}"], as_json)
     else:
         draw_cluster(cluster, wide_console())
 
@@ -66,26 +64,13 @@ def discover(
     found = discover_host()
     if output is not None:
         write_text(output, _file_text(found))
-    if as_json:
-        typer.echo(json.dumps(_discovered(found)))
-        return
-    console = wide_console()
-    for line in host_lines(found.host):
-        console.print(line, soft_wrap=True)
-    console.print()
-    draw_cluster(found.cluster, console)
-    for note in found.notes:
-        console.print(note, soft_wrap=True)
-    if output is not None:
-        console.print(f"Written: {output}", soft_wrap=True)
-
-
-def _discovered(found: Discovery) -> dict[str, Any]:
-    return {
-        "host": asdict(found.host),
-        "cluster": document(found.cluster),
-        "notes": list(found.notes),
-    }
+    if not as_json:
+        show_parts(None, [*host_lines(found.host), ""], as_json)
+        draw_cluster(found.cluster, wide_console())
+    found_document = {"host": asdict(found.host), "cluster": document(found.cluster)}
+    written = [] if output is None else [f"Written: {output}"]
+    notes = list(found.notes)
+    show_parts({**found_document, "notes": notes}, [*notes, *written], as_json)
 
 
 def _file_text(found: Discovery) -> str:

@@ -2,26 +2,111 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from shoal.calibration.between import calibrate_between
 from shoal.calibration.cache import keep
 from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds
+from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device, MeasuredCalls
+from shoal.cluster.presets import load_cluster
 from shoal.cluster.toml_writer import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
-from shoal.commands.calibrate_between import measure_between
-from shoal.commands.launching import check_folder
-from shoal.commands.output import plain_table, wide_console, write_text
+from shoal.commands.launching import check_engine, check_folder, is_private, open_engine
+from shoal.commands.output import Part, plain_table, say, show, write_text
 from shoal.errors import BadInput
+from shoal.lab.lab import find_lab
+from shoal.runtime.config import RunConfig
+from shoal.runtime.lab_files import LabFiles
+from shoal.runtime.wording import counted
+from shoal.strategy.strategy import as_strategy
+
+_GLOO_NEEDS = "Gloo needs SHOAL_TRUSTED_NETWORK=1"
+
+
+def measure_between(
+    on: str, cluster: str | None, output: Path | None, workers: int | None, seconds: float,
+    as_json: bool,
+) -> None:  # fmt: skip
+    check_engine(on)
+    name, file = _source(on, cluster, output)
+    known = load_cluster(name)
+    count = workers or known.nodes
+    config = RunConfig.from_environment()
+    what = f"all-reduces of {counted(count, 'worker')} on the hosts of {on}"
+    say(f"measuring {what}, about {seconds:g} s")
+    with open_engine(on, config) as machines:
+        found = calibrate_between(machines, config, known, count, seconds)
+    text = cluster_text(found)
+    write_text(file, text)
+    document = {"files": [str(file)], "cluster": msgspec.toml.decode(text)}
+    show(document, [*_between(found), f"written to {file}"], as_json)
+
+
+def _source(on: str, cluster: str | None, output: Path | None) -> tuple[str, Path]:
+    """The cluster that is added to, and the file that is written."""
+    if cluster is None:
+        if on.partition("://")[0] != "lab":
+            raise BadInput(f"--on {on}: name the cluster file with --cluster FILE")
+        cluster = f"lab://{find_lab(on.partition('://')[2] or None).design.name}"
+    if output is not None:
+        return cluster, output
+    if cluster == "lab" or cluster.startswith("lab://"):
+        lab = find_lab(cluster.partition("://")[2] or None)
+        return cluster, LabFiles(lab.design.name).cluster
+    if not Path(cluster).is_file():
+        raise BadInput(f"{cluster} is not a file: name one to write with -o")
+    return cluster, Path(cluster)
+
+
+def _between(cluster: Cluster) -> Iterator[Part]:
+    sizes = sorted({size for calls in cluster.between for size, _ in calls.points})
+    heads = ["all-reduce", *map(show_bytes, sizes)]
+    title = f"{cluster.name}: between {cluster.between[0].ranks} hosts, medians (quartiles)"
+    rows = [
+        [
+            calls.executor,
+            *(
+                _spread(seconds, quartiles, show_seconds)
+                for (_, seconds), quartiles in zip(calls.points, calls.spread, strict=True)
+            ),
+        ]
+        for calls in cluster.between
+    ]
+    yield plain_table(title, heads, rows, left=1)
+    choice = choose_between(cluster.between)
+    if choice is not None:
+        yield f"shoal run --cluster takes {choice.executor}: {choice.why}"
+    elif GLOO not in {calls.executor for calls in cluster.between}:
+        yield f"Gloo was not measured, so runs take TCP: {_GLOO_NEEDS}"
+
+
+def with_measured_transport(config: RunConfig, cluster: Cluster, on: str) -> RunConfig:
+    """The faster of TCP and Gloo between hosts, where both were measured; a line says so."""
+    choice = choose_between(cluster.between)
+    if choice is None or config.between is not None:
+        return config
+    choice = _allowed(choice, config, on)
+    say(f"hosts are joined by {choice.executor}: {choice.why} (cluster {cluster.name})")
+    return replace(config, between=choice.executor)
+
+
+def _allowed(choice: BetweenChoice, config: RunConfig, on: str) -> BetweenChoice:
+    if choice.executor == TCP:
+        return choice
+    if not config.tls.trusted_network and not is_private(on):
+        return BetweenChoice(TCP, f"{choice.why}, but {_GLOO_NEEDS}")
+    if as_strategy(config.strategy or "single").is_elastic:
+        return BetweenChoice(TCP, f"{choice.why}, but elastic groups need TCP")
+    return choice
 
 
 def calibrate_command(
@@ -68,7 +153,7 @@ def calibrate_command(
 def _calibrate_here(
     output: Path | None, workers: int | None, seconds: float, device: str | None, as_json: bool
 ) -> None:
-    cluster = calibrate(CalibrationOptions(workers, seconds, device), _say)
+    cluster = calibrate(CalibrationOptions(workers, seconds, device), say)
     text = cluster_text(cluster)
     kept = keep(cluster, device) if workers is None else None
     if output is not None:
@@ -76,30 +161,19 @@ def _calibrate_here(
     if kept is None and output is None and not as_json:
         raise BadInput("the cache folder cannot be written: name a file with -o")
     written = [str(path) for path in (output, kept) if path is not None]
-    if as_json:
-        print(json.dumps({"files": written, "cluster": msgspec.toml.decode(text)}))
-        return
-    _print(cluster)
-    print(f"written to {' and '.join(written)}")
+    document = {"files": written, "cluster": msgspec.toml.decode(text)}
+    show(document, [*_figures(cluster), f"written to {' and '.join(written)}"], as_json)
 
 
-def _say(text: str) -> None:
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
-
-
-def _print(cluster: Cluster) -> None:
-    console = wide_console()
+def _figures(cluster: Cluster) -> Iterator[Part]:
     known = cluster.node.crowded or ((1, cluster.device),)
     heads = ["figure", *(f"{n} worker{'s'[: n > 1]}" for n, _ in known)]
-    table = plain_table(f"{cluster.name}: medians (quartiles)", heads, left=1)
-    for name, values in _rows([device for _, device in known]):
-        table.add_row(name, *values)
-    console.print(table)
-    calls = plain_table("\ncalls between workers", _call_heads(cluster), left=3)
-    for one in cluster.node.measured:
-        calls.add_row(one.executor, one.kind, str(one.ranks), *_call_row(one))
+    rows = [[name, *values] for name, values in _rows([device for _, device in known])]
+    yield plain_table(f"{cluster.name}: medians (quartiles)", heads, rows, left=1)
     if cluster.node.measured:
-        console.print(calls)
+        heads = ["executor", "call", "ranks", *map(show_bytes, _SHOWN_BYTES), "large"]
+        rows = [_call_row(one) for one in cluster.node.measured]
+        yield plain_table("\ncalls between workers", heads, rows, left=3)
 
 
 def _rows(devices: list[Device]) -> Iterator[tuple[str, list[str]]]:
@@ -111,8 +185,8 @@ def _rows(devices: list[Device]) -> Iterator[tuple[str, list[str]]]:
     for size in (1e6, 1e8):
         shares = [f"{device.matmul_efficiency.at(size):.0%}" for device in devices]
         yield f"  of it with {size:.0e} operations", shares
-    for name, key, show in _FIGURES:
-        yield name, [_spread(getattr(d, key), d.spread.get(key), show) for d in devices]
+    for name, key, form in _FIGURES:
+        yield name, [_spread(getattr(d, key), d.spread.get(key), form) for d in devices]
 
 
 def _flops(value: float) -> str:
@@ -138,21 +212,18 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-def _spread(value: float | None, spread: tuple[float, float] | None, show: Any) -> str:
+def _spread(value: float | None, spread: tuple[float, float] | None, form: Any) -> str:
     if value is None:
         return "–"
-    around = "" if spread is None else f" ({show(spread[0])}–{show(spread[1])})"
-    return f"{show(value)}{around}"
+    around = "" if spread is None else f" ({form(spread[0])}–{form(spread[1])})"
+    return f"{form(value)}{around}"
 
 
 _SHOWN_BYTES = (1 << 10, 1 << 20, 1 << 24)
 
 
-def _call_heads(cluster: Cluster) -> list[str]:
-    return ["executor", "call", "ranks", *map(show_bytes, _SHOWN_BYTES), "large"]
-
-
 def _call_row(calls: MeasuredCalls) -> list[str]:
     (size, seconds) = calls.points[-1]
     times = [show_seconds(calls.seconds(shown)) for shown in _SHOWN_BYTES]
-    return [*times, show_rate(size / seconds)]
+    call = [calls.executor, calls.kind, str(calls.ranks)]
+    return [*call, *times, show_rate(size / seconds)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table as Grid
 
+from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import (
     parse_bytes,
@@ -19,16 +20,92 @@ from shoal.cluster.units import (
     show_seconds,
 )
 from shoal.commands import options
-from shoal.commands.collectives_on_cluster import show_on_cluster
-from shoal.commands.output import plain_table, wide_console, write_text
+from shoal.commands.output import Part, plain_table, wide_console, write_text
+from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
+from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.drawing.svg import animated_svg
 from shoal.schedules.drawing.terminal import draw
+
+
+def show_on_cluster(
+    cluster: Cluster,
+    ranks: int | None,
+    kinds: Sequence[str],
+    num_bytes: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """The first `ranks` devices of the cluster, which grows where it has fewer."""
+    network = ClusterNetwork(cluster, cluster.devices if ranks is None else ranks, seed)
+    priced = {kind: network.price_all(kind, num_bytes) for kind in kinds}
+    prices_by_kind = {kind: prices for kind, prices in priced.items() if prices}
+    left_out = _left_out(network, priced)
+    if not prices_by_kind:
+        raise BadInput(f"--ranks {network.ranks} with --cluster: {left_out}")
+    sentences = explain_racks(network, prices_by_kind.get("all_reduce", []))
+    grids = [_cluster_grid(kind, prices, network) for kind, prices in prices_by_kind.items()]
+    alpha_s, rate = network.slowest_pair
+    pair = {"alpha_s": alpha_s, "bytes_per_s": rate if network.ranks > 1 else None}
+    document = {"cluster": cluster.name, "ranks": network.ranks, "bytes": num_bytes, "seed": seed}
+    document |= {"slowest_pair": pair, "explanation": sentences}
+    lines = [f"\n{line}" for line in (left_out, sentences) if line]
+    document["collectives"] = _collectives(prices_by_kind)
+    show_parts(document, [*grids, *lines], as_json)
+
+
+def _cluster_grid(kind: str, prices: Sequence[ContendedPrice], network: ClusterNetwork) -> Grid:
+    alpha_s, rate = network.slowest_pair
+    one = prices[0]
+    title = f"{kind} of {show_bytes(one.num_bytes)} over {one.ranks} ranks of {_words(network)}"
+    if one.ranks > 1:
+        title += f"\nslowest pair: {show_seconds(alpha_s)} a message, {show_rate(rate)}"
+    heads = ["algorithm", "order", "alone", "closed\nform", "simulated", "busiest link"]
+    grid = plain_table(title, heads, left=2)
+    grid.columns[-1].justify = "left"
+    grid.add_column("")
+    for row, price in enumerate(prices):
+        simulated = "-" if price.simulated_s is None else show_seconds(price.simulated_s)
+        grid.add_row(
+            price.algorithm,
+            price.order,
+            show_seconds(price.alpha_beta_s),
+            show_seconds(price.closed_form_s),
+            simulated,
+            f"{price.bound}, {show_rate(price.bound_bytes_per_s)}" if price.bound else "",
+            "<- fastest" if row == 0 else "",
+            style="bold green" if row == 0 else "",
+        )
+    return grid
+
+
+def _left_out(network: ClusterNetwork, priced: dict[str, list[ContendedPrice]]) -> str:
+    """Which algorithms have more paths than are worth finding; "" where none has."""
+    missing = []
+    for kind, prices in priced.items():
+        names = {one.algorithm for one in prices}
+        missing += [f"{kind} {name}" for name in algorithms(kind) if name not in names]
+    if not missing:
+        return ""
+    pairs = f"{network.ranks:,} ranks have too many pairs that send to each other"
+    return f"left out: {', '.join(missing)}; {pairs}"
+
+
+def _words(network: ClusterNetwork) -> str:
+    cluster = network.cluster
+    words = cluster.name
+    if network.has_levels:
+        words += f", {cluster.node.devices} in a node" if cluster.node.devices > 1 else ""
+    if network.crossings(AT_RANDOM):
+        nodes = cluster.nodes_per_rack
+        words += f", {nodes} nodes in a rack, uplinks 1:{cluster.oversubscription:g}"
+    return words
+
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
 
@@ -85,18 +162,18 @@ def table(
         for name in names:
             for algorithm in algorithms(name):
                 prove(build(name, algorithm, ranks))
-    if as_json:
-        typer.echo(json.dumps(_document(prices_by_kind, ranks, num_bytes, cost, prove_all)))
-        return
-    console = wide_console()
+    parts: list[Part] = []
     for name, prices in prices_by_kind.items():
-        console.print(_grid(name, prices, num_bytes, cost))
+        parts.append(_grid(name, prices, num_bytes, cost))
         if prices[0].redundant_bytes:
-            console.print(_redundant(prices[0]), soft_wrap=True)
+            parts.append(_redundant(prices[0]))
     if prove_all:
-        console.print(f"All of them are proven for {ranks} ranks.")
+        parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
-        console.print(_ring_against_star(prices_by_kind["all_reduce"]), soft_wrap=True)
+        parts.append(_ring_against_star(prices_by_kind["all_reduce"]))
+    costs = dict(zip(("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"), cost, strict=True))
+    document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": prove_all}
+    show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
 
 
 def _refuse_costs(context: typer.Context) -> None:
@@ -132,17 +209,18 @@ def show(
     proof = prove(collective) if prove_it or svg is not None or as_json else None
     if svg is not None:
         write_text(svg, animated_svg(collective))
-    if as_json:
-        typer.echo(json.dumps(_rounds(collective)))
-    elif svg is not None:
-        typer.echo(f"{collective}: {svg}")
-    elif proof is not None:
-        typer.echo(
+    if proof is None:
+        draw(collective, wide_console())
+        return
+    said = (
+        f"{collective}: {svg}"
+        if svg is not None
+        else (
             f"{collective} is proven: {proof.rounds} rounds, {proof.transfers} transfers, and "
             "every rank ends with exactly what it should have."
         )
-    else:
-        draw(collective, wide_console())
+    )
+    show_parts(_rounds(collective) if as_json else None, [said], as_json)
 
 
 def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:
@@ -198,29 +276,15 @@ def _ring_against_star(prices: list[Price]) -> str:
     )
 
 
-def _document(
-    prices_by_kind: dict[str, list[Price]],
-    ranks: int,
-    num_bytes: int,
-    cost: Cost,
-    proven: bool,
-) -> dict[str, Any]:
-    return {
-        "ranks": ranks,
-        "bytes": num_bytes,
-        "alpha_s": cost[0],
-        "beta_s_per_byte": cost[1],
-        "gamma_s_per_byte": cost[2],
-        "proven": proven,
-        "collectives": [
-            {
-                "kind": kind,
-                "fastest": prices[0].algorithm,
-                "algorithms": [one.as_dict() for one in prices],
-            }
-            for kind, prices in prices_by_kind.items()
-        ],
-    }
+def _collectives(prices_by_kind: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": kind,
+            "fastest": prices[0].algorithm,
+            "algorithms": [one.as_dict() for one in prices],
+        }
+        for kind, prices in prices_by_kind.items()
+    ]
 
 
 def _rounds(collective: Collective) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import typer
 from shoal.cluster.units import show_bytes
 from shoal.commands import options
 from shoal.commands.launching import command_for, config_for, strategy_for
-from shoal.commands.output import plain_table, wide_console
+from shoal.commands.output import Part, plain_table, show
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.output import discard_lines
@@ -84,17 +84,18 @@ def compare(
     config = config_for(as_strategy("single"), seed, device)
     with scratch_folder("compare") as folder:
         entries = _entries(names, workers, folder)
-        with progress_over(entries) as show:
-            comparison = Comparison(command, config, steps, folder, show)
+        with progress_over(entries) as on_record:
+            comparison = Comparison(command, config, steps, folder, on_record)
             for group in groups_of(entries, apart):
                 comparison.run(group)
         outcomes = comparison.outcomes(entries)
-    if as_json:
-        document = {"script": script, "workers": workers, "seed": seed or 0}
-        print(json.dumps({**document, "runs": [outcome.to_json() for outcome in outcomes]}))
-    else:
-        length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
-        _print(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
+    document = {"script": script, "workers": workers, "seed": seed or 0}
+    length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
+    table = _table(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
+    whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
+    parts: list[Part] = [table, *(f"{name}: {why}" for name, why in whys if why is not None)]
+    runs = [outcome.to_json() for outcome in outcomes]
+    show({**document, "runs": runs}, parts, as_json, width=140)
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
 
@@ -155,13 +156,13 @@ class Comparison:
         config: RunConfig,
         steps: int | None,
         folder: Path,
-        show: Any,
+        on_record: Any,
     ):
         self._command = command
         self._config = config
         self._steps = steps
         self._plan = folder / "plan.json"
-        self._show = show
+        self._on_record = on_record
         self._failed: dict[int, str] = {}
 
     def run(self, group: list[ComparedRun]) -> None:
@@ -200,7 +201,7 @@ class Comparison:
         config = replace(self._config, strategy=group[-1].strategy)
         replication = replication_of(as_strategy(group[-1].strategy), workers)  # servers: alone
         spec = LaunchSpec(command, workers, config, servers, replication=replication)
-        launch(spec, discard_lines, self._show)
+        launch(spec, discard_lines, self._on_record)
 
 
 def _has_begun(entry: ComparedRun) -> bool:
@@ -229,7 +230,7 @@ def progress_over(entries: Sequence[ComparedRun]) -> Iterator[Any]:
         task = bar.add_task("starting workers", total=len(entries))
         started: set[int] = set()
 
-        def show(record: dict[str, Any]) -> None:
+        def on_record(record: dict[str, Any]) -> None:
             number = record.get("entry")
             if isinstance(number, int) and number < len(entries):
                 bar.update(
@@ -237,17 +238,8 @@ def progress_over(entries: Sequence[ComparedRun]) -> Iterator[Any]:
                 )
                 started.add(number)
 
-        yield show
+        yield on_record
         bar.update(task, description="done", completed=len(entries))
-
-
-def _print(outcomes: Sequence[RunOutcome], title: str) -> None:
-    console = wide_console(140)
-    console.print(_table(outcomes, title))
-    for outcome in outcomes:
-        why = outcome.refused or outcome.failed or outcome.unmeasured
-        if why is not None:
-            console.print(f"{outcome.strategy}: {why}")
 
 
 def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
@@ -257,13 +249,13 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     heads = ["test\nloss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
     heads += ["steps/s", "speed-\nup", "sent a\nstep", "idle"]
-    table = plain_table(title, ["strategy", *heads], left=1)
-    table.add_column("against single")
+    heads += ["against single"]
+    rows = [_row(outcome, metric) for outcome in outcomes]
+    table = plain_table(title, ["strategy", *heads], rows, left=1)
+    table.columns[-1].justify = "left"
     for column in table.columns[1:-1]:
         column.no_wrap = True
     table.columns[0].overflow = "fold"
-    for outcome in outcomes:
-        table.add_row(*_row(outcome, metric))
     return table
 
 

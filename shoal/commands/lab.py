@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import show_rate
 from shoal.commands import options
 from shoal.commands.cluster import document
+from shoal.commands.output import show as show_parts
 from shoal.commands.output import wide_console
 from shoal.errors import BadInput
 from shoal.lab.design import MTU, LabDesign, parse_rate
@@ -125,25 +125,20 @@ def _one_to_remove(name: str | None) -> str:
 def _show(lab: Lab, as_json: bool) -> None:
     files = LabFiles(lab.design.name)
     cluster = load_cluster(files.cluster)
-    if as_json:
-        typer.echo(json.dumps(_document(lab, cluster)))
-        return
-    console = wide_console()
-    draw_cluster(cluster, console)
-    console.print()
-    for host in lab.hosts:
-        rack = f"rack {host.rack}" if lab.design.racks > 1 else "the switch"
-        console.print(f"{host.name:4} {host.address:12} at {rack}", soft_wrap=True)
-    console.print(f"MTU {lab.design.mtu}: {_payload(lab)}", soft_wrap=True)
-    console.print(
-        f"Cluster file: {files.cluster} (--cluster {_address(lab.design)})", soft_wrap=True
-    )
-
-
-def _payload(lab: Lab) -> str:
     design = lab.design
+    if not as_json:
+        draw_cluster(cluster, wide_console())
     rate = show_rate(design.link_bytes_per_s * design.efficiency)
-    return f"{design.efficiency:.1%} of a link is payload of TCP, {rate}; the rest is headers."
+    lines = [""]
+    for host in lab.hosts:
+        rack = f"rack {host.rack}" if design.racks > 1 else "the switch"
+        lines.append(f"{host.name:4} {host.address:12} at {rack}")
+    lines += [
+        f"MTU {design.mtu}: {design.efficiency:.1%} of a link is payload of TCP, {rate}; the rest "
+        "is headers.",
+        f"Cluster file: {files.cluster} (--cluster {_address(design)})",
+    ]
+    show_parts(_document(lab, cluster), lines, as_json)
 
 
 def _address(design: LabDesign) -> str:

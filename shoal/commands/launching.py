@@ -6,28 +6,75 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from shoal.commands.engines import open_engine
+from shoal.commands import options
+from shoal.commands.output import say
 from shoal.errors import BadInput
 from shoal.launch.checkpoint_option import saying_latest, with_checkpoint, with_server_checkpoint
 from shoal.launch.local import LaunchSpec, launch
 from shoal.launch.lost_workers import taking_back, tolerance_of
+from shoal.launch.machines import Machines
 from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.process_config import replication_of
 from shoal.launch.processes import Forks
 from shoal.launch.report import RunResult, run_report
 from shoal.observe.progress import ProgressBar
-from shoal.runtime.config import RunConfig
+from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
+
+
+def _ray(address: str, config: RunConfig) -> Machines:
+    # Ray reads them when it is imported
+    set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
+    from shoal.launch.ray_machines import RayMachines
+
+    return RayMachines(address, config)
+
+
+def _lab(address: str, config: RunConfig) -> Machines:
+    from shoal.lab.machines import LabMachines  # each engine is loaded only where it is used
+
+    return LabMachines(address or None)
+
+
+# called with ADDRESS, which is empty without one, and the configuration of the run
+ENGINES: dict[str, Callable[[str, RunConfig], Machines]] = {"lab": _lab, "ray": _ray}
+
+_PRIVATE = frozenset({"lab"})  # their Machines have `is_private`
+
+
+def is_private(text: str) -> bool:
+    """Whether no other user can read what the hosts of this engine send to each other."""
+    return text.partition("://")[0] in _PRIVATE
+
+
+def check_engine(text: str) -> None:
+    """BadInput where there is no such engine."""
+    name, mark, address = text.partition("://")
+    if name in ENGINES and (address or not mark):
+        return
+    if name in ENGINES:
+        raise BadInput(f"--on {text} lacks what comes after ://; --on {name} takes the default")
+    near = difflib.get_close_matches(name, ENGINES, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise BadInput(f"--on takes {' or '.join(ENGINES)}, not {text!r}{hint}")
+
+
+def open_engine(text: str, config: RunConfig) -> Machines:
+    """The hosts of an engine, as a block."""
+    check_engine(text)
+    name, _, address = text.partition("://")
+    return ENGINES[name](address, config)
+
 
 EXAMPLES = ("digits", "gpt", "clicks")
 
@@ -36,89 +83,98 @@ EXAMPLES = ("digits", "gpt", "clicks")
 class WorkersOptions:
     """The options that `shoal run` and `shoal train` share."""
 
-    workers: int
-    strategy: str | None = None
-    seed: int | None = None
-    device: str | None = None
-    gpus: str | None = None
-    slow: Sequence[str] | None = None
-    kill: Sequence[str] | None = None
-    timeout_s: float | None = None
-    grace_s: float | None = None
-    restarts: int | None = None
-    start: int | None = None
-    server_checkpoint: str | None = None  # DIR or DIR:every=STEPS
-    resume: bool = False
-    on: str | None = None  # an engine: there --restart starts all workers again
-    checkpoint: str | None = None  # DIR or DIR:every=STEPS
-    at_least: int | None = None  # workers; with fewer the run ends
+    workers: options.RunWorkers = None
+    strategy: options.Strategy = None
+    seed: options.Seed = None
+    device: options.Device = None
+    gpus: options.Gpus = None
+    trace: options.Trace = None
+    slow: options.Slow = None
+    kill: options.Kill = None
+    timeout: options.Timeout = None
+    grace: options.Grace = None
+    report: options.Report = None
+    restart: options.Restart = None
+    start: options.Start = None
+    elastic: options.Elastic = None
+    server_checkpoint: options.ServerCheckpoint = None
 
-    def to_config(self) -> RunConfig:
-        """The configuration of the workers; BadInput where an option makes no sense."""
-        strategy = strategy_for(self.strategy, self.workers)
+    def resolved(self, command: Sequence[str]) -> WorkersOptions:
+        """With the strategy that `-s auto` stands for, and the workers of --elastic."""
+        text = resolve_auto(self.strategy, command, self.workers or 1, self.device)
+        return replace(self, strategy=text).as_elastic()
+
+    def as_elastic(self) -> WorkersOptions:
+        """With `--elastic MIN:MAX`: MAX workers at most, of which -n or --start are started."""
+        if self.elastic is None:
+            return self
+        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", self.elastic)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise BadInput(
+                "--elastic takes the fewest and the most workers, as 2:8, not "
+                f"{self.elastic[:40]!r}"
+            )
+        fewest, most = int(match[1]), int(match[2])
+        start = self.start or self.workers or most
+        if self.workers not in (None, start, most):
+            raise BadInput(
+                f"--elastic {self.elastic}: -n {self.workers} and --start {start} are two numbers "
+                "of workers at first: leave out one of them"
+            )
+        if not fewest <= start <= most:
+            raise BadInput(
+                f"--elastic {self.elastic}: the run cannot start with "
+                f"{counted(start, 'worker')}: give -n from {fewest} to {most}"
+            )
+        strategy = str(strategy_for(self.strategy or "ddp", most).as_elastic())
+        return replace(self, workers=most, start=start, strategy=strategy)
+
+    @property
+    def at_least(self) -> int | None:
+        """The fewest workers of an elastic run."""
+        return None if self.elastic is None else int(self.elastic.partition(":")[0])
+
+    def to_config(
+        self, on: str | None = None, checkpoint: str | None = None, resume: bool = False
+    ) -> RunConfig:
+        """The configuration of the workers; BadInput where an option makes no sense.
+
+        `on`: an engine, where --restart starts all workers again.
+        """
+        workers = self.workers or 1
+        strategy = strategy_for(self.strategy, workers)
         config = config_for(strategy, self.seed, self.device, self.gpus)
         config = replace(
             config,
             slow=tuple(self.slow or config.slow),
             kill=tuple(self.kill or config.kill),
-            grace_s=self.grace_s or config.grace_s,
-            restarts=config.restarts if self.restarts is None else self.restarts,
+            grace_s=self.grace or config.grace_s,
+            restarts=config.restarts if self.restart is None else self.restart,
             start=self.start or config.start,
             min_workers=self.at_least or config.min_workers,
-            wait=replace(config.wait, limit_s=self.timeout_s or config.wait.limit_s),
+            wait=replace(config.wait, limit_s=self.timeout or config.wait.limit_s),
         )
-        servers = strategy.servers(self.workers)
-        why_none = strategy.sync_for(self.workers).why_no_server_processes
-        check_faults(config, self.workers, servers, why_none)
-        if config.start is not None and config.start > self.workers:
+        why_none = strategy.sync_for(workers).why_no_server_processes
+        check_faults(config, workers, strategy.servers(workers), why_none)
+        if config.start is not None and config.start > workers:
             raise BadInput(
-                f"--start {config.start} is more than the {counted(self.workers, 'worker')} of -n"
+                f"--start {config.start} is more than the {counted(workers, 'worker')} of -n"
             )
-        if self.on is not None and self.at_least is not None and not strategy.is_elastic:
+        if on is not None and self.elastic is not None and not strategy.is_elastic:
             raise BadInput(
                 f"--elastic with --on: workers of {strategy} leave and join on this host only; on "
                 "other hosts those of ddp, zero, localsgd and gossip do"
             )
-        takes_back = config.takes_back and (self.on is None or strategy.is_elastic)
+        takes_back = config.takes_back and (on is None or strategy.is_elastic)
         if takes_back:
             option = "--restart" if config.restarts else "--start"
-            option = "--elastic" if self.at_least is not None else option
-            strategy.taking_back(self.workers).require_takes_back(option)
-        config = with_checkpoint(config, self.checkpoint)
-        config = with_server_checkpoint(config, strategy, self.server_checkpoint, self.resume)
+            option = "--elastic" if self.elastic is not None else option
+            strategy.taking_back(workers).require_takes_back(option)
+        config = with_checkpoint(config, checkpoint)
+        config = with_server_checkpoint(config, strategy, self.server_checkpoint, resume)
         if not takes_back:
             return config
-        return replace(config, strategy=str(taking_back(strategy, self.workers)))
-
-
-def elastic_options(
-    options: WorkersOptions, text: str | None, workers: int | None = None
-) -> WorkersOptions:
-    """The options with `--elastic MIN:MAX`: MAX workers at most, of which -n are started.
-
-    `workers` is the number of -n; None where it is not given. Beside --start it may also be MAX.
-    """
-    if text is None:
-        return options
-    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise BadInput(
-            f"--elastic takes the fewest and the most workers, as 2:8, not {text[:40]!r}"
-        )
-    fewest, most = int(match[1]), int(match[2])
-    start = options.start or workers or most
-    if workers not in (None, start, most):
-        raise BadInput(
-            f"--elastic {text}: -n {workers} and --start {start} are two numbers of workers at "
-            "first: leave out one of them"
-        )
-    if not fewest <= start <= most:
-        raise BadInput(
-            f"--elastic {text}: the run cannot start with {counted(start, 'worker')}: give -n from "
-            f"{fewest} to {most}"
-        )
-    strategy = str(strategy_for(options.strategy or "ddp", most).as_elastic())
-    return replace(options, workers=most, start=start, strategy=strategy, at_least=fewest)
+        return replace(config, strategy=str(taking_back(strategy, workers)))
 
 
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:
@@ -156,11 +212,7 @@ def resolve_auto(
 
     config = config_for(as_strategy("single"), device=device)
     run = partial(run_quietly, command)
-    return str(choose_strategy(workers, config, run, _say))
-
-
-def _say(text: str) -> None:
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
+    return str(choose_strategy(workers, config, run, say))
 
 
 def config_for(
@@ -196,7 +248,7 @@ def run_shown(
     """
     check_folder(report, "a report")
     try:
-        with saying_latest(config.server_checkpoint.folder, _say):
+        with saying_latest(config.server_checkpoint.folder, say):
             result = _run_shown(command, workers, config, on, logs)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)

@@ -1,37 +1,43 @@
-"""`shoal memory`: the memory of a worker under a strategy, estimated, or also measured."""
+"""`shoal memory`: what each worker holds under a strategy, and which strategies fit a device."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from shoal.cluster.units import show_bytes
+from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.commands import options
 from shoal.commands.launching import (
+    check_trained,
     command_for,
     config_for,
     run_quietly,
     strategy_for,
 )
-from shoal.commands.memory_limit import MemoryQuestion, estimates, fits
-from shoal.commands.output import plain_table, wide_console
-from shoal.errors import BadInput
-from shoal.runtime.config import MemoryProbeConfig
+from shoal.commands.output import plain_table, show
+from shoal.commands.subject import workload_of_script
+from shoal.errors import BadInput, CheckFailed, ShoalError
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.workload import Split
+from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
-from shoal.strategy.strategy import Strategy
+from shoal.strategy.strategy import Strategy, as_strategy
 
 _HEADS = {  # short, so that the columns fit 80 characters
     "parameters": "params",
     "gradients": "grads",
     "in_flight": "in\nflight",
 }
+_USUAL = ("ddp", "zero(1)", "zero(2)", "zero(3)", "ps", "pp({n})", "tp({n})")
+_MOST_LAYERS = 12  # shown of a deep model: the largest ones
 _MOST_COLUMNS = 6
 _UNEVEN = 1.25  # the largest shard over the smallest one, from which on a line says why
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
@@ -69,15 +75,15 @@ def memory(
     worker), estimated without allocating them. With --limit, or several strategies: one table of
     what each needs, whether it fits, and which layers are the largest.
     """
-    command = command_for(script, args)
     if limit is not None or len(strategy or ()) > 1:
         if measure:
             raise BadInput("--measure is for one strategy, without --limit")
-        fits(script, args, MemoryQuestion(workers, tuple(strategy or ()), limit), as_json)
+        _compare(script, args, workers, strategy or (), limit, as_json)
         return
+    command = command_for(script, args)
     value = strategy_for(strategy[0] if strategy else None, workers, to_run=measure)
     with scratch_folder("memory") as folder:
-        [found] = estimates(command, [value], workers, folder)
+        [found] = _estimates(command, [value], workers, folder)
         document = {"estimated": found["workers"], **found}
         document.pop("workers")
         document["notes"] = _notes(document["estimated"], value, workers)
@@ -89,20 +95,24 @@ def memory(
             document["measured"] = [
                 json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)
             ]
-    if as_json:
-        print(json.dumps({"script": script, "strategy": str(value), **document}))
-    else:
-        _print(document, f"{script} under {value} on {counted(workers, 'worker')}")
-
-
-def _print(document: dict[str, Any], title: str) -> None:
-    console = wide_console()
-    for table in _tables(document, title):
-        console.print(table)
-    for note in document["notes"]:
-        console.print(note)
-    for why in document["unknown"]:
+    title = f"{script} under {value} on {counted(workers, 'worker')}"
+    parts = [*_tables(document, title), *document["notes"]]
+    show({"script": script, "strategy": str(value), **document}, parts, as_json)
+    for why in () if as_json else document["unknown"]:
         print(f"activations are unknown without running the model: {why}", file=sys.stderr)
+
+
+def _estimates(
+    command: list[str], strategies: Sequence[Strategy], workers: int, folder: Path
+) -> list[dict[str, Any]]:
+    """What workers and servers need under each strategy, from one run of the script."""
+    wanted = MemoryEstimateConfig(folder, "\n".join(map(str, strategies)), workers)
+    config = config_for(as_strategy("single"), device="cpu")
+    run_quietly(command, 1, replace(config, memory_estimate=wanted))
+    file = folder / "estimate.json"
+    check_trained(file)
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return found
 
 
 def _notes(rows: Sequence[dict[str, int | None]], strategy: Strategy, workers: int) -> list[str]:
@@ -137,14 +147,13 @@ def _table(document: dict[str, Any], title: str, columns: Sequence[list[str]]) -
     """`columns` are those shown, and those whose sum is shown."""
     shown, added = columns
     heads = [_HEADS.get(column, column) for column in (*shown, "sum")]
-    table = plain_table(title, ["worker", *heads], left=1)
-    measured = document.get("measured")
-    for rank, row in enumerate(document["estimated"]):
-        table.add_row(f"{rank} estimated", *_cells(row, shown), _sum(row, added))
-        if measured:
-            found = measured[rank]
-            table.add_row(f"{rank} measured", *_cells(found, shown), _sum(found, added))
-    return table
+    rows = [
+        [f"{rank} {how}", *_cells(document[how][rank], shown), _sum(document[how][rank], added)]
+        for rank in range(len(document["estimated"]))
+        for how in ("estimated", "measured")
+        if how in document
+    ]
+    return plain_table(title, ["worker", *heads], rows, left=1)
 
 
 def _shown(rows: list[dict[str, int | None]]) -> list[str]:
@@ -160,3 +169,174 @@ def _cells(row: dict[str, int | None], columns: list[str]) -> list[str]:
 
 def _sum(row: dict[str, int | None], columns: list[str]) -> str:
     return show_bytes(sum(row[column] or 0 for column in columns))
+
+
+# ------------------------------------------------------------------------------ what fits
+
+
+def _compare(
+    script: str,
+    args: Sequence[str] | None,
+    workers: int,
+    asked: Sequence[str],
+    limit: str | None,
+    as_json: bool,
+) -> None:
+    """Print what each strategy needs; CheckFailed where none fits."""
+    limit_bytes = limit_of(limit)
+    usual = _USUAL if workers > 1 else ("single",)
+    texts = asked or [text.format(n=workers) for text in usual]
+    strategies = [strategy_for(text, workers, to_run=False) for text in texts]
+    with scratch_folder("memory") as folder:
+        found = _estimates(command_for(script, args), strategies, workers, folder)
+    needs = [
+        need_of(str(one), devices, limit_bytes, need.get("refused", ""))
+        for one, need in zip(strategies, found, strict=True)
+        for devices in [[] if "refused" in need else list(_devices(need, one, workers))]
+    ]
+    layers, unknown = _layers(script, args)
+    document = {"script": script, "workers": workers, "limit_bytes": limit_bytes}
+    tables = _what_fits(script, workers, needs, layers, limit_bytes)
+    show({**document, "strategies": needs, "layers": layers}, tables, as_json)
+    if unknown and not as_json:
+        print(unknown, file=sys.stderr)
+    if not any(need["fits"] for need in needs):
+        raise CheckFailed(_none_fits(needs, layers, limit_bytes))
+
+
+def limit_of(text: str | None) -> int | None:
+    found = None if text is None else parse_bytes(text)
+    if found is not None and found <= 0:
+        raise BadInput(f"--limit {text} leaves no memory")
+    return found
+
+
+def need_of(
+    strategy: str, devices: Sequence[dict[str, Any]], limit_bytes: int | None, refused: str = ""
+) -> dict[str, Any]:
+    """A strategy fits where its fullest device does."""
+    most = max((device["total"] for device in devices), default=0)
+    fits = not refused and (limit_bytes is None or most <= limit_bytes)
+    need = {"strategy": strategy, "most": most, "devices": devices, "fits": fits}
+    return need | ({"refused": refused} if refused else {})
+
+
+def _devices(found: dict[str, Any], strategy: Strategy, workers: int) -> Iterator[dict[str, Any]]:
+    """The fullest worker of each stage, and the fullest server."""
+    layout = strategy.layout(workers)
+    per_stage = layout.ep * layout.cp * layout.tp
+    for stage in range(layout.pp):
+        where = f"stage {stage}" if layout.pp > 1 else "each worker" if workers > 1 else "worker"
+        of_stage = [
+            _device(where, row)
+            for rank, row in enumerate(found["workers"])
+            if rank // per_stage % layout.pp == stage
+        ]
+        yield max(of_stage, key=lambda device: device["total"])
+    if found["servers"]:
+        where = "each server" if len(found["servers"]) > 1 else "the server"
+        yield _device(where, dict.fromkeys(_MAIN, 0) | {"server": max(found["servers"])})
+
+
+_MAIN = ("parameters", "gradients", "optimizer", "activations")
+
+
+def _device(where: str, row: Mapping[str, int | None]) -> dict[str, Any]:
+    """What a worker or server needs; activations are None where they are unknown."""
+    other = sum(value or 0 for name, value in row.items() if name not in _MAIN)
+    total = other + sum(row[name] or 0 for name in _MAIN)
+    held = {name: row[name] or 0 for name in _MAIN} | {"activations": row["activations"]}
+    return {"where": where, **held, "other": other, "total": total}
+
+
+def _layers(script: str, args: Sequence[str] | None) -> tuple[list[dict[str, Any]], str]:
+    """The layers on one device with the whole batch, or why they are not known."""
+    try:
+        traced = workload_of_script(script, args)
+    except ShoalError as error:
+        return [], str(error)
+    return list(layer_needs(traced.workload, traced.batch)), ""
+
+
+def layer_needs(workload: TracedWorkload, batch: int) -> Iterator[dict[str, Any]]:
+    """What each layer needs on one device: its numbers, their gradients and state, activations."""
+    precision = workload.precision
+    width = precision.parameter_bytes + precision.gradient_bytes
+    width += precision.master_bytes + precision.state_bytes
+    for index, run in enumerate(workload.runs):
+        cost = workload.cost(index, Split(microbatch=batch))
+        state, held = round(cost.parameters * width), round(cost.activation_bytes)
+        sizes = {"state": state, "activations": held, "total": state + held}
+        yield {"layer": run.name, "count": run.count, **sizes}
+
+
+def _none_fits(
+    needs: list[dict[str, Any]], layers: list[dict[str, Any]], limit_bytes: int | None
+) -> str:
+    able = [need for need in needs if "refused" not in need]
+    if limit_bytes is None or not able:
+        return "none of the strategies can train this model"
+    least = min(able, key=lambda need: need["most"])
+    text = f"nothing fits into {show_bytes(limit_bytes)}: {least['strategy']} needs the least, "
+    text += show_bytes(least["most"])
+    largest = max(layers, key=lambda layer: layer["total"], default=None)
+    if largest is not None and largest["total"] > limit_bytes:
+        text += f"; layer {largest['layer']} alone needs {show_bytes(largest['total'])}: split it "
+        text += "over more devices (tp, zero(3))"
+    return text
+
+
+def _what_fits(
+    script: str,
+    workers: int,
+    needs: list[dict[str, Any]],
+    layers: list[dict[str, Any]],
+    limit_bytes: int | None,
+) -> Iterator[Table | str]:
+    size = "" if limit_bytes is None else show_bytes(limit_bytes)
+    title = f"memory of {script} on {counted(workers, 'worker')}{f', {size} each' if size else ''}"
+    heads = ["strategy", "device", "params", "grads", "optimizer", "activations", "other", "sum"]
+    yield plain_table(title, [*heads, ""], _need_rows(needs, limit_bytes), left=2)
+    for need in needs:
+        if "refused" in need:
+            yield f"{need['strategy']}: {need['refused']}"
+    if layers:
+        yield _layer_table(layers, limit_bytes)
+    if size:
+        fitting = ", ".join(need["strategy"] for need in needs if need["fits"])
+        yield f"within {size} a device: {fitting or 'none of them'}"
+
+
+def _need_rows(needs: list[dict[str, Any]], limit_bytes: int | None) -> Iterator[list[str]]:
+    for need in needs:
+        for number, device in enumerate(need["devices"]):
+            name = need["strategy"] if not number else ""
+            cells = _cells(device, [*_MAIN, "other", "total"])
+            yield [name, device["where"], *cells, _verdict(device["total"], limit_bytes)]
+        if "refused" in need:
+            yield [need["strategy"], "", *["-"] * 6, "refused"]
+
+
+def _verdict(total: int, limit_bytes: int | None) -> str:
+    if limit_bytes is None:
+        return ""
+    return "fits" if total <= limit_bytes else "too large"
+
+
+def _layer_table(layers: list[dict[str, Any]], limit_bytes: int | None) -> Table:
+    """The largest layers, in the order of forward."""
+    largest = sorted(layers, key=lambda layer: -layer["total"])[:_MOST_LAYERS]
+    title = "one device, whole batch, by layer"
+    title += f" (the {_MOST_LAYERS} largest)" if len(layers) > _MOST_LAYERS else ""
+    heads = ["layer", "times", "params, grads,\noptimizer", "activations", "each", ""]
+    rows = [
+        [
+            layer["layer"],
+            str(layer["count"]),
+            *_cells(layer, ["state", "activations", "total"]),
+            _verdict(layer["total"], limit_bytes),
+        ]
+        for layer in layers
+        if layer in largest
+    ]
+    return plain_table(title, heads, rows, left=1)

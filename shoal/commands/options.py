@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -151,3 +155,31 @@ ScriptArgs = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters that are dataclasses become one option for each field."""
+    bags: dict[str, Any] = {}
+    shown = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        if not is_dataclass(hints[name]):
+            shown.append(parameter.replace(annotation=hints[name]))
+            continue
+        bags[name] = hints[name]
+        types = get_type_hints(hints[name], include_extras=True)
+        shown += [
+            parameter.replace(name=field.name, default=field.default, annotation=types[field.name])
+            for field in fields(hints[name])
+        ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, bag in bags.items():
+            values[name] = bag(**{field.name: values.pop(field.name) for field in fields(bag)})
+        command(**values)
+
+    shown.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
+    vars(run)["__signature__"] = inspect.Signature(shown)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run

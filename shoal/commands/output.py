@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shoal.errors import BadInput
 
@@ -21,14 +22,26 @@ def write_text(path: Path, text: str) -> None:
         raise BadInput(f"cannot write {path}: {error.strerror}") from error
 
 
-def show(document: Any, parts: Iterable[Table | str], as_json: bool) -> None:
+Part = Table | Text | str
+
+
+def say(text: str) -> None:
+    """What a command is doing, on stderr."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+
+def bold(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def show(document: Any, parts: Iterable[Part], as_json: bool, width: int = 120) -> None:
     """Print the document as JSON, or else these tables and lines."""
     if as_json:
         print(json.dumps(document))
         return
-    console = wide_console()
+    console = wide_console(width)
     for part in parts:
-        console.print(part) if isinstance(part, Table) else print(part)
+        console.print(part, soft_wrap=not isinstance(part, Table), markup=False)
 
 
 def plain_table(

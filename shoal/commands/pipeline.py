@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,8 @@ from rich.table import Table as Grid
 
 from shoal.cluster.units import parse_seconds
 from shoal.commands import options
-from shoal.commands.output import wide_console, write_text
+from shoal.commands.output import plain_table, wide_console, write_text
+from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
 from shoal.plan.gantt import draw
 from shoal.plan.gantt_svg import gantt_svg
@@ -57,11 +57,9 @@ def table(
         _check_size(stages, microbatches, (chunks or 2) if entry.looped else 1)
         pipeline = build(entry.name, stages, microbatches, chunks if entry.looped else None)
         schedules.append((simulate(pipeline, times), prove(pipeline)))
-    if as_json:
-        documents = [_document(timeline, proof, times) for timeline, proof in schedules]
-        typer.echo(json.dumps({"schedules": documents}))
-    else:
-        wide_console().print(_grid(schedules, stages, microbatches))
+    documents = [_document(timeline, proof, times) for timeline, proof in schedules]
+    grid = _grid(schedules, f"{stages} stages, {microbatches} micro-batches")
+    show_parts({"schedules": documents}, [grid], as_json)
 
 
 @app.command()
@@ -90,10 +88,9 @@ def show(
     timeline = simulate(pipeline, times)
     if svg is not None:
         write_text(svg, gantt_svg(timeline, proof))
-    if as_json:
-        typer.echo(json.dumps(_document(timeline, proof, times, with_actions=True)))
-    elif svg is not None:
-        typer.echo(f"{pipeline}: {svg}")
+    if as_json or svg is not None:
+        document = _document(timeline, proof, times, with_actions=True)
+        show_parts(document, [f"{pipeline}: {svg}"], as_json)
     else:
         draw(timeline, proof, wide_console())
 
@@ -133,24 +130,22 @@ def _number(text: str) -> float:
         return parse_seconds(text)
 
 
-def _grid(schedules: list[tuple[Timeline, PipelineProof]], stages: int, microbatches: int) -> Grid:
-    title = f"{stages} stages, {microbatches} micro-batches"
-    grid = Grid(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    grid.add_column("schedule")
-    for heading in ("chunks", "time", "bubble", "idle", "holds at most"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("")
-    for timeline, proof in schedules:
-        pipeline = timeline.pipeline
-        grid.add_row(
-            pipeline.name,
-            str(pipeline.chunks),
+def _grid(schedules: list[tuple[Timeline, PipelineProof]], title: str) -> Grid:
+    heads = ["schedule", "chunks", "time", "bubble", "idle", "holds at most", ""]
+    rows = [
+        [
+            timeline.pipeline.name,
+            str(timeline.pipeline.chunks),
             f"{timeline.makespan:.6g}",
             f"{timeline.bubble:.2%}",
             f"{timeline.idle:.2%}",
-            f"{max(proof.peak_live) / pipeline.chunks:.3g}",
-            CATALOG[pipeline.name].description.splitlines()[0],
-        )
+            f"{max(proof.peak_live) / timeline.pipeline.chunks:.3g}",
+            CATALOG[timeline.pipeline.name].description.splitlines()[0],
+        ]
+        for timeline, proof in schedules
+    ]
+    grid = plain_table(title, heads, rows, left=1)
+    grid.columns[-1].justify = "left"
     return grid
 
 

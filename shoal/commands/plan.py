@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -13,23 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
-from shoal.commands.output import wide_console
-from shoal.commands.predict import MicroBatch
-from shoal.commands.subject import (
-    Batch,
-    ClusterName,
-    FlashAttention,
-    Gpt,
-    Limit,
-    Model,
-    Network,
-    Precision,
-    Subject,
-    cluster_of,
-    subject_of,
-)
+from shoal.commands.output import Part, bold, show
+from shoal.commands.subject import Subject, SubjectOptions
 from shoal.plan.explain import in_script, nothing_fits, options_of, why
-from shoal.plan.predict import PlanSettings
 from shoal.plan.ranking import Priced
 from shoal.plan.search import OnPriced, SearchOptions, SearchResult, search
 from shoal.runtime.wording import counted
@@ -43,18 +28,10 @@ IncludeAsync = Annotated[
 ]
 
 
+@options.with_fields
 def plan(
-    model: Model = None,
-    args: options.ScriptArgs = None,
+    asked: SubjectOptions,
     workers: options.Workers = 1,
-    cluster: ClusterName = "this-machine",
-    gpt: Gpt = None,
-    network: Network = None,
-    limit: Limit = None,
-    batch: Batch = None,
-    microbatch: MicroBatch = None,
-    precision: Precision = None,
-    flash_attention: FlashAttention = False,
     include_async: IncludeAsync = False,
     top: Top = 10,
     as_json: options.Json = False,
@@ -64,16 +41,13 @@ def plan(
     All valid strategies that fit the memory are ranked by their predicted time; the notation can
     be pasted after -s. Nothing is trained.
     """
-    hardware = cluster_of(cluster, network, limit, workers)
-    subject = subject_of(model, args, gpt, precision, batch, workers)
-    settings = PlanSettings(subject.batch, microbatch, flash_attention=flash_attention)
-    wanted = SearchOptions(settings, top, include_async)
+    hardware = asked.hardware(workers)
+    subject = asked.subject(workers)
+    wanted = SearchOptions(asked.settings(subject.batch), top, include_async)
     with _progress(as_json) as on_priced:
         result = search(subject.workload, hardware, workers, wanted, on_priced)
-    if as_json:
-        print(json.dumps(_document(subject, hardware.name, workers, result)))
-    else:
-        _print(subject, hardware.name, workers, result)
+    document = _document(subject, hardware.name, workers, result)
+    show(document, _parts(subject, hardware.name, workers, result), as_json)
     if not result.ranked:
         raise typer.Exit(1)
 
@@ -91,44 +65,40 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print(subject: Subject, cluster: str, workers: int, result: SearchResult) -> None:
-    console = wide_console()
+def _parts(subject: Subject, cluster: str, workers: int, result: SearchResult) -> Iterator[Part]:
     hardware = f"{counted(workers, 'worker')} of {cluster}"
-    title = f"{subject.workload.name} on {hardware}, batch {subject.batch}"
-    console.print(title, style="bold")
+    yield bold(f"{subject.workload.name} on {hardware}, batch {subject.batch}")
     for number, one in enumerate(result.ranked, 1):
-        _print_one(console, f"{number:>2}", one, result.ranked[0])
+        yield from _lines(f"{number:>2}", one, result.ranked[0])
     if result.too_large:
-        console.print("\nfaster, and too large", style="bold")
-        for one in result.too_large:
-            _print_one(console, " -", one, one)
+        yield bold("\nfaster, and too large")
+    for one in result.too_large:
+        yield from _lines(" -", one, one)
     if result.asynchronous:
-        console.print("\nnot the result of one device", style="bold")
-        for one in result.asynchronous:
-            _print_one(console, " ~", one, result.asynchronous[0])
+        yield bold("\nnot the result of one device")
+    for one in result.asynchronous:
+        yield from _lines(" ~", one, result.asynchronous[0])
     if not result.ranked:
-        console.print(nothing_fits(result.least, result.least_workers))
-    console.print(
+        yield nothing_fits(result.least, result.least_workers)
+    yield (
         f"\n{result.variants} variants of strategies, {result.priced} of them priced: the others "
         "are slower than the slowest one here, or larger"
     )
 
 
-def _print_one(console: Console, mark: str, one: Priced, best: Priced) -> None:
+def _lines(mark: str, one: Priced, best: Priced) -> Iterator[str]:
     prediction = one.prediction
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.0%}"
     further = options_of(one.candidate.settings)
-    console.print(
+    yield (
         f"{mark}  {show_seconds(one.seconds):>7}  {show_bytes(prediction.memory.total):>7}"
-        f"  {one.candidate.strategy}{'  ' + further if further else ''}",
-        soft_wrap=True,
+        f"  {one.candidate.strategy}{'  ' + further if further else ''}"
     )
-    console.print(f"      {why(one, best)}{utilization}", soft_wrap=True)
-    for line in (_in_script(one), prediction.convergence):
+    merged = f"not better: {', '.join(one.merged)}" if one.merged else ""
+    reason = f"{why(one, best)}{utilization}"
+    for line in (reason, _in_script(one), prediction.convergence, merged):
         if line:
-            console.print(f"      {line}", soft_wrap=True)
-    if one.merged:
-        console.print(f"      not better: {', '.join(one.merged)}", soft_wrap=True)
+            yield f"      {line}"
 
 
 def _in_script(one: Priced) -> str:

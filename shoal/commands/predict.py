@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
-from shoal.commands.output import plain_table, wide_console
-from shoal.commands.subject import (
-    Batch,
-    ClusterName,
-    FlashAttention,
-    Gpt,
-    Limit,
-    Model,
-    Network,
-    Precision,
-    cluster_of,
-    subject_of,
-)
-from shoal.commands.worker_numbers import WorkerNumbers, scaling_table, worker_numbers
+from shoal.commands.output import Part, bold, plain_table, show
+from shoal.commands.subject import RecomputeOption, Subject, SubjectOptions
 from shoal.errors import BadInput
 from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
-from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.predict import Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
-from shoal.plan.workloads.workload import Recompute, Workload
+from shoal.plan.workloads.workload import Workload
 from shoal.runtime.wording import counted
-from shoal.strategy.strategy import Strategy
 
-RECOMPUTES = ("none", "selective", "full")
-MicroBatch = Annotated[
-    int | None,
+_MOST_WORKERS = 10_000_000
+WorkerNumbers = Annotated[
+    str,
     typer.Option(
-        min=1,
-        help="Samples of a micro-batch of one replica.",
-        show_default="as the script accumulates; under pp two micro-batches for each stage",
+        "--workers", "-n", metavar="INTEGERS", help="Number of workers, or several: 2,4,8."
     ),
 ]
-RecomputeOption = Annotated[
-    str, typer.Option("--recompute", help="Of activations: none, selective or full.")
-]
+
+
+def worker_numbers(text: str) -> list[int]:
+    """The numbers of a list such as 2,4,8."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and word.isascii() for word in words):
+        raise BadInput(f"-n takes a number of workers, or several such as 2,4,8, not {text!r}")
+    numbers = [int(word) if len(word) < 12 else _MOST_WORKERS + 1 for word in words]
+    for number in numbers:
+        if not 1 <= number <= _MOST_WORKERS:
+            raise BadInput(f"-n {text}: a number of workers is from 1 to {_MOST_WORKERS:,}")
+    return list(dict.fromkeys(numbers))
+
+
+def scaling_table(predictions: Sequence[Prediction]) -> Table:
+    """One row a number of workers; the speed-up is over the first of them."""
+    heads = ["workers", "step", "samples/s", "speed-up", "efficiency", "MFU", "memory"]
+    heads.append("most of it")
+    table = plain_table("", heads, [_cells(one, predictions[0]) for one in predictions])
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _cells(one: Prediction, first: Prediction) -> list[str]:
+    speedup = one.samples_per_s / first.samples_per_s
+    share = one.largest.seconds / one.step_s
+    return [
+        str(one.workers),
+        show_seconds(one.step_s),
+        f"{one.samples_per_s:.3g}",
+        f"{speedup:.2f}",
+        f"{speedup * first.workers / one.workers:.0%}",
+        "" if one.mfu is None else f"{one.mfu:.1%}",
+        show_bytes(one.memory.total) + ("" if one.fits else " (too large)"),
+        f"{one.largest.name} {share:.0%}, {bound_words(one.largest)}",
+    ]
+
 
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Also simulate the step, message by message.")
@@ -60,20 +78,12 @@ Timeline = Annotated[
 ]
 
 
+@options.with_fields
 def predict(
-    model: Model = None,
-    args: options.ScriptArgs = None,
+    asked: SubjectOptions,
     numbers: WorkerNumbers = "1",
     strategy: options.Strategy = None,
-    cluster: ClusterName = "this-machine",
-    gpt: Gpt = None,
-    network: Network = None,
-    batch: Batch = None,
-    microbatch: MicroBatch = None,
     recompute: RecomputeOption = "none",
-    precision: Precision = None,
-    flash_attention: FlashAttention = False,
-    limit: Limit = None,
     simulate: Simulate = False,
     trace: Timeline = None,
     as_json: options.Json = False,
@@ -84,94 +94,69 @@ def predict(
     or the link. With several numbers of workers (-n 2,4,8) there is one row for each. Nothing is
     trained.
     """
-    if trace is not None:
-        check_folder(trace, "a trace")
+    check_folder(trace, "a trace")
     several = worker_numbers(numbers)
     workers = max(several)
-    asked = [(strategy_for(strategy, number), number) for number in several]
-    value = asked[-1][0]
-    subject = subject_of(model, args, gpt, precision, batch, workers)
-    settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
-    hardware = cluster_of(cluster, network, limit, workers)
+    values = [strategy_for(strategy, number) for number in several]
+    subject = asked.subject(workers)
+    settings = asked.settings(subject.batch, recompute)
+    hardware = asked.hardware(workers)
+    predictor = Predictor(subject.workload, hardware)
     if len(several) > 1:
         if simulate or trace is not None:
             raise BadInput("--simulate and --trace need one number of workers, not several")
-        _predict_several(subject.workload, hardware, asked, settings, as_json)
+        pairs = zip(values, several, strict=True)
+        found = [predict_on(subject.workload, hardware, *pair, settings) for pair in pairs]
+        _show_several(found, subject, as_json)
         return
-    predictor = Predictor(subject.workload, hardware)
+    (value,) = values
     prediction = predictor.predict(value, workers, settings)
     advice = smaller_micro_batches(predictor, value, prediction, settings)
     prediction = replace(prediction, notes=(*prediction.notes, advice) if advice else ())
     traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)
     document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
-    if not as_json:
-        _print(prediction, subject.workload, traffic)
+    parts = _parts(prediction, subject.workload, traffic)
     if simulate or trace is not None:
         simulated = simulate_strategy(subject.workload, hardware, value, workers, settings)
         document["simulated_s"] = simulated.step_s
-        if not as_json:
-            _print_simulated(prediction, simulated)
+        parts.append(_simulated(prediction, simulated))
         if trace is not None:
-            _write_timeline(simulated, trace, as_json)
-    if as_json:
-        print(json.dumps(document))
+            _write_timeline(simulated, trace)
+            parts.append(f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)")
+    show(document, parts, as_json)
 
 
-def _predict_several(
-    workload: Workload,
-    cluster: Cluster,
-    asked: list[tuple[Strategy, int]],
-    settings: PlanSettings,
-    as_json: bool,
-) -> None:
-    found = [predict_on(workload, cluster, strategy, n, settings) for strategy, n in asked]
-    if as_json:
-        rows = [one.as_dict() for one in found]
-        print(json.dumps({"model": workload.name, "predictions": rows}))
-        return
-    console = wide_console()
-    names = ", ".join(dict.fromkeys(one.strategy for one in found))
-    heading = f"{workload.name} under {names} on {cluster.name}, batch {settings.batch}"
-    console.print(heading, style="bold")
-    console.print(scaling_table(found))
+def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> None:
+    name = subject.workload.name
+    strategies = ", ".join(dict.fromkeys(one.strategy for one in found))
+    heading = f"{name} under {strategies} on {found[0].cluster}, batch {subject.batch}"
+    document = {"model": name, "predictions": [one.as_dict() for one in found]}
+    show(document, [bold(heading), scaling_table(found)], as_json)
 
 
-def _print_simulated(prediction: Prediction, simulated: SimulatedStep) -> None:
+def _simulated(prediction: Prediction, simulated: SimulatedStep) -> str:
     more = simulated.step_s / prediction.step_s - 1
-    print(
+    return (
         f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
         f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
     )
 
 
-def _write_timeline(simulated: SimulatedStep, file: Path, quiet: bool) -> None:
+def _write_timeline(simulated: SimulatedStep, file: Path) -> None:
     from shoal.observe.time_shares import write_chrome  # only where it is needed
 
     try:
         write_chrome(simulated.run.spans_by_rank, file)
     except OSError as error:
         raise BadInput(f"cannot write a trace to {file}: {error.strerror}") from error
-    if not quiet:
-        print(f"trace: {file} (open it in chrome://tracing or ui.perfetto.dev)")
 
 
-def as_recompute(text: str) -> Recompute:
-    if text not in RECOMPUTES:
-        raise BadInput(f"--recompute is none, selective or full, not {text!r}")
-    return cast(Recompute, text)
-
-
-def _print(prediction: Prediction, workload: Workload, traffic: str) -> None:
-    console = wide_console()
-    console.print(_heading(prediction, workload), style="bold")
-    console.print(_parts_table(prediction))
-    console.print(_memory_table(prediction))
-    if not prediction.fits:
-        console.print(does_not_fit(prediction))
-    console.print(traffic)
-    for line in (prediction.convergence, *prediction.notes):
-        if line:
-            console.print(line)
+def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Part]:
+    heading = bold(_heading(prediction, workload))
+    no_room = "" if prediction.fits else does_not_fit(prediction)
+    lines = [no_room, traffic, prediction.convergence, *prediction.notes]
+    tables = [_parts_table(prediction), _memory_table(prediction)]
+    return [heading, *tables, *(line for line in lines if line)]
 
 
 def _heading(prediction: Prediction, workload: Workload) -> str:
@@ -186,11 +171,13 @@ def _heading(prediction: Prediction, workload: Workload) -> str:
 
 
 def _parts_table(prediction: Prediction) -> Table:
-    table = plain_table("", ["part", "time", "share", "bound by"], left=1)
+    total_s = prediction.step_s
+    rows = [
+        [part.name, show_seconds(part.seconds), f"{part.seconds / total_s:.1%}", bound_words(part)]
+        for part in prediction.parts
+    ]
+    table = plain_table("", ["part", "time", "share", "bound by"], rows, left=1)
     table.columns[3].justify = "left"
-    for part in prediction.parts:
-        share = part.seconds / prediction.step_s
-        table.add_row(part.name, show_seconds(part.seconds), f"{share:.1%}", bound_words(part))
     return table
 
 
@@ -198,8 +185,6 @@ def _memory_table(prediction: Prediction) -> Table:
     memory = prediction.memory
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "servers")
     shown = [kind for kind in kinds if getattr(memory, kind) or kind in kinds[:4]]
-    table = plain_table("\nmemory of the fullest device", [*shown, "sum", "of"])
-    cells = [show_bytes(getattr(memory, kind)) for kind in shown]
-    limit = show_bytes(prediction.memory_limit_bytes)
-    table.add_row(*cells, show_bytes(memory.total), limit)
-    return table
+    sizes = [*(getattr(memory, kind) for kind in shown), memory.total]
+    row = [show_bytes(size) for size in (*sizes, prediction.memory_limit_bytes)]
+    return plain_table("\nmemory of the fullest device", [*shown, "sum", "of"], [row])

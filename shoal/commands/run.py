@@ -6,13 +6,10 @@ from dataclasses import replace
 
 from shoal.cluster.presets import load_cluster
 from shoal.commands import options
-from shoal.commands.calibrate_between import with_measured_transport
-from shoal.commands.engines import check_engine
 from shoal.commands.launching import (
     WorkersOptions,
+    check_engine,
     command_for,
-    elastic_options,
-    resolve_auto,
     run_shown,
     traced,
 )
@@ -20,27 +17,14 @@ from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 
 
+@options.with_fields
 def run(
     script: options.Script,
+    asked: WorkersOptions,
     args: options.ScriptArgs = None,
-    workers: options.RunWorkers = None,
     on: options.On = None,
-    strategy: options.Strategy = None,
-    seed: options.Seed = None,
-    device: options.Device = None,
-    gpus: options.Gpus = None,
-    trace: options.Trace = None,
-    slow: options.Slow = None,
-    kill: options.Kill = None,
-    timeout: options.Timeout = None,
-    grace: options.Grace = None,
-    report: options.Report = None,
     logs: options.Logs = None,
-    restart: options.Restart = None,
-    start: options.Start = None,
     checkpoint: options.Checkpoint = None,
-    elastic: options.Elastic = None,
-    server_checkpoint: options.ServerCheckpoint = None,
     resume: options.Resume = False,
     cluster: options.RunCluster = None,
 ) -> None:
@@ -48,20 +32,12 @@ def run(
     if on is not None:
         check_engine(on)
     command = command_for(script, args)
-    strategy = resolve_auto(strategy, command, workers or 1, device)
-    asked = WorkersOptions(
-        *(workers or 1, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
-        server_checkpoint=server_checkpoint,
-        resume=resume,
-        on=on,
-        checkpoint=checkpoint,
-    )
-    asked = elastic_options(asked, elastic, workers)
-    options_config = with_cluster(asked.to_config(), cluster, on)
+    asked = asked.resolved(command)
+    options_config = with_cluster(asked.to_config(on, checkpoint, resume), cluster, on)
     if resume and options_config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
-    with traced(options_config, trace) as config:
-        run_shown(command, asked.workers, config, report, on, logs)
+    with traced(options_config, asked.trace) as config:
+        run_shown(command, asked.workers or 1, config, asked.report, on, logs)
 
 
 def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> RunConfig:
@@ -70,4 +46,8 @@ def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> 
         return config
     cluster = load_cluster(name)
     config = replace(config, hosts_per_rack=cluster.nodes_per_rack)
-    return config if on is None else with_measured_transport(config, cluster, on)
+    if on is None:
+        return config
+    from shoal.commands.cluster_calibrate import with_measured_transport  # only where needed
+
+    return with_measured_transport(config, cluster, on)

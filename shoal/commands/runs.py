@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
@@ -12,7 +13,8 @@ import typer
 from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, CheckFailed
-from shoal.launch.running import RunEntry, entries, find_run, stop_run
+from shoal.launch.joining import ask_to_join, wait_for_answer, wait_until_joined
+from shoal.launch.running import RunEntry, entries, find_run, run_name, stop_run
 
 
 def ps(as_json: options.Json = False) -> None:
@@ -24,12 +26,16 @@ def ps(as_json: options.Json = False) -> None:
     if not found:
         print("no run of yours runs on this host")
         return
-    table = plain_table("", ["run", "script", "strategy", "workers", "on", "since", "step"], left=3)
-    for entry in found:
-        step = "-" if entry.steps is None else str(entry.steps)
-        words = (entry.name, entry.script, entry.strategy, _processes(entry), _where(entry))
-        table.add_row(*words, _since(time.time() - entry.started), step)
-    wide_console().print(table)
+    heads = ["run", "script", "strategy", "workers", "on", "since", "step"]
+    rows = [
+        [
+            *(entry.name, entry.script, entry.strategy, _processes(entry), _where(entry)),
+            _since(time.time() - entry.started),
+            "-" if entry.steps is None else str(entry.steps),
+        ]
+        for entry in found
+    ]
+    wide_console().print(plain_table("", heads, rows, left=3))
 
 
 def stop(
@@ -74,3 +80,24 @@ def _since(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {left:02} s" if minutes else f"{left} s"
+
+
+def join(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="A name that `shoal ps` shows.", show_default="the only run that takes a worker"
+        ),
+    ] = None,
+) -> None:
+    """Ask a run on this host to start a worker that is not there, up to its number (-n).
+
+    Waits until the worker has joined; exit status 1 where it has not.
+    """
+    run_dir, request = ask_to_join(run)
+    name = run_name(run_dir)
+    worker = wait_for_answer(run_dir, request)
+    waits = "waiting until it has joined; Ctrl-C ends only the waiting"
+    print(f"shoal: {worker.sentence}; {waits}", file=sys.stderr, flush=True)
+    wait_until_joined(run_dir, worker)
+    print(f"worker {worker.rank} has joined the run {name}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,19 +10,9 @@ from shoal.cluster.cluster import Noise
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
-from shoal.commands.output import wide_console
-from shoal.commands.predict import MicroBatch, RecomputeOption, as_recompute
-from shoal.commands.subject import (
-    Batch,
-    ClusterName,
-    FlashAttention,
-    Gpt,
-    Model,
-    Network,
-    cluster_of,
-    subject_of,
-)
-from shoal.plan.predict import PlanSettings, Predictor
+from shoal.commands.output import bold, show
+from shoal.commands.subject import RecomputeOption, SubjectOptions
+from shoal.plan.predict import Predictor
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.simulator.work import Unevenness
 from shoal.runtime.faults import read_slow
@@ -43,18 +31,12 @@ Steps = Annotated[
 ]
 
 
+@options.with_fields
 def simulate(
-    model: Model = None,
-    args: options.ScriptArgs = None,
+    asked: SubjectOptions,
     workers: options.Workers = 1,
     strategy: options.Strategy = None,
-    cluster: ClusterName = "this-machine",
-    gpt: Gpt = None,
-    network: Network = None,
-    batch: Batch = None,
-    microbatch: MicroBatch = None,
     recompute: RecomputeOption = "none",
-    flash_attention: FlashAttention = False,
     slow: options.Slow = None,
     noise_seed: NoiseSeed = None,
     steps: Steps = None,
@@ -65,44 +47,30 @@ def simulate(
 
     Beside the closed form of `shoal predict`. `--trace` writes the Chrome trace of a run.
     """
-    if trace is not None:
-        check_folder(trace, "a trace")
+    check_folder(trace, "a trace")
     value = strategy_for(strategy, workers)
-    subject = subject_of(model, args, gpt, None, batch, workers)
-    settings = PlanSettings(subject.batch, microbatch, as_recompute(recompute), flash_attention)
-    hardware = cluster_of(cluster, network, None, workers)
+    subject = asked.subject(workers)
+    settings = asked.settings(subject.batch, recompute)
+    hardware = asked.hardware(workers)
     workload = subject.workload
     closed = Predictor(workload, hardware).predict(value, workers, settings)
     noise = Noise() if noise_seed is None else hardware.noise
     uneven = Unevenness(noise, noise_seed or 0, read_slow(slow or (), workers))
     found = simulate_strategy(workload, hardware, value, workers, settings, uneven, steps)
-    if trace is not None:
-        _write(found, trace)
-    if as_json:
-        typer.echo(json.dumps(_document(found, closed.step_s, str(value), workers)))
-        return
-    console = wide_console()
-    console.print(
-        f"{workload.name} under {value} on {counted(workers, 'worker')} of {hardware.name}, batch "
-        f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
-        f"{show_seconds(closed.step_s)} by the closed form",
-        style="bold",
-        soft_wrap=True,
-    )
-    console.print(_busiest(found), soft_wrap=True)
-    _show_shares(found, trace)
-
-
-def _write(found: SimulatedStep, trace: Path) -> None:
-    from shoal.observe.time_shares import write_chrome
-
-    write_chrome(found.run.spans_by_rank, trace)
-
-
-def _show_shares(found: SimulatedStep, trace: Path | None) -> None:
-    from shoal.observe.time_shares import print_shares
+    from shoal.observe.time_shares import print_shares, write_chrome
 
     spans = found.run.spans_by_rank
+    if trace is not None:
+        write_chrome(spans, trace)
+    heading = (
+        f"{workload.name} under {value} on {counted(workers, 'worker')} of {hardware.name}, batch "
+        f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
+        f"{show_seconds(closed.step_s)} by the closed form"
+    )
+    document = _document(found, closed.step_s, str(value), workers)
+    show(document, [bold(heading), _busiest(found)], as_json)
+    if as_json:
+        return
     print_shares(dict(list(spans.items())[:_MOST_SHOWN]))
     if len(spans) > _MOST_SHOWN:
         print(f"and {len(spans) - _MOST_SHOWN} more ranks")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, cast
 
 import typer
 
@@ -13,12 +15,53 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
-from shoal.commands.launching import EXAMPLES
-from shoal.commands.script_workload import workload_of_script
+from shoal.commands import options
+from shoal.commands.launching import EXAMPLES, check_trained, command_for, config_for, run_quietly
 from shoal.errors import BadInput
+from shoal.launch.auto import measure_profile
+from shoal.plan.predict import PlanSettings
+from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.model_presets import PRESETS
 from shoal.plan.workloads.models import default_batch, named_workload
-from shoal.plan.workloads.workload import Workload
+from shoal.plan.workloads.traced_workload import TracedWorkload
+from shoal.plan.workloads.workload import Recompute, Workload
+from shoal.runtime.config import WorkloadTraceConfig
+from shoal.runtime.files import scratch_folder
+from shoal.strategy.strategy import as_strategy
+
+
+class ScriptWorkload(NamedTuple):
+    workload: TracedWorkload
+    batch: int  # samples of the script's global batch
+
+
+def workload_of_script(script: str, args: Sequence[str] | None = None) -> ScriptWorkload:
+    """Run a script, or an example, up to its first step, on tensors without memory."""
+    command = command_for(script, args)
+    with scratch_folder("workload") as folder:
+        config = config_for(as_strategy("single"), device="cpu")
+        run_quietly(command, 1, replace(config, workload_trace=WorkloadTraceConfig(folder)))
+        document = _read(folder, script)
+    workload = TracedWorkload.from_json(document["workload"].encode())
+    return ScriptWorkload(workload, int(document["batch"]))
+
+
+def profile_of_script(
+    script: str, args: Sequence[str] | None, workers: int, device: str | None = None
+) -> ModelProfile:
+    """Start a script on so many workers, which time the passes of its model."""
+    run = partial(run_quietly, command_for(script, args))
+    return measure_profile(run, config_for(as_strategy("single"), device=device), workers)
+
+
+def _read(folder: Path, script: str) -> dict[str, str]:
+    file = folder / "workload.json"
+    check_trained(file)
+    document: dict[str, str] = json.loads(file.read_text())
+    if "error" in document:
+        raise BadInput(f"the model of {script} could not be traced: {document['error']}")
+    return document
+
 
 Model = Annotated[
     str | None,
@@ -57,6 +100,17 @@ Limit = Annotated[
 FlashAttention = Annotated[
     bool, typer.Option("--flash-attention", help="Scores of attention are never in memory.")
 ]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Samples of a micro-batch of one replica.",
+        show_default="as the script accumulates; under pp two micro-batches for each stage",
+    ),
+]
+RecomputeOption = Annotated[
+    str, typer.Option("--recompute", help="Of activations: none, selective or full.")
+]
 _NETWORK_ALPHA_S = 5e-6
 
 
@@ -68,23 +122,51 @@ class Subject:
     batch: int
 
 
-def subject_of(
-    model: str | None,
-    args: Sequence[str] | None,
-    gpt: str | None,
-    precision: str | None,
-    batch: int | None,
-    workers: int,
-) -> Subject:
-    if (model is None) == (gpt is None):
-        raise BadInput("name a script or a model such as gpt-3, or give its sizes with --gpt")
-    workload = named_workload(model, gpt, precision)
-    if workload is not None:
-        return Subject(workload, batch or default_batch(workload, workers))
-    if precision is not None:
-        raise BadInput("--precision is for transformers; a script says its precision itself")
-    assert model is not None
-    return _of_script(model, args, batch)
+@dataclass(frozen=True)
+class SubjectOptions:
+    """The options that `shoal plan`, `predict` and `simulate` share."""
+
+    model: Model = None
+    args: options.ScriptArgs = None
+    cluster: ClusterName = "this-machine"
+    gpt: Gpt = None
+    network: Network = None
+    limit: Limit = None
+    batch: Batch = None
+    microbatch: MicroBatch = None
+    precision: Precision = None
+    flash_attention: FlashAttention = False
+
+    def subject(self, workers: int) -> Subject:
+        if (self.model is None) == (self.gpt is None):
+            raise BadInput("name a script or a model such as gpt-3, or give its sizes with --gpt")
+        workload = named_workload(self.model, self.gpt, self.precision)
+        if workload is not None:
+            return Subject(workload, self.batch or default_batch(workload, workers))
+        if self.precision is not None:
+            raise BadInput("--precision is for transformers; a script says its precision itself")
+        assert self.model is not None
+        return _of_script(self.model, self.args, self.batch)
+
+    def settings(self, batch: int, recompute: str = "none") -> PlanSettings:
+        if recompute not in ("none", "selective", "full"):
+            raise BadInput(f"--recompute is none, selective or full, not {recompute!r}")
+        kept = cast(Recompute, recompute)
+        return PlanSettings(batch, self.microbatch, kept, self.flash_attention)
+
+    def hardware(self, workers: int) -> Cluster:
+        """The cluster with what the options change of it."""
+        cluster = named_cluster(self.cluster)
+        if self.network is not None:
+            rate = parse_s_per_byte(self.network)
+            if rate <= 0:
+                raise BadInput(f"--network takes a rate such as 200Gb/s, not {self.network!r}")
+            link = LinkSpec("network", 1 / rate, _NETWORK_ALPHA_S)
+            node = replace(cluster.node, devices=1, nic=link, nics=1)
+            cluster = replace(cluster, node=node, nodes=workers, nodes_per_rack=None)
+        if self.limit is not None:
+            cluster = cluster.with_memory(float(parse_bytes(self.limit)))
+        return cluster.of_size(workers)
 
 
 def _of_script(script: str, args: Sequence[str] | None, batch: int | None) -> Subject:
@@ -104,18 +186,3 @@ def named_cluster(name: str | Path) -> Cluster:
 
         return cached_cluster() or load_cluster(name)
     return load_cluster(name)
-
-
-def cluster_of(name: str, network: str | None, limit: str | None, workers: int) -> Cluster:
-    """The cluster with what the options change of it."""
-    cluster = named_cluster(name)
-    if network is not None:
-        rate = parse_s_per_byte(network)
-        if rate <= 0:
-            raise BadInput(f"--network takes a rate such as 200Gb/s, not {network!r}")
-        link = LinkSpec("network", 1 / rate, _NETWORK_ALPHA_S)
-        node = replace(cluster.node, devices=1, nic=link, nics=1)
-        cluster = replace(cluster, node=node, nodes=workers, nodes_per_rack=None)
-    if limit is not None:
-        cluster = cluster.with_memory(float(parse_bytes(limit)))
-    return cluster.of_size(workers)

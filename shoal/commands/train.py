@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from importlib import import_module
 from pathlib import Path
@@ -15,33 +14,19 @@ from shoal.commands.launching import (
     EXAMPLES,
     WorkersOptions,
     command_for,
-    elastic_options,
-    resolve_auto,
     run_shown,
     traced,
 )
+from shoal.commands.output import show
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import MANIFEST
 
 
+@options.with_fields
 def train(
+    asked: WorkersOptions,
     example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
     args: options.ScriptArgs = None,
-    workers: options.RunWorkers = None,
-    strategy: options.Strategy = None,
-    seed: options.Seed = None,
-    device: options.Device = None,
-    gpus: options.Gpus = None,
-    trace: options.Trace = None,
-    slow: options.Slow = None,
-    kill: options.Kill = None,
-    timeout: options.Timeout = None,
-    grace: options.Grace = None,
-    report: options.Report = None,
-    restart: options.Restart = None,
-    start: options.Start = None,
-    elastic: options.Elastic = None,
-    server_checkpoint: options.ServerCheckpoint = None,
     resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
@@ -53,17 +38,10 @@ def train(
     out = out or Path("runs") / example
     extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
     command = command_for(example, extra)
-    strategy = resolve_auto(strategy, command, workers or 1, device)
-    asked = WorkersOptions(
-        *(workers or 1, strategy, seed, device, gpus, slow, kill, timeout, grace, restart, start),
-        server_checkpoint=server_checkpoint,
-        resume=resume,
-    )
-    asked = elastic_options(asked, elastic, workers)
-    config = asked.to_config()
+    asked = asked.resolved(command)
     start_s = time.monotonic()
-    with traced(config, trace) as traced_config:
-        run_shown(command, asked.workers, traced_config, report)
+    with traced(asked.to_config(resume=resume), asked.trace) as config:
+        run_shown(command, asked.workers or 1, config, asked.report)
     print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
 
 
@@ -87,15 +65,9 @@ def evaluate(
         )
     metrics = _test(name, checkpoint, about, device)
     seconds = time.monotonic() - start_s
-    if as_json:
-        print(
-            json.dumps(
-                {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
-            )
-        )
-    else:
-        words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        print(f"{name}: {words} (tested in {seconds:.1f} s)")
+    document = {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
+    words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+    show(document, [f"{name}: {words} (tested in {seconds:.1f} s)"], as_json)
 
 
 def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:

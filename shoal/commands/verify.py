@@ -2,27 +2,193 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shoal.commands import options
-from shoal.commands.engines import check_engine
-from shoal.commands.launching import command_for, config_for, strategy_for
-from shoal.commands.verify_runs import RunPair, ScriptRuns
-from shoal.errors import BadInput
+from shoal.commands.launching import (
+    check_engine,
+    check_trained,
+    command_for,
+    config_for,
+    run_quietly,
+    strategy_for,
+)
+from shoal.commands.output import show
+from shoal.errors import BadInput, ShoalError
+from shoal.launch.processes import Forks
+from shoal.launch.python_fork import can_fork, load, modules_to_load
+from shoal.runtime.config import CaptureConfig, RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
     from shoal.observe.captured_run import CapturedRun
+    from shoal.observe.double_check import DoubleCheck, OwnCheck
     from shoal.observe.verify import Verification
+
+
+DOUBLE_STEPS = 3  # in double precision, which takes longer
+NOT_FINITE = (
+    "there is nothing to compare: on one worker {}; take fewer --steps, or a smaller learning rate"
+)
+CHANCE = (
+    "two runs of the script on one worker differ, so there is nothing to compare: {}; what it "
+    "draws has to follow from the seed, not from the time or before `import shoal`"
+)
+GOES_ON = (
+    "the script catches the exception that ends it after {}, as a bare `except:` does: "
+    "catch Exception instead"
+)
+SEVERAL_CALLS = "the script calls shoal.run {} times: the first call is compared"
+
+
+class ScriptRuns:
+    """Runs the script for a capture, and prints that it does, since each run takes a while."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        steps: int,
+        folder: Path,
+        quiet: bool,
+        on: str | None = None,
+    ):
+        """`on`: the engine on whose hosts several workers run; one worker runs here."""
+        self.command = command
+        self.steps = steps
+        self.folder = folder
+        self.quiet = quiet
+        self.count = 0
+        self._on = on
+        self._forks: Forks | None = None
+        if on is None:  # all runs in forks or none: see `first`
+            load()
+            self._forks = Forks(folder / "modules.json") if can_fork(command) else None
+
+    def first(self, name: str, config: RunConfig, **options: Any) -> CapturedRun:
+        """On one worker. What it has imported need not be imported by the others."""
+        run = self.capture(name, config, 1, **options)
+        if self._forks is None or self._forks.modules_file is None:
+            return run
+        load(modules_to_load(self._forks.modules_file))
+        if can_fork(self.command):
+            self._forks = Forks()
+            return run
+        self._forks = None  # all runs in forks or none: Python orders sets by a seed of the process
+        return self.capture(name, config, 1, **options)
+
+    def capture(
+        self, name: str, config: RunConfig, workers: int, steps: int | None = None, **options: Any
+    ) -> CapturedRun:
+        """`options` are those of CaptureConfig."""
+        from shoal.observe.captured_run import CapturedRun
+
+        steps = self.steps if steps is None else min(self.steps, steps)
+        self.say(f"running {name}: up to {steps} steps")
+        self.count += 1
+        folder = self.folder / str(self.count)
+        folder.mkdir()
+        capture = CaptureConfig(folder, steps, **options)
+        on = self._on if workers > 1 else None
+        run_quietly(self.command, workers, replace(config, capture=capture), self._forks, on)
+        check_trained(folder / "capture.json")
+        run = CapturedRun.read(folder)
+        if not run.losses:
+            check_trained(folder / "loss")
+        if run.goes_on:
+            raise BadInput(GOES_ON.format(counted(steps, "step")))
+        return run
+
+    @property
+    def where(self) -> str:
+        """ " of lab", where several workers run on hosts of an engine."""
+        return "" if self._on is None else f" of {self._on}"
+
+    def say(self, sentence: str) -> None:
+        if not self.quiet:
+            print(sentence, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class RunPair:
+    """The two sides of a comparison: one worker, and several under a strategy."""
+
+    runs: ScriptRuns
+    single: RunConfig
+    several: RunConfig
+    strategy: str
+    workers: int
+
+    def alone(self) -> CapturedRun:
+        """BadInput where it gives nothing that several workers could be compared with."""
+        run = self.runs.first("alone", self.single, early=DOUBLE_STEPS)
+        if run.not_finite is not None:
+            raise BadInput(NOT_FINITE.format(run.not_finite))
+        if run.calls > 1:
+            self.runs.say(SEVERAL_CALLS.format(run.calls))
+        return run
+
+    def check_repeats(self, alone: CapturedRun) -> None:
+        """BadInput where the script on one worker does not do the same again."""
+        again = self.runs.capture("alone once more", self.single, 1)
+        chance = alone.changes_by_chance(again)
+        if chance is not None:
+            raise BadInput(CHANCE.format(chance))
+
+    def together(self, **options: Any) -> CapturedRun:
+        where = " in double precision" if options.get("double") else ""
+        name = f"{self.strategy} on {self.workers}{self.runs.where}{where}"
+        return self.runs.capture(name, self.several, self.workers, **options)
+
+    def again(self, **options: Any) -> CapturedRun:
+        name = "alone, added up in another order"
+        return self.runs.capture(name, self.single, 1, pieces=max(2, self.workers), **options)
+
+    def in_double(self, narrow: CapturedRun, steps: int = DOUBLE_STEPS) -> DoubleCheck | None:
+        """None if the script does not run in double precision."""
+        from shoal.observe.double_check import check
+
+        options = {"double": True, "steps": steps}
+        try:
+            alone = self.runs.capture("alone in double precision", self.single, 1, **options)
+            return check(narrow, alone, self.together(**options), lambda: self.again(**options))
+        except ShoalError as error:
+            self.runs.say(f"the script does not run in double precision: {_last_line(error)}")
+            return None
+
+    def confirm(self, verdict: Verification, narrow: CapturedRun) -> DoubleCheck | None:
+        """All steps in double precision, where the verdict rests on amplified rounding; else None.
+
+        The first steps are equal there. A later one may have got other samples.
+        """
+        first, steps = verdict.double, verdict.steps
+        if first is None or first.was_reordered or not verdict.ok or not verdict.amplified:
+            return None
+        if steps <= first.steps:
+            return None
+        return self.in_double(replace(narrow, early={}), steps)
+
+    def in_own_precision(self) -> OwnCheck:
+        """Of the first steps, where the script does not run in double precision."""
+        from shoal.observe.double_check import check_own
+
+        options = {"optimizer": True, "steps": DOUBLE_STEPS}
+        alone = self.runs.capture("alone, with the optimizer", self.single, 1, **options)
+        return check_own(alone, self.together(**options), self.again(**options))
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
 
 DRAWS = (
     "{} draws random numbers in its forward, which depend on the number of workers, as dropout "
@@ -90,15 +256,11 @@ def verify(
             verdict = replace(verdict, own=pair.in_own_precision())
         if not verdict.ok:
             pair.check_repeats(alone)
-    if as_json:
-        document = {"script": script, "strategy": str(value), "workers": workers}
-        print(json.dumps({**document, **verdict.to_json()}))
-    else:
-        taken = steps_taken(
-            verdict.steps, steps, value.sync_for(workers).batches is Batches.WHOLE_DATASET
-        )
-        where = f"{counted(workers, 'worker')}{runs.where}"
-        _print(verdict, f"{script} under {value} on {where}, {taken}")
+    whole = value.sync_for(workers).batches is Batches.WHOLE_DATASET
+    where = f"{counted(workers, 'worker')}{runs.where}"
+    title = f"{script} under {value} on {where}, {steps_taken(verdict.steps, steps, whole)}"
+    document = {"script": script, "strategy": str(value), "workers": workers}
+    show({**document, **verdict.to_json()}, _lines(verdict, title), as_json)
     if not verdict.ok:
         for reason in _reasons(alone, together, workers):
             print(reason, file=sys.stderr if as_json else sys.stdout)
@@ -135,36 +297,30 @@ def steps_taken(taken: int, asked: int, of_everything: bool) -> str:
     return text if taken == asked else f"{text} (the script takes no more)"
 
 
-def _print(verdict: Verification, what: str) -> None:
-    for name in verdict.switched_off[:1]:
-        print(
-            f"dropout was switched off ({name}"
-            + (
-                f" and {len(verdict.switched_off) - 1} more"
-                if len(verdict.switched_off) > 1
-                else ""
-            )
-            + "): its masks depend on the number of workers, unless exact=True"
+def _lines(verdict: Verification, what: str) -> Iterator[str]:
+    if verdict.switched_off:
+        more = len(verdict.switched_off) - 1
+        names = verdict.switched_off[0] + (f" and {more} more" if more else "")
+        yield (
+            f"dropout was switched off ({names}): its masks depend on the number of workers, "
+            "unless exact=True"
         )
-    loss = verdict.worst(verdict.losses)
-    tensor = verdict.worst(verdict.tensors)
-    print(
-        f"largest difference of a loss    {loss.difference:.3g} at {loss.what} "
-        f"(tolerance {loss.tolerance:.3g})"
-    )
-    print(
-        f"largest difference of a tensor  {tensor.difference:.3g} in {tensor.what} "
-        f"(tolerance {tensor.tolerance:.3g})"
-    )
-    for sentence in _about_rounding(verdict):
-        print(sentence)
+    for kind, preposition, found in (
+        ("loss    ", "at", verdict.worst(verdict.losses)),
+        ("tensor  ", "in", verdict.worst(verdict.tensors)),
+    ):
+        yield (
+            f"largest difference of a {kind}{found.difference:.3g} {preposition} {found.what} "
+            f"(tolerance {found.tolerance:.3g})"
+        )
+    yield from _about_rounding(verdict)
     if verdict.replicas_apart:
-        print(f"replicas hold different parameters: up to {verdict.replicas_apart:.3g} apart")
+        yield f"replicas hold different parameters: up to {verdict.replicas_apart:.3g} apart"
     if verdict.first_loss:
-        print(f"first loss that differs: {verdict.first_loss.what}")
+        yield f"first loss that differs: {verdict.first_loss.what}"
     if verdict.first_tensor:
-        print(f"first tensor that differs: {verdict.first_tensor.what}")
-    print(f"{'equal' if verdict.ok else 'NOT EQUAL'}: {what}")
+        yield f"first tensor that differs: {verdict.first_tensor.what}"
+    yield f"{'equal' if verdict.ok else 'NOT EQUAL'}: {what}"
 
 
 def _about_rounding(verdict: Verification) -> Iterator[str]:

@@ -13,28 +13,90 @@ to add up in another order, and whether in double precision.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.data.sampling import FullDatasetBatch
 from shoal.errors import StopTraining
 from shoal.observe.double_precision import compute_in_double, convert
-from shoal.observe.random_draws import DrawWatch, switch_off_dropout
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
+from shoal.replica.tensor.layers.attention import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches
 from shoal.train.job import Job
 from shoal.train.state import gather_model, gather_optimizer_state
 from shoal.train.step import Step
+
+_CONFIGURED = ("drop", "jitter")  # in names of rates: attention_dropout, layerdrop, jitter_noise
+
+
+def switch_off_dropout(model: nn.Module) -> list[str]:
+    """Unless exact, masks depend on the number of workers and would hide other differences.
+
+    Rates of functional dropout are attributes of modules, or of what they call their `config`.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            module.p = 0.0
+            names.append(name)
+        if isinstance(module, nn.MultiheadAttention | ParallelAttention) and module.dropout > 0:
+            module.dropout = 0.0
+            names.append(name)
+        for owner in (module, getattr(module, "config", None)):
+            for key in _rates(owner):
+                setattr(owner, key, 0.0)
+                names.append(f"{name}.{key}" if name else key)
+    return names
+
+
+def _rates(owner: Any) -> list[str]:
+    return [
+        key
+        for key, value in getattr(owner, "__dict__", {}).items()
+        if type(value) is float and value > 0 and any(word in key for word in _CONFIGURED)
+    ]
+
+
+class DrawWatch:
+    """Notes the first module whose forward draws random numbers from torch's global generator."""
+
+    def __init__(self, model: nn.Module):
+        self.module: str | None = None
+        self._states: dict[str, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._before(name))
+            module.register_forward_hook(self._after(name))
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any) -> None:
+            if self.module is None:
+                self._states[name] = torch.get_rng_state()
+
+        return note
+
+    def _after(self, name: str) -> Callable[..., None]:
+        """Modules end inside out, so the first one is the innermost."""
+
+        def compare(module: nn.Module, args: Any, outputs: Any) -> None:
+            before = self._states.pop(name, None)
+            if self.module is not None or before is None:
+                return
+            if not torch.equal(before, torch.get_rng_state()):
+                kind = type(module).__name__
+                self.module = f"{name} ({kind})" if name else kind
+
+        return compare
+
 
 IGNORE_INDEX = -100  # of torch's losses
 

@@ -21,8 +21,13 @@ from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
 from shoal.errors import BadInput, StopTraining
-from shoal.observe.loop_sizes import loop_sizes, other_bytes
-from shoal.observe.model_sizes import activation_bytes, parameters_without_memory, sizes_of
+from shoal.observe.model_sizes import (
+    activation_bytes,
+    loop_sizes,
+    other_bytes,
+    parameters_without_memory,
+    sizes_of,
+)
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_for
 from shoal.replica.expert.split import keep_first_experts

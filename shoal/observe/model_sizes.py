@@ -21,6 +21,7 @@ from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.wrapping import wrap_modules
 from shoal.replica.microbatch import Loss, call_model, fork_rng
+from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
 from shoal.sync.memory import ModelSizes
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
@@ -178,3 +179,46 @@ def _is_torch_module(above: int) -> bool:
     """Whether the code so many calls above the caller is that of a module of torch."""
     name = sys._getframe(above + 1).f_globals.get("__name__", "")
     return bool(name.startswith("torch.nn.modules."))
+
+
+def loop_sizes(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[ModelSizes]:
+    """Of every model that an optimizer trains, once for each of them."""
+    sizes = []
+    for optimizer in optimizers:
+        for model in models:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                sizes.append(sizes_of(model, optimizer))
+                continue
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = {n for n, p in model.named_parameters() if id(p) in mine and p.requires_grad}
+            if trained:
+                sizes.append(sizes_of(model, _factory(optimizer, model), trained))
+    return sizes
+
+
+def other_bytes(models: Sequence[nn.Module], sizes: Sequence[ModelSizes]) -> int:
+    """Of the parameters and buffers that no optimizer trains."""
+    tensors = {id(t): t for m in models for t in [*m.parameters(), *m.buffers()]}
+    known = sum(p.nbytes for size in sizes for p in size.flat.params)
+    known += sum(size.untrained for size in sizes)
+    return max(0, sum(t.nbytes for t in tensors.values()) - known)
+
+
+def _factory(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory:
+    """Makes one like `optimizer` for parameters that stand for those of the model, by name."""
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    of_model = dict(model.named_parameters())
+
+    def make(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        params: dict[int, list[nn.Parameter]] = {}
+        for name, p in named:
+            params.setdefault(group_of[id(of_model[name])], []).append(p)
+        groups = [
+            {**{k: v for k, v in group.items() if k not in PARAM_KEYS}, "params": params[i]}
+            for i, group in enumerate(optimizer.param_groups)
+            if i in params
+        ]
+        made: torch.optim.Optimizer = like(optimizer, groups)
+        return made
+
+    return make

@@ -42,8 +42,7 @@ from typing import Any
 import torch
 
 from shoal.observe.captured_run import CapturedRun, Difference, bound, distance
-from shoal.observe.double_check import LARGEST, MARGIN, DoubleCheck
-from shoal.observe.own_precision import OwnCheck
+from shoal.observe.double_check import LARGEST, MARGIN, DoubleCheck, OwnCheck
 
 COARSEST = torch.finfo(torch.bfloat16).eps
 LARGEST_CHAOTIC = 0.1

@@ -21,8 +21,7 @@ from shoal.data.batch_options import BatchOptions
 from shoal.data.sampling import BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
-from shoal.observe.loss_watch import LossWatch
-from shoal.observe.throughput import Throughput
+from shoal.observe.throughput import LossWatch, Throughput
 from shoal.observe.trace import LOAD, traced_items
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision

@@ -18,9 +18,9 @@ def test_an_interrupted_command_says_so_in_one_line(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "cluster_of", interrupt)
+    monkeypatch.setattr(plan, "search", interrupt)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "gpt-3"])
+        cli.main(["plan", "gpt-3", "--cluster", "dgx-a100"])
     out, err = capsys.readouterr()
     assert (stopped.value.code, out, err) == (130, "", "shoal: interrupted\n")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.commands.memory_limit import DeviceNeed, MemoryQuestion, StrategyNeed
+from shoal.commands.memory import limit_of, need_of
 from shoal.errors import BadInput
 from tests.scripts import json_of, shoal
 
@@ -59,18 +59,16 @@ def test_tables_name_stages_servers_and_layers(tmp_path: Path) -> None:
 
 
 def test_a_strategy_fits_where_its_fullest_device_does() -> None:
-    stages = tuple(DeviceNeed(f"stage {i}", 4, 4, 0, i, 1) for i in range(3))
-    need = StrategyNeed("pp(3)", stages)
-    assert (need.most, need.fits(11), need.fits(10)) == (11, True, False)
-    assert not StrategyNeed("ep(2)", refused="no experts").fits(None)
+    stages = [{"where": f"stage {i}", "total": 9 + i} for i in range(3)]
+    assert [need_of("pp(3)", stages, limit)["fits"] for limit in (11, 10)] == [True, False]
+    assert not need_of("ep(2)", [], None, "no experts")["fits"]
 
 
 def test_a_limit_is_a_size() -> None:
-    assert MemoryQuestion(1, (), "10GB").limit_bytes == 10_000_000_000
-    with pytest.raises(BadInput, match="'10 fish' is not a size"):
-        _ = MemoryQuestion(1, (), "10 fish").limit_bytes
-    with pytest.raises(BadInput, match="--limit 0 leaves no memory"):
-        _ = MemoryQuestion(1, (), "0").limit_bytes
+    assert limit_of("10GB") == 10_000_000_000
+    for text, said in (("10 fish", "'10 fish' is not a size"), ("0", "--limit 0 leaves no memory")):
+        with pytest.raises(BadInput, match=said):
+            limit_of(text)
 
 
 @pytest.mark.whole

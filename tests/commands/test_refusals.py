@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.commands.launching import WorkersOptions, elastic_options
+from shoal.commands.launching import WorkersOptions
 from shoal.errors import BadInput
 
 
@@ -30,7 +30,7 @@ def refused(strategy: str, workers: int = 4, **options: Any) -> str:
     ],
 )
 def test_a_refused_restart_names_the_cause(strategy: str, names: str) -> None:
-    sentence = refused(strategy, restarts=1)
+    sentence = refused(strategy, restart=1)
     assert sentence.startswith(f"--restart: {strategy} cannot take a worker back: ")
     assert names in sentence
     assert refused(strategy, start=1).startswith(
@@ -39,7 +39,7 @@ def test_a_refused_restart_names_the_cause(strategy: str, names: str) -> None:
 
 
 def test_one_worker_alone_cannot_return_to_a_synchronous_ps() -> None:
-    assert 'use ps(quorum=…) or ps(mode="async")' in refused("ps", workers=1, restarts=1)
+    assert 'use ps(quorum=…) or ps(mode="async")' in refused("ps", workers=1, restart=1)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_a_fault_of_a_server_names_the_placement(
 
 
 def test_a_fault_that_is_no_text_shows_both_forms() -> None:
-    assert "such as 2@50, or server:1@50 for a server" in refused("ps", kill=["srv:1@5"])
-    assert "such as 1:4x, or server:1:4x for a server" in refused("ps", slow=["srv:1:4x"])
+    assert "such as 2@50, or server:" in refused("ps", kill=["srv:1@5"])
+    assert "such as 1:4x, or server:1:4x" in refused("ps", slow=["srv:1:4x"])
 
 
 @pytest.mark.parametrize("checkpoint", ["c:every=0", "/proc/x"])
@@ -119,5 +119,5 @@ def test_a_refused_elastic_run_names_what_was_given(
 def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
     workers: int | None, start: int | None, at_first: int
 ) -> None:
-    options = elastic_options(WorkersOptions(workers or 1, start=start), "2:4", workers)
+    options = WorkersOptions(workers, start=start, elastic="2:4").as_elastic()
     assert (options.workers, options.start, options.at_least) == (4, at_first, 2)

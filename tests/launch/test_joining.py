@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.commands.join import join
+from shoal.commands.runs import join
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.joining import StartedWorker, ask_to_join, wait_for_answer, wait_until_joined
 from shoal.launch.local import LaunchSpec, launch
@@ -116,7 +116,7 @@ def test_the_run_that_is_joined_is_named_as_ps_does(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     started = StartedWorker(1, 1, "worker 1 of 2 is started")
-    monkeypatch.setattr("shoal.commands.join.wait_for_answer", lambda *_: started)
+    monkeypatch.setattr("shoal.commands.runs.wait_for_answer", lambda *_: started)
     with new_run_dir() as run_dir:
         run_dir.open_joins()
         run_dir.note_return(1, 1, {"step": 40, "lost_at": 0})

@@ -323,7 +323,7 @@ def test_an_explicit_restart_0_starts_no_server_again() -> None:
     strategy = parse("ps(replicas=2)")
     assert replication_of(strategy, 2, None).restarts == SERVER_RESTARTS == 3
     assert replication_of(strategy, 2, 0).restarts == 0
-    asked = WorkersOptions(2, "ps(replicas=2)", restarts=0).to_config()
+    asked = WorkersOptions(2, "ps(replicas=2)", restart=0).to_config()
     assert asked.restarts == 0 and not asked.takes_back
     assert RunConfig.from_environment(asked.to_environment()).restarts == 0
     said: list[str] = []

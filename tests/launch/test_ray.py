@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.commands.engines import open_engine
+from shoal.commands.launching import open_engine
 from shoal.errors import BadInput
 from shoal.launch.running import entries, stop_run
 from shoal.runtime.config import RunConfig

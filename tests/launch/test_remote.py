@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.commands.engines import check_engine
+from shoal.commands.launching import check_engine
 from shoal.errors import BadInput, WorkersFailed
 from shoal.launch.agent import Agent
 from shoal.launch.agent_messages import HostTask

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.commands.engines import ENGINES
+from shoal.commands.launching import ENGINES
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, enter
 from shoal.launch.log_files import LogFiles

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shoal.comm.executors.solo import solo_group
-from shoal.observe.loop_sizes import loop_sizes, other_bytes
 from shoal.observe.memory_estimate import estimate_memory
+from shoal.observe.model_sizes import loop_sizes, other_bytes
 from shoal.runtime.config import MemoryEstimateConfig
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job

@@ -9,7 +9,7 @@ import torch
 
 from shoal.commands.verify import _about_rounding
 from shoal.observe.captured_run import CapturedRun
-from shoal.observe.own_precision import check_own
+from shoal.observe.double_check import check_own
 from shoal.observe.verify import judge
 from tests.observe import test_double_check as double_check
 

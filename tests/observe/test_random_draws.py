@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.observe.random_draws import DrawWatch, switch_off_dropout
+from shoal.observe.capture import DrawWatch, switch_off_dropout
 
 
 class Functional(nn.Module):
