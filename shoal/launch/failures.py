@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from shoal.errors import (
     BadInput,
@@ -32,9 +33,11 @@ from shoal.errors import (
     WorkersFailed,
     tells_of_lost_peer,
 )
-from shoal.launch.processes import Role
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, signal_name
+
+if TYPE_CHECKING:
+    from shoal.launch.processes import Role
 
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shoal.schedules import user
 from shoal.schedules.gossip import graphs as edges
-from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.constraints import (
     Constraint,
     fraction_or_count,
@@ -20,6 +19,8 @@ GRAPHS = (
     *("star", "complete", "one-peer", "random-regular"),
 )
 
+# of schedules/pipelines/catalog.py, which need not be loaded for it
+SCHEDULES = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "bfs")
 GRAPHS_OF_ANY_NUMBER = tuple(graph for graph in GRAPHS if graph != "hypercube")
 _SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
 _FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
@@ -32,7 +33,7 @@ ALGORITHM = text_like(
     rf"[A-Za-z_][A-Za-z0-9_-]*|{user.PATTERN}",
 )
 SCHEDULE = one_of_or_like(
-    f"{_USER_SCHEDULE} (chunks=2 beside it gives a device two stages)", schedules(), user.PATTERN
+    f"{_USER_SCHEDULE} (chunks=2 beside it gives a device two stages)", SCHEDULES, user.PATTERN
 )
 COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',

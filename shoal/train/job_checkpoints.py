@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
@@ -21,10 +21,11 @@ from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
 from shoal.train.job_meetings import JobMeetings
 from shoal.train.job_state import JobState
-from shoal.train.named_tensors import copy_into, model_tensors
 from shoal.train.own_loop import OwnLoop
-from shoal.train.restore import FittingState, fit, fit_others, fit_positions
 from shoal.train.step import Step
+
+if TYPE_CHECKING:
+    from shoal.train.restore import FittingState
 
 FindCheckpoint = Callable[[], checkpoint.Checkpoint | None]
 
@@ -94,6 +95,9 @@ class JobCheckpoints:
     def _install(
         self, saved: checkpoint.Checkpoint, states: list[FittingState], path: Path
     ) -> dict[str, Any]:
+        from shoal.train.named_tensors import copy_into
+        from shoal.train.restore import fit_others, fit_positions
+
         averages = self._state.fit_averages(saved, path)
         others = [(prepared.model, prepared.shard) for prepared in self._loop.untrained]
         untrained = fit_others(others, "untrained", saved, path)
@@ -116,6 +120,8 @@ class JobCheckpoints:
 
     def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
         """A checkpoint that fits, and its digest; nothing is changed."""
+        from shoal.train.restore import fit
+
         saved = None
         if versions_in(path):  # of servers
             saved = _read_servers(path, self._say)
@@ -151,6 +157,8 @@ class JobCheckpoints:
 
         All workers of the replica that saves call it.
         """
+        from shoal.train.named_tensors import model_tensors
+
         ties = []
         for i, prepared in enumerate(self._loop.untrained):
             tensors, tied = model_tensors(prepared.model)
@@ -214,6 +222,9 @@ class JobCheckpoints:
             begin = f"training begins with step {self._state.steps + 1}"
             self._say(f"{there} checkpoint is in {folder}: {begin}")
             return {}
+
+        from shoal.train.restore import fit
+
         document = self._install(saved, fit(self._state.models, saved, folder), folder)
         self._say(f"resuming from {folder} after {counted(self._state.steps, 'step')}")
         return document

@@ -16,7 +16,6 @@ from shoal.observe.throughput import Throughput
 from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Comeback
 from shoal.train import checkpoint
-from shoal.train.restore import fit, fit_others
 from shoal.train.run_services import RunServices
 from shoal.train.step import Step
 
@@ -96,6 +95,8 @@ class JobState:
         return saved
 
     def fit_averages(self, saved: checkpoint.Checkpoint, where: Path) -> list[dict[str, Tensor]]:
+        from shoal.train.restore import fit_others
+
         emas = [(ema.model, ema.steps[0].shard) for ema in self.emas]
         return fit_others(emas, "ema", saved, where)
 
@@ -116,6 +117,8 @@ class JobState:
 
     def unpack(self, state: dict[str, Any], is_new: bool) -> None:
         """See `TrainingState`."""
+        from shoal.train.restore import fit
+
         saved = checkpoint.Checkpoint(state["model"], state["optimizer"], state["document"])
         source = Path("another worker")
         states = fit(self.models, saved, source)

@@ -20,17 +20,15 @@ def check_user_schedules(
     All ranks call it. A schedule that the proof rejects, or that differs between ranks, is a
     `BadInput`.
     """
-    from shoal.schedules.user_proof import digest
-
     algorithm = strategy.sync_for(mesh.dp.size).collective_algorithm
     if mesh.dp.size > 1 and algorithm is not None and is_user_function(algorithm):
-        from shoal.schedules.user_proof import proven_collective
+        from shoal.schedules.user_proof import digest, proven_collective
 
         collective = proven_collective(algorithm, "all_reduce", mesh.dp.size)
         check_same(mesh.world, algorithm, digest(collective), device)
     pp = strategy.pp
     if pp is not None and pp.size > 1 and is_user_function(pp.schedule):
-        from shoal.schedules.user_proof import proven_pipeline
+        from shoal.schedules.user_proof import digest, proven_pipeline
 
         pipeline = proven_pipeline(pp.schedule, pp.size, microbatches, pp.chunks)
         check_same(mesh.world, pp.schedule, digest(pipeline), device)

@@ -48,6 +48,7 @@ def share_router_losses(model: nn.Module, groups: Sequence[Group], state: Forwar
         return rows
 
     def prepare(arguments: Arguments) -> Arguments:
+
         mask = arguments.get(_MASK)
         if isinstance(mask, Tensor):  # its rows become tokens, as those of router logits are
             arguments[_MASK] = mask.reshape(-1, 1)
