@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,6 +14,7 @@ from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.cores import server_threads
 from shoal.server.copies import RowCopies
+from shoal.server.log_stream import Follower, Followers
 from shoal.server.model.check_spec import check_spec
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
@@ -24,19 +25,11 @@ from shoal.server.protocol.messages import Follow, ModelSpec
 from shoal.server.protocol.row_messages import FollowRows
 from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replicas.place import Elsewhere
-from shoal.server.replication import Follower, Followers
 from shoal.server.saving.background import ShardSaver
 from shoal.server.slowness import Slowness
 
 MAX_MODELS = 64
 MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
-
-
-class LogStreams(Protocol):
-    """The leader's log on its way to other servers."""
-
-    def serve(self, request: Follow, connection: Connection) -> None: ...
-    def close(self) -> None: ...
 
 
 class ModelHost:
@@ -75,15 +68,15 @@ class ModelHost:
         self._changed = threading.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
-        self.make_followers: Callable[[ServedModel], LogStreams] = Followers
-        self._followers: dict[int, LogStreams] = {}  # of the models that are led here
+        self._followers: dict[int, Followers] = {}  # of the models that are led here
         self._following: list[Follower] = []
         self._copies: dict[int, RowCopies] = {}  # of models with hot rows
 
     @property
     def connections(self) -> list[Connection]:
         """To the leaders of models that are followed here."""
-        return [follower.connection for follower in self._following]
+        found = [follower.connection for follower in self._following]
+        return [connection for connection in found if connection is not None]
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse a model that this server cannot hold."""
@@ -133,14 +126,12 @@ class ModelHost:
         if self.on_loss is not None:
             model.membership.on_loss = partial(self.on_loss, model_id)
         if not is_leader and not self.is_replicated:
-            leader_model = spec.split.leader_model
-            followed = model_id if leader_model is None else leader_model
-            follower = Follower(model, followed, self._secret, self._tls)
+            follower = Follower(model, model_id, self._secret, self._tls, model.replay)
         with self._changed:
             if not is_leader and not self.is_replicated:
                 self._following.append(follower)
             elif is_leader and spec.servers > 1:
-                self._followers[model_id] = self.make_followers(model)
+                self._followers[model_id] = Followers(model)
             self.models[model_id] = model
         return model
 
@@ -237,9 +228,8 @@ class ModelHost:
         for copies in list(self._copies.values()):
             copies.close()
         for follower in self._following:
-            follower.connection.abort()
+            follower.close()
         for follower in self._following:
-            if follower.thread is not threading.current_thread():
-                follower.thread.join(join_s)
+            follower.join(join_s)
         if self.saver is not None:
             self.saver.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.server.consistency import Rule
+from shoal.server.log_stream import Followers
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Connection
@@ -26,7 +27,6 @@ from shoal.server.protocol.messages import (
     StepApplied,
     WorkerLeft,
 )
-from shoal.server.replication import Followers
 from tests.server.test_log import OPTIMIZERS, SIZE, Push, model_of, send, spec_of
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
+from shoal.server.log_stream import Follower
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.replicas.operations import Payload, StepClosed
+from shoal.server.protocol.messages import LogEntry
+from shoal.server.replicas.operations import Decided, Payload, StepClosed
 from shoal.server.replicas.place import Elsewhere
 from shoal.server.replicas.runtime import ChainRuntime
-from shoal.server.replicas.streams import StreamFollower
 
 _POLL_S = 0.25
 
@@ -39,7 +39,7 @@ class Leading:
         self._address = address
         self._secret = secret
         self._tls = tls
-        self._following: dict[int, tuple[ServedModel, StreamFollower]] = {}
+        self._following: dict[int, tuple[ServedModel, Follower]] = {}
         self._closing: dict[int, threading.Thread] = {}
         self._is_closed = False
         self._poked = threading.Event()
@@ -103,19 +103,19 @@ class Leading:
             return
         if known is not None:
             known[1].close()
-        follower = StreamFollower(
-            number,
+        runtime = self._runtime
+
+        def replay(entry: LogEntry) -> None:
+            if entry.position > model.log.position:
+                runtime.execute(Decided(number, entry), Payload())
+
+        follower = Follower(
             model,
-            partial(_address_in_turn, self._address, self._runtime.place.replicas),
+            number,
             self._secret,
-            self._runtime.execute,
-            lambda: self._runtime.is_head and self._runtime.host.models.get(number) is model,
             self._tls,
+            replay,
+            lambda attempt: self._address(attempt % runtime.place.replicas),
+            lambda: runtime.is_head and runtime.host.models.get(number) is model,
         )
         self._following[number] = (model, follower)
-
-
-def _address_in_turn(
-    address: Callable[[int], str | None], replicas: int, attempt: int
-) -> str | None:
-    return address(attempt % replicas)

@@ -18,7 +18,6 @@ from shoal.server.replicas.leading import Leading
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.place import AddressBook, OwnAddress, ReplicaPlace
 from shoal.server.replicas.runtime import ChainRuntime
-from shoal.server.replicas.streams import StreamFollowers
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class ReplicaParts:
         _load_optimizers()
         self.runtime = ChainRuntime(place, host, on_reset)
         host.chain = self.runtime
-        host.make_followers = StreamFollowers
         header = Header(FrameKind.HELLO, place.replica, place.shard)
         book = settings.book()
         first = place.shard * place.replicas
