@@ -25,7 +25,7 @@ from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
 from shoal.sync.memory import ModelSizes
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
-from shoal.train.arguments import ForwardSignature
+from shoal.train.cut_batch import ForwardSignature
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

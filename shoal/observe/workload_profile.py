@@ -31,7 +31,7 @@ from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.strategy import as_strategy
 from shoal.sync.ddp_compressed import ddp_buckets
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
-from shoal.train.arguments import ForwardSignature
+from shoal.train.cut_batch import ForwardSignature
 from shoal.train.job import Job
 from shoal.train.options import StepOptions
 

@@ -33,7 +33,7 @@ from shoal.runtime.config import WorkloadTraceConfig
 from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import as_strategy
 from shoal.sync.optimizer_step import OptimizerFactory
-from shoal.train.arguments import ForwardSignature
+from shoal.train.cut_batch import ForwardSignature
 from shoal.train.job import Job
 from shoal.train.options import StepOptions
 

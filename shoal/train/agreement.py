@@ -20,9 +20,13 @@ import torch
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.waits import Backoff
+from shoal.sync.base import Comeback
+from shoal.train.job_state import JobState
 
 if TYPE_CHECKING:
     from shoal.comm.elastic import ElasticSum
+    from shoal.comm.meetings import Meeting
+    from shoal.train.elastic_training import ElasticTraining
 
 T = TypeVar("T")
 
@@ -125,3 +129,66 @@ def _different(path: Path, digests: dict[int, str]) -> CheckpointError:
         f"the ranks read different checkpoints at {path}, and nothing was loaded: "
         f"{'; '.join(groups)}; give all hosts the same folder"
     )
+
+
+Result = TypeVar("Result")
+
+
+class JobMeetings:
+    """A worker that came back takes its place, and does not do again what was done meanwhile."""
+
+    def __init__(self, state: JobState, agreement: Agreement, elastic: ElasticTraining | None):
+        self._state = state
+        self._agreement = agreement
+        self._elastic = elastic
+        self._services = state.context.services
+        self._meetings = self._services.meetings
+
+    @property
+    def takes_returns(self) -> bool:
+        """Whether lost workers may come back, other than in an elastic run."""
+        return self._meetings is not None
+
+    def hold(self, act: Callable[[], Result]) -> Result:
+        """Do what all workers do together, or get what it returned to the others."""
+        if self._elastic is not None:
+            return self._elastic.hold(act)
+        if self._meetings is None:
+            return act()
+        self.come_back()
+
+        def begin(meeting: Meeting) -> Result:
+            for step in self._state.models:
+                step.sync.meet(meeting.number, meeting.generations)
+            if self._services.elastic_sum is not None:
+                self._services.elastic_sum.begin(meeting.name)
+            self._agreement.begin(meeting.name)
+            return act()
+
+        result: Result = self._meetings.hold(self._state.stream.steps_passed, begin)
+        return result
+
+    def come_back(self) -> None:
+        """Take the place of a process of this worker that was lost, at the present step."""
+        if self._elastic is not None:
+            self._elastic.join()
+            return
+        meetings = self._meetings
+        if meetings is None or not meetings.is_away or not self._state.models:
+            return
+        if meetings.take_place(self._take_place) >= 0:
+            for step in self._state.models:
+                step.sync.catch_up()
+
+    def _take_place(self) -> int:
+        found = [step.sync.come_back() for step in self._state.models]
+        returns = [returned for returned in found if returned is not None]
+        if not returns:
+            self._state.note_return(Comeback(0, 0))
+            return -1  # it was lost before it had joined the others: it is there from the start
+        latest = max(returns)
+        for step in self._state.models:
+            step.steps = step.update.steps = latest.step
+        self._state.go_on_after(latest.step, latest.step, None)
+        self._state.note_return(latest)
+        return latest.step

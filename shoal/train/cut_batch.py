@@ -2,24 +2,76 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.comm.group import Group, Op
+from shoal.comm.group import Op
+from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch, Batch, DictBatch
-from shoal.data.rows import move_to, num_rows, reverse_rows, take_rows, widen
+from shoal.data.rows import is_list_of_samples, move_to, num_rows, reverse_rows, take_rows, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
-from shoal.pytree import Tree
+from shoal.pytree import Tree, tensors_of
+from shoal.replica.loss import LossArguments
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.ordered_sum import runs_of
-from shoal.train.arguments import ForwardSignature
 from shoal.train.options import Count, StepOptions
+
+
+class CallArguments(NamedTuple):
+    """`inputs` as `call_model` takes them, `targets` as `BoundLoss` does."""
+
+    inputs: Any
+    targets: Any
+
+
+class ForwardSignature:
+    """Which entries of a dict the forward of a model takes."""
+
+    def __init__(self, model: nn.Module):
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._model = type(model).__name__
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._names = [p.name for p in parameters if p.kind in named]
+
+    def arguments(self, content: Any, samples: int) -> CallArguments:
+        """The arguments for a batch of so many samples."""
+        if isinstance(content, Mapping):
+            return CallArguments(self._entries(content), LossArguments.optional(content))
+        if not isinstance(content, (tuple, list)):
+            return CallArguments((content,), LossArguments.optional(content))
+        if not content:
+            raise BadInput("a batch is empty: it holds no inputs")
+        inputs, *others = content
+        if is_list_of_samples(inputs, samples):
+            inputs = (inputs,)  # one argument; a list of other tensors is one argument each
+        if len(others) == 1:
+            return CallArguments(inputs, others[0])
+        targets = LossArguments(others) if others else LossArguments.optional(content[0])
+        return CallArguments(inputs, targets)
+
+    def _entries(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """All that forward names; what only `**kwargs` takes, if it holds tensors."""
+        taken = {
+            name: value
+            for name, value in content.items()
+            if name in self._names or (self._takes_any and tensors_of(value))
+        }
+        if not taken:
+            raise BadInput(
+                f"the batch is a dict with {', '.join(map(str, content))}, and the forward of "
+                f"{self._model} takes {', '.join(self._names) or 'nothing'}: give the entries the "
+                "names of its arguments, or make the batch a pair (inputs, targets)"
+            )
+        return taken
+
 
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
 Weight = float | Callable[[], Tensor]
@@ -56,23 +108,21 @@ class BatchCutter:
     def __init__(
         self,
         options: StepOptions,
-        group: Group,
+        mesh: Mesh,
         device: torch.device,
         seed: int,
         forward: ForwardSignature,
         count: Count | None = None,
         synchronous: bool = True,
-        copies: int = 1,
     ):
-        """The ranks of `group` have different rows; `copies` workers have the same ones."""
         self.options = options
-        self.group = group
+        self.group = mesh.data  # whose ranks have different rows
         self.device = device
         self.seed = seed
         self.forward = forward
         self.count = count
         self.synchronous = synchronous
-        self.copies = copies
+        self.copies = mesh.cp.size  # workers that have the same rows
         self.regroup()
         self.reverses = False  # whether samples are reversed, which changes rounding only
         self.widens = False  # whether floating-point numbers become float64

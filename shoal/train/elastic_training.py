@@ -8,14 +8,15 @@
 
 Under ddp the update comes last, so that a step which was interrupted has changed no weights. Where
 replicas update first and average later (localsgd, gossip), they return to where all had agreed
-(`rollback.py`), and do all steps since then again, on the same samples, split in the new way.
+(`RollbackPoint`), and do all steps since then again, on the same samples, split in the new way.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,26 +25,82 @@ from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
 from shoal.data.batch import AnyBatch, BatchPart
 from shoal.data.sources import Recall
-from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of
-from shoal.train.rollback import RollbackPoint
-from shoal.train.sharded_state import Interrupted, ShardedState, UnshardedState
+from shoal.train.job_state import JobState
+from shoal.train.sharded_state import Interrupted, ShardedState
 from shoal.train.step import Step
 
+OptimizerValues = dict[Tensor, dict[str, Any]]  # by parameter
+
+
+class RollbackPoint:
+    """A copy of the state of a step, taken when all replicas have agreed. It is reused.
+
+        localsgd(every=4)     step 8: average      9   10   11      worker 2 is lost
+                              the others return to step 8 and do 9, 10 and 11 again, without it
+
+    What worker 2 has learned in steps 9 to 11 is lost with its weights. Where weights are updated
+    after all communication (ddp) there is nothing to undo but gradients and buffers.
+    """
+
+    def __init__(self, step: Step):
+        self.steps = step.steps
+        self._step = step
+        self.buffers: list[Tensor] = []
+        self._weights: Tensor | None = None
+        self._optimizer: OptimizerValues = {}
+        self._settings: list[dict[str, Any]] = []
+        self._updates = 0
+
+    def take(self) -> None:
+        """Return to the present state, from now on."""
+        step = self._step
+        self.steps = step.steps
+        self.buffers = [buffer.clone() for buffer in step.model.buffers()]
+        if not step.sync.undo_steps:
+            return
+        optimizer = step.update.optimizer
+        self._weights = _copied(step.flat.data, self._weights)
+        self._optimizer = _copied_values(optimizer.state, self._optimizer)
+        self._settings = [copy.copy(group) for group in optimizer.param_groups]
+        self._updates = step.update.steps
+
+    def restore(self) -> None:
+        """Undo what was done since `take`."""
+        step = self._step
+        step.abandon(self.buffers)
+        if self._weights is None:
+            return
+        with torch.no_grad():
+            step.flat.data.copy_(self._weights)
+        optimizer = step.update.optimizer
+        optimizer.state.clear()
+        optimizer.state.update(_copied_values(self._optimizer, {}))
+        for group, settings in zip(optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        step.update.steps = self._updates
+        step.steps = self.steps
+        step.sync.undo()
+
+
+def _copied_values(values: Any, into: OptimizerValues) -> OptimizerValues:
+    return {
+        p: {key: _copied(value, into.get(p, {}).get(key)) for key, value in state.items()}
+        for p, state in values.items()
+    }
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy, in the memory of an earlier one if that is as large."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if isinstance(into, Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype):
+        return into.copy_(value)
+    return value.detach().clone()
+
+
 T = TypeVar("T")
-
-
-class TrainingState(UnshardedState, Protocol):
-    """The state of a job, which one worker sends to others."""
-
-    def pack(self) -> dict[str, Any]:
-        """All of it."""
-        ...
-
-    def unpack(self, state: dict[str, Any], is_new: bool) -> None:
-        """Take that of another worker; `is_new`: this worker has not trained before."""
-        ...
 
 
 @dataclass(eq=False)
@@ -70,32 +127,24 @@ class ElasticTraining:
     def __init__(
         self,
         group: ElasticGroup,
-        stream: BatchStream,
-        steps: Sequence[Step],
-        state: TrainingState,
+        state: JobState,
         after_regroup: Callable[[], None],
-        recount: Callable[[int, int], None],
     ):
-        """`steps` are those of the job, also those that are added later.
-
-        `after_regroup` is called when there are other replicas than before, `recount` with the
-        samples of this worker in a batch, as they were counted and as they are.
-        """
+        """`after_regroup` is called when there are other replicas than before."""
         self.group = group
-        self._stream = stream
-        self._steps = steps
+        self._stream = state.stream
+        self._steps = state.models
         self._state = state
         self._after_regroup = after_regroup
-        self._recount = recount
         self._latest: AnyBatch | None = None  # the batch that `_samples` are of
         self._samples = OwnSamples(0)
-        self._shards = ShardedState(group, steps, state)
+        self._shards = ShardedState(group, state)
         self._is_new = True
         self._returned: list[dict[str, Any]] = []  # by the latest steps of the worker that sent
         self._fetched_in = 0  # the generation over which the latest batch was split
         self._undone: list[Attempt] = []  # what was done since replicas agreed, in its order
         self._points: dict[int, RollbackPoint] = {}  # by the number of the step in `steps`
-        stream.before_fetch = self._between_batches
+        self._stream.before_fetch = self._between_batches
 
     # ------------------------------------------------------------------ one step
 
@@ -136,7 +185,7 @@ class ElasticTraining:
         return self._samples
 
     def _count_again(self, samples: OwnSamples, number: int) -> None:
-        self._recount(samples.number, number)
+        self._state.throughput.recount_samples(samples.number, number)
         samples.number = number
 
     def _do(self, attempt: Attempt, batch: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.train.named_tensors import copy_into
+from shoal.train.optimizer_state import copy_into
 from shoal.train.state import gather_model
 from shoal.train.step import Step
 

@@ -27,17 +27,15 @@ from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
-from shoal.train.agreement import Agreement
+from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.build_step import build_step
 from shoal.train.job_checkpoints import JobCheckpoints
-from shoal.train.job_meetings import JobMeetings
 from shoal.train.job_state import JobState
 from shoal.train.loop_methods import LoopMethods
 from shoal.train.options import Count, StepFunctions, StepOptions
 from shoal.train.own_loop import OwnLoop
-from shoal.train.run_services import RunServices
+from shoal.train.run_services import RunServices, StepContext
 from shoal.train.step import AfterStep, Step
-from shoal.train.step_context import StepContext
 from shoal.train.torch_hooks import OtherOptimizers
 
 if TYPE_CHECKING:
@@ -91,42 +89,25 @@ class Job(LoopMethods):
         self._is_log_shown = True
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
+        self._context = StepContext(
+            strategy, self.mesh, device, seed, self._services, self._say_once, self.before_build
+        )
         self._stream = BatchStream(
             self.mesh.data, device, seed, self._steps_done, self._before_batch
         )
         self._stream.must_stop = lambda: self._checkpoints.must_stop(self._steps_done())
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput(group.size // self.mesh.data.size)
-        self._state = JobState(
-            strategy, seed, self.rank, self.size, self._stream, self._throughput, self._services
-        )
+        self._state = JobState(self._context, self.rank, self.size, self._stream, self._throughput)
         self._steps = self._state.models
         self._emas = self._state.emas
-        self._loop = OwnLoop(self.mesh, mix(seed, 5), self._step_context, self._end_loop_step)
+        self._loop = OwnLoop(mix(seed, 5), self._step_context, self._end_loop_step)
         self._others: OtherOptimizers | None = None  # watched for from the first model or batch on
-        self._elastic: ElasticTraining | None = None
-        if isinstance(group, ElasticGroup):
-            from shoal.train.elastic_training import ElasticTraining
-
-            self._elastic = ElasticTraining(
-                group,
-                self._stream,
-                self._steps,
-                self._state,
-                self._after_regroup,
-                self._throughput.recount_samples,
-            )
-            self._stream.same.compares = False  # one who joins later has not been there
+        self._elastic = self._elastic_training()
         agreement = Agreement(group, device, self._services.elastic_sum)
         self._meetings = JobMeetings(self._state, agreement, self._elastic)
         self._checkpoints = JobCheckpoints(
-            self._state,
-            self.mesh,
-            self._loop,
-            self._meetings,
-            agreement,
-            lambda: self._is_first,
-            self._say_once,
+            self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
 
     @property
@@ -417,17 +398,15 @@ class Job(LoopMethods):
         return nullcontext() if preemption is None or self.steps else preemption.starting()
 
     def _step_context(self) -> StepContext:
-        return StepContext(
-            strategy=self.strategy,
-            mesh=self.mesh,
-            device=self.device,
-            seed=mix(self.seed, 5, len(self._steps)),
-            tracer=self._services.tracer,
-            say=self._say_once,
-            before_build=self.before_build,
-            faults=self._services.faults,
-            config=self._services.config,
-        )
+        return replace(self._context, seed=mix(self.seed, 5, len(self._steps)))
+
+    def _elastic_training(self) -> ElasticTraining | None:
+        if not isinstance(self._group, ElasticGroup):
+            return None
+        from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
+
+        self._stream.same.compares = False  # one who joins later has not been there
+        return ElasticTraining(self._group, self._state, self._after_regroup)
 
     def _split(self) -> BatchSplit:
         """How batches are split: into the micro-batches of the latest step."""

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
@@ -18,14 +17,13 @@ from shoal.runtime.checkpoint_folders import (
 from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.wording import counted
 from shoal.train import checkpoint
-from shoal.train.agreement import Agreement
-from shoal.train.job_meetings import JobMeetings
+from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.job_state import JobState
 from shoal.train.own_loop import OwnLoop
 from shoal.train.step import Step
 
 if TYPE_CHECKING:
-    from shoal.train.restore import FittingState
+    from shoal.train.state import FittingState
 
 FindCheckpoint = Callable[[], checkpoint.Checkpoint | None]
 
@@ -36,24 +34,22 @@ class JobCheckpoints:
     def __init__(
         self,
         state: JobState,
-        mesh: Mesh,
         loop: OwnLoop,
         meetings: JobMeetings,
         agreement: Agreement,
         is_first: Callable[[], bool],
-        say: Callable[[str], None],
     ):
         """`is_first` is true on the rank that writes."""
         self.dry = False  # a trial run: nothing is saved
         self.is_preempted = False
         self._state = state
-        self._mesh = mesh
         self._loop = loop
         self._meetings = meetings
         self._agreement = agreement
         self._is_first = is_first
-        self._say = say
-        self._config = state.services.config
+        self._mesh = state.context.mesh
+        self._say = state.context.say
+        self._config = state.context.services.config
         self._saved_itself = 0  # after so many steps
         self._loaded = 0  # checkpoints
         self._has_continued = False
@@ -95,8 +91,8 @@ class JobCheckpoints:
     def _install(
         self, saved: checkpoint.Checkpoint, states: list[FittingState], path: Path
     ) -> dict[str, Any]:
-        from shoal.train.named_tensors import copy_into
-        from shoal.train.restore import fit_others, fit_positions
+        from shoal.train.optimizer_state import copy_into
+        from shoal.train.state import fit_others, fit_positions
 
         averages = self._state.fit_averages(saved, path)
         others = [(prepared.model, prepared.shard) for prepared in self._loop.untrained]
@@ -120,7 +116,7 @@ class JobCheckpoints:
 
     def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
         """A checkpoint that fits, and its digest; nothing is changed."""
-        from shoal.train.restore import fit
+        from shoal.train.state import fit
 
         saved = None
         if versions_in(path):  # of servers
@@ -157,7 +153,7 @@ class JobCheckpoints:
 
         All workers of the replica that saves call it.
         """
-        from shoal.train.named_tensors import model_tensors
+        from shoal.train.optimizer_state import model_tensors
 
         ties = []
         for i, prepared in enumerate(self._loop.untrained):
@@ -222,8 +218,7 @@ class JobCheckpoints:
             begin = f"training begins with step {self._state.steps + 1}"
             self._say(f"{there} checkpoint is in {folder}: {begin}")
             return {}
-
-        from shoal.train.restore import fit
+        from shoal.train.state import fit
 
         document = self._install(saved, fit(self._state.models, saved, folder), folder)
         self._say(f"resuming from {folder} after {counted(self._state.steps, 'step')}")
@@ -234,10 +229,10 @@ class JobCheckpoints:
         every = self._config.checkpoint.every
         if steps // every > self._saved_itself // every:
             self._save_itself()
-        preemption = self._state.services.preemption
+        preemption = self._state.context.services.preemption
         if preemption is None:
             return False
-        term = self._state.strategy.sync_for(self._mesh.dp.size)
+        term = self._state.context.strategy.sync_for(self._mesh.dp.size)
         period = 1 if term.lockstep else term.meets_every
         if not preemption.stops_after(steps, self._is_first(), period):
             return False

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from shoal.data.position import Positions
 from shoal.data.stream import BatchStream
+from shoal.errors import ShoalError
 from shoal.observe.throughput import Throughput
-from shoal.strategy.strategy import Strategy
 from shoal.sync.base import Comeback
 from shoal.train import checkpoint
-from shoal.train.run_services import RunServices
+from shoal.train.run_services import StepContext
 from shoal.train.step import Step
 
 if TYPE_CHECKING:
@@ -32,13 +33,11 @@ class JobState:
     `steps` counts training steps, including those of the run that a checkpoint continues.
     """
 
-    strategy: Strategy
-    seed: int
+    context: StepContext
     rank: int
     workers: int
     stream: BatchStream
     throughput: Throughput
-    services: RunServices
     models: list[Step] = field(default_factory=list)
     emas: list[Ema] = field(default_factory=list)
     steps: int = 0
@@ -51,8 +50,8 @@ class JobState:
     def count(self, steps: int) -> None:
         """So many steps are done. The launcher reads it: others go on there if this one is lost."""
         self.steps = steps
-        if self.services.step_count is not None:
-            self.services.step_count.note(steps)
+        if self.context.services.step_count is not None:
+            self.context.services.step_count.note(steps)
 
     def go_on_after(self, steps: int, batches: int, positions: Positions | None) -> None:
         """The next step is the one after these, on the batch after these."""
@@ -62,7 +61,7 @@ class JobState:
 
     def note_return(self, returned: Comeback) -> None:
         """For the launcher: this process has taken the place of one that was lost."""
-        config = self.services.config
+        config = self.context.services.config
         launcher_reads = config.run_dir or config.host_dir
         if launcher_reads is not None:
             launcher_reads.note_return(self.rank, config.generation, returned._asdict())
@@ -73,8 +72,8 @@ class JobState:
             "steps": self.steps,
             "batches": self.stream.delivered,
             "position": self.stream.positions.document(),
-            "seed": self.seed,
-            "strategy": str(self.strategy),
+            "seed": self.context.seed,
+            "strategy": str(self.context.strategy),
             "workers": self.workers,
             "about": about,
         }
@@ -95,7 +94,7 @@ class JobState:
         return saved
 
     def fit_averages(self, saved: checkpoint.Checkpoint, where: Path) -> list[dict[str, Tensor]]:
-        from shoal.train.restore import fit_others
+        from shoal.train.state import fit_others
 
         emas = [(ema.model, ema.steps[0].shard) for ema in self.emas]
         return fit_others(emas, "ema", saved, where)
@@ -103,7 +102,7 @@ class JobState:
     # ------------------------------------------------------------------ elastic runs
 
     def pack(self) -> dict[str, Any]:
-        """See `TrainingState`."""
+        """All of the state, which one worker of an elastic run sends to others."""
         with ExitStack() as stack:
             for step in self.models:
                 if not step.sync.undo_steps:  # else a newcomer gets what this replica has
@@ -116,8 +115,8 @@ class JobState:
         return {"model": saved.model, "optimizer": saved.optimizer, "document": document}
 
     def unpack(self, state: dict[str, Any], is_new: bool) -> None:
-        """See `TrainingState`."""
-        from shoal.train.restore import fit
+        """Take that of another worker; `is_new`: this worker has not trained before."""
+        from shoal.train.state import fit
 
         saved = checkpoint.Checkpoint(state["model"], state["optimizer"], state["document"])
         source = Path("another worker")
@@ -132,20 +131,30 @@ class JobState:
         self._start_late(saved.document["steps"])
 
     def pack_unsharded(self) -> dict[str, Any]:
-        """See `UnshardedState`."""
-        from shoal.train.unsharded_state import pack_unsharded
+        """What every worker holds alike where the strategy shards the training state.
 
-        return pack_unsharded(self.models, self.emas, self.steps)
+        Buffers, frozen parameters, averages, and the numbers of steps: a newcomer gets them whole.
+        """
+        return {
+            "steps": self.steps,
+            "models": [
+                {"steps": step.steps, "tensors": _unsharded_tensors(step)} for step in self.models
+            ],
+            "averages": [ema.averages for ema in self.emas],
+        }
 
     def unpack_unsharded(self, state: dict[str, Any]) -> None:
-        """See `UnshardedState`."""
-        from shoal.train.unsharded_state import unpack_unsharded
-
-        self._start_late(unpack_unsharded(state, self.models, self.emas))
+        """Take that of another worker, in a worker that has not trained before."""
+        for step, of_model in zip(self.models, state["models"], strict=True):
+            _copy(_unsharded_tensors(step), of_model["tensors"])
+            step.steps = step.update.steps = of_model["steps"]
+        for ema, averages in zip(self.emas, state["averages"], strict=True):
+            _copy(dict(enumerate(ema.averages)), dict(enumerate(averages)))
+        self._start_late(int(state["steps"]))
 
     def _start_late(self, steps: int) -> None:
         """Go on after these steps of the others."""
-        config = self.services.config
+        config = self.context.services.config
         if config.generation:
             run_dir = config.run_dir  # on another host the launcher knows where it was lost
             lost_at = 0 if run_dir is None else run_dir.steps_done(self.rank) or 0
@@ -155,3 +164,18 @@ class JobState:
             self.count(steps)
         self.stream.restore(steps, None)
         self.throughput.restart()
+
+
+def _unsharded_tensors(step: Step) -> dict[str, Tensor]:
+    trained = {id(p) for p in step.flat.params}
+    frozen = {name: p.detach() for name, p in step.model.named_parameters() if id(p) not in trained}
+    return {**frozen, **dict(step.model.named_buffers())}
+
+
+def _copy(targets: dict[Any, Tensor], values: dict[Any, Tensor]) -> None:
+    with torch.no_grad():
+        for name, target in targets.items():
+            value = values.get(name)
+            if value is None or value.shape != target.shape or value.dtype != target.dtype:
+                raise ShoalError(f"another worker trains another model: {name} is not the same")
+            target.copy_(value)

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group, Op
-from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.errors import BadInput
-from shoal.train.injected_faults import with_faults
 from shoal.train.loop_forwards import LoopForwards
 from shoal.train.loop_rows import LoopRows
 from shoal.train.prepare_model import PreparedModel
+from shoal.train.run_services import StepContext
 from shoal.train.step import Step
-from shoal.train.step_context import StepContext
 from shoal.train.torch_hooks import clip_for
 
 if TYPE_CHECKING:
@@ -103,13 +101,12 @@ class OwnLoop:
 
     def __init__(
         self,
-        mesh: Mesh,
         seed: int,
         context: Callable[[], StepContext],
         on_step: Callable[[Step, Tensor], None],
     ):
+        mesh = context().mesh
         self.mesh = mesh
-        self.seed = seed
         self._device = context().device
         self.parts: list[LoopPart] = []
         self.optimizers: list[LoopOptimizer] = []
@@ -124,7 +121,7 @@ class OwnLoop:
         self._leader: LoopPart | None = None  # without batches a step ends when this one steps
         self._losses: list[Tensor] = []  # of the backward passes of this step
         self._global_loss: Tensor | None = None  # of the latest one
-        self._run = with_faults(torch.autograd.backward, context(), self._step_number)
+        self._run = context().with_faults(torch.autograd.backward, self._step_number)
 
     def _step_number(self) -> int:
         """Of the step that is under way; where replicas take batches in turns, of its own batch."""

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh
+from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput, NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import (
@@ -25,17 +28,53 @@ from shoal.replica.expert.router_losses import (
 )
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.state_dicts import tell_of_parts
+from shoal.schedules.user import is_user_function
 from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.strategy import Strategy
 from shoal.sync.base import SyncPlan, plan_for
 from shoal.sync.optimizer_step import OptimizerFactory
-from shoal.train.arguments import ForwardSignature
+from shoal.train.cut_batch import ForwardSignature
 from shoal.train.model_checks import check_modules, refuse_complex
 from shoal.train.options import StepOptions
-from shoal.train.step_context import StepContext
-from shoal.train.user_schedules import check_user_schedules
+from shoal.train.run_services import StepContext
 
 if TYPE_CHECKING:
     from shoal.embedding.module import Embedding
+
+
+def check_user_schedules(
+    strategy: Strategy, mesh: Mesh, microbatches: int, device: torch.device
+) -> None:
+    """Load and prove the schedules that `strategy` names as FILE.py:FUNCTION.
+
+    All ranks call it. A schedule that the proof rejects, or that differs between ranks, is a
+    `BadInput`.
+    """
+    algorithm = strategy.sync_for(mesh.dp.size).collective_algorithm
+    if mesh.dp.size > 1 and algorithm is not None and is_user_function(algorithm):
+        from shoal.schedules.user_proof import digest, proven_collective
+
+        collective = proven_collective(algorithm, "all_reduce", mesh.dp.size)
+        check_same(mesh.world, algorithm, digest(collective), device)
+    pp = strategy.pp
+    if pp is not None and pp.size > 1 and is_user_function(pp.schedule):
+        from shoal.schedules.user_proof import digest, proven_pipeline
+
+        pipeline = proven_pipeline(pp.schedule, pp.size, microbatches, pp.chunks)
+        check_same(mesh.world, pp.schedule, digest(pipeline), device)
+
+
+def check_same(world: Group, name: str, schedule_digest: bytes, device: torch.device) -> None:
+    """Compare the digests of all ranks; one small all-gather."""
+    digests = all_gather_bytes(world, schedule_digest, device=device)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        ranks = " and ".join(map(str, others))
+        plural = "s" if len(others) > 1 else ""
+        raise BadInput(
+            f"{name} is another schedule on rank{plural} {ranks} than on rank 0: give every "
+            "worker the same file, with a function that depends on its arguments only"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,8 +102,8 @@ def prepare_model(
     example: Tree = None,
 ) -> PreparedModel:
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
-    if context.faults is not None:
-        context.faults.at_start()
+    if context.services.faults is not None:
+        context.services.faults.at_start()
     is_sharded = context.has_replicas and term.with_whole_parameters() != term
     check_modules(model, context.strategy if is_sharded or context.is_split else None)
     if (

@@ -30,8 +30,7 @@ from shoal.server.saving.shard_file import SavedShard, read_shard
 from shoal.server.saving.tensor_file import read_tensors_of
 from shoal.sync.ps.compressed_push import PREFIX
 from shoal.train.checkpoint import Checkpoint, is_count
-from shoal.train.named_tensors import model_tensors
-from shoal.train.optimizer_state import optimizer_tensors
+from shoal.train.optimizer_state import model_tensors, optimizer_tensors
 from shoal.train.step import Step
 
 

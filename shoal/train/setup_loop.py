@@ -28,7 +28,7 @@ from shoal.train.loop_optimizer import PartOptimizers, params_of
 from shoal.train.loop_part import LoopPart
 from shoal.train.options import StepFunctions, StepOptions
 from shoal.train.prepare_model import PreparedModel, prepare_model
-from shoal.train.step_context import StepContext
+from shoal.train.run_services import StepContext
 
 
 def tensor_plans(models: Sequence[nn.Module], tp: Tp | None) -> list[Tp | None]:

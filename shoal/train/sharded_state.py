@@ -12,7 +12,7 @@ A worker may be lost at any of these moments: then they begin again, with the ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,21 +22,10 @@ from shoal.comm.objects import broadcast_object
 from shoal.errors import RunOver
 from shoal.sync.base import Movable, ShardProgress
 from shoal.sync.movable_shards import settled
+from shoal.train.job_state import JobState
 from shoal.train.step import Step
 
 _NUMBERS = 9  # of one `ShardProgress`
-
-
-class UnshardedState(Protocol):
-    """What each worker holds alike, besides shards and parameters."""
-
-    def pack_unsharded(self) -> dict[str, Any]:
-        """All of it."""
-        ...
-
-    def unpack_unsharded(self, state: dict[str, Any]) -> None:
-        """Take that of another worker, in a worker that has not trained before."""
-        ...
 
 
 class Interrupted(NamedTuple):
@@ -49,9 +38,9 @@ class Interrupted(NamedTuple):
 class ShardedState:
     """One worker's side."""
 
-    def __init__(self, group: ElasticGroup, steps: Sequence[Step], state: UnshardedState):
+    def __init__(self, group: ElasticGroup, state: JobState):
         self._group = group
-        self._steps = steps
+        self._steps = state.models
         self._state = state
         self._unsharded: dict[str, Any] | None = None  # staged in a newcomer
         self.interrupted: Interrupted | None = None

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from shoal.data.position import Positions, positions_of
+from shoal.errors import BadInput, CheckpointError
+from shoal.replica.shard import ReplicaShard
 from shoal.replica.state_dicts import state_of
 from shoal.train import checkpoint
-from shoal.train.named_tensors import model_tensors, on_cpu
-from shoal.train.optimizer_state import join_optimizers, optimizer_tensors
+from shoal.train.checkpoint import Checkpoint, is_count
+from shoal.train.optimizer_state import (
+    SavedOptimizer,
+    copy_into,
+    fit_model,
+    join_optimizers,
+    model_tensors,
+    on_cpu,
+    optimizer_tensors,
+)
 from shoal.train.step import Step
 
 
@@ -97,3 +112,200 @@ def _rows(step: Step, prefix: str) -> dict[str, Tensor]:
         for embedding in step.embeddings
         for key, tensor in embedding.state().items()
     }
+
+
+OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
+_SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+@dataclass(frozen=True)
+class FittingState:
+    """What a checkpoint has for one step, which fits it."""
+
+    step: Step
+    steps: int
+    model: dict[str, Tensor]
+    tables: list[tuple[dict[str, Tensor], int]]  # of each embedding: its rows, its updates
+    optimizer: dict[str, Any] | None  # None: this rank trains no parameter
+    scaler: dict[str, Any] | None
+    sync: dict[str, Tensor]
+    bare: tuple[str, ...] = ()  # parameters that start without optimizer state
+
+    def load(self) -> None:
+        step = self.step
+        for embedding, (rows, updates) in zip(step.embeddings, self.tables, strict=True):
+            embedding.load_state(rows, updates)
+        if step.saves_model:
+            copy_into(step.model, self.model)
+        if self.optimizer is not None:
+            step.update.optimizer.load_state_dict(self.optimizer)
+        step.steps = self.steps
+        step.update.steps = self.steps
+        if step.update.schedule is not None:
+            step.update.schedule.restart()
+        if step.update.scaler is not None and self.scaler is not None:
+            step.update.scaler.load_state_dict(self.scaler)
+        step.sync.after_load()
+        step.sync.load_state(self.sync)
+
+
+def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
+    """The states of all steps of a job; CheckpointError if one of them does not fit."""
+    models = saved.document.get("models")
+    if not isinstance(models, list) or len(models) != len(steps):
+        count = len(models) if isinstance(models, list) else 0
+        raise CheckpointError(
+            f"the checkpoint at {path} is of another script: it holds {count} models, and this "
+            f"one trains {len(steps)}"
+        )
+    return [
+        _Fitting(step, i, saved, path).fit(rest)
+        for i, (step, rest) in enumerate(zip(steps, models, strict=True))
+    ]
+
+
+def fit_positions(saved: Checkpoint, path: Path) -> Positions | None:
+    """Where the loops of the script are; None in a checkpoint of an earlier version."""
+    if "position" not in saved.document:
+        return None
+    try:
+        return positions_of(saved.document["position"])
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint at {path} is damaged: {error}") from error
+
+
+def fit_others(
+    models: Sequence[tuple[nn.Module, ReplicaShard]], kind: str, saved: Checkpoint, path: Path
+) -> list[dict[str, Tensor]]:
+    """Of averages ("ema") or models without an optimizer ("untrained"), what was saved of each.
+
+    Nothing where the checkpoint was saved without them.
+    """
+    ties: Any = saved.document.get(OTHERS[kind], [])
+    if not isinstance(ties, list) or len(ties) not in (0, len(models)):
+        raise CheckpointError(
+            f"the checkpoint at {path} is of a script with other models: {OTHERS[kind]}"
+        )
+    return [
+        fit_model(model, shard.take_shard(_named(f"{kind}{i}:", saved.model)), tied, path)
+        for i, ((model, shard), tied) in enumerate(zip(models, ties, strict=False))
+    ]
+
+
+class _Fitting:
+    """One step, number `index` of the job, and the checkpoint."""
+
+    def __init__(self, step: Step, index: int, saved: Checkpoint, path: Path):
+        self.step = step
+        self.index = index
+        self.saved = saved
+        self.path = path
+        self.names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
+
+    def fit(self, rest: Any) -> FittingState:
+        """`rest` is what the manifest says about this step."""
+        if not isinstance(rest, dict) or not is_count(rest.get("steps")):
+            raise self._damaged("its models")
+        tensors = _named(f"{self.index}:", self.saved.model)
+        tables, tensors = self._tables(tensors, rest.get("tables", {}))
+        model = self._model(tensors, rest.get("tied"))
+        optimizer, bare = self._optimizer(rest.get("optimizer"))
+        return FittingState(
+            step=self.step,
+            steps=rest["steps"],
+            model=model,
+            tables=tables,
+            optimizer=optimizer,
+            scaler=self._scaler(rest.get("scaler")),
+            sync=self._sync(),
+            bare=tuple(bare) if rest["steps"] else (),
+        )
+
+    def _model(self, tensors: dict[str, Tensor], tied: Any) -> dict[str, Tensor]:
+        if not self.step.saves_model:  # another step has it
+            return {}
+        return fit_model(self.step.model, self._take_shard(tensors), tied, self.path)
+
+    def _optimizer(self, rest: Any) -> tuple[dict[str, Any] | None, list[str]]:
+        if not self.step.update.named:
+            return None, []
+        tensors = self._take_shard(_named(f"{self.index}:", self.saved.optimizer))
+        saved = SavedOptimizer(tensors, rest, self.names, self.path, self.saved.is_listed)
+        return saved.fit(self.step.update.optimizer, self.step.flat.named)
+
+    def _tables(
+        self, tensors: dict[str, Tensor], tables: Any
+    ) -> tuple[list[tuple[dict[str, Tensor], int]], dict[str, Tensor]]:
+        """The rows and updates of each embedding, and the other tensors."""
+        names = {embedding.spec.name for embedding in self.step.embeddings}
+        if not isinstance(tables, dict) or set(tables) != names:
+            raise CheckpointError(
+                f"the checkpoint at {self.path} is of a model with other embeddings"
+            )
+        found = []
+        for embedding in self.step.embeddings:
+            prefix = embedding.spec.name + "/"
+            if not is_count(tables[embedding.spec.name]):
+                raise self._damaged("its tables")
+            rows = _named(prefix, tensors)
+            try:
+                embedding.check_state(rows, tables[embedding.spec.name])
+            except BadInput as error:
+                raise CheckpointError(
+                    f"the checkpoint at {self.path} does not fit: {error}"
+                ) from error
+            found.append((rows, tables[embedding.spec.name]))
+            tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
+        return found, tensors
+
+    def _scaler(self, saved: Any) -> dict[str, Any] | None:
+        if saved is None or self.step.update.scaler is None:
+            return None
+        if not isinstance(saved, dict):
+            raise self._damaged("its gradient scaler")
+        numbers = [saved.get(key) for key in _SCALER_NUMBERS]
+        is_complete = all(isinstance(n, (int, float)) and 0 < n < 1e30 for n in numbers)
+        if not is_complete or not is_count(saved.get("_growth_tracker")):
+            raise self._damaged("its gradient scaler")
+        return saved
+
+    def _sync(self) -> dict[str, Tensor]:
+        """This worker's shard of the strategy's state, in the sync's own layout."""
+        tensors = self._take_shard(_named(f"sync{self.index}/", self.saved.optimizer))
+        state = _named(f"sync{self.index}:", self.saved.optimizer)
+        state |= self._flat_state(tensors)
+        try:
+            self.step.sync.check_state(state)
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint at {self.path} does not fit: {error}") from error
+        return state
+
+    def _flat_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors as large as the flat buffer, from those of each parameter."""
+        flat = self.step.flat
+        positions = {name: (i, p) for i, (name, p) in enumerate(flat.named)}
+        state: dict[str, Tensor] = {}
+        for full, tensor in tensors.items():
+            name, _, key = full.rpartition("/")
+            if name not in self.names:
+                raise self._damaged(f"state of the strategy for {name!r}, which the model has not")
+            if name not in positions:
+                continue  # another worker holds it
+            i, p = positions[name]
+            if tensor.shape != p.shape or not tensor.is_floating_point():
+                raise self._damaged(f"state of the strategy for {name} is {tuple(tensor.shape)}")
+            key = key.replace(":", "/")
+            if key not in state:
+                state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
+            flat.view(i, state[key], 0).copy_(tensor)
+        return state
+
+    def _take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.step.shard.take_shard(tensors)
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"the checkpoint at {self.path} is damaged: {what}")
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

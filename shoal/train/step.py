@@ -26,8 +26,9 @@ from shoal.strategy.base import SyncTerm
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.cut_batch import BatchCutter, concurrent_batches, fraction_of
-from shoal.train.known_parameters import KnownParameters
+from shoal.train.model_checks import KnownParameters
 from shoal.train.options import StepOptions
+from shoal.train.prepare_model import PreparedModel
 
 if TYPE_CHECKING:
     from shoal.embedding.module import Embedding
@@ -43,19 +44,14 @@ class Step:
     `build_step` makes it. `compute` is `engine.run`, with injected faults around it if asked for.
     """
 
-    model: nn.Module
-    options: StepOptions
-    term: SyncTerm
+    prepared: PreparedModel
+    shard: ReplicaShard  # of some of its parameters, or all
     mesh: Mesh
-    shard: ReplicaShard
     flat: FlatParams
     update: OptimizerStep
     sync: Sync
     engine: Engine
-    compute: Compute
     cutter: BatchCutter
-    embeddings: list[Embedding]
-    parameters: KnownParameters
     tracer: Tracer = OFF
     steps: int = 0
     latest: AnyBatch | None = None  # what job.batches yielded last
@@ -68,6 +64,14 @@ class Step:
     _names: list[str] | None = None  # of what the loss function returns besides the loss
     _numbers: list[Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.model: nn.Module = self.prepared.model
+        self.options: StepOptions = self.prepared.options
+        self.term: SyncTerm = self.prepared.term
+        self.embeddings: list[Embedding] = self.prepared.embeddings
+        self.parameters = KnownParameters(self.model)
+        self.compute: Compute = self.engine.run
+
     def __call__(self, batch: Any) -> Any:
         """The loss; where the loss function returns several numbers, all of them in its form."""
         return self.attempt(batch) if self.around is None else self.around(self, batch)
@@ -75,7 +79,7 @@ class Step:
     def attempt(self, batch: Any, reports: bool = True) -> Any:
         """Train on a batch. `reports`: call what is to be called after a step.
 
-        Where it raises PeerLost it can be undone: see `train/rollback.py`. Where replicas hold
+        Where it raises PeerLost it can be undone: see `RollbackPoint`. Where replicas hold
         shards it may also have ended: `sync.movable` knows.
         """
         start_ns = time.monotonic_ns()

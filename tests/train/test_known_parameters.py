@@ -13,7 +13,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.known_parameters import KnownParameters
+from shoal.train.model_checks import KnownParameters
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.splitting import SGD, job_of
