@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import shoal
 from shoal.calibration.between import RESULT
 from shoal.calibration.sampling import Sample, alternate
-from shoal.comm.call import Op
-from shoal.comm.executors.hierarchical.inter_host import InterHost
+from shoal.comm.call import Call
+from shoal.comm.executors.hierarchical.collectives import InterHost
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.network import BETWEEN, HostNetwork, in_ring_order, open_links
 from shoal.comm.select import exchange_over, shared_store
@@ -81,7 +82,7 @@ def _measured(
     for num_bytes in SIZES:
         data = torch.zeros(num_bytes // 4)
         calls = {name: _call(way, data) for name, way in ways.items()}
-        meet = next(iter(ways.values())).barrier
+        meet = partial(next(iter(ways.values())).run, Call("barrier"))
         slowest_s = _longest_s(calls, exchange, meet)
         steps = max(1, min(_MOST_CALLS, int(each_s / max(1e-9, _ROUNDS * len(calls) * slowest_s))))
         times_ms = alternate(calls, _ROUNDS, steps, meet)
@@ -93,7 +94,7 @@ def _measured(
 
 
 def _call(way: InterHost, data: torch.Tensor) -> Callable[[], None]:
-    return lambda: way.all_reduce(data, Op.SUM)
+    return lambda: way.run(Call("all_reduce", data, data))
 
 
 def _longest_s(

@@ -29,7 +29,7 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 
 if TYPE_CHECKING:
-    from shoal.comm.executors.hierarchical.inter_host import HostLinks
+    from shoal.comm.executors.hierarchical.collectives import HostLinks
     from shoal.transport.tcp.transport import TcpEngine
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shoal.cluster.toml_writer import cluster_text
+from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.scheduled.selection import AlgorithmSelector, Ordered, for_subset
-from shoal.comm.group import Op
 from shoal.comm.network import HostNetwork, in_ring_order
 from shoal.commands.run import with_cluster
 from shoal.errors import BadInput
@@ -82,7 +82,7 @@ def test_sums_of_two_racks_cross_between_them_only_as_slices() -> None:
         other = TcpTransport(transport.engine, None, "ring", 20.0)
         between = TcpInterHost(transport, other, rack=2)
         data = torch.arange(numel, dtype=torch.float32) + transport.rank
-        between.all_reduce(data, Op.SUM)
+        between.run(Call("all_reduce", data, data))
         return data
 
     for total in on_tcp(4, body):

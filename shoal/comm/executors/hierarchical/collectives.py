@@ -14,13 +14,63 @@ A byte goes from one host to another once, not once for every rank there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Op, divide
-from shoal.comm.executors.hierarchical.inter_host import InterHost
+from shoal.comm.call import Call, Op, divide
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Group
+from shoal.errors import PeerLost
+
+
+class InterHost(Protocol):
+    """Collectives among one rank of each host; rank h here is one rank of host h.
+
+    Flat tensors in the host's memory. `out` of a gather, and `data` of a reduce-scatter, have a
+    row for each host.
+    """
+
+    def run(self, call: Call) -> None:
+        """A barrier, broadcast, all_gather, all_reduce, reduce or reduce_scatter, to its end."""
+        ...
+
+    def set_timeout(self, timeout_s: float) -> None: ...
+    def close(self) -> None:
+        """Ranks that wait for this one get an error at once."""
+        ...
+
+
+class HostLinks(Protocol):
+    """The connections of one group of ranks on several hosts."""
+
+    def inter_host(self) -> InterHost | None:
+        """Among the ranks of `column_of`; None for a rank that is not one of them."""
+        ...
+
+    def mesh(self) -> Any:
+        """Messages between any two ranks, with the methods of a ProcessGroupGloo."""
+        ...
+
+    def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> HostLinks:
+        """For some of the ranks; `name` tells the subsets of a group apart."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemotePeerLost(PeerLost):
+    """A PeerLost that names ranks of the whole group already."""
+
+
+def column_of(topology: Topology) -> list[int] | None:
+    """The ranks of this one's index on all hosts; if hosts differ in size, the first ones only."""
+    if topology.index and not topology.is_even:
+        return None
+    return [ranks[topology.index] for ranks in topology.hosts]
+
 
 _LONG_BYTES = 16384
 
@@ -32,26 +82,26 @@ class HierarchicalCollectives:
     index on the other hosts; where hosts differ in size, only the first ones have it.
     """
 
-    def __init__(self, topology: Topology, local: Group, inter_host: InterHost | None):
+    def __init__(
+        self, topology: Topology, local: Group, inter_host: InterHost | None,
+        timeout_s: float | None = None,
+    ):  # fmt: skip
         self._topology = topology
         self._local = local
-        self._maybe_inter_host = inter_host
+        self._inter_host = inter_host
+        self._timeout_s = timeout_s  # of a call between hosts
         widest = max(len(ranks) for ranks in topology.hosts)
         grid = [[*ranks, *[-1] * (widest - len(ranks))] for ranks in topology.hosts]
         self._grid = torch.tensor(grid)  # host, index: the rank, or -1
 
     def with_timeout(self, timeout_s: float) -> HierarchicalCollectives:
-        inter_host = self._maybe_inter_host
-        return HierarchicalCollectives(
-            self._topology,
-            self._local.with_timeout(timeout_s),
-            None if inter_host is None else inter_host.with_timeout(timeout_s),
-        )
+        local = self._local.with_timeout(timeout_s)
+        return HierarchicalCollectives(self._topology, local, self._inter_host, timeout_s)
 
     def barrier(self) -> None:
         self._local.barrier().wait()
         if self._topology.index == 0:
-            self._inter_host.barrier()
+            self._between(Call("barrier"))
         self._local.barrier().wait()
 
     def broadcast(self, data: Tensor, root: int) -> None:
@@ -62,19 +112,19 @@ class HierarchicalCollectives:
         if topology.host == source:
             self._local.broadcast(data, root_index).wait()
         if topology.index == via:
-            self._inter_host.broadcast(data, source)
+            self._between(Call("broadcast", data, data, root=source))
         if topology.host != source:
             self._local.broadcast(data, via).wait()
 
     def all_reduce(self, data: Tensor, op: Op) -> None:
         if self._local.size == 1 and self._topology.is_even:
-            self._inter_host.all_reduce(data, _step(op))
+            self._between(Call("all_reduce", data, data, _step(op)))
         elif self._topology.is_even and data.nbytes >= _LONG_BYTES:
             self._all_reduce_in_slices(data, _step(op))
         else:
             self._local.reduce(data, 0, _step(op)).wait()
             if self._topology.index == 0:
-                self._inter_host.all_reduce(data, _step(op))
+                self._between(Call("all_reduce", data, data, _step(op)))
             self._local.broadcast(data, 0).wait()
         self._end(data, op)
 
@@ -83,7 +133,7 @@ class HierarchicalCollectives:
         target = self._topology.host_of(root)
         self._local.reduce(data, 0, _step(op)).wait()
         if self._topology.index == 0:
-            self._inter_host.reduce(data, _step(op), target)
+            self._between(Call("reduce", data, data, _step(op), target))
         if self._topology.host == target:
             self._local.broadcast(data, 0).wait()
             self._end(data, op)
@@ -93,7 +143,7 @@ class HierarchicalCollectives:
         hosts, width = self._grid.shape
         if self._topology.is_even:
             column = data.new_empty(hosts, data.numel())
-            self._inter_host.all_gather(column, data)
+            self._between(Call("all_gather", data, column))
             everything = data.new_empty(width, hosts, data.numel())
             self._local.all_gather(everything, column).wait()
             everything = everything.transpose(0, 1)
@@ -109,7 +159,7 @@ class HierarchicalCollectives:
             by_index = data[self._grid.t().reshape(-1)]  # by index, then by host
             column = data.new_empty(self._grid.shape[0], out.numel())
             self._local.reduce_scatter(column, by_index, _step(op)).wait()
-            self._inter_host.reduce_scatter(out, column, _step(op))
+            self._between(Call("reduce_scatter", column, out, _step(op)))
         else:
             total = data.clone().view(-1)
             self.all_reduce(total, _step(op))
@@ -125,7 +175,7 @@ class HierarchicalCollectives:
             padded[: data.numel()] = data
         own_slice = data.new_empty(slice_numel)
         self._local.reduce_scatter(own_slice, padded, op).wait()
-        self._inter_host.all_reduce(own_slice, op)
+        self._between(Call("all_reduce", own_slice, own_slice, op))
         self._local.all_gather(padded, own_slice).wait()
         if is_padded:
             data.copy_(padded[: data.numel()])
@@ -136,17 +186,16 @@ class HierarchicalCollectives:
         present = of_host[: self._local.size]
         self._local.gather(present if self._topology.index == 0 else None, data, 0).wait()
         if self._topology.index == 0:
-            self._inter_host.all_gather(everything, of_host)
+            self._between(Call("all_gather", of_host, everything))
         self._local.broadcast(everything, 0).wait()
 
     def _end(self, data: Tensor, op: Op) -> None:
         if op is Op.MEAN:
             divide(data, self._topology.size)
 
-    @property
-    def _inter_host(self) -> InterHost:
-        assert self._maybe_inter_host is not None
-        return self._maybe_inter_host
+    def _between(self, call: Call) -> None:
+        assert self._inter_host is not None
+        self._inter_host.run(call._replace(timeout_s=self._timeout_s))
 
 
 def _step(op: Op) -> Op:

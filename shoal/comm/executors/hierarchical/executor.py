@@ -15,8 +15,7 @@ from torch import Tensor
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.any_source import Message
-from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives
-from shoal.comm.executors.hierarchical.inter_host import HostLinks
+from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives, HostLinks
 from shoal.comm.executors.hierarchical.point_to_point import PointToPoint, with_global_ranks
 from shoal.comm.executors.hierarchical.steps import (
     PieceExchange,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.call import TORCH_OPS, Op
-from shoal.comm.executors.hierarchical.inter_host import column_of
+from shoal.comm.call import TORCH_OPS, Call, Operand
+from shoal.comm.executors.hierarchical.collectives import column_of
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.errors import ShoalError
 
@@ -24,7 +23,6 @@ class GlooInterHost:
 
     def __init__(self, gloo: Any):
         self._open = gloo  # a ProcessGroupGloo; torch's stubs know few of its methods
-        self._timeout_s = 0.0
 
     @property
     def _gloo(self) -> Any:
@@ -39,53 +37,49 @@ class GlooInterHost:
         """Without a reference Gloo closes its connections, which wakes up the other side."""
         self._open = None
 
-    def with_timeout(self, timeout_s: float) -> GlooInterHost:
-        other = copy.copy(self)
-        other._timeout_s = timeout_s
-        return other
+    def run(self, call: Call) -> None:
+        options = _OPTIONS[call.kind]()
+        if call.timeout_s:
+            options.timeout = timedelta(seconds=call.timeout_s)
+        if call.kind in ("broadcast", "reduce"):
+            options.rootRank = call.root
+            options.rootTensor = 0
+        if call.kind in ("all_reduce", "reduce", "reduce_scatter"):
+            options.reduceOp = TORCH_OPS[call.op]
+            self._reduce(call, options)
+        elif call.kind == "barrier":
+            self._gloo.barrier(options).wait()
+        elif call.kind == "broadcast":
+            self._gloo.broadcast([_as_bytes(call.data)], options).wait()
+        else:
+            assert isinstance(call.out, Tensor)
+            rows = list(_as_bytes(call.out).view(len(call.out), -1))
+            self._gloo.allgather([rows], [_as_bytes(call.data)], options).wait()
 
-    def barrier(self) -> None:
-        self._gloo.barrier(self._limited(dist.BarrierOptions())).wait()
+    def _reduce(self, call: Call, options: Any) -> None:
+        """Gloo has no integers of 16 bits: they are summed in 32."""
+        assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)
+        is_short = call.out.dtype == torch.int16
+        taken = call.out.int() if is_short else call.out
+        if call.kind == "reduce_scatter":
+            given = call.data.int() if is_short else call.data
+            self._gloo._reduce_scatter_base(taken, given.view(-1), options).wait()
+        elif call.kind == "reduce":
+            self._gloo.reduce([taken], options).wait()
+        else:
+            self._gloo.allreduce([taken], options).wait()
+        if is_short:
+            call.out.copy_(taken)
 
-    def broadcast(self, data: Tensor, root: int) -> None:
-        options = self._limited(dist.BroadcastOptions())
-        options.rootRank = root
-        options.rootTensor = 0
-        self._gloo.broadcast([_as_bytes(data)], options).wait()
 
-    def all_gather(self, out: Tensor, data: Tensor) -> None:
-        """`out` has a row for each host."""
-        rows = list(_as_bytes(out).view(out.shape[0], -1))
-        options = self._limited(AllgatherOptions())
-        self._gloo.allgather([rows], [_as_bytes(data)], options).wait()
-
-    def all_reduce(self, data: Tensor, op: Op) -> None:
-        options = self._limited(dist.AllreduceOptions())
-        options.reduceOp = TORCH_OPS[op]
-        given = _widened(data)
-        self._gloo.allreduce([given], options).wait()
-        _copy_back(data, given)
-
-    def reduce(self, data: Tensor, op: Op, root: int) -> None:
-        options = self._limited(dist.ReduceOptions())
-        options.reduceOp = TORCH_OPS[op]
-        options.rootRank = root
-        options.rootTensor = 0
-        given = _widened(data)
-        self._gloo.reduce([given], options).wait()
-        _copy_back(data, given)
-
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op) -> None:
-        options = self._limited(dist.ReduceScatterOptions())
-        options.reduceOp = TORCH_OPS[op]
-        taken = _widened(out)
-        self._gloo._reduce_scatter_base(taken, _widened(data).view(-1), options).wait()
-        _copy_back(out, taken)
-
-    def _limited(self, options: Any) -> Any:
-        if self._timeout_s:
-            options.timeout = timedelta(seconds=self._timeout_s)
-        return options
+_OPTIONS: dict[str, Callable[[], Any]] = {
+    "barrier": dist.BarrierOptions,
+    "broadcast": dist.BroadcastOptions,
+    "all_gather": AllgatherOptions,
+    "all_reduce": dist.AllreduceOptions,
+    "reduce": dist.ReduceOptions,
+    "reduce_scatter": dist.ReduceScatterOptions,
+}
 
 
 class GlooLinks:
@@ -117,15 +111,6 @@ class GlooLinks:
         return dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=self._timeout_s))
 
 
-def _as_bytes(data: Tensor) -> Tensor:
+def _as_bytes(data: Operand | None) -> Tensor:
+    assert isinstance(data, Tensor)
     return data.view(-1).view(torch.uint8)
-
-
-def _widened(data: Tensor) -> Tensor:
-    """Gloo has no integers of 16 bits."""
-    return data.int() if data.dtype == torch.int16 else data
-
-
-def _copy_back(data: Tensor, result: Tensor) -> None:
-    if result is not data:
-        data.copy_(result)

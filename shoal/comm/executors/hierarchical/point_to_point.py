@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.executors.hierarchical.any_source import AnySource, Message
-from shoal.comm.executors.hierarchical.inter_host import RemotePeerLost
+from shoal.comm.executors.hierarchical.collectives import RemotePeerLost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import as_shoal_error

@@ -7,8 +7,7 @@ Short ones go by the algorithm with the fewest rounds.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Op
-from shoal.comm.executors.hierarchical.inter_host import RemotePeerLost, column_of
+from shoal.comm.call import Call
+from shoal.comm.executors.hierarchical.collectives import RemotePeerLost, column_of
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.scheduled.selection import Algorithm
-from shoal.comm.group import Group
 from shoal.errors import PeerLost, ShoalError
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
@@ -42,58 +40,32 @@ class TcpInterHost:
         """`rack` hosts are in a rack, one rack after the other; None: one rack, or not known."""
         self._transports = (transport, ring)
         self._ranks = [transport.ranks[rank] for rank in range(transport.size)]
-        self._short = Group(Scheduled(transport, link=_LINK))
-        self._long = Group(Scheduled(ring, _algorithms(rack), link=_LINK))
-        self._timeout_s = 0.0
+        self._short = Scheduled(transport, link=_LINK)
+        self._long = Scheduled(ring, _algorithms(rack), link=_LINK)
         self.labels = list(range(transport.size))  # the ranks of the group, for errors
 
     def set_timeout(self, timeout_s: float) -> None:
         for transport in self._transports:
             transport.timeout_s = timeout_s
 
-    def with_timeout(self, timeout_s: float) -> TcpInterHost:
-        other = copy.copy(self)
-        other._timeout_s = timeout_s
-        return other
-
     def close(self) -> None:
         for transport in self._transports:
             transport.abort()
 
-    def barrier(self) -> None:
-        self._run(lambda: self._short.barrier())
-
-    def broadcast(self, data: Tensor, root: int) -> None:
-        self._run(lambda: self._for(data).broadcast(data, root))
-
-    def all_gather(self, out: Tensor, data: Tensor) -> None:
-        self._run(lambda: self._for(out).all_gather(out, data))
-
-    def all_reduce(self, data: Tensor, op: Op) -> None:
-        self._run(lambda: self._for(data).all_reduce(data, op))
-
-    def reduce(self, data: Tensor, op: Op, root: int) -> None:
-        self._run(lambda: self._for(data).reduce(data, root, op))
-
-    def reduce_scatter(self, out: Tensor, data: Tensor, op: Op) -> None:
-        self._run(lambda: self._for(data).reduce_scatter(out, data, op))
-
-    def _for(self, data: Tensor) -> Group:
-        return self._long if data.nbytes >= _LONG_BYTES else self._short
-
-    def _run(self, start: Callable[[], Work]) -> None:
-        with self._limited():
+    def run(self, call: Call) -> None:
+        executor = self._long if call.num_bytes >= _LONG_BYTES else self._short
+        with self._limited(call.timeout_s):
             try:
-                start().wait()
+                executor.submit(call._replace(timeout_s=None)).wait()
             except PeerLost as lost:
                 raise self._with_labels(lost) from lost
 
     @contextmanager
-    def _limited(self) -> Iterator[None]:
+    def _limited(self, timeout_s: float | None) -> Iterator[None]:
         """Calls run one after the other, so the limit of one call may be that of the transport."""
         before_s = self._transports[0].timeout_s
-        if self._timeout_s:
-            self.set_timeout(self._timeout_s)
+        if timeout_s:
+            self.set_timeout(timeout_s)
         try:
             yield
         finally:

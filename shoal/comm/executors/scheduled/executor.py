@@ -10,10 +10,8 @@ from torch import Tensor
 
 from shoal.comm.call import Call, Op
 from shoal.comm.executor import Executor
-from shoal.comm.executors.scheduled.binding import Binding, bind
-from shoal.comm.executors.scheduled.buffers import SlotBuffers
-from shoal.comm.executors.scheduled.interpreter import Interpreter
-from shoal.comm.executors.scheduled.program import Program, compile_for
+from shoal.comm.executors.scheduled.binding import Binding, SlotBuffers, bind
+from shoal.comm.executors.scheduled.interpreter import Interpreter, Program, compile_for
 from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector, for_subset
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue

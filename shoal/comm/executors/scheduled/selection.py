@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.comm.executors.scheduled.program import Program, compile_for
+from shoal.comm.executors.scheduled.interpreter import Program, compile_for
 from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import CATALOG, build
 from shoal.schedules.collectives.collective import Collective, in_order, rooted_at
