@@ -20,9 +20,8 @@ from shoal.errors import BadInput
 from shoal.plan.explain import nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.ranking import Priced
-from shoal.plan.search import SearchOptions, SearchResult, search
-from shoal.plan.workloads.models import default_batch, named_workload
+from shoal.plan.search import Priced, SearchOptions, SearchResult, search
+from shoal.plan.workloads.model_presets import default_batch, named_workload
 from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy

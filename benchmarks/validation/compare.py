@@ -21,7 +21,7 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, RankOrder
 from shoal.plan.workloads.transformer import Transformer
-from shoal.plan.workloads.transformer_sizes import TransformerSizes
+from shoal.plan.workloads.transformer_block import TransformerSizes
 from shoal.plan.workloads.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
 

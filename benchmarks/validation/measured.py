@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shoal.errors import BadInput
-from shoal.plan.workloads.transformer_sizes import TransformerSizes
+from shoal.plan.workloads.transformer_block import TransformerSizes
 from shoal.plan.workloads.workload import Recompute
 from shoal.runtime.wording import counted
 

@@ -15,8 +15,7 @@ from shoal.commands import options
 from shoal.commands.output import Part, bold, show
 from shoal.commands.subject import Subject, SubjectOptions
 from shoal.plan.explain import in_script, nothing_fits, options_of, why
-from shoal.plan.ranking import Priced
-from shoal.plan.search import OnPriced, SearchOptions, SearchResult, search
+from shoal.plan.search import OnPriced, Priced, SearchOptions, SearchResult, search
 from shoal.runtime.wording import counted
 
 Top = Annotated[int, typer.Option(min=1, help="How many strategies to show.")]

@@ -21,8 +21,7 @@ from shoal.errors import BadInput
 from shoal.launch.auto import measure_profile
 from shoal.plan.predict import PlanSettings
 from shoal.plan.profile import ModelProfile
-from shoal.plan.workloads.model_presets import PRESETS
-from shoal.plan.workloads.models import default_batch, named_workload
+from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.runtime.config import WorkloadTraceConfig

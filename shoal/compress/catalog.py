@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.compress.compressor import Compressor, join, round_up_to_words, split, to_chunks
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import ShoalError
-from shoal.strategy.settings import read_setting
+from shoal.strategy.options import read_setting
 
 BLOCK = 1 << 16  # elements that a 16-bit index can address
 _HALF = BLOCK // 2  # indices are sent as signed numbers

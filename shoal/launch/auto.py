@@ -20,8 +20,7 @@ from shoal.plan.explain import nothing_fits, why_first
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import ModelProfile, profiled
-from shoal.plan.ranking import AS_FAST
-from shoal.plan.search import SearchOptions, search
+from shoal.plan.search import AS_FAST, SearchOptions, search
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Workload
 from shoal.runtime.config import PROFILE, RunConfig, WorkloadTraceConfig

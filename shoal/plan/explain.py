@@ -8,7 +8,7 @@ from shoal.cluster.units import show_bytes, show_seconds
 from shoal.plan.candidates import divisors
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
-from shoal.plan.ranking import Priced
+from shoal.plan.search import Priced
 from shoal.plan.workloads.workload import Split, Workload
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy

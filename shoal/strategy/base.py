@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
 from shoal.errors import StrategyError
-from shoal.strategy.constraints import Constraint, show, write
+from shoal.strategy.options import Constraint, show, write
 
 _CONSTRAINTS: dict[type[Term], dict[str, Constraint]] = {}
 

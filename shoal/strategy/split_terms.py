@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar
 
 from shoal.schedules import user
 from shoal.strategy.base import Term
-from shoal.strategy.constraints import one_of, optional, positive, whole
-from shoal.strategy.options import FLAG, NAMES, PLAN, SCHEDULE
+from shoal.strategy.options import FLAG, NAMES, PLAN, SCHEDULE, one_of, optional, positive, whole
 
 
 @dataclass(frozen=True, kw_only=True)

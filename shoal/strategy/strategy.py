@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.errors import StrategyError
 from shoal.strategy.base import Batches, SyncTerm, Term
-from shoal.strategy.constraints import clip, show, whole
+from shoal.strategy.options import clip, show, whole
 from shoal.strategy.parser import MAX_TEXT, read_terms
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
 from shoal.strategy.sync_terms.ddp import Ddp

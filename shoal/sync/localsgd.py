@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Op
 from shoal.errors import CheckpointError
 from shoal.server.model.expected_state import Form, expected_state, misfit
-from shoal.strategy.settings import outer_settings
+from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms.localsgd import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan, runs
 from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum

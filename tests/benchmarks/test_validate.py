@@ -16,7 +16,7 @@ from shoal.cli import run_app
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
-from shoal.plan.workloads.transformer_sizes import TransformerSizes
+from shoal.plan.workloads.transformer_block import TransformerSizes
 
 HEAD = "gpus,global batch,micro batch,hidden size,attention heads,layers,tp,pp,iteration_ms\n"
 

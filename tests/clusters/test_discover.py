@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.discover import discover
-from shoal.cluster.gpu_specs import spec_of
+from shoal.cluster.discover import discover, spec_of
 from shoal.cluster.host import Host, Nic, memory_bytes, numa_nodes, read_nics
 from shoal.cluster.nvidia import GpuTopology, parse_gpus, parse_topology
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.step.bubble import StageTimes, bubble_s
+from shoal.plan.step.step_price import StageTimes, bubble_s
 from shoal.plan.timeline import Times, simulate
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.schedules.pipelines.catalog import build

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.predict import PredictedRun, Verdict, median_error
+from benchmarks.spread import at_quartile
 from shoal.calibration import cache
 from shoal.calibration.machine import machine_of
 from shoal.calibration.measure import CalibrationOptions, calibrate, worker_counts
 from shoal.cluster.toml_file import parse_cluster
 from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
-from shoal.plan.spread import at_quartile
 from shoal.plan.step.kernel_time import KernelModel
 from shoal.plan.step.relaxed_rules import queue_cycle_s
 from shoal.plan.workloads.workload import Kernel

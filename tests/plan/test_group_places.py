@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from shoal.cluster.cluster import Cluster, Node
-from shoal.plan.step.collective_time import collective_time, hops
-from shoal.plan.step.group_places import group_places
+from shoal.plan.step.collective_time import collective_time, group_places, hops
 from shoal.plan.step.rank_order import RankGroup
 from tests.plan.sync_questions import GPU, NIC, NVLINK, cluster_of
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.spread import SpreadPredictor
 from shoal.cluster.cluster import Noise
 from shoal.cluster.hardware import MeasuredCalls
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import ModelProfile, profiled
-from shoal.plan.spread import SpreadPredictor
 from shoal.plan.step.stragglers import expected_max
 from shoal.strategy.strategy import as_strategy
 from tests.plan.test_search import MODEL, cluster

@@ -17,7 +17,7 @@ from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
 from shoal.plan.workloads.transformer import Transformer
-from shoal.plan.workloads.transformer_sizes import TransformerSizes
+from shoal.plan.workloads.transformer_block import TransformerSizes
 from shoal.plan.workloads.workload import Recompute
 from shoal.strategy.strategy import as_strategy
 

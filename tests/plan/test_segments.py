@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.host_schedules import PLAIN, WITH_RACKS, crossed, host_schedule
+from benchmarks.segments import simulate_in_segments
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.simulator.collectives import simulate_collective
 from shoal.plan.simulator.messages import OnePort
-from shoal.plan.simulator.segments import simulate_in_segments
 from shoal.schedules.collectives.catalog import build
 
 BYTES = 48e6

@@ -5,7 +5,7 @@ import pytest
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.simulator.strategies import _WAYS, simulate_strategy
-from shoal.plan.workloads.models import named_workload
+from shoal.plan.workloads.model_presets import named_workload
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.terms import TERMS
 

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.errors import BadInput, StrategyError
 from shoal.schedules.collectives.kinds import KINDS, kind_named
+from shoal.strategy.parser import _SYNONYMS
 from shoal.strategy.strategy import parse
-from shoal.strategy.synonyms import _SYNONYMS
 from shoal.strategy.terms import TERMS
 
 

@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.plan.sync_price import (  # noqa: F401  registers their prices
-    ddp,
-    gossip,
-    hogwild,
-    localsgd,
-    mapreduce,
-    ps,
-    single,
-    zero,
-)
 from shoal.plan.sync_price.base import PRICERS, SyncPrice, SyncQuestion
 from shoal.strategy.base import SyncTerm
 

@@ -1,18 +1,101 @@
-"""Sums over replicas in fewer bytes: their time on the links, their arithmetic, their memory."""
+"""Sums over replicas in fewer bytes: their time on the links, their arithmetic, their memory.
+
+How many bytes `compress="…"` makes of some numbers, as the runtime packs them.
+
+fp16 bf16 int8 onebit topk    sums by shards: an all-to-all of packed shards, then an
+                              all-gather of packed sums: 2 (p-1)/p of the packed size
+powersgd                      all-reduces of P and of Q
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from shoal.plan.sync_price.base import SyncQuestion, memory_pass_s
-from shoal.plan.sync_price.flat_sizes import Buckets
-from shoal.plan.sync_price.packed import (
-    factor_rank,
-    is_factored,
-    packed_bytes,
-    packed_sum,
-    sum_compress,
-)
+from shoal.plan.sync_price.flat_sizes import Buckets, FlatSizes
+from shoal.strategy.options import read_setting
+
+_INT8_CHUNK = 256
+_ONEBIT_CHUNK = 512
+_TOPK_BLOCK = 65_536
+_MOST_KEPT = 4  # topk: a sum has at most so many times the elements that a replica sends
+
+
+class Packed(NamedTuple):
+    """Bytes of one sum over replicas."""
+
+    sent: float  # by one worker
+    gradients: float  # packed, of one worker's own
+    sums: float  # packed, of the sum of all
+    passes: float  # how often packing and unpacking reads and writes the numbers
+
+
+def packed_bytes(compress: str, elements: float) -> float:
+    """A message of so many numbers; PowerSGD depends on shapes instead (`FlatSizes.factors`)."""
+    name, settings = read_setting(compress)
+    return _words(_raw_bytes(name, settings, elements))
+
+
+def _raw_bytes(name: str, settings: dict[str, float], elements: float) -> float:
+    match name:
+        case "bf16":
+            return 2 * elements
+        case "fp16":
+            return 4 + 2 * elements
+        case "int8":
+            return 4 * math.ceil(elements / _INT8_CHUNK) + elements
+        case "onebit":
+            return 4 + math.ceil(elements / _ONEBIT_CHUNK) * (2 + _ONEBIT_CHUNK // 8)
+        case "topk":
+            return 4 * _kept(settings[""], elements)
+    raise ValueError(name)
+
+
+def _kept(fraction: float, elements: float) -> float:
+    """Of every block of 65,536 elements the largest."""
+    full, rest = divmod(elements, _TOPK_BLOCK)
+    return full * _kept_of(fraction, _TOPK_BLOCK) + _kept_of(fraction, rest)
+
+
+def _kept_of(fraction: float, elements: float) -> float:
+    return min(elements, max(1, math.ceil(fraction * elements))) if elements else 0.0
+
+
+def sum_compress(compress: str, replicas: int) -> str:
+    """How sums are packed: those of topk have the elements of several replicas."""
+    name, settings = read_setting(compress)
+    if name != "topk":
+        return compress
+    return f"topk({min(1.0, settings[''] * min(replicas, _MOST_KEPT))})"
+
+
+def is_factored(compress: str) -> bool:
+    return compress.startswith("powersgd")
+
+
+def factor_rank(compress: str) -> int:
+    return int(read_setting(compress)[1]["rank"])
+
+
+def packed_sum(compress: str, sizes: FlatSizes, parts: list[tuple[int, float]], n: int) -> Packed:
+    """The sum over n replicas of so many parts (count, elements) of a buffer."""
+    if is_factored(compress):
+        left, right, rest = sizes.factors(factor_rank(compress))
+        message = 4 * (left + right + rest)
+        return Packed(2 * (n - 1) / n * message, message, message, 6.0)
+    own = sums = 0.0
+    again = sum_compress(compress, n)
+    for count, elements in parts:
+        shard = math.ceil(elements / n)
+        own += count * n * packed_bytes(compress, shard)
+        sums += count * n * packed_bytes(again, shard)
+    return Packed((n - 1) / n * (own + sums), own, sums, 4.0 if n == 1 else 4 + 2 / n)
+
+
+def _words(num_bytes: float) -> float:
+    return math.ceil(num_bytes / 4) * 4
+
 
 _RESIDUAL_BYTES = 4
 _INDEX_BYTES = 8

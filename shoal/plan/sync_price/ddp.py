@@ -27,7 +27,7 @@ from shoal.plan.sync_price.overlap import (
     hidden_s,
     idle_share,
 )
-from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES, LARGE_BYTES
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.schedules.collectives.cost import Link, predicted_s
 
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
@@ -108,3 +108,38 @@ def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
         gradients=bucketed_gradients(question, bucket_bytes, first_bytes),
         buffers=gap_index + extra.residuals + extra.in_flight,
     )
+
+
+@prices("single")
+def single(term: Any, question: SyncQuestion) -> SyncPrice:
+    parts = some(waiting_part(question), update_part(question))
+    return SyncPrice(parts, plain_memory(question), spread_s=synchronous_spread(question))
+
+
+@prices("mapreduce")
+def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
+    """Priced as one step a batch; batch="full" agrees once for the batches of the whole dataset."""
+    p = question.replicas
+    if p == 1:
+        return SyncPrice((update_part(question),), plain_memory(question))
+
+    def timer(num_bytes: float) -> CollectiveTime:
+        return question.network.collective("broadcast", question.group, num_bytes)
+
+    seconds, bound = exposed_buckets(question, question.sizes.filled(DEFAULT_BUCKET_BYTES), timer)
+    out = timer(question.parameter_bytes)
+    parts = some(
+        Part("gradients", seconds, bound),
+        Part("weights", out.seconds, out.bound),
+        waiting_part(question),
+        update_part(question),
+    )
+    whole = "one update for the whole dataset" if term.batch == "full" else ""
+    accumulated = replace(question, microbatches=2) if term.batch == "full" else question
+    memory = replace(
+        plain_memory(question),
+        gradients=bucketed_gradients(accumulated, DEFAULT_BUCKET_BYTES),
+    )
+    sent = 2 * (p - 1) / p * question.buffer_bytes
+    spread = synchronous_spread(question)
+    return SyncPrice(parts, memory, convergence=whole, sent_bytes=sent, spread_s=spread)

@@ -25,7 +25,7 @@ from shoal.plan.sync_price.base import (
 )
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import Buckets
-from shoal.strategy.settings import outer_settings
+from shoal.strategy.options import outer_settings
 
 _PASSES = 9  # difference (3), division (2), step from the agreement (2), copy of it (2)
 

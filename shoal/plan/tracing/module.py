@@ -4,6 +4,16 @@ A dispatch mode sees every operation of forward and backward. Hooks on modules s
 computes; backward finds its layer by the sequence number of the autograd node that runs, which
 lies between those that forward had when it entered and left the layer. A product of backward is
 of the weight where it does not read a parameter and its node leads to one.
+
+Which modules of a model are its layers: where a pipeline may be cut.
+
+A layer is an element of an outermost nn.Sequential or nn.ModuleList (a block), or a module beside
+them. A module is opened where it holds such a stack and is not itself an element of one; an
+element is opened where most of its parameters are in a stack of its own (a stage of a Swin
+transformer), unless that holds experts, which run side by side.
+
+    GPT          tokens  positions  dropout  blocks.0  blocks.1 …  norm  head
+    ResNet       conv1  bn1  relu  maxpool  layer1.0  layer1.1  layer2.0 …  avgpool  fc
 """
 
 from __future__ import annotations
@@ -19,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.errors import BadInput
-from shoal.plan.tracing.layers import layer_names
 from shoal.plan.tracing.recorder import Recorded, Splits, TraceRecorder
 from shoal.plan.workloads.traced_workload import (
     Line,
@@ -31,6 +40,52 @@ from shoal.plan.workloads.traced_workload import (
 )
 from shoal.plan.workloads.workload import Precision
 from shoal.pytree import Tree, map_tensors, tensors_of
+
+_MOSTLY = 0.5
+
+
+def layer_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the layers, as `named_modules` has them; "" is the model itself."""
+    found = tuple(_layers("", model, False))
+    return found or ("",)
+
+
+def _layers(name: str, module: nn.Module, is_element: bool) -> Iterator[str]:
+    children = list(module.named_children())
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        for child_name, child in children:
+            yield from _layers(_joined(name, child_name), child, True)
+    elif children and _is_opened(name, module, is_element):
+        for child_name, child in children:
+            yield from _layers(_joined(name, child_name), child, False)
+    else:
+        yield name
+
+
+def _is_opened(name: str, module: nn.Module, is_element: bool) -> bool:
+    if not name:
+        return True
+    stacks = [m for n, m in module.named_modules() if _is_stack(n, m)]
+    if not is_element:
+        return bool(stacks)
+    largest = max((_numbers(stack) for stack in stacks), default=0)
+    return largest > _MOSTLY * _numbers(module)
+
+
+def _is_stack(name: str, module: nn.Module) -> bool:
+    """Several modules that are no leaves, one after the other."""
+    if not isinstance(module, nn.Sequential | nn.ModuleList) or "expert" in name:
+        return False
+    return sum(1 for child in module if next(child.children(), None) is not None) > 1
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
 
 # How tp splits a module: its outputs, or its inputs, by features; outputs that are gathered again;
 # rows of an embedding; both inputs and outputs; or all that happens inside

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from shoal.plan.workloads.kernels import gradients_of, moving, product
-from shoal.plan.workloads.transformer_block import block_cost
-from shoal.plan.workloads.transformer_sizes import TransformerSizes
+from shoal.plan.workloads.transformer_block import TransformerSizes, block_cost
 from shoal.plan.workloads.workload import (
     LayerCost,
     LayerMessage,
@@ -16,6 +14,9 @@ from shoal.plan.workloads.workload import (
     Split,
     SplitLimits,
     StageTensors,
+    gradients_of,
+    moving,
+    product,
 )
 
 MIXED = Precision("fp16", 2, 2, 4, 8)

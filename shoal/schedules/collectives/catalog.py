@@ -9,22 +9,11 @@ from functools import partial
 from typing import Any
 
 from shoal.errors import BadInput
-from shoal.schedules.collectives import (
-    barrier,
-    bruck,
-    direct,
-    doubling,
-    halving,
-    naive,
-    ring,
-    scan,
-    star,
-    tree,
-)
+from shoal.schedules.collectives import direct, doubling, ring, scan, tree
 from shoal.schedules.collectives.collective import Collective, rooted_at
-from shoal.schedules.collectives.double_tree import double_tree_all_reduce
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce, torus_all_reduce
 from shoal.schedules.collectives.kinds import KINDS, kind_named
+from shoal.schedules.collectives.tree import double_tree_all_reduce
 from shoal.schedules.suggest import nearest
 from shoal.schedules.user import is_user_function, load_collective
 
@@ -46,47 +35,47 @@ class Algorithm:
 _FAMILIES: dict[str, dict[str, Callable[..., Collective]]] = {
     "all_reduce": {
         "ring": ring.ring_all_reduce,
-        "star": star.star_all_reduce,
+        "star": direct.star_all_reduce,
         "tree": tree.tree_all_reduce,
         "double_tree": double_tree_all_reduce,
         "doubling": doubling.doubling_all_reduce,
-        "halving": halving.halving_all_reduce,
+        "halving": doubling.halving_all_reduce,
         "torus": torus_all_reduce,
         "hierarchical": hierarchical_all_reduce,
         "direct": direct.direct_all_reduce,
-        "sequential": naive.sequential_all_reduce,
-        "naive": naive.naive_all_reduce,
+        "sequential": direct.sequential_all_reduce,
+        "naive": direct.naive_all_reduce,
         "slow_ring": ring.slow_ring_all_reduce,
         "whole_ring": ring.whole_ring_all_reduce,
     },
     "reduce_scatter": {
         "ring": ring.ring_reduce_scatter,
-        "halving": halving.halving_reduce_scatter,
+        "halving": doubling.halving_reduce_scatter,
         "direct": direct.direct_reduce_scatter,
     },
     "all_gather": {
         "ring": ring.ring_all_gather,
         "doubling": doubling.doubling_all_gather,
-        "bruck": bruck.bruck_all_gather,
+        "bruck": doubling.bruck_all_gather,
         "direct": direct.direct_all_gather,
     },
     "broadcast": {
         "tree": tree.tree_broadcast,
-        "star": star.star_broadcast,
+        "star": direct.star_broadcast,
         "ring": ring.ring_broadcast,
         "scatter_gather": tree.scatter_gather_broadcast,
     },
     "reduce": {
         "tree": tree.tree_reduce,
-        "star": star.star_reduce,
+        "star": direct.star_reduce,
         "ring": ring.ring_reduce,
         "scatter_gather": tree.scatter_gather_reduce,
     },
-    "scatter": {"tree": tree.tree_scatter, "star": star.star_scatter},
-    "gather": {"tree": tree.tree_gather, "star": star.star_gather},
+    "scatter": {"tree": tree.tree_scatter, "star": direct.star_scatter},
+    "gather": {"tree": tree.tree_gather, "star": direct.star_gather},
     "all_to_all": {
         "shift": direct.shifted_all_to_all,
-        "bruck": bruck.bruck_all_to_all,
+        "bruck": doubling.bruck_all_to_all,
         "direct": direct.direct_all_to_all,
     },
     "scan": {"hillis_steele": scan.hillis_steele_scan, "chain": scan.chain_scan},
@@ -95,9 +84,9 @@ _FAMILIES: dict[str, dict[str, Callable[..., Collective]]] = {
         "chain": scan.exclusive_chain_scan,
     },
     "barrier": {
-        "dissemination": barrier.dissemination_barrier,
-        "star": star.star_barrier,
-        "ring": barrier.ring_barrier,
+        "dissemination": doubling.dissemination_barrier,
+        "star": direct.star_barrier,
+        "ring": doubling.ring_barrier,
     },
 }
 _FOR_SHOW = ("sequential", "naive", "slow_ring", "whole_ring")

@@ -109,3 +109,11 @@ def in_order(collective: Collective, order: Sequence[int]) -> Collective:
     roles = np.asarray(order)
     table = collective.table.relabelled(roles, np.arange(collective.slots))
     return replace(collective, root=int(roles[collective.root]), rounds=table)
+
+
+SEGMENT_BYTES = 4 << 20  # smaller ones cost more in messages than they hide
+_MOST_SEGMENTS = 64
+
+
+def segments_for(chunk_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> int:
+    return max(1, min(_MOST_SEGMENTS, -(-chunk_bytes // segment_bytes)))

@@ -4,6 +4,20 @@
 | \\ / |      the lowest latency where ports are many, the most traffic where they are few
 | / \\ |
 3 <-> 2
+
+The ways to reduce that come to mind first. Both move p(p-1)V bytes in all.
+
+Every rank needs its own vector again and again while the sum grows in its place, so it keeps a
+copy of it in a scratch slot: V bytes of extra memory. The contributions arrive everywhere in
+the order of ranks, so all ranks get the same bits.
+
+One rank in the middle: the pattern of a parameter server.
+
+    1
+    |
+4 - 0 - 2     every byte passes through the root's port
+    |
+    3
 """
 
 from __future__ import annotations
@@ -11,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.transfer_table import Ints, rows
+from shoal.schedules.collectives.transfer_table import Ints, TransferTable, rows
 
 
 def direct_all_reduce(ranks: int) -> Collective:
@@ -51,3 +65,76 @@ def shifted_all_to_all(ranks: int) -> Collective:
 def _pairs(ranks: int) -> tuple[Ints, Ints]:
     src, dst = np.nonzero(~np.eye(ranks, dtype=np.bool_))
     return src.astype(np.int32), dst.astype(np.int32)
+
+
+_DATA = 0
+_OWN = 1
+
+
+def naive_all_reduce(ranks: int) -> Collective:
+    """Every rank sends everything to every rank, one message at a time.
+
+    p(p-1) rounds of V bytes: time p(p-1)(alpha + V beta), traffic p(p-1)V.
+
+        round 0   0 -> 1      round 2   1 -> 0      …      the wire is never used by two at once
+    """
+    src, dst = (column.ravel() for column in np.indices((ranks, ranks)))
+    wire = src != dst
+    when = np.maximum(np.cumsum(wire) - 1, 0)  # a rank's own contribution rides along for free
+    sums = rows(when, src, dst, _OWN, src > 0, _DATA)
+    return _with_copy("naive", ranks, sums, one_port=True)
+
+
+def sequential_all_reduce(ranks: int) -> Collective:
+    """One rank after the other reduces: in round r all ranks send their vectors to rank r.
+
+    p rounds of p-1 messages to one rank: time p(p-1)(alpha + V beta), O(p) steps where the
+    receiver can listen to all at once; traffic p(p-1)V.
+    """
+    reducer = np.arange(ranks)[:, None]
+    src = np.arange(ranks)[None, :]
+    keep = src != reducer
+    when = np.broadcast_to(reducer, keep.shape)[keep]
+    who = np.broadcast_to(src, keep.shape)[keep]
+    return _with_copy("sequential", ranks, rows(when, who, when, _OWN, True, _DATA))
+
+
+def _with_copy(name: str, ranks: int, sums: TransferTable, one_port: bool = False) -> Collective:
+    every_rank = np.arange(ranks)
+    copy = rows(0, every_rank, every_rank, _DATA, False, _OWN)
+    return Collective(name, ranks, 1, copy.then(sums), one_port=one_port, scratch=1)
+
+
+def star_broadcast(ranks: int) -> Collective:
+    """The root sends the vector to all ranks: 1 round; the root sends (p-1)V bytes."""
+    leaves = np.arange(1, ranks)
+    return Collective("star", ranks, 1, rows(0, 0, leaves, 0, False), "broadcast")
+
+
+def star_reduce(ranks: int) -> Collective:
+    """Every rank sends its vector to the root: 1 round; the root receives (p-1)V bytes."""
+    leaves = np.arange(1, ranks)
+    return Collective("star", ranks, 1, rows(0, leaves, 0, 0, True), "reduce")
+
+
+def star_all_reduce(ranks: int) -> Collective:
+    """Reduce at the root, then broadcast: 2 rounds; 2(p-1)V bytes in all, all at the root."""
+    table = star_reduce(ranks).table.then(star_broadcast(ranks).table)
+    return Collective("star", ranks, 1, table)
+
+
+def star_scatter(ranks: int) -> Collective:
+    """The root sends every rank its piece: 1 round; the root sends (p-1)V/p bytes."""
+    leaves = np.arange(1, ranks)
+    return Collective("star", ranks, ranks, rows(0, 0, leaves, leaves, False), "scatter")
+
+
+def star_gather(ranks: int) -> Collective:
+    """Every rank sends its piece to the root: 1 round; the root receives (p-1)V/p bytes."""
+    leaves = np.arange(1, ranks)
+    return Collective("star", ranks, ranks, rows(0, leaves, 0, leaves, False), "gather")
+
+
+def star_barrier(ranks: int) -> Collective:
+    """Every rank reports to the root, which answers when all have: 2 rounds of p-1 messages."""
+    return Collective("star", ranks, 1, star_all_reduce(ranks).table, "barrier")

@@ -3,15 +3,71 @@
 round 0   0<->1   2<->3   4<->5   6<->7
 round 1   0<->2   1<->3   4<->6   5<->7
 round 2   0<->4   1<->5   2<->6   3<->7
+
+Bruck: logarithmic all-gather and all-to-all for any number of ranks.
+
+all-gather, p = 5     round 0   i gets from i+1 its 1 chunk
+                      round 1   i gets from i+2 its 2 chunks
+                      round 2   i gets from i+4 the 1 chunk that is still missing
+
+How algorithms for powers of two serve any number of ranks.
+
+With p = 2^k + e ranks, the first 2e ranks pair up. The odd one of a pair sends its data to the
+even one before the algorithm runs on 2^k ranks, and receives the result after it:
+
+    p = 6:   1 -> 0   3 -> 2      0 2 4 5 run      0 -> 1   2 -> 3
+
+Every active rank answers for the chunks of its pair, so with p chunks active rank v has a group
+of one or two of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.powers_of_two import fold
-from shoal.schedules.collectives.transfer_table import EMPTY, rows
+from shoal.schedules.collectives.ring import slow_ring_all_reduce
+from shoal.schedules.collectives.transfer_table import EMPTY, Ints, TransferTable, rows
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`active[v]` is the rank that plays v; `group[c]` the v that answers for chunk c."""
+
+    ranks: int
+    active: Ints
+    group: Ints
+
+    @property
+    def size(self) -> int:
+        return int(self.active.size)
+
+    @property
+    def keepers(self) -> NDArray[np.int64]:
+        """The even ranks of the pairs; each one's partner is its right neighbour."""
+        return np.arange(0, 2 * (self.ranks - self.size), 2)
+
+    def exchange(self, distance: int, block_of_partner: bool, reduce: bool) -> TransferTable:
+        """One round: v swaps with v ^ distance a block of `distance` groups.
+
+        Halving sends the block that the partner will answer for, doubling the own one.
+        """
+        v = np.arange(self.size)
+        sent = v ^ distance if block_of_partner else v
+        who, chunk = np.nonzero((sent // distance)[:, None] == (self.group // distance)[None, :])
+        return rows(0, self.active[who], self.active[who ^ distance], chunk, reduce)
+
+
+def fold(ranks: int) -> Fold:
+    size = 1 << (ranks.bit_length() - 1)
+    rank = np.arange(ranks)
+    extra = ranks - size
+    group = np.where(rank < 2 * extra, rank // 2, rank - extra).astype(np.int32)
+    active = np.where(np.arange(size) < extra, 2 * np.arange(size), np.arange(size) + extra)
+    return Fold(ranks, active.astype(np.int32), group)
 
 
 def doubling_all_reduce(ranks: int) -> Collective:
@@ -49,3 +105,99 @@ def doubling_all_gather(ranks: int) -> Collective:
 
 def _distances(size: int) -> list[int]:
     return [1 << level for level in range(size.bit_length() - 1)]
+
+
+def dissemination_barrier(ranks: int) -> Collective:
+    """In round k rank i tells rank i + 2^k which ranks have arrived: ceil(log2 p) rounds, no root.
+
+    round 0   i -> i+1     round 1   i -> i+2     round 2   i -> i+4   (mod p)
+    """
+    rank = np.arange(ranks)
+    rounds = [
+        rows(0, rank, (rank + (1 << level)) % ranks, 0, True)
+        for level in range((ranks - 1).bit_length())
+    ]
+    table = EMPTY.then(*rounds)
+    return Collective("dissemination", ranks, 1, table, "barrier", one_port=True)
+
+
+def ring_barrier(ranks: int) -> Collective:
+    """A token visits all ranks of the ring, and then goes round again: 2(p-1) rounds."""
+    return Collective("ring", ranks, 1, slow_ring_all_reduce(ranks).table, "barrier", one_port=True)
+
+
+def bruck_all_gather(ranks: int) -> Collective:
+    """What a rank has doubles in every round: ceil(log2 p) rounds; (p-1)V/p bytes per rank."""
+    src = np.arange(ranks)[:, None]
+    rounds = [
+        rows(0, src, (src - step) % ranks, (src + np.arange(count)) % ranks, False)
+        for step in _steps(ranks)
+        for count in [min(step, ranks - step)]
+    ]
+    table = EMPTY.then(*rounds)
+    return Collective("bruck", ranks, ranks, table, "all_gather", one_port=True)
+
+
+def bruck_all_to_all(ranks: int) -> Collective:
+    """A piece with d = (destination - source) mod p travels 2^k in round k if d has bit k.
+
+    ceil(log2 p) rounds of about V/2 bytes, against p-1 rounds of V/p for the direct way: fewer
+    messages, more bytes, and room for the pieces on their way.
+    """
+    rounds = []
+    for step in _steps(ranks):
+        offset = np.arange(ranks)
+        offset = offset[offset & step > 0]
+        holder = np.arange(ranks)[:, None]
+        source = (holder - offset % step) % ranks  # rows of one message lie side by side
+        piece = source * ranks + (source + offset) % ranks
+        rounds.append(rows(0, holder, (holder + step) % ranks, piece, False))
+    table = EMPTY.then(*rounds)
+    return Collective("bruck", ranks, ranks * ranks, table, "all_to_all", one_port=True)
+
+
+def _steps(ranks: int) -> list[int]:
+    return [1 << level for level in range((ranks - 1).bit_length())]
+
+
+def halving_reduce_scatter(ranks: int) -> Collective:
+    """log2 p rounds of V/2, V/4, … bytes: each rank sends (p-1)V/p.
+
+    Where p is no power of two, some ranks send V before and some V/p after (`powers_of_two.py`).
+    """
+    folded = fold(ranks)
+    keep = folded.keepers
+    parts = [_fold_in(folded, ranks), *_halving(folded)]
+    if keep.size:
+        parts.append(rows(0, keep, keep + 1, keep + 1, False))
+    table = parts[0].then(*parts[1:])
+    return Collective("halving", ranks, ranks, table, "reduce_scatter", one_port=True)
+
+
+def halving_all_reduce(ranks: int) -> Collective:
+    """Halving, then doubling: 2 log2 p rounds; each rank sends 2(p-1)V/p bytes.
+
+    Where p is no power of two, one round of V bytes before and one after (`powers_of_two.py`).
+    """
+    folded = fold(ranks)
+    halving = _halving(folded)
+    keep = folded.keepers
+    doubling = [folded.exchange(d, False, False) for d in reversed(_halving_distances(folded.size))]
+    parts = [_fold_in(folded, ranks), *halving, *doubling]
+    if keep.size:
+        parts.append(rows(0, keep[:, None], keep[:, None] + 1, np.arange(ranks), False))
+    table = parts[0].then(*parts[1:])
+    return Collective("halving", ranks, ranks, table, one_port=True)
+
+
+def _halving(folded: Fold) -> list[TransferTable]:
+    return [folded.exchange(distance, True, True) for distance in _halving_distances(folded.size)]
+
+
+def _fold_in(folded: Fold, ranks: int) -> TransferTable:
+    keep = folded.keepers[:, None]
+    return rows(0, keep + 1, keep, np.arange(ranks), True)
+
+
+def _halving_distances(size: int) -> list[int]:
+    return [1 << level for level in reversed(range(size.bit_length() - 1))]

@@ -21,11 +21,18 @@ from numpy.typing import NDArray
 
 from shoal.errors import BadInput
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.direct import direct_all_gather, direct_reduce_scatter
-from shoal.schedules.collectives.doubling import doubling_all_gather
-from shoal.schedules.collectives.halving import halving_all_reduce, halving_reduce_scatter
+from shoal.schedules.collectives.direct import (
+    direct_all_gather,
+    direct_reduce_scatter,
+    star_broadcast,
+    star_reduce,
+)
+from shoal.schedules.collectives.doubling import (
+    doubling_all_gather,
+    halving_all_reduce,
+    halving_reduce_scatter,
+)
 from shoal.schedules.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from shoal.schedules.collectives.star import star_broadcast, star_reduce
 from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable
 from shoal.schedules.collectives.tree import tree_broadcast, tree_reduce
 from shoal.schedules.suggest import nearest

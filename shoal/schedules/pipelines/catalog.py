@@ -15,10 +15,16 @@ from shoal.schedules.pipelines.actions import (
     Schedule,
     check_sizes,
 )
-from shoal.schedules.pipelines.gpipe import bfs, gpipe, inter_op
-from shoal.schedules.pipelines.one_f_one_b import interleaved, one_f_one_b
+from shoal.schedules.pipelines.one_f_one_b import (
+    bfs,
+    gpipe,
+    inter_op,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from shoal.schedules.pipelines.proof import prove
-from shoal.schedules.pipelines.zero_bubble import zb_h1, zb_h2
 from shoal.schedules.suggest import nearest
 from shoal.schedules.user import is_user_function, load_pipeline
 

@@ -1,4 +1,12 @@
-"""Schedules that go backward as early as they can, so that few activations live."""
+"""Schedules that go backward as early as they can, so that few activations live.
+
+Zero-bubble schedules: the backward is split, and gradients of weights fill the bubble.
+
+After Qi et al., "Zero Bubble Pipeline Parallelism": I, the gradient of the input, is what the
+stage before waits for; W, that of the weights, can run at any later time.
+
+Schedules that finish all forwards of a chunk before its backwards: breadth first.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +64,75 @@ def _groups(microbatches: int, count: int) -> list[range]:
     size, larger = divmod(microbatches, count)
     starts = [size * index + min(index, larger) for index in range(count + 1)]
     return [range(*ends) for ends in pairwise(starts)]
+
+
+def inter_op(stages: int, stage: int, microbatches: int) -> list[Action]:
+    """No pipeline: one micro-batch at a time through all p stages.
+
+    Inter-operator parallelism by itself. One stage works while the others wait: a bubble of
+    (p-1)/p. One set of activations lives.
+    """
+    return [
+        Action(kind, microbatch)
+        for microbatch in range(microbatches)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    ]
+
+
+def gpipe(stages: int, stage: int, microbatches: int) -> list[Action]:
+    """GPipe: all m forwards, then all m backwards.
+
+    A bubble of (p-1)/(m+p-1); every stage holds the activations of all m micro-batches.
+    """
+    return bfs(stages, stage, microbatches, 1)
+
+
+def bfs(stages: int, stage: int, microbatches: int, chunks: int) -> list[Action]:
+    """Looped breadth-first: all m micro-batches chunk by chunk.
+
+    Forward through all v chunks, then backward. With m >= p a bubble of (p-1)/(vm+p-1); a
+    stage holds the activations of all m micro-batches in all its chunks.
+    """
+    forward = [
+        Action(ActionKind.FORWARD, microbatch, chunk)
+        for chunk in range(chunks)
+        for microbatch in range(microbatches)
+    ]
+    backward = [
+        Action(ActionKind.BACKWARD, microbatch, chunk)
+        for chunk in reversed(range(chunks))
+        for microbatch in range(microbatches)
+    ]
+    return forward + backward
+
+
+def zb_h1(stages: int, stage: int, microbatches: int) -> list[Action]:
+    """1F1B with a split backward; s weight gradients may wait.
+
+    With m >= p, and F, I and W equally long, a bubble of (p-1)/(3m+p-1), about a third of that of
+    1F1B. No stage holds more than p micro-batches, as many as the first stage of 1F1B.
+    """
+    return _split(stages, stage, microbatches, depth=1)
+
+
+def zb_h2(stages: int, stage: int, microbatches: int) -> list[Action]:
+    """Twice the warm-up of ZB-H1; 2s weight gradients may wait.
+
+    With m >= 2p-1, and F, I and W equally long, no bubble inside a stage, for the activations of up
+    to 2p-1 micro-batches. Stages begin and end one after the other, so it pays where the next step
+    begins without a barrier.
+    """
+    return _split(stages, stage, microbatches, depth=2)
+
+
+def _split(stages: int, stage: int, microbatches: int, depth: int) -> list[Action]:
+    """1F1B order of F and I; after an I one W, if more than `depth * stage` wait; then the rest."""
+    forward = [Action(ActionKind.FORWARD, microbatch) for microbatch in range(microbatches)]
+    inputs = [Action(ActionKind.INPUT, microbatch) for microbatch in range(microbatches)]
+    actions = []
+    for action in in_turn(forward, inputs, warm_up=depth * (stages - stage - 1)):
+        actions.append(action)
+        if action.kind is ActionKind.INPUT and action.microbatch >= depth * stage:
+            actions.append(Action(ActionKind.WEIGHT, action.microbatch - depth * stage))
+    waiting = range(max(0, microbatches - depth * stage), microbatches)
+    return actions + [Action(ActionKind.WEIGHT, microbatch) for microbatch in waiting]

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar
 from shoal.errors import StrategyError
 from shoal.schedules import user
 from shoal.strategy.base import ElasticOption
-from shoal.strategy.constraints import MAX_NUMBER, optional, positive
-from shoal.strategy.options import ALGORITHM, COMPRESS, FLAG
+from shoal.strategy.options import ALGORITHM, COMPRESS, FLAG, MAX_NUMBER, optional, positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 from shoal.errors import NotBuilt, StrategyError
 from shoal.strategy.base import ElasticOption, SyncTerm, Term
-from shoal.strategy.constraints import write
-from shoal.strategy.options import FLAG, GRAPH, GRAPHS_OF_ANY_NUMBER, SYNC_OR_ASYNC
+from shoal.strategy.options import FLAG, GRAPH, GRAPHS_OF_ANY_NUMBER, SYNC_OR_ASYNC, write
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from shoal.strategy.base import ElasticOption
-from shoal.strategy.constraints import optional, whole
-from shoal.strategy.options import COMPRESS, FLAG, OUTER
-from shoal.strategy.settings import outer_settings
+from shoal.strategy.options import COMPRESS, FLAG, OUTER, optional, outer_settings, whole
 
 
 @dataclass(frozen=True, kw_only=True)

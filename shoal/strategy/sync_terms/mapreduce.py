@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from shoal.strategy.base import Batches, SyncTerm
-from shoal.strategy.constraints import one_of
+from shoal.strategy.options import one_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 from shoal.errors import StrategyError
 from shoal.strategy.base import SyncTerm
-from shoal.strategy.constraints import one_of, optional, whole
-from shoal.strategy.options import COMPRESS, QUORUM, SYNC_OR_ASYNC
+from shoal.strategy.options import COMPRESS, QUORUM, SYNC_OR_ASYNC, one_of, optional, whole
 
 MAX_LAG = 64  # operations that the tail may be behind the head under consistency="eventual"
 MAX_REPLICAS = 16  # each push passes through all of them, one after the other

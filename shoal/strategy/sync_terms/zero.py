@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 from shoal.errors import StrategyError
 from shoal.strategy.base import ElasticOption
-from shoal.strategy.constraints import one_of, whole
-from shoal.strategy.options import FLAG
+from shoal.strategy.options import FLAG, one_of, whole
 
 
 @dataclass(frozen=True)

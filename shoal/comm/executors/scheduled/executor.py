@@ -17,8 +17,8 @@ from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_tabl
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import build
+from shoal.schedules.collectives.collective import SEGMENT_BYTES, segments_for
 from shoal.schedules.collectives.cost import Link
-from shoal.schedules.collectives.segments import SEGMENT_BYTES, segments_for
 from shoal.transport.threads import PendingWork
 from shoal.transport.transport import ClosableTransport, SubsetTransport, Transport, Work
 
