@@ -18,20 +18,76 @@ from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.grad_norm import ReplicaGradNorm
 from shoal.replica.microbatch import Loss, MicroBatch, preserve_modes
+from shoal.replica.pipeline.balance import measured_by_rank_0
 from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
-from shoal.replica.pipeline.profile import measured_by_rank_0
 from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.pipeline.tied_weights import TiedWeights
-from shoal.replica.shard import ReplicaShard
+from shoal.replica.shard import ReplicaGradNorm, ReplicaShard
 from shoal.replica.stage_check import StageCheck, evaluating
 from shoal.replica.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.split_terms import Pp
+
+_TAG = (1 << 30) - 1  # tags of messages between stages are smaller
+
+
+class TiedWeights:
+    """Every holder sends its gradient to the others, and all add them up in the same order."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        holders: Mapping[str, tuple[int, ...]],
+        channel: PytreeChannel,
+    ):
+        self.channel = channel
+        self.tied = [
+            (p, holders[name]) for name, p in named if p.requires_grad and len(holders[name]) > 1
+        ]
+        self._tied_ids = {id(p) for p, _ in self.tied}
+        first = {name: min(stages) for name, stages in holders.items()}
+        self._counted_ids = {id(p) for name, p in named if first[name] == channel.group.rank}
+
+    def is_tied(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._tied_ids
+
+    def is_counted_here(self, parameter: nn.Parameter) -> bool:
+        """True on one of the holders: what is a sum over all stages counts it once."""
+        return id(parameter) in self._counted_ids
+
+    def reduce_grads(self) -> None:
+        """Replace the gradient of every tied weight by the sum over its holders."""
+        rank = self.channel.group.rank
+        for p, holders in self.tied:
+            others = [stage for stage in holders if stage != rank]
+            sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
+            grads = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
+            grads[rank] = p.grad
+            p.grad = _sum([grads[stage] for stage in holders])
+            for message in sent:
+                message.wait()
+
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace what belongs to a tied weight by what its first holder has."""
+        rank = self.channel.group.rank
+        for p, holders in self.tied:
+            if rank == holders[0]:
+                for sent in [self.channel.send([tensors[p]], s, _TAG) for s in holders[1:]]:
+                    sent.wait()
+            else:
+                tensors[p].copy_(self.channel.recv(holders[0], _TAG)[0])
+
+
+def _sum(grads: Sequence[Tensor | None]) -> Tensor | None:
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is not None:
+            total = grad if total is None else total + grad
+    return total
+
 
 LARGEST_CHECKED_BYTES = 1 << 30
 _RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01

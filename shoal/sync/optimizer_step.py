@@ -20,7 +20,7 @@ from shoal.observe.trace import OFF, Tracer
 from shoal.replica.optimizers import ratios
 
 if TYPE_CHECKING:
-    from shoal.replica.grad_norm import ReplicaGradNorm
+    from shoal.replica.shard import ReplicaGradNorm
 
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -144,7 +144,7 @@ def prepare_model(
     if shard.experts is not None:
         context.say(shard.experts.summary)
     if shard.tensor is not None:
-        from shoal.replica.tensor.summary import summary
+        from shoal.replica.tensor.parallelize import summary
 
         context.say(summary(shard.tensor))
     if shard.tensor is not None or shard.experts is not None or mesh.pp.size > 1:

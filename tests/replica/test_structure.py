@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
+from shoal.replica.attributes import copy_structure
 from shoal.replica.batchnorm import use_global_batchnorm
-from shoal.replica.tensor.structure import copy_structure
 
 
 class NormAndActivation(nn.BatchNorm2d):

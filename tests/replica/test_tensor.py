@@ -19,8 +19,8 @@ from shoal.replica.tensor.activations.shard_spec import ShardSpec, even_ranges
 from shoal.replica.tensor.layers.linear import VocabularyEmbedding
 from shoal.replica.tensor.layers.vocab_parallel import VocabParallelLogits
 from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
-from shoal.replica.tensor.planning.heads import HeadSplit
 from shoal.replica.tensor.planning.plan import plan_of
+from shoal.replica.tensor.planning.roles import HeadSplit
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World

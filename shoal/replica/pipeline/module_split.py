@@ -22,8 +22,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.deferred_init import tensor_slots
 from shoal.replica.pipeline.balance import balanced_split, largest_cost
-from shoal.replica.pipeline.call_records import CallRecord
-from shoal.replica.pipeline.lineage import Mark
+from shoal.replica.pipeline.lineage import CallRecord, Mark
 from shoal.replica.pipeline.replay import Learned, Replay
 from shoal.replica.pipeline.traced_forward import weights_of
 from shoal.replica.pipeline.units import SplitUnit, find_units

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput, ShoalError
 from shoal.replica.microbatch import default_generators
-from shoal.replica.pipeline.call_records import (
+from shoal.replica.pipeline.kept_tensors import kept_by
+from shoal.replica.pipeline.lineage import (
     CallRecord,
+    Lineage,
+    Mark,
     description_of,
     is_description,
     map_leaves,
@@ -31,8 +34,6 @@ from shoal.replica.pipeline.call_records import (
     unknown_values,
     unpack_result,
 )
-from shoal.replica.pipeline.kept_tensors import kept_by
-from shoal.replica.pipeline.lineage import Lineage, Mark
 from shoal.replica.pipeline.units import SplitUnit
 
 

@@ -6,15 +6,24 @@ keeps a number of its own, or reaches around its children.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from copy import copy as shallow_copy
+from functools import partial
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.layers.linear import ColumnLinear
-from shoal.replica.tensor.layers.linear_like import is_transformers
+from shoal.pytree import map_tensors
+from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.tensor.layers.linear import ColumnLinear, is_transformers
+from shoal.replica.tensor.mappings import copy, reduce
+from shoal.replica.tensor.planning.roles import Role
+from shoal.replica.tensor.rng import TensorParallelRng
 
 ELEMENTWISE = (
     nn.ReLU,
@@ -83,3 +92,85 @@ def _set_split_size(module: nn.Module, group: Group) -> None:
     if isinstance(layer, ColumnLinear):
         width = layer.spec.length(group.rank) // 3
         module.split_size = width  # type: ignore[assignment]
+
+
+_EXPERT_WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "ffn_dim")
+
+
+def change_in_place(module: nn.Module, role: Role, group: Group, rng: TensorParallelRng) -> None:
+    """Before its parameters are sliced."""
+    if role.heads is not None:
+        role.heads.set_local_counts(module, group.rank)
+    if role.kind == "experts":
+        _set_expert_width(module, role, group.rank)
+        _wrap_forward(module, partial(_add_up, group=group, rng=rng))
+    elif role.kind in ("summed", "heads"):
+        names = [name for name in module._parameters if name not in (role.shards or {})]
+        if any(module._parameters[name] is not None for name in names):
+            _wrap_forward(module, partial(_with_summed_gradients, module, names, group))
+
+
+def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    module.forward = partial(around, module.forward)
+
+
+def _add_up(
+    forward: Callable[..., Any], *args: Any, group: Group, rng: TensorParallelRng, **kwargs: Any
+) -> Any:
+    """Every rank computes a part of each expert; inputs have gradients of all ranks."""
+    inputs, named = map_tensors(lambda x: _copied(x, group), (full_tensors(args), kwargs))
+    first = next(x for x in (*inputs, *named.values()) if isinstance(x, Tensor))
+    with rng.forked(first) if rng.active else nullcontext():
+        partial_sum = forward(*inputs, **named)
+    return reduce(partial_sum, group)
+
+
+def _copied(x: Tensor, group: Group) -> Tensor:
+    return copy(x, group) if x.is_floating_point() and x.requires_grad else x
+
+
+def _with_summed_gradients(
+    module: nn.Module,
+    names: list[str],
+    group: Group,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Its own parameters are used on the shards that the ranks have of an activation."""
+    own = {name: p for name in names if (p := module._parameters[name]) is not None}
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in own.values()):
+        return forward(*args, **kwargs)
+    shared = {name: copy(p, group) for name, p in own.items()}
+    return functional_call(_Call(module, forward), _named(shared), args, kwargs)
+
+
+def _named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"module.{name}": tensor for name, tensor in tensors.items()}
+
+
+class _Call(nn.Module):
+    """A module that is called by its original forward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _set_expert_width(module: nn.Module, role: Role, rank: int) -> None:
+    down = (role.shards or {}).get("down_proj")
+    if down is None:
+        return
+    for name in _EXPERT_WIDTHS:
+        if getattr(module, name, None) == down.size:
+            setattr(module, name, down.length(rank))
+    config = getattr(module, "config", None)
+    is_aligned = all(down.length(r) % 8 == 0 for r in range(len(down.ranges)))
+    if hasattr(config, "_experts_implementation") and not is_aligned:
+        own: Any = shallow_copy(config)  # kernels for groups want multiples of 16 bytes
+        own._experts_implementation = "eager"
+        module.config = own

@@ -24,7 +24,7 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import full_name
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.layers.linear_like import linear_like
+from shoal.replica.tensor.layers.linear import linear_like
 from shoal.replica.tensor.planning.roles import Role, Roles
 from shoal.replica.tensor.planning.transformer_plan import TransformerPlan, is_lookup
 from shoal.strategy.split_terms import Tp
