@@ -33,7 +33,7 @@ _Texts = list[str] | None
 _Number = int | None
 
 
-class Job(NamedTuple):
+class SubmittedJob(NamedTuple):
     """A job as text, and what submits it."""
 
     text: str
@@ -116,7 +116,7 @@ class SubmitRequest:
     ] = None
     as_json: options.Json = False
 
-    def job(self) -> Job:
+    def job(self) -> SubmittedJob:
         """Checked; BadInput for an option of the other cluster manager."""
         if self.slurm == self.k8s:
             raise BadInput("give --slurm or --k8s: one of them")
@@ -127,7 +127,7 @@ class SubmitRequest:
                 raise BadInput(f"--{option} means nothing to {chosen}: leave it out")
         return self._slurm_job() if self.slurm else self._kubernetes_job()
 
-    def _slurm_job(self) -> Job:
+    def _slurm_job(self) -> SubmittedJob:
         if self.secret_file is not None:
             read_secret_file(self.secret_file)  # refuses one that workers would refuse
         setup = tuple(self.setup or ())
@@ -140,9 +140,9 @@ class SubmitRequest:
         is_trusted = here.tls.trusted_network or any(TRUSTED in line for line in setup)
         network = None if is_trusted else self._network_warning(has_key, "--secret-file FILE")
         warnings = (network, self._elastic_warning("srun"))
-        return Job(text, f"{spec.name}.sbatch", ["sbatch"], warnings)
+        return SubmittedJob(text, f"{spec.name}.sbatch", ["sbatch"], warnings)
 
-    def _kubernetes_job(self) -> Job:
+    def _kubernetes_job(self) -> SubmittedJob:
         if self.image is None:
             raise BadInput("Kubernetes runs images: give --image one with Shoal and the script")
         asked = KubernetesOptions(self.image, self.namespace, self.secret, tuple(self.claim or ()))
@@ -152,7 +152,7 @@ class SubmitRequest:
         lost = None if folder is None else checkpoint_warning(folder, asked)
         network = self._network_warning(self.secret is not None, "--secret NAME")
         warnings = (network, lost, self._elastic_warning("Kubernetes"))
-        return Job(text, f"{spec.name}.json", ["kubectl", "create", "-f"], warnings)
+        return SubmittedJob(text, f"{spec.name}.json", ["kubectl", "create", "-f"], warnings)
 
     def _spec(self) -> SubmitSpec:
         variables = self._variables()

@@ -1,13 +1,15 @@
-"""The agent of one host: `python -m shoal.launch.agent` starts its workers and reports on them.
+"""The agent of a host: `python -m shoal.launch.agent` starts processes and reports on them.
 
-    stdin    a HostTask: command, variables, ranks, the secret of the run
-    stdout   AgentMessages: output, progress, exits
-    SIGUSR1  the workers get SIGTERM alone: a preemption, after which they save and exit
-    SIGTERM  the workers get SIGTERM, 2 s, and SIGKILL; the agent exits
+    stdin    a HostTask (workers) or a ServerTask (one server, or the coordinator)
+    stdout   AgentMessages: output, progress, exits, where a server listens
+    SIGUSR1  workers get SIGTERM alone: a preemption, after which they save and exit
+    SIGTERM  the processes get SIGTERM, 2 s, and SIGKILL; the agent exits
 
 Workers have the variables of torchrun, so that a script may use them, too. The secret and the
 reports of workers are in a directory of this host that only this user can read. If the agent is
-killed, the kernel kills its workers.
+killed, the kernel kills its processes. A coordinator that dies is started again from its log, at
+the same address. A server is not: its state is lost, and the launcher decides where another one
+starts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -30,28 +32,35 @@ from shoal.comm.guarded_store.session import BadFrame, StoreRequest
 from shoal.comm.network_board import board_of
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.agent_messages import (
-    AgentMessage,
     AgentPipe,
+    AgentTask,
+    ChainsChanged,
     FoundPort,
     HostCutOff,
     HostRefused,
     HostTask,
+    ProcessOutput,
+    ServerExited,
+    ServerListens,
+    ServerTask,
     StepsDone,
+    Task,
     WorkerExited,
-    WorkerOutput,
     WorkerProgress,
     WorkerReturned,
+    read_task,
 )
+from shoal.launch.coordinator import EmbeddedCoordinator
 from shoal.launch.failures import read_failure
 from shoal.launch.local import check_script
 from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, Write
+from shoal.launch.process_config import SERVER_COMMAND
 from shoal.launch.processes import Processes, ProcessExit
 from shoal.launch.supervisor import TERM_S
 from shoal.launch.watches import StoppedProcesses
-from shoal.runtime.config import RunConfig, variable_name
-from shoal.runtime.cores import cores
-from shoal.runtime.decoders import lax_json_decoder
-from shoal.runtime.run_dir import RunDir, host_run_dir
+from shoal.runtime.config import RunConfig
+from shoal.runtime.cores import cores, threads_of
+from shoal.runtime.run_dir import RunDir, host_run_dir, new_server_dir
 from shoal.runtime.secret import parse_secret
 
 _CONNECT_S = 15.0  # the launcher listens before it starts an agent
@@ -120,24 +129,70 @@ _STEPS_S = 2.0  # how often the launcher hears how far workers are
 
 
 class Agent:
-    """The workers of this host, from their start to the exit of the last one."""
+    """Processes of one role on this host, from their start to the exit of the last one."""
 
-    def __init__(self, task: HostTask, run_dir: RunDir):
-        self.task = task
+    def __init__(self, task: AgentTask, run_dir: RunDir, pipe: AgentPipe):
         self.run_dir = run_dir
-        self.events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
+        self.send = pipe.send
+        self._events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
             queue.SimpleQueue()
         )
-        self._pipe = AgentPipe()
-        self._sent_steps: dict[int, int] = {}
-        self._generation = int(task.variables.get(variable_name("generation"), "0"))
-        ranks = range(task.first_rank, task.first_rank + task.workers)
-        self._not_returned = list(ranks) if self._generation else []
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda got, _: self._events.put(signal.Signals(got)))
+        own = RunConfig.from_environment().environ
+        config = RunConfig.from_environment({**own, **task.variables})
+        self.config = replace(config, hostname=task.address).with_environ(PYTHONUNBUFFERED="1")
 
     def run(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda got, _: self.events.put(signal.Signals(got)))
-        self.check_files()
+        raise NotImplementedError
+
+    def _writer(self, rank: int) -> Write:
+        return lambda text, is_stderr: self.send(ProcessOutput(rank, is_stderr, text))
+
+    def _forward(self, pipes: tuple[int, int], rank: int, pump: OutputPump) -> None:
+        for pipe, is_stderr in zip(pipes, (False, True), strict=True):
+            pump.add(pipe, LineForwarder(self._writer(rank), "", is_stderr))
+
+    def _supervise(self, processes: Processes, left: int) -> None:
+        """Until all have exited; after SIGTERM for 2 s, and the end of the block kills the rest."""
+        deadline_s: float | None = None
+        while left:
+            left_s = _STEPS_S if deadline_s is None else deadline_s - time.monotonic()
+            try:
+                event = self._events.get(timeout=max(0.0, min(left_s, _STEPS_S)))
+            except queue.Empty:
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    return
+                self._look()
+                continue
+            if isinstance(event, ProcessExit):
+                left -= 1
+                self._report(event)
+            elif event == signal.SIGUSR1:
+                processes.signal_alone(signal.SIGTERM)
+            elif event == signal.SIGTERM and deadline_s is None:
+                deadline_s = time.monotonic() + TERM_S
+                processes.signal(signal.SIGTERM)
+
+    def _look(self) -> None:
+        """Called again and again while processes run."""
+
+    def _report(self, exit: ProcessExit) -> None:
+        raise NotImplementedError
+
+
+class WorkerAgent(Agent):
+    """The workers of this host."""
+
+    def __init__(self, task: HostTask, run_dir: RunDir, pipe: AgentPipe):
+        super().__init__(task, run_dir, pipe)
+        self.task = task
+        self._sent_steps: dict[int, int] = {}
+        ranks = range(task.first_rank, task.first_rank + task.workers)
+        self._not_returned = list(ranks) if self.config.generation else []
+
+    def run(self) -> None:
+        check_files(self.task.command)
         port = self.task.master_port
         if port is None:
             port = free_port()
@@ -145,22 +200,22 @@ class Agent:
         config = self._config(port)
         with (
             self._presence(config),
-            Processes(self.events.put) as workers,
-            OutputPump(self.events.put) as pump,
+            Processes(self._events.put) as workers,
+            OutputPump(self._events.put) as pump,
         ):
             for index in range(self.task.workers):
                 self._start(index, config, workers, pump)
             pump.start()
             workers.watch()
             with self._noticing_stopped(config, workers):
-                self._supervise(workers)
+                self._supervise(workers, self.task.workers)
 
     def _presence(self, config: RunConfig) -> AbstractContextManager[object]:
         """In an elastic run: without the launcher these workers are lost, and end."""
         if config.board is None:
             return nullcontext()
         address, secret = board_of(config)
-        return Presence(address, secret, self.task.name, lambda: self.events.put(signal.SIGTERM))
+        return Presence(address, secret, self.task.name, lambda: self._events.put(signal.SIGTERM))
 
     def _noticing_stopped(
         self, config: RunConfig, workers: Processes
@@ -171,30 +226,15 @@ class Agent:
             return [(f"worker {first + index}", pid) for index, pid in workers.running()]
 
         def say(sentence: str) -> None:
-            self.send(WorkerOutput(first, True, f"shoal: {sentence}\n"))
+            self._writer(first)(f"shoal: {sentence}\n", True)
 
         return StoppedProcesses(config.wait, running, say).watched()
-
-    def check_files(self) -> None:
-        """BadInput where this host does not have the script that the launcher has."""
-        try:
-            check_script(self.task.command)
-        except BadInput as error:
-            raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
-
-    def send(self, message: AgentMessage) -> None:
-        self._pipe.send(message)
 
     # ------------------------------------------------------------------ starting
 
     def _config(self, port: int) -> RunConfig:
         task = self.task
-        config = RunConfig.from_environment(
-            {**RunConfig.from_environment().environ, **task.variables}
-        )
-        config = replace(
-            config, host_dir=self.run_dir, secret_file=self.run_dir.secret, hostname=task.address
-        )
+        config = replace(self.config, host_dir=self.run_dir, secret_file=self.run_dir.secret)
         local_size = task.local_size or task.workers
         threads = task.threads or max(1, (task.cores or cores()) // local_size)
         given = config.environ
@@ -204,7 +244,6 @@ class Agent:
             WORLD_SIZE=str(task.size),
             LOCAL_WORLD_SIZE=str(local_size),
             OMP_NUM_THREADS=str(threads),
-            PYTHONUNBUFFERED="1",
             PYTHONHASHSEED=given.get("PYTHONHASHSEED", "0"),
             **{name: text for name, text in _interfaces(task.address).items() if name not in given},
         )
@@ -216,9 +255,8 @@ class Agent:
         with self._progress_pipe(rank == 0 or config.board is not None, pump) as pipe:
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
-            out, err = workers.start(_command(task), environ, inherited)
-        pump.add(out, LineForwarder(self._writer(rank), "", False))
-        pump.add(err, LineForwarder(self._writer(rank), "", True))
+            pipes = workers.start(_command(task), environ, inherited)
+        self._forward(pipes, rank, pump)
 
     @contextmanager
     def _progress_pipe(self, may_be_first: bool, pump: OutputPump) -> Iterator[int | None]:
@@ -236,34 +274,7 @@ class Agent:
         finally:
             os.close(worker_end)
 
-    def _writer(self, rank: int) -> Write:
-        return lambda text, is_stderr: self.send(WorkerOutput(rank, is_stderr, text))
-
-    # ------------------------------------------------------------------ until they have exited
-
-    def _supervise(self, workers: Processes) -> None:
-        """Until all have exited; after SIGTERM for 2 s, and the end of the block kills the rest."""
-        left = self.task.workers
-        deadline_s: float | None = None
-        while left:
-            left_s = _STEPS_S if deadline_s is None else deadline_s - time.monotonic()
-            try:
-                event = self.events.get(timeout=max(0.0, min(left_s, _STEPS_S)))
-            except queue.Empty:
-                if deadline_s is not None and time.monotonic() > deadline_s:
-                    return
-                self._send_steps()
-                continue
-            if isinstance(event, ProcessExit):
-                left -= 1
-                self._report(event)
-            elif event == signal.SIGUSR1:
-                workers.signal_alone(signal.SIGTERM)
-            elif event == signal.SIGTERM and deadline_s is None:
-                deadline_s = time.monotonic() + TERM_S
-                workers.signal(signal.SIGTERM)
-
-    def _send_steps(self) -> None:
+    def _look(self) -> None:
         """How far the workers are, for `shoal ps`."""
         self._send_returns()
         first = self.task.first_rank
@@ -278,13 +289,13 @@ class Agent:
     def _send_returns(self) -> None:
         """Which workers that were started later have taken their places."""
         for rank in self._not_returned[:]:
-            document = self.run_dir.read_return(rank, self._generation)
+            document = self.run_dir.read_return(rank, self.config.generation)
             if document is None:
                 continue
             self._not_returned.remove(rank)
             age_ns = time.monotonic_ns() - int(document["time_ns"])
             step = int(document["step"])
-            self.send(WorkerReturned(rank, self._generation, step, age_ns))
+            self.send(WorkerReturned(rank, self.config.generation, step, age_ns))
 
     def _report(self, exit: ProcessExit) -> None:
         self._send_returns()
@@ -301,9 +312,66 @@ class Agent:
                 failure=failure,
                 failure_age_ns=0 if failure is None else now_ns - failure.time_ns,
                 steps=self.run_dir.steps_done(rank) or 0,
-                came_too_late=self.run_dir.late(rank, self._generation).exists(),
+                came_too_late=self.run_dir.late(rank, self.config.generation).exists(),
             )
         )
+
+
+class ServerAgent(Agent):
+    """One server, or the coordinator."""
+
+    def __init__(self, task: ServerTask, run_dir: RunDir, pipe: AgentPipe):
+        super().__init__(task, run_dir, pipe)
+        self.task = task
+        self._remote = f"tcp:{task.address}:{free_port()}"
+        config = replace(self.config, run_dir=run_dir, launcher_pid=os.getpid())
+        self.config = config.with_environ(**threads_of(task.servers))
+
+    def run(self) -> None:
+        if self.task.role == "coordinator":
+            self._run_coordinator()
+            return
+        index = self.task.index
+        role = replace(self.config.server, index=index, beyond=self._remote)
+        config = replace(self.config, server=role)
+        with (
+            Processes(self._events.put, "server") as processes,
+            OutputPump(self._events.put) as pump,
+        ):
+            pipes = processes.start(SERVER_COMMAND, config.to_environment())
+            self._forward(pipes, index, pump)
+            pump.start()
+            processes.watch()
+            socket = self.run_dir.socket(index)
+            self.send(ServerListens(processes.pid_of(0), socket, self._remote))
+            self._supervise(processes, 1)
+
+    def _report(self, exit: ProcessExit) -> None:
+        self.send(ServerExited(exit.returncode))
+
+    def _run_coordinator(self) -> None:
+        """Until SIGTERM; the launcher is told what it holds, whenever it changes."""
+        write = self._writer(0)
+        config = replace(self.config, coordinator_beyond=self._remote)
+        coordinator = EmbeddedCoordinator(
+            config, self.run_dir, lambda line: write(f"{line}\n", True)
+        )
+        try:
+            local = self.run_dir.coordinator
+            self.send(ServerListens(coordinator.pid, local, self._remote))
+            coordinator.watch(lambda listing: self.send(ChainsChanged(listing)))
+            while self._events.get() != signal.SIGTERM:
+                pass
+        finally:
+            coordinator.close()
+
+
+def check_files(command: Sequence[str]) -> None:
+    """BadInput where this host does not have the script that the launcher has."""
+    try:
+        check_script(command)
+    except BadInput as error:
+        raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
 
 
 def _command(task: HostTask) -> list[str]:
@@ -338,22 +406,37 @@ def _address_of(interface: str) -> str | None:
     return None
 
 
+@contextmanager
+def _folder(task: Task) -> Iterator[RunDir]:
+    """A directory of this host for the processes of the task."""
+    secret = parse_secret(task.secret, "the task of the agent")
+    if isinstance(task, HostTask):
+        with host_run_dir(secret) as run_dir:
+            yield run_dir
+        return
+    run_dir = new_server_dir()
+    try:
+        run_dir.write_secret(secret)
+        yield run_dir
+    finally:
+        run_dir.remove()
+
+
 def main() -> None:
-    given = sys.stdin.buffer.read(MAX_TASK_BYTES)
-    task = lax_json_decoder(HostTask).decode(given)
+    task = read_task(sys.stdin.buffer.read(MAX_TASK_BYTES))
+    pipe = AgentPipe()
     with suppress(OSError):
         os.chdir(task.folder)
     try:
-        with host_run_dir(parse_secret(task.secret, "the task of the agent")) as run_dir:
-            agent = Agent(task, run_dir)
-            try:
-                agent.run()
-            except BadInput as error:
-                agent.send(HostRefused(str(error)))
-            except LauncherUnreachable as error:
-                agent.send(HostCutOff(str(error)))
+        with _folder(task) as run_dir:
+            if isinstance(task, HostTask):
+                WorkerAgent(task, run_dir, pipe).run()
+            else:
+                ServerAgent(task, run_dir, pipe).run()
     except BadInput as error:
-        print(f"shoal: {error}", flush=True)
+        pipe.send(HostRefused(str(error)))
+    except LauncherUnreachable as error:
+        pipe.send(HostCutOff(str(error)))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,20 @@ from shoal.launch.failures import FailureReport
 from shoal.runtime.decoders import lax_json_decoder
 
 
-class HostTask(msgspec.Struct, frozen=True):
-    """The workers of one host."""
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes of all roles are given."""
 
-    command: list[str]
-    python: str  # the launcher's interpreter, for which a host may have another
     folder: str  # where the launcher runs
     variables: dict[str, str]
     secret: str  # in hexadecimal
     address: str  # of this host
+
+
+class HostTask(AgentTask, frozen=True, kw_only=True, tag="workers"):
+    """The workers of one host."""
+
+    command: list[str]
+    python: str  # the launcher's interpreter, for which a host may have another
     first_rank: int
     workers: int  # on this host
     size: int  # of all workers
@@ -36,16 +41,24 @@ class HostTask(msgspec.Struct, frozen=True):
     name: str = ""  # of the agent, in an elastic run
 
 
+class ServerTask(AgentTask, frozen=True, kw_only=True, tag="server"):
+    """One server, or the coordinator of replicated ones."""
+
+    role: Literal["server", "coordinator"]
+    index: int  # of the server
+    servers: int  # of the run; those of a host share its cores
+
+
 class FoundPort(msgspec.Struct, frozen=True, tag="port"):
     """A port of the first host that is free, for the rendezvous."""
 
     port: int
 
 
-class WorkerOutput(msgspec.Struct, frozen=True, tag="output"):
+class ProcessOutput(msgspec.Struct, frozen=True, tag="output"):
     """Complete lines, each with its newline."""
 
-    rank: int
+    rank: int  # of a worker, or the number of a server
     is_stderr: bool
     text: str
 
@@ -95,42 +108,6 @@ class HostCutOff(msgspec.Struct, frozen=True, tag="cut off"):
     sentence: str
 
 
-WorkerMessage = WorkerOutput | WorkerProgress | StepsDone | WorkerReturned | WorkerExited
-AgentMessage = FoundPort | WorkerMessage | HostRefused | HostCutOff
-
-
-def read_message(line: str) -> AgentMessage:
-    """msgspec.DecodeError where it is none."""
-    decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
-    return decoder.decode(line)
-
-
-class AgentPipe:
-    """Messages of several threads, each complete in a line of its own."""
-
-    def __init__(self) -> None:
-        self._sending = threading.Lock()
-
-    def send(self, message: Any) -> None:
-        """A launcher that is gone cannot read it: then this agent is killed soon."""
-        data = msgspec.json.encode(message) + b"\n"
-        with self._sending, suppress(BrokenPipeError):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-
-
-class ServerTask(msgspec.Struct, frozen=True):
-    """One server, or the coordinator of replicated ones."""
-
-    role: Literal["server", "coordinator"]
-    folder: str  # where the launcher runs
-    variables: dict[str, str]
-    secret: str  # in hexadecimal
-    address: str  # of this host
-    index: int  # of the server
-    servers: int  # of the run; those of a host share its cores
-
-
 class ServerListens(msgspec.Struct, frozen=True, tag="listens"):
     """Where it is going to listen: it loads for seconds, and clients try again."""
 
@@ -139,29 +116,44 @@ class ServerListens(msgspec.Struct, frozen=True, tag="listens"):
     remote: str
 
 
-class ServerOutput(msgspec.Struct, frozen=True, tag="output"):
-    """Complete lines, each with its newline."""
-
-    is_stderr: bool
-    text: str
-
-
 class ChainsChanged(msgspec.Struct, frozen=True, tag="chains"):
     """What the coordinator holds now."""
 
     listing: Listing
 
 
-class ServerExited(msgspec.Struct, frozen=True, tag="exited"):
+class ServerExited(msgspec.Struct, frozen=True, tag="server exited"):
     """For good; the agent ends."""
 
     returncode: int
 
 
-ServerMessage = ServerListens | ServerOutput | ChainsChanged | ServerExited | HostRefused
+WorkerMessage = FoundPort | WorkerProgress | StepsDone | WorkerReturned | WorkerExited | HostCutOff
+ServerMessage = ServerListens | ChainsChanged | ServerExited
+AgentMessage = WorkerMessage | ServerMessage | ProcessOutput | HostRefused
+Task = HostTask | ServerTask
 
 
-def read_server_message(line: str) -> ServerMessage:
+def read_message(line: str) -> AgentMessage:
     """msgspec.DecodeError where it is none."""
-    decoder: msgspec.json.Decoder[ServerMessage] = lax_json_decoder(ServerMessage)  # type: ignore[arg-type]
+    decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
     return decoder.decode(line)
+
+
+def read_task(given: bytes) -> Task:
+    decoder: msgspec.json.Decoder[Task] = lax_json_decoder(Task)  # type: ignore[arg-type]
+    return decoder.decode(given)
+
+
+class AgentPipe:
+    """The stdout of an agent: messages of several threads, each complete in a line of its own."""
+
+    def __init__(self) -> None:
+        self._sending = threading.Lock()
+
+    def send(self, message: AgentMessage) -> None:
+        """A launcher that is gone cannot read it: then this agent is killed soon."""
+        data = msgspec.json.encode(message) + b"\n"
+        with self._sending, suppress(BrokenPipeError):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()

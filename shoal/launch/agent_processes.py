@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from shoal.launch.supervisor import TERM_S, Event
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 
+AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.agent")
 _END_S = TERM_S + 3.0  # an agent gives its processes TERM_S, kills them and removes its files
 
 

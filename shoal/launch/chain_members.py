@@ -122,9 +122,6 @@ class ChainMembers:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def follow(self, coordinator: Coordinator, over: threading.Event) -> None:
-        follow(coordinator, self.see, over)
-
     def see(self, listing: Listing) -> None:
         """What the coordinator holds; changes are said."""
         with self._changing:

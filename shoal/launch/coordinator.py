@@ -22,9 +22,9 @@ from shoal.coordinator.alive import forget
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.endpoints import is_etcd
-from shoal.coordinator.interface import Coordinator, CoordinatorError
+from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.chain_members import ChainMembers
+from shoal.launch.chain_members import ChainMembers, follow
 from shoal.launch.process_config import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
@@ -46,24 +46,28 @@ class RunCoordinator:
         self._over = threading.Event()
         self._asking: list[tuple[threading.Thread, Coordinator]] = []
 
-    def watch(self) -> None:
-        """From now on it is followed who is in the chains."""
+    def watch(self, see: Callable[[Listing], None] | None = None) -> None:
+        """From now on it is followed who is in the chains; `see` is called with every change."""
         client = self._client()
         members = self.members
-        if client is None or members is None:
+        if members is not None:
+            see = members.see
+        if client is None or see is None:
             return
+        told = see
 
-        def follow() -> None:
+        def run() -> None:
             with suppress(ShoalError, OSError), closing(client):
-                members.follow(client, self._over)
+                follow(client, told, self._over)
 
         def look() -> None:
             with suppress(ShoalError, OSError):
-                if members.is_known and not self._over.is_set():
+                if members is not None and members.is_known and not self._over.is_set():
                     members.see(client.list(""))
 
-        members.look = look
-        self._ask("shoal-chains", follow, client)
+        if members is not None:
+            members.look = look
+        self._ask("shoal-chains", run, client)
 
     def _client(self) -> Coordinator | None:
         if self.config.coordinator is None or self._run_dir is None:
@@ -122,9 +126,9 @@ class EmbeddedCoordinator(RunCoordinator):
     def pid(self) -> int:
         return self._process.pid
 
-    def watch(self) -> None:
+    def watch(self, see: Callable[[Listing], None] | None = None) -> None:
         """Also, a coordinator that dies is started again."""
-        super().watch()
+        super().watch(see)
         self._watcher = threading.Thread(target=self._watch, name="shoal-coordinator", daemon=True)
         self._watcher.start()
 

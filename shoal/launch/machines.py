@@ -2,7 +2,7 @@
 
     run_remote ── Machines.hosts(8)            which hosts, and how many workers each takes
                ── Machines.server_hosts(…)     a host for each server, and for the coordinator
-               ── Machines.start(host, …)      agents on them (launch/agent.py, server_agent.py)
+               ── Machines.start(host, …)      agents on them (launch/agent.py)
                         │ stdin    what to run, and the secret of the run
                         └ on_line  what the agent reports: output, progress, exits
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +22,13 @@ from shoal.errors import BadInput
 from shoal.launch.agent_messages import (
     ChainsChanged,
     HostRefused,
+    ProcessOutput,
     ServerExited,
     ServerListens,
-    ServerOutput,
     ServerTask,
-    read_server_message,
+    read_message,
 )
-from shoal.launch.agent_processes import RemoteProcesses, RemoteRun
+from shoal.launch.agent_processes import AGENT_COMMAND, RemoteProcesses, RemoteRun
 from shoal.launch.chain_members import ChainMembers
 from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.machines import Machine, ServerHosts
@@ -40,7 +39,6 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.launched_server import LaunchedServer
 from shoal.server.protocol.endpoint import require_encrypted
 
-SERVER_AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.server_agent")
 COORDINATOR = -1  # its number among the servers
 
 
@@ -111,7 +109,7 @@ class RemoteServers(RemoteProcesses):
         self._exited.pop(index, None)
         self._agents.start(
             machine,
-            SERVER_AGENT_COMMAND,
+            AGENT_COMMAND,
             self._task(index, machine),
             lambda line: self._take(index, line),
             lambda status: self._end(index, status),
@@ -174,10 +172,10 @@ class RemoteServers(RemoteProcesses):
 
     def _take(self, index: int, line: str) -> None:
         try:
-            message = read_server_message(line)
+            message = read_message(line)
         except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            message = ServerOutput(True, f"{line}\n")
-        if isinstance(message, ServerOutput):
+            message = ProcessOutput(index, True, f"{line}\n")
+        if isinstance(message, ProcessOutput):
             self._agents.feed(self._output[index][message.is_stderr], message.text)
         elif isinstance(message, ServerListens):
             self._listens(index, message)
@@ -185,8 +183,9 @@ class RemoteServers(RemoteProcesses):
             self.members.see(message.listing)
         elif isinstance(message, ServerExited):
             self._exited[index] = message.returncode
-        else:
-            self._refused(index, message)
+        elif isinstance(message, HostRefused):
+            self._agents.feed(self._output[index][1], f"shoal: {message.sentence}\n")
+            self._exited[index] = 2
 
     def _listens(self, index: int, message: ServerListens) -> None:
         host = self._run.host_id(self._hosts[index])
@@ -194,10 +193,6 @@ class RemoteServers(RemoteProcesses):
         if index != COORDINATOR:
             self.policy.started(index, message.pid)
         self._listening.put(index)
-
-    def _refused(self, index: int, message: HostRefused) -> None:
-        self._agents.feed(self._output[index][1], f"shoal: {message.sentence}\n")
-        self._exited[index] = 2
 
     def _end(self, index: int, status: int) -> None:
         """An agent that was killed takes its server with it."""

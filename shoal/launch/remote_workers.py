@@ -31,14 +31,15 @@ from shoal.launch.agent_messages import (
     HostCutOff,
     HostRefused,
     HostTask,
+    ProcessOutput,
+    ServerMessage,
     StepsDone,
     WorkerExited,
-    WorkerOutput,
     WorkerProgress,
     WorkerReturned,
     read_message,
 )
-from shoal.launch.agent_processes import RemoteProcesses, RemoteRun
+from shoal.launch.agent_processes import AGENT_COMMAND, RemoteProcesses, RemoteRun
 from shoal.launch.failures import FailureReport, write_failure
 from shoal.launch.machines import Machine, MachineProcess, PlacedRanks
 from shoal.launch.output import LineForwarder, OnProgress
@@ -83,9 +84,6 @@ class LostHosts:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-
-
-AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.agent")
 
 
 class HostAgent:
@@ -283,9 +281,9 @@ class RemoteWorkers(RemoteProcesses):
         elif isinstance(message, StepsDone):
             for rank in agent.left:
                 self._run_dir.write_steps(rank, message.steps.get(rank, 0))
-        elif message.rank not in agent.placed.ranks:
-            return  # not a worker of this host
-        elif isinstance(message, WorkerOutput):
+        elif isinstance(message, ServerMessage) or message.rank not in agent.placed.ranks:
+            return  # not of a worker of this host
+        elif isinstance(message, ProcessOutput):
             streams = self.stderr if message.is_stderr else self.stdout
             self._agents.feed(streams[message.rank], message.text)
         elif isinstance(message, WorkerReturned):

@@ -15,7 +15,7 @@ from shoal.commands.launching import WorkersOptions
 from shoal.coordinator.alive import Alive, forget
 from shoal.coordinator.local import LocalCoordinator
 from shoal.errors import BadInput, ShardLost
-from shoal.launch.chain_members import ChainMembers
+from shoal.launch.chain_members import ChainMembers, follow
 from shoal.launch.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
 from shoal.launch.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.processes import ProcessExit
@@ -308,7 +308,7 @@ def test_a_server_that_lives_and_does_not_answer_is_said_to_leave_and_to_come_ba
 
 def test_the_launcher_follows_the_chains(chain: Chain, members: ChainMembers) -> None:
     over = threading.Event()
-    follower = threading.Thread(target=members.follow, args=(chain.coordinator, over))
+    follower = threading.Thread(target=follow, args=(chain.coordinator, members.see, over))
     seen = threading.Event()
     members._say = lambda line: seen.set()
     follower.start()

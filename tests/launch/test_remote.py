@@ -18,15 +18,13 @@ import pytest
 
 from shoal.commands.launching import check_engine
 from shoal.errors import BadInput, WorkersFailed
-from shoal.launch.agent import Agent
-from shoal.launch.agent_messages import HostTask
+from shoal.launch.agent import check_files
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machine, place, place_evenly
 from shoal.launch.output import Write
 from shoal.launch.remote import run_attempts, run_remote
 from shoal.launch.running import RunEntry, entries
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import new_secret
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
@@ -263,26 +261,9 @@ def test_an_error_of_the_script_is_not_tried_again(tmp_path: Path) -> None:
     assert shown.out.splitlines() == ["[0 h0] once"]
 
 
-def test_a_host_without_the_script_refuses_with_a_sentence(tmp_path: Path) -> None:
-    task = HostTask(
-        command=[sys.executable, "absent.py"],
-        python=sys.executable,
-        folder=str(tmp_path),
-        variables={},
-        secret="00" * 32,
-        address="127.0.0.1",
-        first_rank=0,
-        workers=1,
-        size=1,
-        threads=1,
-        cores=1,
-        master="127.0.0.1",
-        master_port=1,
-        shows_progress=False,
-    )
-    run_dir = RunDir(tmp_path)
+def test_a_host_without_the_script_refuses_with_a_sentence() -> None:
     with pytest.raises(BadInput, match=r"no script 'absent.py' in .*; every host needs it"):
-        Agent(task, run_dir).check_files()
+        check_files([sys.executable, "absent.py"])
 
 
 def test_an_unknown_engine_is_refused_in_one_sentence() -> None:
