@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
 from shoal.launch.python_fork import PythonFork, can_fork, fork
@@ -70,6 +70,7 @@ class Forks(NamedTuple):
 
 
 Process = subprocess.Popen[bytes] | PythonFork | FunctionFork
+_Processes = TypeVar("_Processes", bound="Processes")
 
 
 class Processes:
@@ -90,7 +91,7 @@ class Processes:
         self._is_watched = False
         self._waiters: list[threading.Thread] = []
 
-    def __enter__(self) -> Processes:
+    def __enter__(self: _Processes) -> _Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
