@@ -44,28 +44,6 @@ def test_the_picture_prints_both_units(tmp_path: Path) -> None:
     assert "The narrowest cut is between racks" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("dgx-a10",), "did you mean dgx-a100?"),
-        (("none.toml",), "cannot read none.toml: No such file or directory"),
-        (("dgx-a100", "--nodes", "3", "--racks", "2"), "3 nodes do not fill 2 racks evenly"),
-        (
-            ("dgx-a100", "--nodes", "1", "--racks", "2"),
-            "give at least as many --nodes as racks, not 1",
-        ),
-        (("dgx-a100", "--oversubscription", "4"), "give --racks 2"),
-        (("laptop", "--nodes", "2"), "a node of laptop has no nic"),
-        (("h200", "--svg", "/none/c.svg"), "cannot write /none/c.svg"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments: tuple[str, ...], problem: str) -> None:
-    answer = show(*arguments)
-    assert answer.exit_code == 2
-    assert problem in answer.stderr
-    assert answer.stdout == ""
-
-
 def test_discover_writes_a_file_that_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     answer = shoal("cluster", "discover", "-o", str(path), "--json")

@@ -118,33 +118,6 @@ def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
         assert refused.exit_code == 2 and sentence in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("show", "1f1c"), "did you mean '1f1b'?"),
-        (("show", "1f1b", "--stages", "0"), "at least one stage, not 0"),
-        (("show", "1f1b", "--microbatches", "-2"), "at least one micro-batch, not -2"),
-        (("show", "bfs", "--chunks", "0"), "at least one chunk, not 0"),
-        (("show", "gpipe", "--chunks", "2"), "interleaved and bfs take chunks"),
-        (("show", "1f1b", "--forward", "soon"), "or one for each stage as 1,2,1, not 'soon'"),
-        (("show", "1f1b", "--weight", "1,2"), "weight has 2 times"),
-        (("show", "1f1b", "--weight", "-1"), "weight takes a time of 0 or more, not -1"),
-        (("show", "1f1b", "--transfer", "1,2"), "--transfer takes one number"),
-        (("show", "1f1b", "--stages", "99"), "99 stages is unreadable"),
-        (("show", "1f1b", "--microbatches", "999999999"), "more than 500,000 actions"),
-        (("show", "1f1b", "--svg", "/nowhere/a.svg"), "cannot write /nowhere/a.svg"),
-        (("show", "nowhere.py:f"), "no Python file nowhere.py"),
-        (("list", "--forward", "nan"), "forward takes a time of 0 or more"),
-        (("list", "--chunks", "0"), "at least one chunk, not 0"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str) -> None:
-    answer = run(*arguments)
-    assert answer.exit_code == 2 and answer.stdout == ""
-    assert answer.stderr.startswith("shoal: ") and answer.stderr.count("\n") == 1
-    assert sentence in answer.stderr
-
-
 def test_times_may_have_a_unit() -> None:
     times = ("--forward", "10ms,20ms", "--backward", "10ms", "--weight", "0", "--transfer", "100us")
     document = json.loads(run("show", "gpipe", "--stages", "2", *times, "--json").stdout)

@@ -35,13 +35,6 @@ def test_predict_shows_parts_bounds_and_memory(capsys: pytest.CaptureFixture[str
         assert word in out
 
 
-def test_the_gradients_of_gpt_3_are_700_gb(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("predict", "gpt-3", "-n", "3", "-s", "ddp", "--network", "200Gb/s")
-    shown = document(capsys, *words, "--precision", "fp32", "--cluster", "dgx-a100")
-    assert "69" in shown["traffic"] or "70" in shown["traffic"]
-    assert "1.4 TB go there and 1.4 TB come back" in shown["traffic"]
-
-
 def test_predict_has_a_row_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("predict", *SMALL, "-n", "2,4,8", "--batch", "16")
     _, out, _ = run(capsys, *words)
@@ -63,28 +56,6 @@ def test_a_plan_where_nothing_fits_fails_in_a_sentence(capsys: pytest.CaptureFix
     assert "nothing fits 300 MB on 1 worker: the least is " in out.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["predict", "gpt-3", "-n", "4,x"], "several such as 2,4,8, not '4,x'"),
-        (["predict", "gpt-3", "-n", "4,0"], "a number of workers is from 1"),
-        (["predict", "gpt-3", "-n", "2,4", "--simulate"], "need one number of workers"),
-        (["predict"], "name a script or a model such as gpt-3"),
-        (["plan", "gpt-3", "--cluster", "no-such"], "no cluster preset or file no-such"),
-        (["predict", "gpt-3", "--precision", "fp7"], "--precision is mixed or fp32"),
-        (["predict", "gpt-3", "--recompute", "half"], "--recompute is none, selective or full"),
-        (["predict", "--gpt", "layer=4"], "'layer=4'"),
-        (["predict", "gpt-3", "-n", "3", "-s", "tp(2)"], "needs a multiple of 2 workers"),
-    ],
-)
-def test_bad_input_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
-) -> None:
-    status, out, err = run(capsys, *words)
-    assert (status, out) == (2, "")
-    assert sentence in err and err.count("\n") == 1
-
-
 def test_a_simulated_step_leaves_a_timeline(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -102,13 +73,6 @@ def test_an_unknown_model_is_refused_with_those_that_are_known(
     words = " ".join(err.split())
     assert status == 2
     assert "'t5-large' is no known transformer" in words and "llama-2-7b" in words
-
-
-def test_the_help_of_the_plain_command_has_the_name_of_its_group(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, out, _ = run(capsys, "plan", "--help")
-    assert out.startswith("Usage: shoal plan [OPTIONS]")
 
 
 def test_a_schedule_with_its_chunks_in_brackets_names_the_option(

@@ -1,7 +1,8 @@
-"""What `shoal run` refuses before anything starts names the option that is the cause."""
+"""What commands refuse before anything starts: one sentence that names the cause."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from shoal.cli import main
 from shoal.commands.launching import WorkersOptions
 from shoal.errors import BadInput
+from tests import scripts
+from tests.commands.terminal import shoal
 
 
 def refused(strategy: str, workers: int = 4, **options: Any) -> str:
@@ -121,3 +124,91 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
 ) -> None:
     options = WorkersOptions(workers, start=start, elastic="2:4").as_elastic()
     assert (options.workers, options.start, options.at_least) == (4, at_first, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("run train.py -n 2 -s dpp", "did you mean 'ddp'"),
+        ("run train.py -n 3 -s 'tp(2) + pp(2)'", "needs at least 4 workers"),
+        (
+            "run train.py -n 4 -s 'gossip(mode=\"async\") + pp(2)'",
+            'gossip(mode="async") + pp(2) is not built yet',
+        ),
+        (
+            "run train.py -n 4 -s 'gossip(graph=\"edges:0-1,2-3\")'",
+            "its parts are the workers {0, 1}, {2, 3}",
+        ),
+        ("run train.py -n 2 -s 'ddp(algorithm=\"tre\")'", "did you mean 'tree'"),
+        ("run train.py -n 2 -s single", "single runs on one worker"),
+        ("run missing.py", "there is no script 'missing.py'"),
+        ("run train.py -n 0", "Invalid value for '--workers'"),
+        ("run train.py -n two", "Invalid value for '--workers' / '-n'"),
+        ("run train.py --wrokers 2", "No such option: --wrokers"),
+        ("run train.py --json", "No such option: --json; --report FILE writes the report"),
+        ("run", "Missing argument 'script' (see shoal run --help)"),
+        ("rum", "No such command 'rum'"),
+        ("run train.py --gpus a,b", "--gpus takes numbers"),
+        ("run train.py -n 2 --slow 2:4x", "there is no worker 2"),
+        ("run train.py -n 2 --kill 1:4", "--kill takes a text such as 2@50"),
+        ("run train.py --report no/r.json", "cannot write a report to no/r.json"),
+        ("train digits -n 2 --kill 2@1", "there is no worker 2"),
+        ("train digit", "there is no example 'digit'"),
+        ("eval nowhere", "there is no checkpoint at nowhere"),
+        ("verify train.py -n 2 -s hogwild", "hogwild"),
+        ("collectives --ranks 0", "at least one rank, not 0"),
+        ("collectives --ranks 100000000", "a table of all algorithms has at most 4096 ranks"),
+        ("collectives --ranks 100000000 --cluster dgx-a100", "has at most 4096 ranks"),
+        ("collectives --bytes 3potatoes", "'3potatoes' is not a size"),
+        ("collectives --alpha soon", "'soon' is not a time"),
+        ("collectives --beta 10GB", "'10GB' is not a cost per byte"),
+        ("collectives --kind allreduce", "did you mean 'all_reduce'?"),
+        ("collectives show all_reduce rong", "did you mean 'ring'?"),
+        ("collectives show broadcast tree --root 9", "ranks 0 to 3, not 9"),
+        ("collectives show all_reduce ring --ranks 99", "is unreadable"),
+        ("collectives show all_reduce ring --node 2", "no such option"),
+        ("collectives show all_reduce nowhere.py:f", "no Python file nowhere.py"),
+        ("collectives show all_reduce ring --svg /nowhere/a.svg", "cannot write /nowhere/a.svg"),
+        ("collectives show all_reduce ring --ranks 64 --svg a.svg", "too many to watch"),
+        ("pipeline show 1f1c", "did you mean '1f1b'?"),
+        ("pipeline show 1f1b --stages 0", "at least one stage, not 0"),
+        ("pipeline show 1f1b --microbatches -2", "at least one micro-batch, not -2"),
+        ("pipeline show bfs --chunks 0", "at least one chunk, not 0"),
+        ("pipeline show gpipe --chunks 2", "interleaved and bfs take chunks"),
+        ("pipeline show 1f1b --forward soon", "or one for each stage as 1,2,1, not 'soon'"),
+        ("pipeline show 1f1b --weight 1,2", "weight has 2 times"),
+        ("pipeline show 1f1b --weight -1", "weight takes a time of 0 or more, not -1"),
+        ("pipeline show 1f1b --transfer 1,2", "--transfer takes one number"),
+        ("pipeline show 1f1b --stages 99", "99 stages is unreadable"),
+        ("pipeline show 1f1b --microbatches 999999999", "more than 500,000 actions"),
+        ("pipeline show 1f1b --svg /nowhere/a.svg", "cannot write /nowhere/a.svg"),
+        ("pipeline show nowhere.py:f", "no Python file nowhere.py"),
+        ("pipeline list --forward nan", "forward takes a time of 0 or more"),
+        ("pipeline list --chunks 0", "at least one chunk, not 0"),
+        ("predict gpt-3 -n 4,x", "several such as 2,4,8, not '4,x'"),
+        ("predict gpt-3 -n 4,0", "a number of workers is from 1"),
+        ("predict gpt-3 -n 2,4 --simulate", "need one number of workers"),
+        ("predict", "name a script or a model such as gpt-3"),
+        ("plan gpt-3 --cluster no-such", "no cluster preset or file no-such"),
+        ("predict gpt-3 --precision fp7", "--precision is mixed or fp32"),
+        ("predict gpt-3 --recompute half", "--recompute is none, selective or full"),
+        ("predict --gpt layer=4", "'layer=4'"),
+        ("predict gpt-3 -n 3 -s 'tp(2)'", "needs a multiple of 2 workers"),
+        ("cluster show dgx-a10", "did you mean dgx-a100?"),
+        ("cluster show none.toml", "cannot read none.toml: No such file or directory"),
+        ("cluster show dgx-a100 --nodes 3 --racks 2", "3 nodes do not fill 2 racks evenly"),
+        ("cluster show dgx-a100 --nodes 1 --racks 2", "at least as many --nodes as racks, not 1"),
+        ("cluster show dgx-a100 --oversubscription 4", "give --racks 2"),
+        ("cluster show laptop --nodes 2", "a node of laptop has no nic"),
+        ("cluster show h200 --svg /none/c.svg", "cannot write /none/c.svg"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    monkeypatch.chdir(tmp_path)
+    answer = shoal(*shlex.split(words))
+    assert answer.exit_code == 2 and answer.stdout == ""
+    assert answer.stderr.startswith("shoal: ") and answer.stderr.count("\n") == 1
+    assert sentence in answer.stderr

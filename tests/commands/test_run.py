@@ -170,48 +170,6 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         job.stdout.close()
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["run", "train.py", "-n", "2", "-s", "dpp"], "did you mean 'ddp'"),
-        (["run", "train.py", "-n", "3", "-s", "tp(2) + pp(2)"], "needs at least 4 workers"),
-        (
-            ["run", "train.py", "-n", "4", "-s", 'gossip(mode="async") + pp(2)'],
-            'gossip(mode="async") + pp(2) is not built yet',
-        ),
-        (
-            ["run", "train.py", "-n", "4", "-s", 'gossip(graph="edges:0-1,2-3")'],
-            "its parts are the workers {0, 1}, {2, 3}",
-        ),
-        (["run", "train.py", "-n", "2", "-s", 'ddp(algorithm="tre")'], "did you mean 'tree'"),
-        (["run", "train.py", "-n", "2", "-s", "single"], "single runs on one worker"),
-        (["run", "missing.py"], "there is no script 'missing.py'"),
-        (["run", "train.py", "-n", "0"], "Invalid value for '--workers'"),
-        (["run", "train.py", "-n", "two"], "Invalid value for '--workers' / '-n'"),
-        (["run", "train.py", "--wrokers", "2"], "No such option: --wrokers"),
-        (["run", "train.py", "--json"], "No such option: --json; --report FILE writes the report"),
-        (["run"], "Missing argument 'script' (see shoal run --help)"),
-        (["rum"], "No such command 'rum'"),
-        (["run", "train.py", "--gpus", "a,b"], "--gpus takes numbers"),
-        (["run", "train.py", "-n", "2", "--slow", "2:4x"], "there is no worker 2"),
-        (["run", "train.py", "-n", "2", "--kill", "1:4"], "--kill takes a text such as 2@50"),
-        (["run", "train.py", "--report", "no/r.json"], "cannot write a report to no/r.json"),
-        (["train", "digits", "-n", "2", "--kill", "2@1"], "there is no worker 2"),
-        (["train", "digit"], "there is no example 'digit'"),
-        (["eval", "nowhere"], "there is no checkpoint at nowhere"),
-        (["verify", "train.py", "-n", "2", "-s", "hogwild"], "hogwild"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_status_2(
-    tmp_path: Path, words: list[str], sentence: str
-) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    done = shoal(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("shoal: ") and done.stderr.count("\n") == 1
-    assert sentence in done.stderr
-
-
 def test_a_batch_smaller_than_the_replicas_is_one_sentence_and_exit_status_2(
     tmp_path: Path,
 ) -> None:

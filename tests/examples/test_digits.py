@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.examples import digits
+from shoal.examples import clicks, digits
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoint import read_manifest
 from shoal.train.job import Job
@@ -29,45 +29,28 @@ def make_job(group: Group | None = None, seed: int = 0) -> Job:
     return Job(strategy, group, device=torch.device("cpu"), seed=seed)
 
 
-def tensors() -> tuple[Tensor, ...]:
-    """Images and digits to train on, images and digits to test on."""
+def test_the_data_are_1797_images_of_8_by_8_split_the_same_way_every_time() -> None:
+    """Pixels are sixteenths; every digit is there as often as the source says."""
     train, test = digits.load_digits()
-    return (*train.tensors, *test.tensors)
-
-
-def test_there_are_1797_images_of_8_by_8() -> None:
-    train_images, train_digits, test_images, test_digits = tensors()
+    (train_images, train_digits), (test_images, test_digits) = train.tensors, test.tensors
     assert train_images.shape == (1500, 1, 8, 8) and train_images.dtype == torch.float32
-    assert test_images.shape == (297, 1, 8, 8)
-    assert train_digits.shape == (1500,) and train_digits.dtype == torch.int64
-    assert test_digits.shape == (297,)
-
-
-def test_every_digit_is_there_as_often_as_the_source_says() -> None:
-    _, train_digits, _, test_digits = tensors()
+    assert test_images.shape == (297, 1, 8, 8) and train_digits.dtype == torch.int64
     everything = torch.cat([train_digits, test_digits])
     expected = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert torch.bincount(everything).tolist() == expected
     assert torch.bincount(test_digits).tolist() == [27, 25, 35, 28, 38, 25, 30, 31, 23, 35]
-
-
-def test_pixels_are_sixteenths_from_0_to_1() -> None:
-    train_images, _, test_images, _ = tensors()
     pixels = torch.cat([train_images, test_images]) * 16
     assert torch.equal(pixels, pixels.round())
     assert pixels.min() == 0 and pixels.max() == 16
+    again = digits.load_digits()[0].tensors
+    assert torch.equal(train_images, again[0]) and torch.equal(train_digits, again[1])
 
 
 def test_no_test_image_is_trained_on() -> None:
-    train_images, _, test_images, _ = tensors()
-    seen = {tuple(image) for image in train_images.flatten(1).tolist()}
+    train, test = digits.load_digits()
+    seen = {tuple(image) for image in train.tensors[0].flatten(1).tolist()}
     assert len(seen) == 1500  # no image is in the data twice, so equal pixels are the same image
-    assert not any(tuple(image) in seen for image in test_images.flatten(1).tolist())
-
-
-def test_the_split_is_the_same_every_time() -> None:
-    for first, second in zip(tensors(), tensors(), strict=True):
-        assert torch.equal(first, second)
+    assert not any(tuple(image) in seen for image in test.tensors[0].flatten(1).tolist())
 
 
 def test_the_network_gives_ten_logits_and_has_22650_parameters() -> None:
@@ -91,16 +74,20 @@ def test_three_epochs_are_enough_for_95_percent(capsys: pytest.CaptureFixture[st
     assert accuracy > 95
 
 
-def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
-    options = replace(SHORT, epochs=2)
-    whole = str(tmp_path / "whole")
-    parts = str(tmp_path / "parts")
-    digits.train(make_job(), replace(options, steps=30, out=whole))
-    digits.train(make_job(), replace(options, steps=10, out=parts))
-    digits.train(make_job(), replace(options, steps=30, out=parts, resume=True))
-    assert read_manifest(Path(parts))["steps"] == 30
-    expected = digits.evaluate(make_job(), whole, SHORT.about("digits"))
-    assert digits.evaluate(make_job(), parts, SHORT.about("digits")) == expected
+@pytest.mark.parametrize("example", [digits, clicks])
+def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(
+    example: Any, tmp_path: Path
+) -> None:
+    small = ["--samples", "2000", "--rows", "4000", "--dim", "4"]
+    options = example.read_options(["--epochs", "2", *(small if example is clicks else [])])
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    example.train(make_job(), replace(options, steps=14, out=whole))
+    example.train(make_job(), replace(options, steps=5, out=parts))
+    example.train(make_job(), replace(options, steps=14, out=parts, resume=True))
+    assert read_manifest(Path(parts))["steps"] == 14
+    about = options.about(example.__name__.rpartition(".")[2])
+    expected = example.evaluate(make_job(), whole, about)
+    assert example.evaluate(make_job(), parts, about) == expected
 
 
 def test_save_every_saves_the_step_it_names(tmp_path: Path) -> None:

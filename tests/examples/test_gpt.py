@@ -11,21 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
 from shoal.examples import gpt
 from shoal.examples.gpt import GPT, SIZES, Size, warm_up_then_cosine
-from shoal.strategy.strategy import parse
 from shoal.train.checkpoint import read_manifest
-from shoal.train.job import Job
+from tests.examples.test_digits import make_job
 
 MINI = Size(layers=2, width=16, heads=2, context=8, lr=1e-3)
 SHORT = gpt.read_options(["--size", "tiny", "--steps", "3"])
-
-
-def make_job(seed: int = 0) -> Job:
-    torch.manual_seed(seed)
-    return Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=seed)
 
 
 def num_parameters(size: Size) -> int:
@@ -63,9 +56,6 @@ def test_windows_follow_each_other_and_targets_are_one_ahead() -> None:
     inputs, targets = gpt.windows(torch.arange(9), context=3).tensors
     assert inputs.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert targets.tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_a_context_longer_than_the_text_is_refused() -> None:
     assert len(gpt.windows(torch.arange(9), context=8)) == 1
     with pytest.raises(BadInput, match="a context of 9 is too long for 9 tokens"):
         gpt.windows(torch.arange(9), context=9)
@@ -91,11 +81,6 @@ def test_sizes_go_from_a_hundred_thousand_parameters_to_those_of_gpt2() -> None:
     }
 
 
-def test_logits_have_the_shape_of_the_tokens_and_the_vocabulary() -> None:
-    assert GPT(MINI)(torch.zeros(3, 8, dtype=torch.long)).shape == (3, 8, 98)
-    assert GPT(MINI)(torch.zeros(3, 5, dtype=torch.long)).shape == (3, 5, 98)
-
-
 @pytest.mark.parametrize("changed", [1, 4, 7])
 def test_a_later_token_does_not_change_earlier_logits(changed: int) -> None:
     model = GPT(MINI)
@@ -110,6 +95,7 @@ def test_a_later_token_does_not_change_earlier_logits(changed: int) -> None:
 
 def test_the_head_is_the_embedding() -> None:
     model = GPT(MINI)
+    assert model(torch.zeros(3, 5, dtype=torch.long)).shape == (3, 5, 98)
     assert not any("head" in name for name, _ in model.named_parameters())
     model(torch.zeros(1, 8, dtype=torch.long))[..., 50].sum().backward()
     gradient = model.tokens.weight.grad
@@ -125,16 +111,10 @@ def test_a_fresh_model_knows_nothing() -> None:
 
 def test_names_of_a_block_are_those_that_splitting_relies_on() -> None:
     names = {name for name, _ in GPT(MINI).named_parameters() if ".weight" in name}
-    assert {n for n in names if not n.startswith("blocks.1.")} == {
-        "tokens.weight",
-        "positions.weight",
-        "norm.weight",
-        "blocks.0.norm1.weight",
-        "blocks.0.attention.qkv.weight",
-        "blocks.0.attention.out.weight",
-        "blocks.0.norm2.weight",
-        "blocks.0.mlp.up.weight",
-        "blocks.0.mlp.down.weight",
+    parts = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
+    assert {n.removesuffix(".weight") for n in names if not n.startswith("blocks.1.")} == {
+        *("tokens", "positions", "norm"),
+        *(f"blocks.0.{part}" for part in parts),
     }
 
 
@@ -175,9 +155,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert all(p.dim() == 1 for p in spared["params"])
     assert all(n.endswith("bias") or "norm" in n for n in spared["param_names"])
     assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
-
-
-def test_a_part_of_the_model_may_have_vectors_only() -> None:
     named = [("norm.weight", nn.Parameter(torch.ones(4)))]
     (group,) = gpt.adamw(named, lr=1e-3).param_groups
     assert group["weight_decay"] == 0.0
@@ -191,9 +168,6 @@ def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
     assert rates[525] == pytest.approx(0.55)
     assert rates[1000] == pytest.approx(0.1)
     assert warm_up_then_cosine(5000, peak=1.0, num_steps=1000) == pytest.approx(0.1)
-
-
-def test_a_run_of_one_step_has_a_rate() -> None:
     assert warm_up_then_cosine(0, peak=0.5, num_steps=1) == 0.5
 
 

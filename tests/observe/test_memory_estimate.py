@@ -141,23 +141,29 @@ def test_strategies_hold_what_their_plan_says(world: World, text: str, size: int
     compare(world, 1 if text == "single" else size, text)
 
 
-@pytest.mark.parametrize("text", GOSSIP)
-def test_gossip_holds_what_its_plan_says(world: World, text: str) -> None:
-    compare(world, 4, text)
+EXACT = {"options": {"exact": True, "microbatches": 6}, "exact_microbatches": 6}
+ACCUMULATED = {"options": {"accumulate": 2}, "accumulates": True}
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    *((4, text, {}) for text in GOSSIP),
+    (2, 'gossip(mode="async")', {"make": convnet}),  # pages with statistics
+    # one copy that all share
+    *((2, "hogwild(momentum=True)", {"make": convnet, "optimizer": o}) for o in (SGD, ADAGRAD)),
+    *((3, text, {}) for text in PS),
+    # exact steps hold partial sums, accumulated gradients wait at the parameters
+    *((3, text, EXACT) for text in ("ddp", "zero(1)", "zero(3)", 'ps(placement="rank0")')),
+    *((2, text, ACCUMULATED) for text in ("ddp", "zero(1)", "zero(2)", 'ps(placement="rank0")')),
+    *((1, "single", kind) for kind in (EXACT, ACCUMULATED)),
+    # the other layers of a stage are on the meta device, which takes no memory
+    (2, "pp(2)", {}),
+    *((4, f"{text} + pp(2)", {}) for text in ("ddp", "zero(1)", "localsgd")),
+]
 
 
-def test_asynchronous_gossip_holds_pages_with_statistics(world: World) -> None:
-    compare(world, 2, 'gossip(mode="async")', convnet)
-
-
-@pytest.mark.parametrize("optimizer", [SGD, ADAGRAD])
-def test_hogwild_holds_one_copy_that_all_share(world: World, optimizer: Any) -> None:
-    compare(world, 2, "hogwild(momentum=True)", convnet, optimizer)
-
-
-@pytest.mark.parametrize("text", PS)
-def test_workers_of_servers_hold_what_their_plan_says(world: World, text: str) -> None:
-    compare(world, 3, text)
+@pytest.mark.parametrize(("size", "text", "given"), CASES)
+def test_workers_hold_what_their_plan_says(
+    world: World, size: int, text: str, given: dict[str, Any]
+) -> None:
+    compare(world, size, text, **given)
 
 
 @pytest.mark.product
@@ -176,24 +182,6 @@ def test_workers_of_servers_hold_what_their_plan_says(world: World, text: str) -
 )
 def test_compression_holds_what_its_plan_says(world: World, text: str, compress: str) -> None:
     compare(world, 3, text.format(compress))
-
-
-@pytest.mark.parametrize("text", ["single", "ddp", "zero(1)", "zero(3)", 'ps(placement="rank0")'])
-def test_exact_steps_hold_partial_sums(world: World, text: str) -> None:
-    options = {"exact": True, "microbatches": 6}
-    compare(world, 1 if text == "single" else 3, text, options=options, exact_microbatches=6)
-
-
-@pytest.mark.parametrize("text", ["single", "ddp", "zero(1)", "zero(2)", 'ps(placement="rank0")'])
-def test_accumulated_gradients_wait_at_the_parameters(world: World, text: str) -> None:
-    options = {"accumulate": 2}
-    compare(world, 1 if text == "single" else 2, text, options=options, accumulates=True)
-
-
-@pytest.mark.parametrize("text", ["pp(2)", "ddp + pp(2)", "zero(1) + pp(2)", "localsgd + pp(2)"])
-def test_stages_hold_their_own_layers_and_no_shapes(world: World, text: str) -> None:
-    """The model's other tensors are on the meta device, which takes no memory."""
-    compare(world, 2 if text == "pp(2)" else 4, text)
 
 
 @pytest.mark.whole

@@ -54,6 +54,7 @@ def test_lines_come_at_fixed_steps() -> None:
     assert steps_shown(47, 47) == [1, *range(2, 47, 2), 47]
     assert steps_shown(7, 7) == [1, 2, 3, 4, 5, 6, 7]
     assert steps_shown(1, 1) == [1]
+    assert steps_shown(None, 160) == [1, 50, 100, 150]
 
 
 @pytest.mark.usefixtures("time_s")
@@ -62,11 +63,6 @@ def test_there_are_about_twenty_lines_a_run(total: int) -> None:
     shown = steps_shown(total, total)
     assert 20 <= len(shown) <= 41
     assert shown[0] == 1 and shown[-1] == total
-
-
-@pytest.mark.usefixtures("time_s")
-def test_without_a_total_there_is_a_line_every_50_steps() -> None:
-    assert steps_shown(None, 160) == [1, 50, 100, 150]
 
 
 def test_no_line_is_waited_for_longer_than_half_a_minute(time_s: Clock) -> None:
@@ -78,15 +74,13 @@ def test_no_line_is_waited_for_longer_than_half_a_minute(time_s: Clock) -> None:
     assert not lines.due(5, 1000)
 
 
-def test_a_line_goes_to_the_given_place() -> None:
+def test_a_line_goes_to_the_given_place_or_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = io.StringIO()
-    ProgressLines(out).show({"step": 3, "total": 10, "metrics": {"loss": 0.5}})
-    assert out.getvalue() == "step 3/10  loss 0.5\n"
-
-
-def test_lines_go_to_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    ProgressLines().show({"step": 3, "total": None, "metrics": {}})
-    assert capsys.readouterr().out == "step 3  \n"
+    for place in (out, None):
+        ProgressLines(place).show({"step": 3, "total": 10, "metrics": {"loss": 0.5}})
+    assert out.getvalue() == capsys.readouterr().out == "step 3/10  loss 0.5\n"
 
 
 def test_the_text_of_a_line() -> None:
@@ -105,21 +99,10 @@ def test_the_text_of_a_line() -> None:
     assert details({}) == ""
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0:00"),
-        (0.4, "0:00"),
-        (59.4, "0:59"),
-        (59.6, "1:00"),
-        (61, "1:01"),
-        (3599.9, "1:00:00"),
-        (3661, "1:01:01"),
-        (360_000, "100:00:00"),
-    ],
-)
-def test_the_clock_shows_hours_only_if_there_are_any(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
+def test_the_clock_shows_hours_only_if_there_are_any() -> None:
+    seconds = (0, 59.4, 59.6, 61, 3599.9, 3661, 360_000)
+    texts = ["0:00", "0:59", "1:00", "1:01", "1:00:00", "1:01:01", "100:00:00"]
+    assert [clock(one) for one in seconds] == texts
 
 
 def test_records_for_the_launcher_come_ten_times_a_second_and_at_the_end(time_s: Clock) -> None:
@@ -166,23 +149,12 @@ def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
     bar.show({"step": 2, "total": None, "metrics": {}})
     assert bar.due(10, 10)
     bar.close()
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_bar_that_has_shown_nothing_can_be_closed() -> None:
-    for_worker(0, 1, None).close()
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_bar_is_for_a_worker_that_has_the_terminal_for_itself() -> None:
-    assert isinstance(for_worker(0, 2, None), ProgressLines)
-
-
-def test_without_a_pipe_no_progress_is_sent() -> None:
-    assert open_progress(None) is None
+    for_worker(0, 1, None).close()  # one that has shown nothing
+    assert isinstance(for_worker(0, 2, None), ProgressLines)  # the terminal is shared
 
 
 def test_progress_is_a_json_line_and_never_waits() -> None:
+    assert open_progress(None) is None
     read, write = os.pipe()
     send = open_progress(write)
     assert send is not None

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,81 +105,51 @@ def test_what_rounding_moved_in_one_loss_holds_for_the_later_ones() -> None:
     assert [d.tolerance for d in verdict.losses[1:]] == pytest.approx([0.01, 0.01], rel=1e-6)
 
 
+FEWER = {name: t for name, t in tensors().items() if name != "first.bias"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "tensor", "changes"),
+    [
+        ("step 2", None, {"losses": [2.0, math.nan, 1.0]}),
+        ("step 2", None, {"losses": [2.0, math.inf, 1.0]}),
+        (None, "first.bias", {"tensors": tensors(first__bias=torch.tensor([math.nan]))}),
+        (None, "first.bias", {"tensors": tensors(first__bias=torch.tensor([math.inf]))}),
+        (None, "first.bias", {"tensors": FEWER}),
+        (None, "second.weight", {"tensors": tensors(second__weight=torch.ones(1))}),
+        (None, "first.bias", {"tensors": tensors(first__bias=torch.tensor([[0.5]]))}),
+        (
+            *(None, "norm.num_batches_tracked"),
+            {"tensors": tensors(norm__num_batches_tracked=torch.tensor(4))},
+        ),
+        ("step 3", None, {"losses": LOSSES[:2]}),
+        ("step 4", None, {"losses": [*LOSSES, 0.5]}),
+        (None, None, {"replicas_apart": 1e-9}),
+    ],
+)
+def test_what_is_not_equal_is_named(
+    loss: str | None, tensor: str | None, changes: dict[str, Any]
+) -> None:
+    """No number, a tensor that is missing, too many or of another shape; integers; steps."""
+    verdict = judged(replace(RUN, **changes), RUN)
+    assert not verdict.ok
+    assert (verdict.first_loss and verdict.first_loss.what) == loss
+    assert (verdict.first_tensor and verdict.first_tensor.what) == tensor
+    if tensor == "first.bias":
+        assert verdict.worst(verdict.tensors).what == tensor
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_number_that_is_none_is_not_equal(bad: float) -> None:
-    verdict = judged(replace(RUN, losses=[2.0, bad, 1.0]), RUN)
-    assert not verdict.ok
-    assert verdict.first_loss is not None and verdict.first_loss.what == "step 2"
-    verdict = judged(replace(RUN, tensors=tensors(first__bias=torch.tensor([bad]))), RUN)
-    assert not verdict.ok
-    assert verdict.first_tensor is not None and verdict.first_tensor.what == "first.bias"
-    assert verdict.worst(verdict.tensors).what == "first.bias"
-
-
-def test_a_single_run_that_broke_is_not_equal_to_one_that_did_not() -> None:
+def test_a_run_that_broke_is_equal_to_nothing_and_excuses_nothing(bad: float) -> None:
     """The size of an infinite number is no tolerance."""
-    broken = replace(RUN, losses=[2.0, math.inf, 1.0])
-    assert not judge(broken, RUN, lambda: broken).ok
-    broken = replace(RUN, tensors=tensors(first__bias=torch.tensor([math.inf])))
-    assert not judge(broken, RUN, lambda: broken).ok
-
-
-def test_two_runs_that_both_broke_are_not_called_equal() -> None:
-    broken = replace(RUN, losses=[2.0, math.nan, math.nan])
-    verdict = judge(broken, broken, lambda: broken)
-    assert not verdict.ok
-    assert verdict.first_loss is not None and verdict.first_loss.what == "step 2"
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_third_run_that_broke_excuses_nothing(bad: float) -> None:
-    together = replace(RUN, losses=[2.0, 1.6, 1.0])
-    assert not judged(together, replace(RUN, losses=[bad] * 3)).ok
-    together = replace(RUN, tensors=tensors(first__bias=torch.tensor([0.6])))
-    broken = replace(RUN, tensors=tensors(first__bias=torch.tensor([bad])))
-    assert not judged(together, broken).ok
-
-
-def test_a_missing_tensor_is_a_difference() -> None:
-    fewer = {name: t for name, t in tensors().items() if name != "first.bias"}
-    verdict = judged(replace(RUN, tensors=fewer), RUN)
-    assert not verdict.ok
-    assert verdict.first_tensor is not None and verdict.first_tensor.what == "first.bias"
-
-
-def test_a_tensor_too_many_is_a_difference() -> None:
-    verdict = judged(replace(RUN, tensors=tensors(second__weight=torch.ones(1))), RUN)
-    assert not verdict.ok
-    assert verdict.first_tensor is not None and verdict.first_tensor.what == "second.weight"
-
-
-def test_a_tensor_of_another_shape_is_a_difference() -> None:
-    verdict = judged(replace(RUN, tensors=tensors(first__bias=torch.tensor([[0.5]]))), RUN)
-    assert not verdict.ok
-
-
-def test_integers_have_to_be_the_same() -> None:
-    changed = tensors(norm__num_batches_tracked=torch.tensor(4))
-    verdict = judged(replace(RUN, tensors=changed), RUN)
-    assert not verdict.ok
-    assert verdict.first_tensor == Difference("norm.num_batches_tracked", 1.0, 0.0)
-
-
-def test_another_number_of_steps_is_a_difference() -> None:
-    verdict = judged(replace(RUN, losses=LOSSES[:2]), RUN)
-    assert not verdict.ok
-    assert verdict.first_loss is not None and verdict.first_loss.what == "step 3"
-    assert judged(replace(RUN, losses=[*LOSSES, 0.5]), RUN).first_loss is not None
-
-
-def test_replicas_that_are_apart_are_no_success() -> None:
-    verdict = judged(replace(RUN, replicas_apart=1e-9), RUN)
-    assert not verdict.ok
-    assert verdict.replicas_apart == 1e-9
-    assert verdict.first_loss is None and verdict.first_tensor is None
-
-
-def test_a_run_without_steps_shows_nothing() -> None:
+    lost = replace(RUN, losses=[2.0, bad, bad])
+    split = replace(RUN, tensors=tensors(first__bias=torch.tensor([bad])))
+    for broken in (lost, split):
+        for together in (RUN, broken):
+            assert not judge(broken, together, lambda broken=broken: broken).ok  # type: ignore[misc]
+    assert not judged(replace(RUN, losses=[2.0, 1.6, 1.0]), lost).ok
+    moved = replace(RUN, tensors=tensors(first__bias=torch.tensor([0.6])))
+    assert not judged(moved, split).ok
     empty = replace(RUN, losses=[])
     assert not judge(empty, empty, lambda: empty).ok
 
