@@ -22,8 +22,15 @@ from rich.table import Table
 from torch import Tensor
 
 import shoal
-from benchmarks.harness import check_names, measure_in_workers, options_of_worker, say, write_result
-from shoal.calibration.sampling import Timing, alternate
+from benchmarks.harness import (
+    Timing,
+    check_names,
+    measure_in_workers,
+    options_of_worker,
+    say,
+    write_result,
+)
+from shoal.calibration.sampling import alternate
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.comm.group import Group
 from shoal.commands.launching import config_for, run_quietly, strategy_for

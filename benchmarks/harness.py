@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.calibration.sampling import Timing, ratios
 from shoal.commands.launching import run_quietly
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
@@ -65,11 +65,28 @@ def check_names(option: str, given: Iterable[str], known: Collection[str]) -> No
         raise BadInput(f"{option} takes {', '.join(known)}, not {', '.join(unknown)}")
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per step: the median over rounds, and its quartiles."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+
+    @classmethod
+    def of(cls, rounds_ms: list[float]) -> Timing:
+        if len(rounds_ms) < 2:
+            return cls(rounds_ms[0], rounds_ms[0], rounds_ms[0])
+        low, median, high = statistics.quantiles(rounds_ms, n=4)
+        return cls(median, low, high)
+
+
 def beside_peer(times_ms: Mapping[str, list[float]]) -> dict[str, Any]:
     """Shoal's and the peer's time, and the ratio of the peer's to Shoal's, round by round."""
     medians: dict[str, Any] = {"shoal": asdict(Timing.of(times_ms["shoal"]))}
     if "peer" in times_ms:
-        ratio = ratios(times_ms["shoal"], times_ms["peer"])
+        pairs = zip(times_ms["shoal"], times_ms["peer"], strict=True)
+        ratio = Timing.of([theirs / ours for ours, theirs in pairs])  # without a unit
         medians["theirs"] = asdict(Timing.of(times_ms["peer"]))
         medians["ratio"] = {"median": ratio.median_ms, "low": ratio.low_ms, "high": ratio.high_ms}
     return medians

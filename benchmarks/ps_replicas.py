@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 import shoal
-from benchmarks.harness import options_of_worker, write_result
+from benchmarks.harness import Timing, options_of_worker, write_result
 from benchmarks.ps_peers import LR
-from shoal.calibration.sampling import Timing
 from shoal.comm import objects
 from shoal.errors import ShoalError
 from shoal.replica.flat_params import FlatParams

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from shoal.calibration.machine import measured_calls
 from shoal.calibration.measure import check_seconds
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls
@@ -60,14 +61,4 @@ def calls_between(found: Found, workers: int) -> tuple[MeasuredCalls, ...]:
             f"{workers} workers are not equally many on each of {found['hosts']} hosts: take "
             "another number with --workers"
         )
-    return tuple(
-        MeasuredCalls(
-            calls["executor"],
-            "all_reduce",
-            "",
-            found["hosts"],
-            tuple((float(point["bytes"]), point["median_s"]) for point in calls["points"]),
-            tuple((point["low_s"], point["high_s"]) for point in calls["points"]),
-        )
-        for calls in found["calls"]
-    )
+    return tuple(measured_calls(calls, found["hosts"]) for calls in found["calls"])

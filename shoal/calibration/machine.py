@@ -21,7 +21,11 @@ def machine_of(documents: Sequence[Found], cores: int, memory_bytes: float) -> C
         found["workers"]: device_of(found, found["memory_bytes"] or memory_bytes / found["workers"])
         for found in documents
     }
-    measured = tuple(calls for found in documents for calls in _calls(found))
+    measured = tuple(
+        measured_calls(calls, calls["ranks"])
+        for found in documents
+        for calls in found.get("calls", ())
+    )
     is_cpu = all(document["device"] == "cpu" for document in documents)
     node = Node(
         devices=most,
@@ -34,18 +38,16 @@ def machine_of(documents: Sequence[Found], cores: int, memory_bytes: float) -> C
     return Cluster(platform.node() or "host", devices[most], node, noise=noise, source="measured")
 
 
-def _calls(found: Found) -> list[MeasuredCalls]:
-    return [
-        MeasuredCalls(
-            calls["executor"],
-            calls["kind"],
-            calls.get("algorithm", ""),
-            calls["ranks"],
-            tuple((float(point["bytes"]), point["median_s"]) for point in calls["points"]),
-            tuple((point["low_s"], point["high_s"]) for point in calls["points"]),
-        )
-        for calls in found.get("calls", ())
-    ]
+def measured_calls(calls: Found, ranks: int) -> MeasuredCalls:
+    """One kind of call, by bytes, as a worker has written it."""
+    return MeasuredCalls(
+        calls["executor"],
+        calls.get("kind", "all_reduce"),
+        calls.get("algorithm", ""),
+        ranks,
+        tuple((float(point["bytes"]), point["median_s"]) for point in calls["points"]),
+        tuple((point["low_s"], point["high_s"]) for point in calls["points"]),
+    )
 
 
 def _fabric(measured: Sequence[MeasuredCalls], ranks: int) -> LinkSpec | None:

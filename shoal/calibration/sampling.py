@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _ROUND_S = 1e-3  # shorter than a time slice, so that most rounds are undisturbed
@@ -69,22 +68,6 @@ def _one(call: Callable[[], Any], synchronize: Synchronize) -> float:
     return time.perf_counter() - start_s
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds per step: the median over rounds, and its quartiles."""
-
-    median_ms: float
-    low_ms: float
-    high_ms: float
-
-    @classmethod
-    def of(cls, rounds_ms: list[float]) -> Timing:
-        if len(rounds_ms) < 2:
-            return cls(rounds_ms[0], rounds_ms[0], rounds_ms[0])
-        low, median, high = statistics.quantiles(rounds_ms, n=4)
-        return cls(median, low, high)
-
-
 def alternate(
     ways: Mapping[str, Callable[[], Any]],
     rounds: int,
@@ -110,8 +93,3 @@ def alternate(
             if round_:
                 times_ms[name].append((time.perf_counter() - start_s) * 1e3 / calls)
     return times_ms
-
-
-def ratios(ours: list[float], theirs: list[float]) -> Timing:
-    """Their time over ours, round by round; above 1 Shoal is faster. The values have no unit."""
-    return Timing.of([b / a for a, b in zip(ours, theirs, strict=True)])

@@ -1,9 +1,9 @@
 """Times of forward, backward and update of a user's model, measured on its first batch.
 
-`shoal predict --profile` and `-s auto` start the script on one worker or several, which all compute
-at the same time, each its rows of the batch. Gradients are collected as under ddp, and summed
-between backward and update: so that workers meet in every step, and caches are as in a run. How
-long the slowest one keeps the others waiting is measured, too.
+`-s auto` starts the script on one worker or several, which all compute at the same time, each its
+rows of the batch. Gradients are collected as under ddp, and summed between backward and update: so
+that workers meet in every step, and caches are as in a run. How long the slowest one keeps the
+others waiting is measured, too.
 """
 
 from __future__ import annotations
