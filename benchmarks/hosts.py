@@ -37,9 +37,9 @@ from shoal.lab.lab import Lab, LabHost, find_lab
 from shoal.lab.namespaces import require
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
+from shoal.runtime.greeting import code_of, fresh_nonce
 from shoal.runtime.lab_files import LabFiles
 from shoal.runtime.parent_death import die_with_parent
-from shoal.runtime.proof import fresh_nonce, proof
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.tcp.connect import TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Timing]:
     rank, size = options.rank, options.size
     store = dist.FileStore(options.store, size)  # type: ignore[attr-defined]
     exchange = exchange_over(PrefixStore("tcp", store), rank, size)
-    key = proof(b"", "bench", *exchange(fresh_nonce().hex().encode()))
+    key = code_of(b"", "bench", *exchange(fresh_nonce().hex().encode()))
     engine = TcpEngine(TcpSpec(rank, size, key, host=options.address), exchange)
     try:
         data = torch.zeros(options.bytes // 4)

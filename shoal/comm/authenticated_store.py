@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.generation import own_generation
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
+from shoal.runtime.greeting import NONCE_BYTES, code_of, fresh_nonce, is_code
 from shoal.runtime.waits import Backoff
 
 
@@ -93,7 +93,7 @@ class Refusals:
         sentence = f"rank {self._rank} has given up the rendezvous: {reason}"
         data = nonce + sentence.encode()[:_MOST_BYTES]
         with suppress(RuntimeError):  # the store has ended
-            self._store.set(_KEY, data + proof(self._secret, _KEY, data))  # type: ignore[arg-type]
+            self._store.set(_KEY, data + code_of(self._secret, _KEY, data))  # type: ignore[arg-type]
         return nonce
 
     def leave_until_heard(self, reason: str, size: int, limit_s: float = _UNTIL_HEARD_S) -> None:
@@ -132,7 +132,7 @@ class Refusals:
 
     def _sentence(self, value: bytes) -> str:
         data, code = value[:-_CODE_BYTES], value[-_CODE_BYTES:]
-        if not is_proof(code, self._secret, _KEY, data):
+        if not is_code(code, self._secret, _KEY, data):
             claim = _CLAIM.match(data, NONCE_BYTES)
             writer = f"rank {claim[1].decode()}" if claim else "a rank"
             return by_a_stranger(self._rank, _KEY, writer)
@@ -221,12 +221,12 @@ class AuthenticatedStore(StoreWrapper):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, data + proof(self._key, "store", key.encode(), data))  # type: ignore[arg-type]
+        self._store.set(key, data + code_of(self._key, "store", key.encode(), data))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         signed = self._store.get(key)
         data, code = signed[:-_CODE_BYTES], signed[-_CODE_BYTES:]
-        if not is_proof(code, self._key, "store", key.encode(), data):
+        if not is_code(code, self._key, "store", key.encode(), data):
             raise BadInput(by_a_stranger(self._rank, key, _writer_of(key)))
         return data
 
@@ -265,7 +265,7 @@ def authenticated(store: Store, secret: bytes | None, rank: int, size: int) -> S
     signed = AuthenticatedStore(store, secret, rank)
     started = own_generation(signed, rank, size)
     nonces = _exchange(started, "nonce", fresh_nonce(), rank, size)
-    return AuthenticatedStore(started, proof(secret, "nonces", *nonces), rank, below=signed)
+    return AuthenticatedStore(started, code_of(secret, "nonces", *nonces), rank, below=signed)
 
 
 def _exchange(store: Store, what: str, own: bytes, rank: int, size: int) -> list[bytes]:

@@ -22,7 +22,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig, variable_name
 from shoal.runtime.cores import cores
-from shoal.runtime.proof import fresh_nonce, proof
+from shoal.runtime.greeting import code_of, fresh_nonce
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
@@ -190,7 +190,7 @@ def open_engine(
     spec = TcpSpec(
         topology.rank,
         topology.size,
-        proof(key, "data plane", *drawn),
+        code_of(key, "data plane", *drawn),
         host=network.address,
         peers=[r for ranks in topology.hosts if topology.rank not in ranks for r in ranks],
         tls=network.tls,

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.runtime.proof import proof
+from shoal.runtime.greeting import code_of
 
 SECRET_BYTES = 32
 _SHORTEST_SECRET_BYTES = 16
@@ -71,7 +71,7 @@ def make_key_file(path: Path) -> str:
 
 def fingerprint(secret: bytes) -> str:
     """Tells keys apart, and says nothing about what they are."""
-    return proof(secret, "fingerprint").hex()[:_FINGERPRINT_DIGITS]
+    return code_of(secret, "fingerprint").hex()[:_FINGERPRINT_DIGITS]
 
 
 def write_private(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.config import RunConfig
-from shoal.runtime.proof import fresh_nonce, is_proof, proof
+from shoal.runtime.greeting import code_of, fresh_nonce, is_code
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.runtime.secret import new_secret
 
@@ -40,10 +40,10 @@ class Announcer:
     def broadcast(self, group: Group, what: str, data: bytes, root: int = 0) -> bytes:
         """The root's data. Those of another rank, if the root was lost before it told them."""
         claims = (what.encode(), str(root).encode(), *self.words)
-        code = proof(self.secret, "announce", *claims, data).hex().encode()
+        code = code_of(self.secret, "announce", *claims, data).hex().encode()
         received = objects.broadcast_bytes(group, code + b"\n" + data, root, _MAX_BYTES)
         given, _, told = received.partition(b"\n")
-        if not is_proof(_unhex(given), self.secret, "announce", *claims, told):
+        if not is_code(_unhex(given), self.secret, "announce", *claims, told):
             raise ShoalError(
                 f"rank {group.rank} was told {what} as if by rank {root}, without the secret of "
                 "this run: SHOAL_SECRET differs between hosts, or a stranger is in the network"

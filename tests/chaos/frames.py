@@ -24,7 +24,7 @@ import msgspec
 
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.proof import fresh_nonce
+from shoal.runtime.greeting import fresh_nonce
 from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import PLAIN, connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode, pack

@@ -23,16 +23,16 @@ from shoal.comm.guarded_store.service import StoreService, StoreTable
 from shoal.comm.guarded_store.session import (
     ANSWER_BYTES,
     GREETING_BYTES,
+    MAGIC,
     MAX_FRAME_BYTES,
-    PROOF_BYTES,
     REFUSED,
     BadFrame,
-    ClientGreeting,
     FrameSession,
-    ServiceGreeting,
     StoreRequest,
+    greet,
 )
 from shoal.errors import BadInput
+from shoal.runtime.greeting import CODE_BYTES, Greeting
 from shoal.runtime.secret import new_secret
 from tests.descriptors import no_descriptors
 
@@ -59,6 +59,18 @@ def read(sock: socket.socket, count: int) -> bytes:
     while len(data) < count and (part := sock.recv(count - len(data))):
         data += part
     return data
+
+
+def greeted(sock: socket.socket) -> tuple[FrameSession, bytes]:
+    """After the handshake of a rank, and what it has said in it."""
+    said: list[bytes] = []
+
+    def send(hello: bytes) -> None:
+        said.append(hello)
+        sock.sendall(hello)
+
+    session = greet(send, lambda count: read(sock, count), SECRET)
+    return session, said[0]
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -129,11 +141,9 @@ def test_a_rank_does_not_talk_to_a_service_that_does_not_know_the_key() -> None:
     with pytest.raises(BadInput, match="is not the rendezvous of this run"):
         store_of(other)
     other.close()
-    secret = new_secret()
-    greeting = ServiceGreeting(new_secret())
-    client = ClientGreeting(secret, greeting.greeting)
+    said = iter([Greeting(new_secret(), MAGIC).challenge, b"\1" * CODE_BYTES])
     with pytest.raises(BadFrame, match="does not know"):
-        client.finish(b"\1" * PROOF_BYTES)
+        greet(lambda hello: None, lambda count: next(said), new_secret())
 
 
 @pytest.mark.parametrize("data", [b"\0" * 200, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 5000])
@@ -150,16 +160,14 @@ def test_garbage_ends_a_connection(service: StoreService, data: bytes) -> None:
 def test_a_recorded_handshake_does_not_open_another_connection(service: StoreService) -> None:
     """Nor do recorded frames: their codes are under the key of their connection."""
     with stranger(service) as sock:
-        client = ClientGreeting(SECRET, read(sock, GREETING_BYTES))
-        sock.sendall(client.answer)
-        session = client.finish(read(sock, PROOF_BYTES))
+        session, hello = greeted(sock)
         frame = session.pack(StoreRequest("set", ["key"], b"once"))
         sock.sendall(frame)
         assert read(sock, 4)
         with stranger(service) as again:
             read(again, GREETING_BYTES)
-            again.sendall(client.answer + frame)
-            assert read(again, PROOF_BYTES) == REFUSED
+            again.sendall(hello + frame)
+            assert read(again, CODE_BYTES) == REFUSED
             assert is_closed(again)
         sock.sendall(frame)  # the same number twice, in its own connection
         assert is_closed(sock)
@@ -171,9 +179,7 @@ def test_a_recorded_handshake_does_not_open_another_connection(service: StoreSer
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 2**32 - 1])
 def test_a_frame_that_is_too_long_ends_its_connection(service: StoreService, length: int) -> None:
     with stranger(service) as sock:
-        client = ClientGreeting(SECRET, read(sock, GREETING_BYTES))
-        sock.sendall(client.answer)
-        client.finish(read(sock, PROOF_BYTES))
+        greeted(sock)
         sock.sendall(length.to_bytes(4, "little"))
         assert is_closed(sock)
 
@@ -182,7 +188,7 @@ def test_a_frame_of_another_connection_is_refused() -> None:
     one, two = FrameSession(b"1", "client"), FrameSession(b"2", "service")
     frame = one.pack(StoreRequest("count"))
     with pytest.raises(BadFrame, match="not of the other side"):
-        two.unpack_request(frame[4:-PROOF_BYTES], frame[-PROOF_BYTES:])
+        two.unpack_request(frame[4:-CODE_BYTES], frame[-CODE_BYTES:])
 
 
 def test_strangers_by_the_hundred_do_not_keep_ranks_out(service: StoreService) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce
 from shoal.runtime.secret import new_secret
 from shoal.runtime.strangers import MAX_UNAUTHENTICATED
 from shoal.server import shared_memory as segment
@@ -36,8 +37,7 @@ from shoal.server.protocol.frames import (
 from shoal.server.protocol.handshake import (
     AuthenticationError,
     authenticate,
-    fresh_nonce,
-    proof,
+    claim_of,
 )
 from shoal.server.protocol.messages import (
     Challenge,
@@ -143,7 +143,7 @@ def test_a_server_without_the_secret_is_refused() -> None:
         fake = Connection(theirs)
         worker = Connection(ours)
         fake.send(Header(FrameKind.CHALLENGE), encode(Challenge(fresh_nonce())))
-        fake.send(Header(FrameKind.WELCOME), msgspec.msgpack.encode({"proof": bytes(32)}))
+        fake.send(Header(FrameKind.WELCOME), msgspec.msgpack.encode({"code": bytes(32)}))
         with pytest.raises(AuthenticationError, match="does not know the secret"):
             authenticate(worker, SECRET, "control", Header(FrameKind.HELLO))
 
@@ -176,9 +176,8 @@ def test_a_replayed_hello_is_refused() -> None:
         connection = connect(server.address)
         _, meta = connection.receive(512)
         nonce = msgspec.msgpack.decode(meta, type=Challenge).nonce
-        own = fresh_nonce()
-        said = (own, b"control", pack(header))
-        frame = pack(header, encode(Hello(own, "control", proof(SECRET, "worker", nonce, *said))))
+        said = Greeting(SECRET).hello(nonce, claim_of("control", header))
+        frame = pack(header, encode(Hello(said[:NONCE_BYTES], "control", said[-CODE_BYTES:])))
         connection.sock.sendall(frame)
         assert connection.receive(512)[0].kind is FrameKind.WELCOME
         with stranger(server) as sock:

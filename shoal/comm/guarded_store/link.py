@@ -7,18 +7,17 @@ import time
 from contextlib import suppress
 
 from shoal.comm.guarded_store.session import (
-    GREETING_BYTES,
     LENGTH_BYTES,
     LINK_SILENT_S,
-    PROOF_BYTES,
     BadFrame,
-    ClientGreeting,
     StoreReply,
     StoreRequest,
     frame_bytes,
+    greet,
     notice_silence,
 )
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.greeting import CODE_BYTES
 from shoal.runtime.waits import Backoff
 
 _HANDSHAKE_S = 5.0
@@ -31,16 +30,14 @@ class StoreLink:
 
     def __init__(self, sock: socket.socket, secret: bytes):
         self._sock = sock
-        greeting = ClientGreeting(secret, self._receive(GREETING_BYTES))
-        sock.sendall(greeting.answer)
-        self._session = greeting.finish(self._receive(PROOF_BYTES))
+        self._session = greet(sock.sendall, self._receive, secret)
 
     def ask(self, request: StoreRequest, limit_s: float | None) -> StoreReply:
         """TimeoutError where no answer comes: then the link cannot be used again."""
         self._sock.settimeout(limit_s)
         self._sock.sendall(self._session.pack(request))
         frame = self._receive(frame_bytes(self._receive(LENGTH_BYTES)))
-        return self._session.unpack_reply(frame[:-PROOF_BYTES], frame[-PROOF_BYTES:])
+        return self._session.unpack_reply(frame[:-CODE_BYTES], frame[-CODE_BYTES:])
 
     def notice_silence(self) -> None:
         """From now on the connection breaks when the other host is silent for a few seconds."""

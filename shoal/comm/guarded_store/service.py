@@ -21,11 +21,10 @@ from shoal.comm.guarded_store.session import (
     AT_THE_END,
     LENGTH_BYTES,
     LINK_SILENT_S,
-    PROOF_BYTES,
+    MAGIC,
     REFUSED,
     BadFrame,
     FrameSession,
-    ServiceGreeting,
     StoreReply,
     StoreRequest,
     frame_bytes,
@@ -33,6 +32,7 @@ from shoal.comm.guarded_store.session import (
 )
 from shoal.errors import BadInput
 from shoal.runtime.acceptor import Acceptor
+from shoal.runtime.greeting import CODE_BYTES, Greeting
 from shoal.runtime.strangers import host_of, oldest_of_most
 from shoal.runtime.trust import is_loopback, without_key
 
@@ -199,7 +199,7 @@ class StoreService:
         sock = self._acceptor.accept_now(self._drop_stranger)
         if sock is None:
             return
-        client = _Client(sock, ServiceGreeting(self._secret))
+        client = _Client(sock, Greeting(self._secret, MAGIC))
         if len(self._strangers) >= MAX_STRANGERS:
             self._drop_stranger()
         try:
@@ -211,7 +211,7 @@ class StoreService:
         self._strangers[client] = None
         self._clients.add(client)
         try:
-            self._send(client, client.greeting.greeting)
+            self._send(client, client.greeting.challenge)
         except OSError:
             self._drop(client)
 
@@ -247,16 +247,15 @@ class StoreService:
     def _greet(self, client: _Client) -> None:
         if len(client.inbox) < ANSWER_BYTES:
             return
-        try:
-            answer, client.session = client.greeting.accept(bytes(client.inbox))
-        except BadFrame:
+        if client.greeting.accept(bytes(client.inbox)) is None:
             self._say_refused(client.host)
             with suppress(OSError):
                 client.sock.send(REFUSED)
-            raise
+            raise BadFrame("the client does not prove the key")
+        client.session = FrameSession(client.greeting.session_key, "service")
         client.inbox.clear()
         del self._strangers[client]
-        self._send(client, answer)
+        self._send(client, client.greeting.welcome)
 
     def _say_refused(self, host: str) -> None:
         """Once: a rank with another key is a mistake that others wait for; strangers are many."""
@@ -334,7 +333,7 @@ class StoreService:
 class _Client:
     """One connection: what has come and what has still to go."""
 
-    def __init__(self, sock: socket.socket, greeting: ServiceGreeting):
+    def __init__(self, sock: socket.socket, greeting: Greeting):
         self.sock = sock
         self.host = host_of(sock)
         self.greeting = greeting
@@ -363,7 +362,7 @@ class _Client:
             return None
         frame = bytes(self.inbox[LENGTH_BYTES:end])
         del self.inbox[:end]
-        return self.session.unpack_request(frame[:-PROOF_BYTES], frame[-PROOF_BYTES:])
+        return self.session.unpack_request(frame[:-CODE_BYTES], frame[-CODE_BYTES:])
 
 
 def _listen(host: str, port: int, is_keyed: bool) -> socket.socket:

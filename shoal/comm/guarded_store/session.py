@@ -1,29 +1,29 @@
 """Who may speak to the store of the rendezvous: a handshake, then frames with codes.
 
     service -> client    magic, nonce                             before anything else counts
-    client -> service    nonce, proof of the key                  64 bytes, and never more
-    service -> client    proof of the key; zeros: refused
+    client -> service    nonce, code under the key                64 bytes, and never more
+    service -> client    code under the key; zeros: refused       see runtime/greeting.py
     both ways            length (4 bytes) | msgpack | code        under a key of this connection
 
-Nonces are fresh, so a recorded handshake cannot be replayed. The code of a frame covers its
-direction and its number, so frames cannot be changed, repeated or sent into another connection.
+The code of a frame covers its direction and its number, so frames cannot be changed, repeated or
+sent into another connection.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from shoal.runtime.decoders import msgpack_decoder
-from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
+from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, code_of, is_code
 
 MAGIC = b"shoal-store-1\n\0\0"
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-PROOF_BYTES = 32
-ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
-REFUSED = bytes(PROOF_BYTES)
+ANSWER_BYTES = NONCE_BYTES + CODE_BYTES
+REFUSED = bytes(CODE_BYTES)
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
 MAX_KEYS = 4096
@@ -58,42 +58,21 @@ class BadFrame(Exception):
     """What came is not what the other side of this connection sends."""
 
 
-class ServiceGreeting:
-    """The service's side of a handshake."""
-
-    def __init__(self, secret: bytes):
-        self._secret = secret
-        self._nonce = fresh_nonce()
-        self.greeting = MAGIC + self._nonce
-
-    def accept(self, answer: bytes) -> tuple[bytes, FrameSession]:
-        """The last message of the handshake, and the session; BadFrame without a proof."""
-        nonce, given = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        nonces = (self._nonce, nonce)
-        if not is_proof(given, self._secret, "store client", *nonces):
-            raise BadFrame("the client does not prove the key")
-        return proof(self._secret, "store service", *nonces), FrameSession(
-            proof(self._secret, "store session", *nonces), "service"
-        )
-
-
-class ClientGreeting:
-    """The client's side of a handshake."""
-
-    def __init__(self, secret: bytes, greeting: bytes):
-        if not greeting.startswith(MAGIC):
-            raise BadFrame("this is not the store of a rendezvous of Shoal")
-        self._secret = secret
-        nonce = fresh_nonce()
-        self._nonces = (greeting[len(MAGIC) :], nonce)
-        self.answer = nonce + proof(secret, "store client", *self._nonces)
-
-    def finish(self, given: bytes) -> FrameSession:
-        if given == REFUSED:
-            raise BadFrame("it has another key, or none")
-        if not is_proof(given, self._secret, "store service", *self._nonces):
-            raise BadFrame("it does not know the key of this run")
-        return FrameSession(proof(self._secret, "store session", *self._nonces), "client")
+def greet(
+    send: Callable[[bytes], None], receive: Callable[[int], bytes], secret: bytes
+) -> FrameSession:
+    """The client's side of a handshake, and its session; BadFrame where the service is another."""
+    challenge = receive(GREETING_BYTES)
+    if not challenge.startswith(MAGIC):
+        raise BadFrame("this is not the store of a rendezvous of Shoal")
+    greeting = Greeting(secret, MAGIC)
+    send(greeting.hello(challenge))
+    welcome = receive(CODE_BYTES)
+    if welcome == REFUSED:
+        raise BadFrame("it has another key, or none")
+    if not greeting.is_welcome(welcome):
+        raise BadFrame("it does not know the key of this run")
+    return FrameSession(greeting.session_key, "client")
 
 
 class FrameSession:
@@ -110,7 +89,7 @@ class FrameSession:
         body = msgspec.msgpack.encode(message)
         if len(body) > MAX_FRAME_BYTES:
             raise BadFrame(f"{len(body)} bytes are too many for the store of the rendezvous")
-        code = proof(self._key, self._side, self._sent.to_bytes(8, "little"), body)
+        code = code_of(self._key, self._side, self._sent.to_bytes(8, "little"), body)
         self._sent += 1
         return len(body).to_bytes(LENGTH_BYTES, "little") + body + code
 
@@ -133,7 +112,7 @@ class FrameSession:
 
     def _check(self, body: bytes, code: bytes) -> None:
         number = self._received.to_bytes(8, "little")
-        if not is_proof(code, self._key, self._other, number, body):
+        if not is_code(code, self._key, self._other, number, body):
             raise BadFrame("a frame is not of the other side of this connection")
         self._received += 1
 
@@ -143,7 +122,7 @@ def frame_bytes(length: bytes) -> int:
     body_bytes = int.from_bytes(length, "little")
     if body_bytes > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {body_bytes} bytes")
-    return body_bytes + PROOF_BYTES
+    return body_bytes + CODE_BYTES
 
 
 SILENT_HOST_S = 3  # a host from which nothing comes for so long is lost

@@ -23,11 +23,11 @@ class Challenge(WireMessage, frozen=True):
 class Hello(WireMessage, frozen=True):
     nonce: Nonce
     channel: Channel
-    proof: Nonce
+    code: Nonce
 
 
 class Welcome(WireMessage, frozen=True):
-    proof: Nonce
+    code: Nonce
 
 
 class Moved(WireMessage, frozen=True):

@@ -4,13 +4,9 @@ Each accepted connection has its own thread until it has proven the key, so one 
 holds up no other. What does not prove the key is closed and does not count. Where many connections
 have not proven it, newcomers wait a moment, and then the oldest of those is ended for each.
 
-    who accepts  -> CHALLENGE  nonce
-    who connects -> HELLO      nonce, its rank, the other's rank, stream, HMAC over all of it
-    who accepts  -> WELCOME    HMAC over the same, under another name
-
-Nonces are fresh, so a recorded handshake cannot be replayed; ranks and stream are part of the
-proof, so one connection cannot pass for another. The key is drawn from the secret of the run and
-from what rank 0 drew for this start. Under TLS the certificate of who accepts is proven, too.
+The handshake is that of `runtime/greeting.py`; the claim is both ranks and the stream. The key is
+drawn from the secret of the run and from what rank 0 drew for this start. Under TLS the certificate
+of who accepts is proven, too.
 """
 
 from __future__ import annotations
@@ -28,8 +24,8 @@ from typing import NamedTuple
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
+from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
 from shoal.runtime.open_files import require_open_files
-from shoal.runtime.proof import NONCE_BYTES, fresh_nonce, is_proof, proof
 from shoal.runtime.strangers import Strangers
 from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
@@ -37,9 +33,8 @@ from shoal.transport.tcp.tls import own_flaw
 
 HANDSHAKE_S = 10.0
 _MAGIC = b"shoaltcp"
-_PROOF_BYTES = 32
 _HELLO = struct.Struct("<III")  # source rank, target rank, stream
-_HELLO_BYTES = NONCE_BYTES + _HELLO.size + _PROOF_BYTES
+_HELLO_BYTES = NONCE_BYTES + _HELLO.size + CODE_BYTES
 
 
 class Stranger(ShoalError):
@@ -63,24 +58,20 @@ def prove(sock: socket.socket, key: bytes, name: StreamName, certificate: bytes 
     challenge = _read(sock, len(_MAGIC) + NONCE_BYTES)
     if not challenge.startswith(_MAGIC):
         raise Stranger("the other side is not a rank of Shoal")
-    nonce = fresh_nonce()
-    claims = (challenge, nonce, name.pack(), certificate)
-    sock.sendall(nonce + name.pack() + proof(key, "connects", *claims))
-    if not is_proof(_read(sock, _PROOF_BYTES), key, "accepts", *claims):
+    greeting = Greeting(key, _MAGIC, certificate)
+    sock.sendall(greeting.hello(challenge, name.pack()))
+    if not greeting.is_welcome(_read(sock, CODE_BYTES)):
         raise Stranger("the other side does not know the secret of this run")
 
 
 def accept(sock: socket.socket, key: bytes, certificate: bytes = b"") -> StreamName:
     """The side that accepts: which stream this is."""
-    challenge = _MAGIC + fresh_nonce()
-    sock.sendall(challenge)
-    hello = _read(sock, _HELLO_BYTES)
-    nonce = hello[:NONCE_BYTES]
-    packed = hello[NONCE_BYTES : NONCE_BYTES + _HELLO.size]
-    claims = (challenge, nonce, packed, certificate)
-    if not is_proof(hello[-_PROOF_BYTES:], key, "connects", *claims):
+    greeting = Greeting(key, _MAGIC, certificate)
+    sock.sendall(greeting.challenge)
+    packed = greeting.accept(_read(sock, _HELLO_BYTES))
+    if packed is None:
         raise Stranger("the other side does not know the secret of this run")
-    sock.sendall(proof(key, "accepts", *claims))
+    sock.sendall(greeting.welcome)
     return StreamName(*_HELLO.unpack(packed))
 
 
