@@ -131,5 +131,4 @@ def _die(job: Job) -> None:
         if hasattr(sync, "client"):
             sync.client.close()
         else:
-            memory = sync.pages if hasattr(sync, "pages") else sync.buffer
-            memory._lasting.close()
+            sync.ranks.release()

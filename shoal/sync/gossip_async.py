@@ -14,26 +14,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shoal.comm.objects import all_gather_bytes
-from shoal.errors import BadInput
 from shoal.observe.trace import WAIT
 from shoal.schedules.gossip.mixing import Mixing
-from shoal.sync.base import Comeback, Replica, Sync
-from shoal.sync.lasting import comes_back, join_memory
+from shoal.sync.base import Comeback, Replica
+from shoal.sync.lasting import InRankMemory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
-from shoal.transport.shm.versioned_pages import (
-    Bytes,
-    LastingPages,
-    VersionedPages,
-    page_bytes,
-)
+from shoal.transport.shm.versioned_pages import Bytes, VersionedPages, page_bytes
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
 _ALIGN = 64
@@ -41,7 +33,7 @@ _POLL_S = 0.002
 _PATIENCE_S = 60.0
 
 
-class AsyncGossip(Sync):
+class AsyncGossip(InRankMemory):
     """A step writes the parameters once and reads those of the neighbours that are new.
 
     The weights that count are the mean of all workers that have not died, when they have come as
@@ -49,53 +41,28 @@ class AsyncGossip(Sync):
     that saves.
     """
 
-    synchronous = False
-    collects = False
-
     def __init__(self, replica: Replica, mixing: Mixing):
         flat = replica.flat
-        group = replica.group
-        self.flat = flat
-        self.update = replica.update
+        self._tensors = [flat.data, *replica.statistics]
+        self._page = Page(self._tensors)
+        num_bytes = self._page.bytes.nbytes
+        super().__init__(replica, replica.group.size * page_bytes(num_bytes), lambda memory: None)
+        self.pages = VersionedPages(self.ranks, num_bytes)
         self.mixing = mixing
-        self.rank = group.rank
-        self.size = group.size
-        self.gradient_scale = float(group.size)
+        self.gradient_scale = float(self.size)
         self.steps = self.bytes_sent = self.bytes_read = 0
         self._joined_at = 0  # the steps that others had done before
         self.lost: set[int] = set()
         self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
         self.distances: list[tuple[int, float]] = []
         self._measure_at = MEASURE_EVERY
-        self._seen = [0] * group.size
-        self._tensors = [flat.data, *replica.statistics]
-        self._page = Page(self._tensors)
+        self._seen = [0] * self.size
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
         flat.grads.records_loss = True
-        self._generations: Sequence[int] | None = None  # of the workers at a meeting
-        self._is_away = comes_back(replica) and replica.config.generation > 0
-        self.pages = self._join(replica)
-
-    def _join(self, replica: Replica) -> VersionedPages:
-        num_bytes = self._page.bytes.nbytes
-        run_dir = replica.config.run_dir
-        if comes_back(replica) and run_dir is not None:
-            needed = LastingPages.needed_bytes(self.size, num_bytes)
-            memory = join_memory(replica, needed, lambda memory: None)
-            place = (self.rank, self.size, replica.config.generation)
-            return LastingPages(memory, place, num_bytes, run_dir.has_ended)
-        exchange = partial(all_gather_bytes, replica.group, device=self.flat.device)
-        pages = VersionedPages.join(exchange, self.rank, num_bytes)
-        if pages is None:
-            raise BadInput(
-                'gossip(mode="async") goes through the memory of one host, and these workers '
-                'share none: take mode="sync"'
-            )
-        return pages
 
     def begin(self) -> None:
-        self.pages.note_steps(self.update.steps)
+        self.ranks.job_steps[self.rank] = self.update.steps
 
     def finish(self) -> None:
         self.update.apply()
@@ -109,7 +76,8 @@ class AsyncGossip(Sync):
             data[0] = self.flat.grads.header[0] * self.size
         with self.update.tracer.span(WAIT, "average with what neighbours have laid out"):
             self._mix()
-            self.pages.note_steps(max(self.next_steps, self.update.steps))  # of it none is again
+            steps = max(self.next_steps, self.update.steps)  # none is done twice
+            self.ranks.job_steps[self.rank] = steps
             self._lay_out()
         if has_room:
             self._loss = data[0].clone()
@@ -128,34 +96,26 @@ class AsyncGossip(Sync):
         with kept(self._tensors):
             self._wait_for_others()
             self._take_mean()
-            present = {rank for rank in range(self.size) if self._takes_part(rank)}
-            self.lowest_survivor = min(present - self.lost)
+            self.lowest_survivor = min(set(self._present()) - self.lost)
             yield
 
     # ------------------------------------------------------------------ workers that come back
 
     def come_back(self) -> Comeback | None:
         """None where the other workers have not begun to train."""
-        lost_at = self.pages.steps(self.rank)
-        step = max(self.pages.steps(peer) for peer in range(self.size))
+        lost_at = int(self.ranks.job_steps[self.rank])
+        step = int(self.ranks.job_steps.max())
         if not self._is_away or not self.pages.latest():
             return None
         self._is_away = False
         self.update.steps = self.steps = self._joined_at = step
-        self.pages.note_steps(step)
+        self.ranks.job_steps[self.rank] = step
         return Comeback(step, lost_at)
 
     def catch_up(self) -> None:
         """Begin with the mean of the others, as new as theirs."""
         self._take_mean(with_own=False)
         self._lay_out(at_least=self.pages.latest())
-
-    def meet(self, number: int, generations: Sequence[int]) -> None:
-        self._generations = generations
-
-    def _takes_part(self, peer: int) -> bool:
-        generations = self._generations
-        return generations is None or generations[peer] == self.pages.life(peer)
 
     def report(self) -> dict[str, Any]:
         return {
@@ -181,9 +141,6 @@ class AsyncGossip(Sync):
 
     def shared_bytes(self) -> int:
         return page_bytes(self._page.bytes.nbytes)
-
-    def close(self) -> None:
-        self.pages.close()
 
     def _mix(self) -> None:
         """x_i = (1 - what was taken) x_i + sum of w[i, j] x_j over neighbours with news."""
@@ -223,7 +180,7 @@ class AsyncGossip(Sync):
         self.bytes_sent += self._page.bytes.nbytes
 
     def _note_loss_of(self, peer: int) -> None:
-        if self.pages.has_died(peer):
+        if self.ranks.has_died(peer):
             self.lost.add(peer)
         else:
             self.lost.discard(peer)
@@ -237,9 +194,9 @@ class AsyncGossip(Sync):
                 time.sleep(_POLL_S)
 
     def _is_behind(self, peer: int, version: int) -> bool:
-        if self.pages.version(peer) >= version or self.pages.has_closed(peer):
+        if self.pages.version(peer) >= version or self.ranks.has_closed(peer):
             return False
-        if not self._takes_part(peer):
+        if peer not in self._present():
             return False
         self._note_loss_of(peer)
         return peer not in self.lost
@@ -247,9 +204,10 @@ class AsyncGossip(Sync):
     def _take_mean(self, with_own: bool = True) -> None:
         totals = [tensor * with_own for tensor in self._tensors]
         count = int(with_own)
+        present = self._present()
         for peer in range(self.size):
             self._note_loss_of(peer)
-            if peer in self.lost or peer == self.rank or not self._takes_part(peer):
+            if peer in self.lost or peer == self.rank or peer not in present:
                 continue
             if self.pages.read(peer, self._page.bytes) is not None:
                 count += 1

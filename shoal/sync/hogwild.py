@@ -18,27 +18,28 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput
 from shoal.runtime.waits import Backoff, waiting
 from shoal.strategy.sync_terms.hogwild import Hogwild
 from shoal.sync.base import Comeback, Replica, Sync, SyncPlan, runs
-from shoal.sync.lasting import comes_back, join_memory
+from shoal.sync.lasting import InRankMemory
 from shoal.sync.local import LocalSync
-from shoal.transport.shm.shared_buffer import LastingBuffer, SharedBuffer
+from shoal.transport.shm.rank_memory import FREE_MARK, header_bytes
 
 _ALIGN = 64
+_STEPS, _MISSED = FREE_MARK, FREE_MARK + 1
 _FIRST_LOOK_S = 0.0005
 _LONGEST_LOOK_S = 0.02
 
 
-class HogwildSync(Sync):
+class HogwildSync(InRankMemory):
     """A step exchanges nothing: it computes on the shared weights and changes them.
 
     The weights that count are the shared ones, when all workers have come as far as this one.
@@ -47,83 +48,55 @@ class HogwildSync(Sync):
     are shared like the weights.
     """
 
-    synchronous = False
-    collects = False
+    takes_other_optimizers = False
 
     def __init__(self, replica: Replica, momentum: bool):
-        flat = replica.flat
-        group = replica.group
         statistics = replica.statistics
-        self.flat = flat
-        self.update = replica.update
-        self.group = group
-        self.rank = group.rank
-        self.size = group.size
-        self.momentum = momentum
-        self._settings = Settings(self.update.optimizer, momentum, replica.say)
-        tensors = [flat.data, *statistics, *self._sums()]
+        self._settings = Settings(replica.update.optimizer, momentum, replica.say)
+        tensors = [replica.flat.data, *statistics, *_sums(replica)]
         places, num_bytes = _lay_out(tensors)
-        self._generations: Sequence[int] | None = None  # of the workers at a meeting
-        self._is_away = comes_back(replica) and replica.config.generation > 0
-        self._is_apart = comes_back(replica)  # workers come when they come
-        views = self._join(replica, tensors, places, num_bytes)
-        flat.move_to(views[0])
+        offset = header_bytes(replica.group.size)
+
+        def fill(memory: mmap.mmap) -> None:
+            torch._foreach_copy_(_views(tensors, places, memory, offset), tensors)
+
+        super().__init__(replica, num_bytes, fill)
+        views = _views(tensors, places, self.ranks.memory, offset)
+        self.flat.move_to(views[0])
         for tensor, view in zip(statistics, views[1:], strict=False):
             tensor.data = view
         self._shared_sums = views[1 + len(statistics) :]
         self._put_sums()
         self.steps = self.behind = self.most_behind = 0
         self._others = 0
-        flat.grads.records_loss = False
+        self.flat.grads.records_loss = False
 
-    def _join(
-        self, replica: Replica, tensors: list[Tensor], places: list[int], num_bytes: int
-    ) -> list[Tensor]:
-        """The tensors in the memory of all workers."""
-        run_dir = replica.config.run_dir
-        offset = LastingBuffer.needed_bytes(self.size, 0)
+    @property
+    def shared_steps(self) -> NDArray[np.int64]:
+        """How many steps each rank has done; a rank writes its own entry only."""
+        return self.ranks.marks[:, _STEPS]
 
-        def fill(memory: mmap.mmap) -> None:
-            torch._foreach_copy_(_views(tensors, places, memory, offset), tensors)
-
-        if self._is_apart and run_dir is not None:
-            needed = LastingBuffer.needed_bytes(self.size, num_bytes)
-            place = (self.rank, self.size, replica.config.generation)
-            memory = join_memory(replica, needed, fill)
-            self.buffer: SharedBuffer = LastingBuffer(memory, place, run_dir.has_ended)
-            return _views(tensors, places, self.buffer.memory, offset)
-        exchange = partial(all_gather_bytes, self.group)
-        buffer = SharedBuffer.join(exchange, self.rank, self.size, num_bytes)
-        if buffer is None:
-            raise BadInput(
-                "hogwild keeps the weights in memory that all workers share, and these share "
-                f"none: run them as one user on one Linux host with {num_bytes / 1e9:.3g} GB free"
-            )
-        self.buffer = buffer
-        if self.rank == 0:
-            fill(buffer.memory)
-        self.group.barrier().wait()
-        return _views(tensors, places, buffer.memory, offset)
+    @property
+    def _turns(self) -> NDArray[np.int64]:
+        """How far each rank is: its steps, and those that it missed while it was away."""
+        return self.shared_steps + self.ranks.marks[:, _MISSED]
 
     def begin(self) -> None:
-        self.buffer.note_job_steps(self.update.steps)
-        self._others = int(self.buffer.steps.sum())
-
-    def reduce(self, bucket: slice) -> None:
-        return None
+        self.ranks.job_steps[self.rank] = self.update.steps
+        self._others = int(self.shared_steps.sum())
 
     def finish(self) -> None:
-        self.buffer.note_job_steps(max(self.next_steps, self.update.steps))  # none is done twice
+        self.ranks.job_steps[self.rank] = max(self.next_steps, self.update.steps)  # none twice
         self.update.apply()
         self.flat.zero_grad()
         self.spread()
 
     def spread(self) -> None:
-        between = int(self.buffer.steps.sum()) - self._others
+        between = int(self.shared_steps.sum()) - self._others
         self.behind += between
         self.most_behind = max(self.most_behind, between)
         self.steps += 1
-        self.buffer.steps[self.rank] += 1
+        self.shared_steps[self.rank] += 1
 
     def loss(self, local_loss: Tensor) -> Tensor:
         """The mean over own samples."""
@@ -134,21 +107,19 @@ class HogwildSync(Sync):
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         self._wait_for_others()
-        present = [r for r in range(self.size) if self._takes_part(r)]
-        self.lowest_survivor = next(r for r in present if not self.buffer.has_died(r))
+        self.lowest_survivor = next(r for r in self._present() if not self.ranks.has_died(r))
         with self._settings.as_asked():
             yield
 
     def _wait_for_others(self) -> None:
         """Until none of the others that still train is behind."""
         pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        mine = self.buffer.turns[self.rank]
+        mine = self._turns[self.rank]
 
         def behind() -> list[int]:
-            turns = self.buffer.turns
-            present = [peer for peer in range(self.size) if self._takes_part(peer)]
-            late = [peer for peer in present if turns[peer] < mine]
-            return [peer for peer in late if not self.buffer.has_finished(peer)]
+            turns = self._turns
+            late = [peer for peer in self._present() if turns[peer] < mine]
+            return [peer for peer in late if not self.ranks.has_finished(peer)]
 
         def whom() -> str:
             return " and ".join(f"rank {peer}" for peer in behind())
@@ -161,20 +132,15 @@ class HogwildSync(Sync):
 
     def come_back(self) -> Comeback | None:
         """None where the other workers have not begun to train."""
-        if not self._is_away or not int(self.buffer.turns.max()):
+        turns = self._turns
+        if not self._is_away or not int(turns.max()):
             return None
         self._is_away = False
-        lost_at = self.buffer.job_steps(self.rank)
-        self.buffer.take_turn()
-        self.update.steps = self.buffer.job_steps(self.rank)
+        lost_at = int(self.ranks.job_steps[self.rank])
+        self.ranks.marks[self.rank, _MISSED] = int(turns.max()) - int(self.shared_steps[self.rank])
+        self.update.steps = int(self.ranks.job_steps.max())
+        self.ranks.job_steps[self.rank] = self.update.steps
         return Comeback(self.update.steps, lost_at)
-
-    def meet(self, number: int, generations: Sequence[int]) -> None:
-        self._generations = generations
-
-    def _takes_part(self, peer: int) -> bool:
-        generations = self._generations
-        return generations is None or generations[peer] == self.buffer.life(peer)
 
     def after_load(self) -> None:
         """All workers have written the same shared weights; none trains before the last one has."""
@@ -187,7 +153,7 @@ class HogwildSync(Sync):
         return {
             "steps": self.steps,
             "bytes_sent": 0,
-            "shared_bytes": len(self.buffer.memory),
+            "shared_bytes": len(self.ranks.memory),
             "updates_in_between": self.behind / max(1, self.steps),
             "most_updates_in_between": self.most_behind,
         }
@@ -198,16 +164,6 @@ class HogwildSync(Sync):
             f"between reading and writing the weights others made {mean:.1f} updates on average"
         ]
 
-    def close(self) -> None:
-        self.buffer.close()
-
-    def _sums(self) -> list[Tensor]:
-        """What Adagrad adds up, parameter by parameter; nothing under other optimizers."""
-        optimizer = self.update.optimizer
-        if not isinstance(optimizer, torch.optim.Adagrad):
-            return []
-        return [optimizer.state[p]["sum"] for p in self.flat.params]
-
     def _put_sums(self, new: bool = False) -> None:
         """Let the optimizer use the shared sums, which are to be its own if those are new."""
         if not self._shared_sums:
@@ -217,6 +173,14 @@ class HogwildSync(Sync):
             if new:
                 shared.copy_(state[p]["sum"])
             state[p]["sum"] = shared
+
+
+def _sums(replica: Replica) -> list[Tensor]:
+    """What Adagrad adds up, parameter by parameter; nothing under other optimizers."""
+    optimizer = replica.update.optimizer
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return []
+    return [optimizer.state[p]["sum"] for p in replica.flat.params]
 
 
 def _views(

@@ -1,4 +1,4 @@
-"""Memory of all workers, where lost ones may come back: `shoal run --restart`."""
+"""Memory of all workers of a host, and workers of it that come back: `shoal run --restart`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shoal.comm.objects import broadcast_bytes
-from shoal.errors import PeerLost, RunOver
+from shoal.comm.objects import all_gather_bytes, broadcast_bytes
+from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.runtime.files import write_atomically
-from shoal.sync.base import Replica
+from shoal.sync.base import Replica, Sync
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
+from shoal.transport.shm.rank_memory import RankMemory, header_bytes
 
 
 def comes_back(replica: Replica) -> bool:
@@ -24,7 +26,61 @@ def comes_back(replica: Replica) -> bool:
     return replica.config.takes_back and replica.config.run_dir is not None
 
 
-def join_memory(
+class InRankMemory(Sync):
+    """A sync whose workers share memory, and are left out of it or come back one by one."""
+
+    synchronous = False
+    collects = False
+    ranks: RankMemory
+
+    def __init__(self, replica: Replica, num_bytes: int, fill: Callable[[mmap.mmap], None]):
+        """`fill` writes the memory before another worker sees it; all workers call it."""
+        self.flat = replica.flat
+        self.update = replica.update
+        self.group = replica.group
+        self.rank = replica.group.rank
+        self.size = replica.group.size
+        self._generations: Sequence[int] | None = None  # of the workers at a meeting
+        self._is_apart = comes_back(replica)  # workers come when they come
+        self._is_away = self._is_apart and replica.config.generation > 0
+        self.ranks = self._join(replica, num_bytes, fill)
+
+    def _join(
+        self, replica: Replica, num_bytes: int, fill: Callable[[mmap.mmap], None]
+    ) -> RankMemory:
+        run_dir = replica.config.run_dir
+        if self._is_apart and run_dir is not None:
+            lasting = _join_lasting(replica, header_bytes(self.size) + num_bytes, fill)
+            place = (self.rank, self.size, replica.config.generation)
+            return RankMemory.lasting(lasting, place, run_dir.has_ended)
+        exchange = partial(all_gather_bytes, self.group, device=self.flat.device)
+        ranks = RankMemory.join(exchange, self.rank, self.size, num_bytes)
+        if ranks is None:
+            raise BadInput(
+                "hogwild and asynchronous gossip keep weights in memory that all workers share, "
+                "and these share none: run them as one user on one Linux host with "
+                f"{num_bytes / 1e9:.3g} GB free, or take ddp"
+            )
+        if self.rank == 0:
+            fill(ranks.memory)
+        self.group.barrier().wait()
+        return ranks
+
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        self._generations = generations
+
+    def _present(self) -> list[int]:
+        """The ranks that take part in what all do together."""
+        generations = self._generations
+        if generations is None:
+            return list(range(self.size))
+        return [r for r in range(self.size) if generations[r] == self.ranks.incarnation(r)]
+
+    def close(self) -> None:
+        self.ranks.close()
+
+
+def _join_lasting(
     replica: Replica, num_bytes: int, fill: Callable[[mmap.mmap], None]
 ) -> LastingMemory:
     """All workers call it, each when it comes."""
@@ -46,11 +102,17 @@ def join_memory(
         raise PeerLost(rank, None, doing) from error
 
 
+# ---------------------------------------------------------------------- BatchNorm's statistics
+
 _EVERY_S = 1.0
 
 
 class KeptStatistics:
-    """Those of one worker."""
+    """Running statistics of one worker, where each has its own and servers hold the weights.
+
+    Every worker writes its own into a file of the run, at most once a second, and one that comes
+    back begins with the latest of them.
+    """
 
     def __init__(self, folder: Path, rank: int, tensors: Sequence[Tensor]):
         folder.mkdir(mode=0o700, exist_ok=True)

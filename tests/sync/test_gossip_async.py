@@ -20,7 +20,7 @@ from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.train import checkpoint
 from shoal.train.job import Job
-from shoal.transport.shm.versioned_pages import VersionedPages
+from shoal.transport.shm.rank_memory import RankMemory
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.scripts import shoal
@@ -123,7 +123,7 @@ def test_one_that_has_finished_counts_in_the_mean_and_is_not_waited_for(world: W
         if group.rank == 0:
             for _ in range(2):
                 sync._lay_out()  # further than rank 3 will ever be
-            sync.pages.has_died = {1, 2}.__contains__  # type: ignore[method-assign]
+            sync.ranks.has_died = {1, 2}.__contains__  # type: ignore[method-assign]
             with sync.full_weights():
                 mean = float(sync.flat.data[-1])
             assert float(sync.flat.data[-1]) == 0.0
@@ -176,9 +176,9 @@ def test_buffers_are_averaged_for_an_evaluation(world: World) -> None:
 
 
 def test_without_common_memory_it_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VersionedPages, "join", classmethod(lambda cls, *args: None))
+    monkeypatch.setattr(RankMemory, "join", classmethod(lambda cls, *args: None))
     models = [mlp() for _ in range(2)]
-    with pytest.raises(BadInput, match='take mode="sync"'):
+    with pytest.raises(BadInput, match=r"share none: .* take ddp"):
         world(2, lambda group: alone(group, models[group.rank]))
 
 

@@ -210,7 +210,7 @@ def test_evaluating_waits_for_workers_that_are_behind(world: World) -> None:
         sync = step.sync
         assert isinstance(sync, HogwildSync)
         with sync.full_weights():
-            steps = int(sync.buffer.steps.min())
+            steps = int(sync.shared_steps.min())
         return steps, job.evaluate(F.cross_entropy, data)
 
     found = world(3, body)

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer
-from shoal.transport.shm.shared_buffer import SharedBuffer
+from shoal.transport.shm.rank_memory import FREE_MARK, RankMemory
 from tests.comm.shm import Table
 from tests.descriptors import memory_descriptors
 
@@ -110,17 +110,17 @@ def test_ranks_write_one_buffer_and_see_who_has_finished() -> None:
     table = Table(2)
 
     def main(rank: int) -> tuple[bytes, list[int], bool, bool]:
-        buffer = SharedBuffer.join(table.exchange(rank), rank, 2, 16)
+        buffer = RankMemory.join(table.exchange(rank), rank, 2, 16)
         assert buffer is not None
         buffer.memory[buffer.offset + rank] = 65 + rank
-        buffer.steps[rank] = 10 + rank
+        buffer.marks[rank, FREE_MARK] = 10 + rank
         table.exchange(rank)(b"")
         if rank == 1:
             buffer.close()
         table.exchange(rank)(b"")
         ended = buffer.has_finished(1), buffer.has_died(1)
         body = buffer.memory[buffer.offset : buffer.offset + 2]
-        steps = buffer.steps.tolist()
+        steps = buffer.marks[:, FREE_MARK].tolist()
         if rank == 0:
             buffer.close()
         return body, steps, *ended
@@ -133,8 +133,8 @@ def test_ranks_that_want_another_size_of_buffer_all_get_none() -> None:
     table = Table(2)
     before = memory_descriptors()
 
-    def main(rank: int) -> SharedBuffer | None:
-        return SharedBuffer.join(table.exchange(rank), rank, 2, 16 + 64 * rank)
+    def main(rank: int) -> RankMemory | None:
+        return RankMemory.join(table.exchange(rank), rank, 2, 16 + 64 * rank)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(main, range(2))) == [None, None]

@@ -8,27 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-import pytest
 
 from shoal.transport.shm import versioned_pages
-from shoal.transport.shm.versioned_pages import VersionedPages
+from shoal.transport.shm.rank_memory import RankMemory
+from shoal.transport.shm.versioned_pages import VersionedPages, page_bytes
 from tests.comm.shm import Table
-from tests.descriptors import memory_descriptors
 
 T = TypeVar("T")
 
 
-def on_pages(size: int, num_bytes: int, work: Callable[[VersionedPages], T]) -> list[T]:
+def on_pages(size: int, num_bytes: int, work: Callable[[VersionedPages, int], T]) -> list[T]:
     table = Table(size)
 
     def main(rank: int) -> T:
-        pages = VersionedPages.join(table.exchange(rank), rank, num_bytes)
-        assert pages is not None
+        ranks = RankMemory.join(table.exchange(rank), rank, size, size * page_bytes(num_bytes))
+        assert ranks is not None
         try:
-            return work(pages)
+            return work(VersionedPages(ranks, num_bytes), rank)
         finally:
-            table.exchange(rank)(b"")  # no rank closes while another still reads
-            pages.close()
+            ranks.close()
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(main, range(size)))
@@ -41,17 +39,17 @@ def page(value: int, num_bytes: int = 100) -> np.ndarray:
 def test_the_latest_version_is_read_and_only_once() -> None:
     barrier = threading.Barrier(2, timeout=60)
 
-    def work(pages: VersionedPages) -> list[tuple[int | None, int]]:
+    def work(pages: VersionedPages, rank: int) -> list[tuple[int | None, int]]:
         into = page(0)
         seen = []
-        if pages.rank == 0:
+        if rank == 0:
             seen.append((pages.read(1, into), int(into[0])))
         barrier.wait()
-        if pages.rank == 1:
+        if rank == 1:
             pages.write(page(7))
             pages.write(page(8))
         barrier.wait()
-        if pages.rank == 0:
+        if rank == 0:
             version = pages.read(1, into)
             seen.append((version, int(into[0])))
             seen.append((pages.read(1, into, newer_than=2), int(into[0])))
@@ -64,8 +62,8 @@ def test_a_page_is_never_read_half_written() -> None:
     """Each version is one value all over; a reader that overlaps two would see both."""
     done = threading.Event()
 
-    def work(pages: VersionedPages) -> int:
-        if pages.rank == 0:
+    def work(pages: VersionedPages, rank: int) -> int:
+        if rank == 0:
             for value in range(300):
                 pages.write(page(value % 256, 1 << 16))
             done.set()
@@ -85,47 +83,31 @@ def test_a_page_is_never_read_half_written() -> None:
 
 
 def test_a_reader_that_is_overtaken_gives_up() -> None:
-    def work(pages: VersionedPages) -> int | None:
+    def work(pages: VersionedPages, rank: int) -> int | None:
         pages.write(page(1))
-        first = pages._pages[0]
-        first.header[versioned_pages._BEGUN] = 3  # the writer is in the slot of version 1 again
+        pages._marks[0, versioned_pages._BEGUN] = 3  # the writer is in the slot of version 1 again
         return pages.read(0, page(0))
 
     assert on_pages(1, 100, work) == [None]
 
 
 def test_a_closed_page_stays_readable() -> None:
-    first = Table(2)
-    second = threading.Barrier(2, timeout=60)
+    closed = threading.Barrier(2, timeout=60)
+    table = Table(2)
 
     def main(rank: int) -> int:
-        pages = VersionedPages.join(first.exchange(rank), rank, 100)
-        assert pages is not None
+        ranks = RankMemory.join(table.exchange(rank), rank, 2, 2 * page_bytes(100))
+        assert ranks is not None
+        pages = VersionedPages(ranks, 100)
         pages.write(page(rank + 1))
         if rank == 0:
-            pages.close()
-            second.wait()
-            return 0
-        second.wait()
+            ranks.close()
+        closed.wait()
         into = page(0)
         pages.read(0, into)
-        assert pages.has_closed(0) and not pages.has_died(0)
-        pages.close()
+        assert ranks.has_closed(0) and not ranks.has_died(0)
+        ranks.close()
         return int(into[0])
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(main, range(2))) == [0, 1]
-
-
-@pytest.mark.parametrize("refuses", [0, 1])
-def test_where_one_rank_cannot_all_get_none(refuses: int) -> None:
-    table = Table(2)
-    before = memory_descriptors()
-
-    def main(rank: int) -> VersionedPages | None:
-        size = 100 if rank == refuses else 200  # another model: its page is not taken
-        return VersionedPages.join(table.exchange(rank), rank, size)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(main, range(2))) == [None, None]
-    assert memory_descriptors() == before
+        assert list(pool.map(main, range(2))) == [1, 1]

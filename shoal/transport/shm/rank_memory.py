@@ -1,0 +1,123 @@
+"""Memory that the ranks of a host read and write at any time, without locks.
+
+    [ a line of marks for each rank ]  [ body ................................ ]
+      generation (rank 0's line), closed, incarnation, steps of the job, those of its user
+
+Rank 0 makes it and the others open it. Where ranks may come back, or come late, it is a
+`LastingMemory`.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.transport.shm import memfd
+from shoal.transport.shm.lasting_memory import LastingMemory
+from shoal.transport.shm.memfd import Exchange, Offer
+from shoal.transport.shm.process_exit import close_pidfds, has_ended, open_pidfds
+
+_LINE = 8  # marks of a rank: one cache line of int64
+_GENERATION, _CLOSED, _INCARNATION, _JOB_STEPS = range(4)
+FREE_MARK = 4  # the first mark that is the user's
+
+
+class RankMemory:
+    """One process's view. Made by `join` or `lasting`."""
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        size: int,
+        has_ended: Callable[[int], bool],
+        release: Callable[[], None],
+    ):
+        """`has_ended(peer)` tells whether the process of a rank has ended."""
+        self.memory = memory
+        self.rank = rank
+        self.size = size
+        self.offset = header_bytes(size)  # where the body begins in `memory`
+        lines = np.frombuffer(memory, np.int64, _LINE * size)
+        self.marks: NDArray[np.int64] = lines.reshape(size, _LINE)
+        self._has_ended = has_ended
+        self._release: Callable[[], None] | None = release
+
+    @classmethod
+    def join(cls, exchange: Exchange, rank: int, size: int, num_bytes: int) -> RankMemory | None:
+        """All ranks call it with the same size of body; None on all of them if one cannot join."""
+        num_bytes += header_bytes(size)
+        generation = memfd.new_generation()
+        fd = memfd.make("shoal-ranks", num_bytes, generation) if rank == 0 else -1
+
+        def attach(offers: list[Offer]) -> RankMemory:
+            pidfds = open_pidfds([offer.pid for offer in offers])
+            try:
+                memory = offers[0].map(num_bytes)
+            except (OSError, ValueError):
+                close_pidfds(pidfds)
+                raise
+            release = partial(close_pidfds, pidfds)
+            return cls(memory, rank, size, lambda peer: has_ended(pidfds[peer]), release)
+
+        return memfd.rendezvous(exchange, fd, attach, cls.release, generation)
+
+    @classmethod
+    def lasting(
+        cls,
+        lasting: LastingMemory,
+        place: tuple[int, int, int],
+        has_ended: Callable[[int, int], bool],
+    ) -> RankMemory:
+        """`place` is the rank, the number of ranks, and the incarnation of this one.
+
+        `has_ended(rank, incarnation)` tells whether that process of a rank has ended.
+        """
+        rank, size, incarnation = place
+
+        def ended(peer: int) -> bool:
+            return has_ended(peer, made.incarnation(peer))
+
+        made = cls(lasting.memory, rank, size, ended, lasting.close)
+        made.marks[rank, _INCARNATION] = incarnation
+        made.marks[rank, _CLOSED] = 0
+        return made
+
+    def incarnation(self, peer: int) -> int:
+        """How often its process was started again."""
+        return int(self.marks[peer, _INCARNATION])
+
+    @property
+    def job_steps(self) -> NDArray[np.int64]:
+        """The step that each rank has begun last; a rank writes its own entry only."""
+        return self.marks[:, _JOB_STEPS]
+
+    def has_closed(self, peer: int) -> bool:
+        """It changes nothing any more."""
+        return bool(self.marks[peer, _CLOSED])
+
+    def has_finished(self, peer: int) -> bool:
+        """It has closed, or its process has ended."""
+        return self.has_closed(peer) or self._has_ended(peer)
+
+    def has_died(self, peer: int) -> bool:
+        """Its process has ended before it closed."""
+        return self.has_finished(peer) and not self.has_closed(peer)
+
+    def close(self) -> None:
+        """This rank changes nothing any more. The memory stays mapped while tensors show it."""
+        self.marks[self.rank, _CLOSED] = 1
+        self.release()
+
+    def release(self) -> None:
+        if self._release is not None:
+            self._release()
+        self._release = None
+
+
+def header_bytes(size: int) -> int:
+    return size * _LINE * 8
