@@ -215,3 +215,30 @@ def each_once(workers: Workers) -> Iterator[list[float]]:
     for epoch in range(EPOCHS):
         steps = range(epoch * PER_EPOCH, (epoch + 1) * PER_EPOCH)
         yield sorted(sample for step in steps for sample in workers.samples[step])
+
+
+def wait_for_request(job: Job) -> None:
+    """Until a worker asks to join."""
+    assert job._elastic is not None
+    while not job._elastic.group.membership.has_newcomers():
+        threading.Event().wait(0.001)
+
+
+class Return:
+    """Worker 1 comes back when the others are at step 6, where they wait for its request."""
+
+    def __init__(self) -> None:
+        self._at_six = threading.Event()
+
+    @staticmethod
+    def is_late(job: Job) -> bool:
+        return job._services.config.generation > 0
+
+    def wait(self, job: Job) -> None:
+        if job.steps == 6 and not self.is_late(job):
+            self._at_six.set()
+            wait_for_request(job)
+
+    def come_back(self, workers: Workers) -> None:
+        assert self._at_six.wait(60)
+        workers.live(1, 1)

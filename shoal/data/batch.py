@@ -5,7 +5,6 @@ A batch keeps the form that the dataset or `collate` gives it: a tuple, a dict, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,16 +47,6 @@ class Batch(tuple[Any, ...], BatchPart):
     def content(self) -> Any:
         return tuple(self) if self.given is None else self.given
 
-    @property
-    def parts(self) -> tuple[int, ...]:
-        _warn_renamed("Batch.parts", "Batch.microbatch_sizes")
-        return self.microbatch_sizes
-
-    @property
-    def of(self) -> int:
-        _warn_renamed("Batch.of", "Batch.concurrent")
-        return self.concurrent
-
 
 class DictBatch(dict[Any, Any], BatchPart):
     """A replica's rows of a global batch that is a dict."""
@@ -82,7 +71,3 @@ def batch_of(content: Any, total: int, microbatch_sizes: Sequence[int]) -> AnyBa
     batch = Batch((content,), total, microbatch_sizes)
     batch.given = content
     return batch
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)

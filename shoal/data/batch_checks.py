@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group, Op
-from shoal.data.batch_options import BatchOptions
 from shoal.data.samplers import check_sampler, is_stream
+from shoal.data.sampling import BatchOptions
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import AnyBatch
-from shoal.data.batch_options import BatchOptions
 from shoal.data.position import LoopPosition
 from shoal.data.samplers import SampleLists, collate_rows, draw_order, is_stream, sampler_length
 from shoal.data.sampling import (
+    BatchOptions,
     BatchSplit,
     DatasetBatches,
     FullDatasetBatch,

@@ -7,7 +7,7 @@ replica 2   samples 6 7 8   sums ─┘
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,47 @@ from torch import Tensor
 
 from shoal.comm.elastic import ElasticSum
 from shoal.data.batch import AnyBatch
-from shoal.data.redistribute import SampleAssignment
 from shoal.data.rows import move_to
-from shoal.data.sampling import Collate, DatasetBatches
+from shoal.data.sampling import BatchSplit, Collate, DatasetBatches, Loading
 from shoal.errors import BadInput
 from shoal.observe.trace import OFF, Tracer
 from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch import preserve_modes
 from shoal.train.step import Step
+
+
+@dataclass(frozen=True)
+class SampleAssignment:
+    """Every batch of `samples`, in order, is split over `ranks`."""
+
+    samples: Tensor  # their indices in the dataset
+    ranks: tuple[int, ...]
+    batch_size: int
+    collate: Collate | None = None
+
+    def batches(self, dataset: Any, rank: int) -> DatasetBatches:
+        """The batches of one rank."""
+        loading = Loading(self.batch_size, collate=self.collate)
+        return DatasetBatches(dataset, self.samples, self._split(rank), loading)
+
+    def samples_of(self, rank: int) -> Tensor:
+        """The indices of the samples of one rank."""
+        split = self._split(rank)
+        batches = torch.split(self.samples, self.batch_size)
+        return torch.cat(
+            [batch[r.start : r.stop] for batch in batches for r in split.rows(len(batch))]
+        )
+
+    def without(self, missing: Collection[int]) -> SampleAssignment:
+        """The samples of the missing ranks, assigned to the others."""
+        lost = [self.samples_of(rank) for rank in missing]
+        samples = torch.cat(lost) if lost else self.samples[:0]
+        surviving = tuple(rank for rank in self.ranks if rank not in missing)
+        return SampleAssignment(samples, surviving, self.batch_size, self.collate)
+
+    def _split(self, rank: int) -> BatchSplit:
+        return BatchSplit(self.ranks.index(rank), len(self.ranks))
+
 
 Metric = Callable[..., Any]  # (outputs, targets) to a number or a dict of numbers
 

@@ -17,8 +17,7 @@ from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
-from shoal.data.batch_options import BatchOptions
-from shoal.data.sampling import BatchSplit, Collate, mix
+from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
 from shoal.observe.throughput import LossWatch, Throughput

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
-from shoal.data.batch_options import BatchOptions
 from shoal.data.position import LoopPosition, Positions, positions_of
-from shoal.data.sampling import BatchSplit
+from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
 from shoal.train import checkpoint
@@ -41,6 +40,11 @@ def broken_in_the_second_epoch(job: Job) -> Iterator[Any]:
         if job.steps == 4:
             break
     yield from job.batches(samples(25), 10)
+
+
+def own_epochs(job: Job) -> Iterator[Any]:
+    for _ in range(3):
+        yield from job.batches(samples(25), 10)
 
 
 def two_after_each_other(job: Job) -> Iterator[Any]:
@@ -122,6 +126,7 @@ def losses(loops: Loops, path: Path, save_at: int | None, load: bool = False) ->
 @pytest.mark.parametrize(
     ("loops", "saves"),
     [
+        (own_epochs, [1, 3, 4, 8, 9]),
         (broken_epochs, [1, 3, 5]),
         (broken_in_the_second_epoch, [2, 3, 5, 6]),
         (two_after_each_other, [1, 4, 5, 8]),

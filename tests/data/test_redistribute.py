@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.redistribute import SampleAssignment
+from shoal.train.evaluate import SampleAssignment
 
 
 def assigned(samples: int, ranks: tuple[int, ...], batch_size: int) -> SampleAssignment:

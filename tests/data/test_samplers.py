@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
@@ -16,8 +15,9 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.jobs import SGD, job_of
-from tests.models import mlp, samples
+from tests.data.test_positions import losses
+from tests.jobs import job_of
+from tests.models import samples
 
 NUMBERS = TensorDataset(torch.arange(20))
 WEIGHTS = torch.arange(1.0, 26.0).tolist()
@@ -68,19 +68,8 @@ def test_replicas_divide_the_batches_of_one_device(
 def test_a_run_goes_on_in_place(
     tmp_path: Path, batches: Callable[[Job], Iterator[Any]], stop: int
 ) -> None:
-    def losses(load: bool) -> list[float]:
-        job = job_of()
-        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-        if load:
-            job.load(tmp_path)
-        found = []
-        for batch in batches(job):
-            found.append(step(batch).item())
-            if job.steps == stop and not load:
-                job.save(tmp_path)
-        return found
-
-    assert losses(load=False)[stop:] == losses(load=True)
+    whole = losses(batches, tmp_path, stop)
+    assert losses(batches, tmp_path, None, load=True) == whole[stop:]
 
 
 def test_a_sampler_chooses_the_samples() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.data.batch import Batch
-from shoal.data.rows import num_rows, take
+from shoal.data.rows import take
 from shoal.data.sampling import (
     BatchSplit,
     DatasetBatches,
@@ -245,14 +245,6 @@ def test_all_samples_come_once_in_the_order_of_the_permutation() -> None:
     assert [(b.total, b.microbatch_sizes) for b in batches] == [(5, (5,)), (5, (5,)), (3, (3,))]
 
 
-def test_replicas_together_see_each_batch_of_one_replica() -> None:
-    data = TensorDataset(torch.arange(13), torch.arange(13))
-    alone = [sorted(x.tolist()) for x, _ in epoch_of(data)]
-    parts = [epoch_of(data, split=BatchSplit(r, 3)) for r in range(3)]
-    for i, whole in enumerate(alone):
-        assert sorted(n for part in parts for n in part[i][0].tolist()) == whole
-
-
 def test_an_empty_part_holds_one_row_that_stands_in() -> None:
     data = TensorDataset(torch.arange(11), torch.arange(11))
     last = [epoch_of(data, split=BatchSplit(r, 3))[-1] for r in range(3)]
@@ -308,15 +300,6 @@ def test_collate_makes_a_batch_of_samples() -> None:
         for x, y in epoch_of(dataset, collate=pad):
             assert x.shape == (len(y), int(y.max()) + 1)
             assert torch.equal(x[:, 0], y.float())
-
-
-def test_samples_may_hold_dicts_and_tuples() -> None:
-    x, y = samples(13).tensors
-    dicts = [({"a": a, "more": (a, 2 * a)}, b) for a, b in zip(x, y, strict=True)]
-    for batch, plain in zip(epoch_of(dicts), epoch_of(samples(13)), strict=True):
-        inputs, targets = batch
-        assert torch.equal(inputs["a"], plain[0]) and torch.equal(targets, plain[1])
-        assert torch.equal(inputs["more"][1], 2 * plain[0])
 
 
 # -------------------------------------------------------------------------- iterables
@@ -397,18 +380,6 @@ def test_a_batch_keeps_the_form_of_its_samples() -> None:
     assert found["dict of dicts"]["x"]["a"].shape == (2, 2)
 
 
-def test_num_rows_counts_samples() -> None:
-    assert num_rows(({"a": torch.ones(3, 2)}, torch.ones(3))) == 3
-
-
-def test_a_batch_is_a_pair() -> None:
-    batch = Batch((torch.ones(2), torch.zeros(2)), 4, [1, 1])
-    x, y = batch
-    assert len(batch) == 2 and x.sum() == 2 and y.sum() == 0
-    assert batch.microbatch_sizes == (1, 1) and batch.total == 4
-    assert Counter(map(len, tensors_of(batch))) == {2: 2}
-
-
 @given(st.integers(0, 40), st.integers(1, 6))
 def test_round_robin_takes_every_batch_once_and_gives_all_replicas_equally_many(
     num_batches: int, replicas: int
@@ -426,11 +397,3 @@ def test_round_robin_takes_every_batch_once_and_gives_all_replicas_equally_many(
         expected = range(whole * replicas, num_batches)
         parts = [(batch, BatchSplit(r, replicas, microbatches=2)) for batch in expected]
         assert batches[whole:] == parts
-
-
-def test_the_old_names_of_a_batch_still_work_and_say_the_new_ones() -> None:
-    batch = Batch((torch.ones(2), torch.zeros(2)), 4, [1, 1])
-    with pytest.warns(DeprecationWarning, match=r"Batch\.parts is now Batch\.microbatch_sizes"):
-        assert batch.parts == (1, 1)
-    with pytest.warns(DeprecationWarning, match=r"Batch\.of is now Batch\.concurrent"):
-        assert batch.of == 1

@@ -43,25 +43,14 @@ def refused(path: Path, match: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
-def test_a_flipped_byte_is_noticed(saved: Path, part: str) -> None:
+@pytest.mark.parametrize("keep", [None, 0, 7, 100])
+def test_a_changed_file_is_noticed(saved: Path, part: str, keep: int | None) -> None:
+    """A flipped byte, and a truncated file."""
     file = file_of(saved, part)
     data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+    data[-3] ^= keep is None
+    file.write_bytes(data[:keep])
     refused(saved, f"is damaged: .*{file.name}.* has changed")
-
-
-@pytest.mark.parametrize("part", ["model", "optimizer"])
-@pytest.mark.parametrize("keep", [0, 7, 100])
-def test_a_truncated_file_is_noticed(saved: Path, part: str, keep: int) -> None:
-    file = file_of(saved, part)
-    file.write_bytes(file.read_bytes()[:keep])
-    refused(saved, f"is damaged: .*{file.name}.* has changed")
-
-
-@pytest.mark.parametrize("part", ["model", "optimizer"])
-def test_a_missing_file_is_named(saved: Path, part: str) -> None:
-    file = file_of(saved, part)
     file.unlink()
     refused(saved, f"is damaged: .*{file.name}")
 
@@ -83,16 +72,11 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "\x00\x01", "[" * 100_000, '{"a": ' * 100_000, "1" * 10_000, "nan", "\ufffd"],
-    ids=["empty", "cut", "binary", "deep list", "deep table", "huge", "nan", "strange"],
+    ["", "{", "\x00\x01", "[" * 100_000, '{"a": ' * 100_000, "1" * 10_000, "nan", "\ufffd", "\xff"],
+    ids=["empty", "cut", "binary", "deep list", "deep table", "huge", "nan", "strange", "no text"],
 )
 def test_a_manifest_that_is_no_json_is_refused(saved: Path, text: str) -> None:
-    (saved / "manifest.json").write_text(text)
-    refused(saved, "its manifest is not JSON")
-
-
-def test_a_manifest_that_is_no_text_is_refused(saved: Path) -> None:
-    (saved / "manifest.json").write_bytes(b"\xff\xfe\x00{}")
+    (saved / "manifest.json").write_text(text, encoding="latin-1" if text == "\xff" else "utf-8")
     refused(saved, "its manifest is not JSON")
 
 
@@ -112,20 +96,8 @@ def test_a_manifest_of_another_form_is_refused(saved: Path, document: Any) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        "../../etc/passwd",
-        "/etc/passwd",
-        "sub/model.safetensors",
-        "..",
-        ".",
-        "",
-        ".hidden",
-        "a\x00b",
-        "\ud800",
-        "x" * 5000,
-        None,
-        5,
-        ["a"],
-        {"a": 1},
+        *("../../etc/passwd", "/etc/passwd", "sub/model.safetensors", "..", ".", "", ".hidden"),
+        *("a\x00b", "\ud800", "x" * 5000, None, 5, ["a"], {"a": 1}),
     ],
     ids=repr,
 )
@@ -207,19 +179,6 @@ def test_nothing_but_a_checkpoint_error_comes_out_of_a_strange_manifest(
         lambda model: model["optimizer"]["groups"][0].update(lr="fast"),
         lambda model: model["optimizer"]["groups"][1].update(betas=7),
         lambda model: model["optimizer"]["groups"][0].update(weight_decay=None),
-    ],
-    ids=[
-        "tied is a list",
-        "tied to a list",
-        "steps is text",
-        "steps below 0",
-        "no optimizer",
-        "groups are numbers",
-        "values is a list",
-        "a value is a number",
-        "lr is text",
-        "betas is a number",
-        "weight_decay is nothing",
     ],
 )
 def test_a_wrong_type_in_the_manifest_is_refused(

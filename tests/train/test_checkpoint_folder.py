@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.errors import CheckpointError
@@ -122,10 +123,13 @@ def test_what_a_killed_save_leaves_is_removed_by_the_next(tmp_path: Path, place:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_failed_save_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     def fail(tensors: dict[str, Tensor], file: Path) -> None:
         file.write_bytes(b"half")
-        raise OSError("no space left")
+        raise kind("no space left")
 
     checkpoint.write(tmp_path, small(1))
     before = sorted(tmp_path.iterdir())

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from shoal.comm.board import GroupMember
 from shoal.train.job import Job
-from tests.elastic import BATCH, EPOCHS, Workers, alone, exact_step, numbered
-from tests.train.test_elastic_training import accuracy, wait_for_request
+from tests.elastic import (
+    BATCH,
+    EPOCHS,
+    Return,
+    Workers,
+    alone,
+    exact_step,
+    numbered,
+    wait_for_request,
+)
+from tests.train.test_elastic_training import accuracy
 from tests.train.test_elastic_zero import STAGES, assert_same_bits, undisturbed
 
 UPDATED_IN = 7  # the step
@@ -30,26 +39,18 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(
     folder: Path, strategy: str, wanted: Any, lost: GroupMember, call: int, when: str
 ) -> Workers:
-    """Worker 1 comes back when the others are at step 6, who wait for its request."""
-    at_six = threading.Event()
+    returning = Return()
 
     def train(workers: Workers, job: Job) -> list[float]:
         step = exact_step(job)
-        is_late = job._services.config.generation > 0
         losses = []
         for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
             losses.append(float(step(batch)))
             if job.steps % 4 == 0:
                 losses.append(round(job.evaluate(accuracy, numbered()), 9))
-            if job.steps == 6 and not is_late:
-                at_six.set()
-                wait_for_request(job)
+            returning.wait(job)
         job.save(workers.folder / "saved")
-        return wanted[0] if is_late else losses
-
-    def come_back() -> None:
-        assert at_six.wait(60)
-        workers.live(1, 1)
+        return wanted[0] if returning.is_late(job) else losses
 
     workers = Workers(
         folder,
@@ -59,7 +60,7 @@ def run(
         dies={GroupMember(1, 0): (5, "before")},
         dies_in={lost: (ADMITTING, call, when)},
     )
-    workers.run(come_back)
+    workers.run(lambda: returning.come_back(workers))
     return workers
 
 

@@ -22,7 +22,7 @@ from shoal.comm.board import GroupMember
 from shoal.errors import BadInput
 from shoal.train import checkpoint
 from shoal.train.job import Job
-from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Workers
+from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Return, Workers
 from tests.numbered import Killed
 
 SAMPLES = BATCH * PER_EPOCH
@@ -215,37 +215,20 @@ def test_other_batches_than_those_of_the_job_are_refused_where_several_steps_are
 
 @pytest.mark.parametrize("strategy", [LOCALSGD, RING, ONE_PEER])
 def test_a_worker_that_comes_back_is_admitted_and_used(tmp_path: Path, strategy: str) -> None:
-    """It comes when the others are at step 6, and they go on when it has asked to join."""
-    at_six, asks = threading.Event(), threading.Event()
+    returning = Return()
     used: list[int] = []
 
     def wait(job: Job) -> None:
-        if job._services.config.generation:
+        if returning.is_late(job):
             used.append(job.steps)
-        elif job.steps == 6:
-            if job.replica == 0:  # which admits it when it fetches the next batch
-                at_six.set()
-            assert asks.wait(30)
-            wait_for_request(job)
-
-    def come_back() -> None:
-        assert at_six.wait(30)
-        asks.set()
-        workers.live(1, 1)
+        returning.wait(job)
 
     dies = {GroupMember(1, 0): (3 if strategy == LOCALSGD else 12, "before")}
     workers = Workers(tmp_path, 3, partial(train, at_step=wait), strategy, dies=dies)
-    workers.run(come_back)
+    workers.run(lambda: returning.come_back(workers))
     assert used == list(range(8 if strategy == LOCALSGD else 7, EPOCHS * PER_EPOCH))
     if strategy != ONE_PEER:  # its replicas differ, and the mean is that of the survivors
         check(workers)
-
-
-def wait_for_request(job: Job) -> None:
-    assert job._elastic is not None
-    membership = job._elastic.group.membership
-    while not membership.has_newcomers():
-        threading.Event().wait(0.001)
 
 
 @pytest.mark.whole

@@ -20,6 +20,7 @@ from tests.elastic import (
     BATCH,
     EPOCHS,
     PER_EPOCH,
+    Return,
     Workers,
     alone,
     built,
@@ -164,42 +165,27 @@ def test_batches_that_the_script_makes_are_split_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("comes_to", [None, "host 2"])
 def test_a_worker_that_comes_back_is_used(tmp_path: Path, comes_to: str | None) -> None:
-    """It comes when the others are at step 6, and they go on when it has asked to join.
-
-    It comes to the one host of all workers, or to another one than before.
-    """
-    at_six = threading.Event()
-    asks = threading.Event()
+    """It comes to the one host of all workers, or to another one than before."""
+    returning = Return()
 
     def train(workers: Workers, job: Job) -> Any:
         step = exact_step(job)
         results = []
-        is_late = job._services.config.generation > 0
-        if is_late:
-            asks.set()
         for _ in range(EPOCHS):
             for batch in job.batches(numbered(), BATCH):
-                loss = float(step(batch))
-                results.append(loss)
+                results.append(float(step(batch)))
                 with workers.lock:
                     workers.used.setdefault(job.steps, set()).add(job.rank)
-                if job.steps == 6 and not is_late:
-                    at_six.set()
-                    assert asks.wait(30)
-                    wait_for_request(job)
+                returning.wait(job)
             results.append(job.evaluate(accuracy, numbered()))
         return [round(result, 9) for result in results], weights(step)
-
-    def come_back() -> None:
-        assert at_six.wait(30)
-        workers.live(1, 1)
 
     dies = {GroupMember(1, 0): (5, "before")}
     workers = Workers(tmp_path, 3, train, dies=dies)
     if comes_to is not None:
         moved = {GroupMember(1, 1): comes_to}
         workers = HostWorkers(tmp_path, 3, train, dies=dies, moved=moved)
-    workers.run(come_back)
+    workers.run(lambda: returning.come_back(workers))
     wanted = workers.results[0]
     assert same(workers.results[2], wanted)
     assert all(map(torch.equal, workers.results[1][1], wanted[1]))
@@ -227,13 +213,6 @@ def test_a_silent_host_is_lost_when_the_launcher_says_so(tmp_path: Path) -> None
     workers.run()
     wanted = alone(train, tmp_path)
     assert same(workers.results[0], wanted) and same(workers.results[2], wanted)
-
-
-def wait_for_request(job: Job) -> None:
-    assert job._elastic is not None
-    membership = job._elastic.group.membership
-    while not membership.has_newcomers():
-        threading.Event().wait(0.001)
 
 
 def test_the_first_worker_that_is_left_shows_progress(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ from tests.elastic import (
     BATCH,
     EPOCHS,
     PER_EPOCH,
+    Return,
     Workers,
     alone,
     built,
     exact_step,
     numbered,
 )
-from tests.train.test_elastic_training import accuracy, wait_for_request
+from tests.train.test_elastic_training import accuracy
 
 STAGES = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
 SIZE = 4
@@ -145,15 +146,10 @@ def test_neighbours_that_are_lost_at_once_end_the_run(tmp_path: Path, strategy: 
 def test_a_worker_that_comes_back_gets_its_shards(
     tmp_path: Path, wanted: Any, strategy: str
 ) -> None:
-    """It comes when the others are at step 6, and they go on when it has asked to join."""
-    at_six = threading.Event()
-    asks = threading.Event()
+    returning = Return()
 
     def train(workers: Workers, job: Job) -> list[float]:
         step = exact_step(job)
-        is_late = job._services.config.generation > 0
-        if is_late:
-            asks.set()
         losses = []
         for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
             losses.append(float(step(batch)))
@@ -161,19 +157,12 @@ def test_a_worker_that_comes_back_gets_its_shards(
                 workers.used.setdefault(job.steps, set()).add(job.rank)
             if job.steps % 4 == 0:
                 losses.append(round(job.evaluate(accuracy, numbered()), 9))
-            if job.steps == 6 and not is_late:
-                at_six.set()
-                assert asks.wait(30)
-                wait_for_request(job)
+            returning.wait(job)
         job.save(workers.folder / "saved")
-        return wanted[0] if is_late else losses
-
-    def come_back() -> None:
-        assert at_six.wait(30)
-        workers.live(1, 1)
+        return wanted[0] if returning.is_late(job) else losses
 
     workers = Workers(tmp_path, SIZE, train, strategy, dies={GroupMember(1, 0): (5, "before")})
-    workers.run(come_back)
+    workers.run(lambda: returning.come_back(workers))
     assert_same_bits(workers, wanted)
     assert workers.used[6] == {0, 2, 3}
     assert all(workers.used[step] == {0, 1, 2, 3} for step in range(8, EPOCHS * PER_EPOCH + 1))
