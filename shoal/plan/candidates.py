@@ -19,7 +19,7 @@ from functools import lru_cache
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings
-from shoal.plan.sync_price.base import PRICERS
+from shoal.plan.sync_price.catalog import PRICERS
 from shoal.plan.workloads.workload import Recompute, SplitLimits, Workload
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp

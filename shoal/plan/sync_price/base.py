@@ -7,10 +7,8 @@ samples of one global batch; `SyncPrice.updates` says how many updates of the we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import UPDATE_KERNELS, Device
@@ -109,20 +107,6 @@ class SyncPrice:
     sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
     server_bytes: float = 0.0  # into the busiest server in a step; as many come out
     spread_s: tuple[float, float] = NO_SPREAD  # noise: how far steps lie below and above
-
-
-Pricer = Callable[[Any, SyncQuestion], SyncPrice]  # of a term's options
-PRICERS: dict[str, Pricer] = {}
-
-
-def prices(name: str) -> Callable[[Pricer], Pricer]:
-    """Register the price of the sync term of this name."""
-
-    def register(pricer: Pricer) -> Pricer:
-        PRICERS[name] = pricer
-        return pricer
-
-    return register
 
 
 # ------------------------------------------------------------------------------ parts

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from shoal.plan.sync_price.base import PRICERS, SyncPrice, SyncQuestion
+from collections.abc import Callable
+from typing import Any
+
+from shoal.plan.sync_price.base import SyncPrice, SyncQuestion
+from shoal.plan.sync_price.ddp import ddp, mapreduce, single
+from shoal.plan.sync_price.gossip import gossip, hogwild
+from shoal.plan.sync_price.localsgd import localsgd
+from shoal.plan.sync_price.ps import ps
+from shoal.plan.sync_price.zero import zero
 from shoal.strategy.base import SyncTerm
 
-__all__ = ["PRICERS", "SyncPrice", "SyncQuestion", "price_of"]
+PRICERS: dict[str, Callable[[Any, SyncQuestion], SyncPrice]] = {
+    "single": single,
+    "ddp": ddp,
+    "zero": zero,
+    "ps": ps,
+    "gossip": gossip,
+    "hogwild": hogwild,
+    "mapreduce": mapreduce,
+    "localsgd": localsgd,
+}
 
 
 def price_of(term: SyncTerm, question: SyncQuestion) -> SyncPrice:

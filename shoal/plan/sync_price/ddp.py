@@ -13,7 +13,6 @@ from shoal.plan.sync_price.base import (
     SyncQuestion,
     bucketed_gradients,
     plain_memory,
-    prices,
     some,
     synchronous_spread,
     update_part,
@@ -33,7 +32,6 @@ from shoal.schedules.collectives.cost import Link, predicted_s
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
 
 
-@prices("ddp")
 def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         parts = some(waiting_part(question), update_part(question))
@@ -110,13 +108,11 @@ def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     )
 
 
-@prices("single")
 def single(term: Any, question: SyncQuestion) -> SyncPrice:
     parts = some(waiting_part(question), update_part(question))
     return SyncPrice(parts, plain_memory(question), spread_s=synchronous_spread(question))
 
 
-@prices("mapreduce")
 def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     """Priced as one step a batch; batch="full" agrees once for the batches of the whole dataset."""
     p = question.replicas

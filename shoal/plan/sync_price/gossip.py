@@ -33,7 +33,6 @@ from shoal.plan.sync_price.base import (
     bucketed_gradients,
     memory_pass_s,
     plain_memory,
-    prices,
     refuse_several_hosts,
     rollback_bytes,
     rollback_part,
@@ -62,7 +61,6 @@ def mixing_of(graph: str, replicas: int) -> Mixing:
     return mixing_for(graph, replicas)
 
 
-@prices("gossip")
 def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         return SyncPrice((update_part(question),), plain_memory(question))
@@ -243,7 +241,6 @@ def max_heard(graph: str, replicas: int) -> int:
 _READS = 2  # of the shared weights in a step: forward and backward
 
 
-@prices("hogwild")
 def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     """One worker's step, in which the others finish a batch each as well."""
     refuse_several_hosts("hogwild", question)

@@ -15,7 +15,6 @@ from shoal.plan.sync_price.base import (
     SyncQuestion,
     memory_pass_s,
     plain_memory,
-    prices,
     rollback_bytes,
     rollback_part,
     some,
@@ -30,7 +29,6 @@ from shoal.strategy.options import outer_settings
 _PASSES = 9  # difference (3), division (2), step from the agreement (2), copy of it (2)
 
 
-@prices("localsgd")
 def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     replicas = question.replicas
     agreed, sent = _round(term, question) if replicas > 1 else (Part("weights", 0.0, ""), 0.0)

@@ -22,7 +22,6 @@ from shoal.plan.sync_price.base import (
     bucketed_gradients,
     memory_pass_s,
     plain_memory,
-    prices,
     some,
     synchronous_spread,
     update_part,
@@ -108,7 +107,6 @@ def _basis(term: Any, question: SyncQuestion) -> float:
     return math.ceil(4 * question.sizes.factors(factor_rank(term.compress)).right)
 
 
-@prices("ps")
 def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     up = push(term, question, push_bytes(term, question))
     down = pull(term, question, pulled_bytes(term, question))

@@ -21,7 +21,6 @@ from shoal.plan.sync_price.base import (
     SyncQuestion,
     memory_pass_s,
     plain_memory,
-    prices,
     some,
     synchronous_spread,
     update_part,
@@ -43,7 +42,6 @@ from shoal.schedules.shard_copies import held_shards
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
-@prices("zero")
 def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     replicas = question.replicas
     memory = _memory(term, question)
