@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from shoal.coordinator.client import CALL_S, RemoteCoordinator
 from shoal.coordinator.etcd.coordinator import ETCD_CALL_S, EtcdCoordinator
-from shoal.coordinator.etcd.endpoints import check_trusted, is_etcd, parse_endpoints, tls_context
-from shoal.coordinator.etcd.keys import RunKeys
+from shoal.coordinator.etcd.gateway import (
+    RunKeys,
+    check_trusted,
+    is_etcd,
+    parse_endpoints,
+    tls_context,
+)
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig

@@ -21,7 +21,7 @@ from dataclasses import replace
 from shoal.coordinator.alive import forget
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
-from shoal.coordinator.etcd.endpoints import is_etcd
+from shoal.coordinator.etcd.gateway import is_etcd
 from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.chain_members import ChainMembers, follow

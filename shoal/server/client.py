@@ -27,7 +27,7 @@ from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, decode, encode
-from shoal.server.protocol.incarnation import new_incarnation
+from shoal.server.protocol.hello import new_incarnation
 from shoal.server.protocol.messages import (
     Ack,
     BarrierRequest,

@@ -25,7 +25,7 @@ from shoal.server.protocol.connection import Closed, Connection
 from shoal.server.protocol.endpoint import PLAIN, connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.protocol.handshake import authenticate
-from shoal.server.protocol.row_messages import CopiedRows, FollowRows
+from shoal.server.protocol.messages import CopiedRows, FollowRows
 from shoal.server.shared_memory import bytes_of
 
 _CONNECT_S = 5.0

@@ -9,9 +9,8 @@ import torch
 from shoal.server import device_memory
 from shoal.server.device_memory import DeviceSegment
 from shoal.server.link import ServerLink
-from shoal.server.protocol.device_messages import DeviceAsked, DeviceOffered
 from shoal.server.protocol.frames import FrameKind, decode, encode
-from shoal.server.protocol.messages import ModelSpec
+from shoal.server.protocol.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.server.request import Request
 from shoal.transport import cuda_ipc
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.server.model.shard import DTYPES, partial_sums
-from shoal.server.protocol.device_messages import DeviceAsked, DeviceOffered
-from shoal.server.protocol.messages import ModelSpec
+from shoal.server.protocol.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.transport import cuda_ipc
 
 _ANCESTRY = secrets.token_hex(8)  # that of forks, too

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import sleep
 from typing import Any
 
 import torch
@@ -13,20 +15,73 @@ import torch
 from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.cores import server_threads
+from shoal.runtime.faults import busy_s
 from shoal.server.copies import RowCopies
 from shoal.server.log_stream import Follower, Followers
-from shoal.server.model.check_spec import check_spec
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import Follow, ModelSpec
-from shoal.server.protocol.row_messages import FollowRows
+from shoal.server.protocol.messages import Follow, FollowRows, ModelSpec
 from shoal.server.replicas.operations import ChainAccess, Execute
 from shoal.server.replicas.place import Elsewhere
 from shoal.server.saving.background import ShardSaver
-from shoal.server.slowness import Slowness
+
+
+class Slowness:
+    """How much slower this server is; each thread pays for its own work."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._of_thread = threading.local()
+
+    @property
+    def is_slow(self) -> bool:
+        return self.factor > 1
+
+    def begin(self) -> None:
+        if self.is_slow:
+            self._of_thread.paid_s = busy_s()
+
+    def pay(self) -> None:
+        """What was paid before is not paid twice."""
+        if not self.is_slow:
+            return
+        now_s = busy_s()
+        paid_s = getattr(self._of_thread, "paid_s", now_s)
+        sleep((self.factor - 1) * max(0.0, now_s - paid_s))
+        self._of_thread.paid_s = busy_s()
+
+
+def check_spec(spec: ModelSpec, max_bytes: int) -> None:
+    """Refuse a slice that is too large for the server, or whose parameters do not fit into it."""
+    if not spec.start <= spec.stop <= spec.size or spec.index >= spec.servers:
+        raise Refused(f"slice {spec.start}:{spec.stop} of {spec.size} elements")
+    if spec.split.shard >= spec.split.shards:
+        raise Refused(f"shard {spec.split.shard} of {spec.split.shards}")
+    if spec.split.leader_model is not None and not spec.index:
+        raise Refused("server 0 is the leader: it cannot follow another model")
+    if spec.norm_from_workers and not spec.rule.is_synchronous:
+        raise Refused("workers send the norm of a step only where the rule is synchronous")
+    itemsize = DTYPES[spec.dtype].itemsize
+    elements = spec.size * (1 + partial_sums(spec)) + 4 * (spec.stop - spec.start)
+    if elements * itemsize > max_bytes:
+        raise Refused(f"{spec.size} elements are more than this server can hold")
+    if spec.microbatches is not None and spec.microbatches % spec.rule.workers:
+        raise Refused(f"{spec.microbatches} micro-batches for {spec.rule.workers} workers")
+    _check_slices(spec)
+
+
+def _check_slices(spec: ModelSpec) -> None:
+    end = spec.start
+    for held in spec.slices:
+        stop = held.start + math.prod(held.shape)
+        if held.start < end or stop > spec.stop or held.parameter >= spec.parameters:
+            raise Refused(f"parameter {held.parameter} is not inside of this slice")
+        end = stop
+
 
 MAX_MODELS = 64
 MAX_RELEASED = 4096  # models that are remembered for workers that come back too late

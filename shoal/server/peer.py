@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.server.model.membership import ActiveConnection, Member
 from shoal.server.model.served_model import ServedModel
@@ -216,3 +216,26 @@ class Peer:
 
             model.lock.wait_for(is_decided, RECONNECT_S)
             return self.channel in member.channels
+
+
+Handler = Callable[[Peer, Header, bytes], None]
+
+
+class Registered(NamedTuple):
+    handler: Handler
+    channel: Channel
+    has_payload: bool
+
+
+HANDLERS: dict[FrameKind, Registered] = {}
+
+
+def handles(
+    kind: FrameKind, channel: Channel, has_payload: bool = False
+) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        assert kind not in HANDLERS, f"{kind.name} has two handlers"
+        HANDLERS[kind] = Registered(handler, channel, has_payload)
+        return handler
+
+    return register

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.hashing import Ids
-from shoal.embedding.id_map import MAX_DIRECT_ROWS
+from shoal.embedding.hashing import MAX_DIRECT_ROWS, Ids
 from shoal.embedding.row_copy import copy_rows
 
 # Begins to pull the rows at these positions; returns what waits for them.

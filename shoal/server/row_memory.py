@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.embedding.hashing import Ids
 from shoal.embedding.row_copy import Rows
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.row_messages import MAX_ROW_MEMORIES
+from shoal.server.protocol.messages import MAX_ROW_MEMORIES
 from shoal.transport.shm import memfd
 
 MAX_MEMORY_BYTES = 1 << 28

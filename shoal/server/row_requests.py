@@ -16,8 +16,7 @@ from shoal.server import exchange
 from shoal.server.handlers.rows import MAX_ROW_BYTES
 from shoal.server.link import PostedRequest, ServerLink
 from shoal.server.protocol.frames import FrameKind, decode, encode
-from shoal.server.protocol.messages import RowBatch
-from shoal.server.protocol.row_messages import RowsPulled
+from shoal.server.protocol.messages import RowBatch, RowsPulled
 from shoal.server.request import Request
 from shoal.server.row_memory import PulledRows
 from shoal.server.row_routing import Routed

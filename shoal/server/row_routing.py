@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.embedding.hashing import Ids
-from shoal.embedding.id_map import IdMap
+from shoal.embedding.hashing import IdMap, Ids
 from shoal.embedding.spec import TableSpec
 
 try:

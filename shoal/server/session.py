@@ -5,26 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 
 from shoal.errors import BadInput
-from shoal.server.handlers import (
-    chain,
-    compressed,
-    control,
-    device,
-    hot_rows,
-    pull,
-    push,
-    rows,
-)
-from shoal.server.handlers.dispatch import HANDLERS, Registered
+from shoal.server.handlers import control, push, rows
 from shoal.server.model.membership import ModelFailure
-from shoal.server.peer import Peer
+from shoal.server.peer import HANDLERS, Peer, Registered
 from shoal.server.protocol.connection import Closed
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused
 from shoal.server.protocol.messages import ErrorReply
 from shoal.server.replicas.place import Elsewhere
 
 # importing them fills the table
-HANDLER_MODULES = (chain, compressed, control, device, hot_rows, pull, push, rows)
+HANDLER_MODULES = (control, push, control, control, rows, push, push, rows)
 _MAX_SHORT_META_BYTES = 64 << 10
 _PULL_BYTES = 64 << 10  # a request for 4,000 rows is read at once
 _UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
@@ -101,16 +91,16 @@ class Session:
 
     def _is_present(self, header: Header) -> bool:
         """Whether a replicated server may serve this frame; else it says where to send it."""
-        chain = self.peer.host.chain
-        if chain is None:
+        control = self.peer.host.chain
+        if control is None:
             return True
         try:
             if self.peer.channel != "follow":
-                chain.check_epoch(header.epoch)
+                control.check_epoch(header.epoch)
             if self._moved is not None:
                 raise self._moved
             if header.kind not in _OF_ANY_MEMBER:
-                chain.check_head()
+                control.check_head()
         except Elsewhere as elsewhere:
             self.peer.connection.skip(header.payload_bytes)
             self._move(elsewhere, header)

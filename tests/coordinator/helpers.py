@@ -15,12 +15,12 @@ from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.connect import open_etcd
 from shoal.coordinator.core import Core
 from shoal.coordinator.interface import Coordinator
-from shoal.coordinator.local import LocalCoordinator
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import new_secret
+from tests.coordinator.local import LocalCoordinator
 from tests.folders import socket_folder
 
 SECRET = new_secret()

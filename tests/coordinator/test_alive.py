@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shoal.coordinator.alive import Alive, alive_key, forget
-from shoal.coordinator.local import LocalCoordinator
+from tests.coordinator.local import LocalCoordinator
 
 
 def test_the_key_of_a_process_that_has_exited_is_deleted() -> None:

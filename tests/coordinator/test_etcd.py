@@ -14,7 +14,7 @@ import pytest
 from shoal.coordinator.connect import open_etcd
 from shoal.coordinator.etcd.answers import TransactionAnswer, parse
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
-from shoal.coordinator.etcd.endpoints import Endpoint, check_trusted, parse_endpoints
+from shoal.coordinator.etcd.gateway import Endpoint, check_trusted, parse_endpoints
 from shoal.coordinator.interface import Conflict, LeaseLost, Unavailable, Versioned
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, RunConfig

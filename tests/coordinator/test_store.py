@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from shoal.coordinator import store as store_module
 from shoal.coordinator.core import LONGEST_TICK_S, Core, LeaseClock
 from shoal.coordinator.interface import CoordinatorError, LeaseLost, Unavailable
-from shoal.coordinator.local import LocalCoordinator
 from shoal.coordinator.records import (
     Conflicts,
     DeleteIf,
@@ -26,6 +25,7 @@ from shoal.coordinator.records import (
     Written,
 )
 from shoal.coordinator.store import Store, StoreFull, covers
+from tests.coordinator.local import LocalCoordinator
 
 KEYS = st.sampled_from(["a", "chain/0", "chain/1", "alive/1"])
 LEASES = st.integers(1, 4)

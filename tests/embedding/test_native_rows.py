@@ -10,21 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.embedding import hashing, id_counts
-from shoal.embedding.hashing import Permutation
-from shoal.embedding.id_counts import IdCounts
-from shoal.embedding.id_map import MAX_DIRECT_ROWS, IdMap
+from shoal.embedding import hashing, heat
+from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Permutation
+from shoal.embedding.heat import IdCounts
 from shoal.embedding.spec import TableSpec
 from shoal.errors import BadInput
 from shoal.server import row_routing
 from shoal.server.row_routing import Routed, route
 
-if row_routing._native is None or hashing._native is None or id_counts._native is None:
+if row_routing._native is None or hashing._native is None or heat._native is None:
     pytest.skip("the native part is not built", allow_module_level=True)
 
 
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (row_routing, hashing, id_counts):
+    for module in (row_routing, hashing, heat):
         monkeypatch.setattr(module, "_native", None)
 
 

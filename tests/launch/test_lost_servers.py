@@ -13,7 +13,6 @@ import pytest
 
 from shoal.commands.launching import WorkersOptions
 from shoal.coordinator.alive import Alive, forget
-from shoal.coordinator.local import LocalCoordinator
 from shoal.errors import BadInput, ShardLost
 from shoal.launch.chain_members import ChainMembers, follow
 from shoal.launch.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
@@ -33,6 +32,7 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.consistency import Rule
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.summary import summarize
+from tests.coordinator.local import LocalCoordinator
 from tests.launch.helpers import HOLD, Rope, Screen
 from tests.launch.test_servers import READY, WAIT_FOR_SERVERS, run_with
 

@@ -14,8 +14,8 @@ from shoal.server import device_memory
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.device_exchange import DeviceExchange
-from shoal.server.protocol.device_messages import DeviceAsked
 from shoal.server.protocol.frames import FrameKind
+from shoal.server.protocol.messages import DeviceAsked
 from shoal.transport import cuda_ipc
 from tests.server.helpers import client_of, fill, servers, weights
 

@@ -13,12 +13,11 @@ import torch
 
 from shoal.embedding.spec import TableSpec
 from shoal.errors import PeerLost, ShoalError
-from shoal.server import exchange
+from shoal.server import exchange, peer
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.handlers import dispatch
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode, pack
-from shoal.server.protocol.row_messages import HeatRequest
+from shoal.server.protocol.messages import HeatRequest
 from shoal.server.request import Request
 from shoal.server.row_client import ServerStore
 from tests.server.helpers import client_of, servers
@@ -198,8 +197,8 @@ def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch, tcp:
     with servers(3, tcp) as found:
         client = client_of(found, 0, Rule(1))
         store = store_of(client)
-        registered = dispatch.HANDLERS[FrameKind.TABLE_PULL]._replace(handler=refuse)
-        monkeypatch.setitem(dispatch.HANDLERS, FrameKind.TABLE_PULL, registered)
+        registered = peer.HANDLERS[FrameKind.TABLE_PULL]._replace(handler=refuse)
+        monkeypatch.setitem(peer.HANDLERS, FrameKind.TABLE_PULL, registered)
         with pytest.raises(ShoalError, match="no rows today"):
             store.pull("t", IDS)
         client.close()

@@ -12,7 +12,7 @@ from shoal.runtime import waits
 from shoal.server.client import Client
 from shoal.server.consistency import Ledger, Rule
 from shoal.server.model.served_model import ServedModel
-from shoal.server.protocol.incarnation import generation_of, new_incarnation
+from shoal.server.protocol.hello import generation_of, new_incarnation
 from shoal.server.protocol.messages import Commit, LogEntry
 from shoal.server.server import Server
 from tests.coordinator.helpers import until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.server import session
-from shoal.server.handlers.dispatch import HANDLERS
+from shoal.server.peer import HANDLERS
 from shoal.server.protocol.frames import FrameKind
 
 HANDSHAKE = {FrameKind.CHALLENGE, FrameKind.HELLO, FrameKind.WELCOME}

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.server import slowness
+from shoal.server import model_host
 from shoal.server.consistency import Rule
+from shoal.server.model_host import Slowness
 from shoal.server.server import Server
-from shoal.server.slowness import Slowness
 from tests.server.helpers import client_of, fill, servers, weights
 from tests.server.replicas.world import push_one_hot, world
 
@@ -37,8 +37,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(slowness, "busy_s", made.work)
-    monkeypatch.setattr(slowness, "sleep", made.sleep)
+    monkeypatch.setattr(model_host, "busy_s", made.work)
+    monkeypatch.setattr(model_host, "sleep", made.sleep)
     yield made
 
 

@@ -24,9 +24,7 @@ from shoal.coordinator.etcd.answers import (
     LeaseAnswer,
     RangeAnswer,
 )
-from shoal.coordinator.etcd.endpoints import Endpoint
-from shoal.coordinator.etcd.gateway import Gateway
-from shoal.coordinator.etcd.keys import RunKeys, text_of
+from shoal.coordinator.etcd.gateway import Endpoint, Gateway, RunKeys, text_of
 from shoal.coordinator.etcd.transactions import Transactions
 from shoal.coordinator.etcd.watching import WatchStream
 from shoal.coordinator.interface import (

@@ -20,8 +20,7 @@ from shoal.coordinator.etcd.answers import (
     RangeAnswer,
     TransactionAnswer,
 )
-from shoal.coordinator.etcd.gateway import Gateway
-from shoal.coordinator.etcd.keys import RunKeys, text_of
+from shoal.coordinator.etcd.gateway import Gateway, RunKeys, text_of
 from shoal.coordinator.interface import Conflict, LeaseLost, Unavailable
 
 

@@ -11,8 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.coordinator.etcd.answers import WatchAnswer, WatchEvent, WatchResult, parse
-from shoal.coordinator.etcd.gateway import Gateway, stream_headers
-from shoal.coordinator.etcd.keys import RunKeys
+from shoal.coordinator.etcd.gateway import Gateway, RunKeys, stream_headers
 from shoal.coordinator.interface import Change, Changes, Compacted, Unavailable
 
 _MAX_LINE_BYTES = 64 << 20

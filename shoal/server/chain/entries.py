@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from shoal.server.chain.config import Entry
+from shoal.server.chain.messages import Acked, Append, Ask, Confirm, Teach
 
 
 class EntryLog:
@@ -39,3 +40,26 @@ class EntryLog:
             self._entries.popleft()
             self.weight -= self._weights.popleft()
             self.base += 1
+
+
+# these messages are served while operations are applied; others when all that is logged is
+WHILE_APPLYING = (Append, Acked, Ask, Confirm, Teach)
+
+
+class Unapplied:
+    """In the order of the log. Guarded by the copy's lock; `take` by the one for applying."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque()
+
+    def add(self, entry: Entry) -> None:
+        self._entries.append(entry)
+
+    def take(self, upto: int | None = None) -> Entry | None:
+        """The next one, if its position is no later than `upto`."""
+        if not self._entries or (upto is not None and self._entries[0].position > upto):
+            return None
+        return self._entries.popleft()
+
+    def clear(self) -> None:
+        self._entries.clear()

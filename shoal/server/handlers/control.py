@@ -6,15 +6,17 @@ import os
 
 import msgspec
 
-from shoal.server.handlers.dispatch import handles
+from shoal.server.device_memory import offer
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
-from shoal.server.peer import Peer
+from shoal.server.peer import Peer, handles
 from shoal.server.protocol.connection import Closed
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.incarnation import generation_of
+from shoal.server.protocol.hello import generation_of
 from shoal.server.protocol.messages import (
     BarrierRequest,
+    DeviceAsked,
+    DeviceOffered,
     Entered,
     Follow,
     LowestSurvivor,
@@ -164,3 +166,42 @@ def follow(peer: Peer, header: Header, meta: bytes) -> None:
     """Another server reads the log until the model is released."""
     peer.host.serve_follower(peer.model_id, decode(meta, Follow), peer.connection)
     raise Closed("the model was released")
+
+
+@handles(FrameKind.CHAIN, "chain", has_payload=True)
+def chain(peer: Peer, header: Header, meta: bytes) -> None:
+    """No answer: what there is to say goes over the connection in the other direction."""
+    if peer.host.chain is None:
+        raise Refused("this server has no replicas")
+    peer.host.chain.receive(header.worker, header, meta, peer.connection)
+
+
+@handles(FrameKind.SNAPSHOT, "chain", has_payload=True)
+def snapshot(peer: Peer, header: Header, meta: bytes) -> None:
+    """The state of the tail, for a replica that has none; no answer."""
+    if peer.host.chain is None:
+        raise Refused("this server has no replicas")
+    peer.host.chain.receive_snapshot(header.worker, header, meta, peer.connection)
+
+
+@handles(FrameKind.SHARE_DEVICE, "control")
+def share_device(peer: Peer, header: Header, meta: bytes) -> None:
+    """Asked once for memory, and once more when the worker has opened it."""
+    model, member = peer.joined()
+    asked = decode(meta, DeviceAsked)
+    if member.pushes.committed:
+        raise Refused("SHARE_DEVICE arrives after the first push")
+    if asked.is_accepted:
+        if member.offered is None:
+            raise Refused(f"worker {peer.worker} was offered no memory on a GPU")
+        model.attach_device(peer.worker, member.offered)
+        member.offered = None
+        peer.reply(encode(DeviceOffered()))
+        return
+    is_plain = model.compression is None and not model.is_replicated
+    made = offer(asked, model.spec, model.state.shard.device) if is_plain else None
+    if made is None:
+        peer.reply(encode(DeviceOffered()))
+        return
+    member.offered, offered = made
+    peer.reply(encode(offered))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from shoal.runtime.failpoints import failpoint
-from shoal.server.handlers.dispatch import handles
+from shoal.server.model.compression import PushCompression
 from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.model.served_model import ServedModel
-from shoal.server.peer import EarlyReply, Peer
+from shoal.server.model.shard_state import check_state
+from shoal.server.peer import EarlyReply, Peer, handles
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.messages import Ack, Commit, RowBatch
-from shoal.server.replicas.operations import Payload, Pushed
+from shoal.server.protocol.messages import Ack, Commit, Pull, RowBatch, SavedResidual, ShardState
+from shoal.server.replicas.operations import Payload, Pushed, ResidualSaved, StateSet
 from shoal.server.shared_memory import bytes_of
 
 
@@ -95,4 +98,92 @@ def settle(peer: Peer, header: Header, meta: bytes) -> None:
     """Answered when the log has been applied up to the position in `argument`."""
     model, _ = peer.joined()
     model.settle(peer.worker, header.argument, header.sequence)
+    peer.reply()
+
+
+@handles(FrameKind.COMPRESSED, "push", has_payload=True)
+def push(peer: Peer, header: Header, meta: bytes) -> None:
+    """All gradients of a push; no answer."""
+    model, member = peer.joined()
+    compression = _compression(model, header)
+    _check_size(header, compression.num_bytes)
+    catch_up(peer, member.pushes, header.sequence)
+    if member.pushes.is_repeated(header.sequence):
+        peer.connection.skip(header.payload_bytes)
+        return
+    member.pushes.expect(header.sequence)
+    payload = torch.empty(header.payload_bytes, dtype=torch.uint8)
+    peer.connection.read_into(bytes_of(payload))
+    compression.unpack(payload, member.pushes.arriving.gradients[0])
+    member.pushes.decompressed = header.sequence
+
+
+@handles(FrameKind.RESIDUAL_SET, "push", has_payload=True)
+def set_residual(peer: Peer, header: Header, meta: bytes) -> None:
+    """What a worker carries from step to step, for the worker that saves a checkpoint."""
+    model, _ = peer.joined()
+    _check_size(header, _compression(model, header).residual_bytes)
+    residual = bytearray(header.payload_bytes)
+    peer.connection.read_into(memoryview(residual))
+    peer.execute(ResidualSaved(peer.model_id, peer.worker), Payload(residual))
+    peer.reply()
+
+
+@handles(FrameKind.RESIDUAL_GET, "pull")
+def get_residual(peer: Peer, header: Header, meta: bytes) -> None:
+    """The residual of the worker in `argument`; zeros if the worker has departed."""
+    model, _ = peer.joined()
+    compression = _compression(model, header)
+    residual = peer.read(lambda: _residual_of(model, header.argument))
+    payload = bytearray(compression.residual_bytes) if residual is None else residual
+    peer.reply(encode(SavedResidual(residual is not None)), memoryview(payload))
+
+
+def _residual_of(model: ServedModel, worker: int) -> bytearray | None:
+    with model.lock:
+        return model.membership.residual_of(worker)
+
+
+def _compression(model: ServedModel, header: Header) -> PushCompression:
+    if model.compression is None:
+        raise Refused(f"{header.kind.name}, but this model is not compressed")
+    return model.compression
+
+
+def _check_size(header: Header, num_bytes: int) -> None:
+    """Refuse a payload of another length before anything is allocated for it."""
+    if header.payload_bytes != num_bytes:
+        raise Refused(
+            f"expected {num_bytes} bytes of {header.kind.name}, got {header.payload_bytes}"
+        )
+
+
+@handles(FrameKind.PULL, "pull")
+def pull(peer: Peer, header: Header, meta: bytes) -> None:
+    model, _ = peer.joined()
+    request = decode(meta, Pull)
+    pulled, loss_flags, weights = peer.read(lambda: model.pull(peer.worker, request))
+    payload = [bytes_of(loss_flags)]
+    if weights is not None:
+        payload.append(bytes_of(weights))
+    peer.reply_committed(encode(pulled), *payload)
+
+
+@handles(FrameKind.STATE_GET, "pull")
+def get_state(peer: Peer, header: Header, meta: bytes) -> None:
+    model, _ = peer.joined()
+    state, tensors = peer.read(model.optimizer_state)
+    peer.reply_committed(encode(state), *map(bytes_of, tensors))
+
+
+@handles(FrameKind.STATE_SET, "pull", has_payload=True)
+def set_state(peer: Peer, header: Header, meta: bytes) -> None:
+    model, _ = peer.joined()
+    state = decode(meta, ShardState)
+    num_bytes = check_state(model.state.shard, state)
+    if header.payload_bytes != num_bytes:
+        raise Refused(f"expected {num_bytes} bytes of state, got {header.payload_bytes}")
+    payload = bytearray(num_bytes)
+    peer.connection.read_into(memoryview(payload))
+    peer.execute(StateSet(peer.model_id, state), Payload(payload))
     peer.reply()

@@ -16,15 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.embedding.hashing import Ids
-from shoal.embedding.heat import Hottest, SpaceSaving
-from shoal.embedding.id_counts import IdCounts
-from shoal.embedding.id_map import MAX_DIRECT_ROWS, IdMap
+from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
+from shoal.embedding.heat import Hottest, IdCounts, SpaceSaving
 from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.row_messages import MAX_HOT_ROWS
+from shoal.server.protocol.messages import MAX_HOT_ROWS
 
 try:
     from shoal.embedding._rows import gather as _native

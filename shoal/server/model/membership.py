@@ -15,7 +15,7 @@ from shoal.server.consistency import Rule
 from shoal.server.device_memory import DeviceSegment
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.incarnation import generation_of
+from shoal.server.protocol.hello import generation_of
 from shoal.server.protocol.messages import Channel, Entered
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model

@@ -27,15 +27,13 @@ from torch import Tensor
 from shoal.embedding.hashing import Ids
 from shoal.runtime.wording import counted
 from shoal.server.device_memory import DeviceSegment
-from shoal.server.model.clipping import Clipping
 from shoal.server.model.compression import PushCompression
-from shoal.server.model.log import Log
+from shoal.server.model.log import Clipping, Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
 from shoal.server.model.snapshot import SavedWorker, Snapshot, install_snapshot, take_snapshot
-from shoal.server.model.state import ModelState
-from shoal.server.model.statistics import Statistics
+from shoal.server.model.state import ModelState, Statistics
 from shoal.server.model.tables import Tables
 from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import (
@@ -47,10 +45,10 @@ from shoal.server.protocol.messages import (
     Pull,
     Pulled,
     RowBatch,
+    RowsPulled,
     ShardState,
     WorkerJoined,
 )
-from shoal.server.protocol.row_messages import RowsPulled
 from shoal.server.row_memory import RowTarget
 from shoal.server.shared_memory import WorkerSegment, attach_weights, file_of
 

@@ -18,8 +18,7 @@ from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.server.model.hot_table import HotTable
 from shoal.server.model.push_buffer import PushBuffer, RowPush
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import ModelSpec
-from shoal.server.protocol.row_messages import RowsPulled
+from shoal.server.protocol.messages import ModelSpec, RowsPulled
 from shoal.server.row_memory import RowTarget
 
 MAX_TABLES = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Literal
 
 import msgspec
@@ -50,3 +51,15 @@ class ErrorReply(WireMessage, frozen=True):
     lost: int | None = None
     moved: Moved | None = None
     is_loss: bool = False
+
+
+_RANDOM_BITS = 48
+MAX_GENERATION = (1 << 15) - 1
+
+
+def new_incarnation(generation: int = 0) -> int:
+    return min(generation, MAX_GENERATION) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+
+
+def generation_of(incarnation: int) -> int:
+    return incarnation >> _RANDOM_BITS

@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.runtime.failpoints import failpoint
+from shoal.server.chain.entries import Unapplied
 from shoal.server.chain.manager import ChainManager
 from shoal.server.chain.messages import (
     Apply,
@@ -32,7 +33,6 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
-from shoal.server.chain.unapplied import Unapplied
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost

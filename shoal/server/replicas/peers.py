@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.runtime.failpoints import failpoint
+from shoal.server.chain.entries import WHILE_APPLYING
 from shoal.server.chain.messages import Acked, Append, ChainMessage, Teach
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.unapplied import WHILE_APPLYING
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused

@@ -29,8 +29,7 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, NAMES
 from shoal.server.model.shard_state import restore_optimizer
 from shoal.server.model.snapshot import optimizer_image
-from shoal.server.model.state import OpenStep, WaitingPush
-from shoal.server.model.statistics import LoggedCounts
+from shoal.server.model.state import LoggedCounts, OpenStep, WaitingPush
 from shoal.server.model_host import MAX_MODELS, ModelHost
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode

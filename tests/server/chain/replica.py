@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.server.chain.config import Entry
+from shoal.server.chain.entries import WHILE_APPLYING, Unapplied
 from shoal.server.chain.manager import ChainManager, Fetch, Swap
 from shoal.server.chain.messages import (
     Apply,
@@ -22,7 +23,6 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.state import Fenced, NotHead, TooFarAhead
-from shoal.server.chain.unapplied import WHILE_APPLYING, Unapplied
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.loop import Process
 from tests.server.chain.network import MESSAGE_S

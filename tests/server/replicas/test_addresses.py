@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shoal.coordinator.alive import Alive
-from shoal.coordinator.local import LocalCoordinator
 from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
@@ -17,6 +16,7 @@ from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.replicas.place import AddressBook, OwnAddress, ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
+from tests.coordinator.local import LocalCoordinator
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import pulled, push_one_hot, world
 from tests.server.test_tls import certificate

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from shoal.coordinator.local import LocalCoordinator
 from shoal.coordinator.records import Answer, KeepAlive, List, Request
 from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
+from tests.coordinator.local import LocalCoordinator
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, SharedCoordinator
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shoal.coordinator.alive import forget
 from shoal.coordinator.interface import Lease
-from shoal.coordinator.local import LocalCoordinator
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.state import ChainConsistency
 from shoal.server.client import Client
@@ -28,6 +27,7 @@ from shoal.server.replicas.place import ReplicaPlace
 from shoal.server.replicas.start import ReplicaSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.coordinator.local import LocalCoordinator
 from tests.folders import socket_folder
 from tests.server.helpers import MODEL, SECRET, flat_of
 
