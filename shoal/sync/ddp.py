@@ -25,7 +25,8 @@ class DdpSync(Sync):
     exchanges the gradients once, plus one number a parameter and the loss.
     """
 
-    def __init__(self, replica: Replica, bucket_bytes: int):
+    def __init__(self, replica: Replica, buckets: list[slice], large_bytes: int | None = None):
+        """A gradient of `large_bytes` is exchanged by itself."""
         flat = replica.flat
         self.flat = flat
         self.update = replica.update
@@ -35,7 +36,8 @@ class DdpSync(Sync):
         self._under_way: list[Work] = []
         self._is_deferred = self._takes_turns()
         self._deferred: list[Tensor] = []
-        flat.grads.watch(ddp_buckets(flat, bucket_bytes), LARGE_BYTES)
+        self._exchange = self.group.all_reduce
+        flat.grads.watch(buckets, large_bytes)
 
     def _takes_turns(self) -> bool:
         """Where every core computes, calls beside backward would only take turns with it."""
@@ -43,6 +45,7 @@ class DdpSync(Sync):
 
     def regroup(self) -> None:
         self.group = self.traffic.count(self.flat, self._replicas)
+        self._exchange = self.group.all_reduce
         self._is_deferred = self._takes_turns()
 
     def begin(self) -> None:
@@ -54,7 +57,7 @@ class DdpSync(Sync):
         if self._is_deferred:
             self._deferred += tensors
             return
-        self._under_way += map(self.group.all_reduce, tensors)
+        self._under_way += map(self._exchange, tensors)
 
     def finish(self) -> None:
         self.collect()
@@ -62,13 +65,16 @@ class DdpSync(Sync):
         self.flat.zero_grad()
 
     def collect(self) -> None:
+        self._wait()
+        self.flat.grads.publish()
+
+    def _wait(self) -> None:
         for work in self._under_way:
             work.wait()
         for tensor in self._deferred:
-            self.group.all_reduce(tensor).wait()
+            self._exchange(tensor).wait()
         self._deferred.clear()
         self.traffic.steps += 1
-        self.flat.grads.publish()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
@@ -112,4 +118,4 @@ class DdpPlan(SyncPlan[Ddp]):
             return ExactReduce(replica, replica.exact_microbatches, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, self.bucket_bytes, self.term.compress)
-        return DdpSync(replica, self.bucket_bytes)
+        return DdpSync(replica, ddp_buckets(replica.flat, self.bucket_bytes), LARGE_BYTES)

@@ -10,7 +10,7 @@ Bulk synchronous: a step takes as long as its slowest worker.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from torch import Tensor
 
@@ -18,41 +18,26 @@ from shoal.errors import BadInput
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms.mapreduce import Mapreduce
 from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
+from shoal.sync.ddp import DdpSync
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.traffic import StepTraffic
-from shoal.transport.transport import Work
 
 MASTER = 0
 
 
-class MapReduceSync(Sync):
+class MapReduceSync(DdpSync):
     """Gradients are reduced to rank 0 while backward runs; it alone has an optimizer's state.
 
     A worker sends its gradients once in a step, and the weights go out from the master once.
     """
 
-    def __init__(self, replica: Replica, bucket_bytes: int):
-        flat = replica.flat
-        self.flat = flat
-        self.update = replica.update
-        self.traffic = StepTraffic()
-        self.group = self.traffic.count(flat, replica.group)
-        self._under_way: list[Work] = []
-        self._loss = flat.grads.header[:1].clone()
-        flat.grads.watch(flat.buckets(bucket_bytes))
-
-    def begin(self) -> None:
-        self._under_way.clear()
-
-    def reduce(self, bucket: slice) -> None:
-        for tensor in self.flat.grads.tensors[bucket.start]:
-            self._under_way.append(self.group.reduce(tensor, MASTER))
+    def __init__(self, replica: Replica):
+        super().__init__(replica, replica.flat.buckets(DEFAULT_BUCKET_BYTES))
+        self._loss = self.flat.grads.header[:1].clone()
+        self._exchange = partial(self.group.reduce, root=MASTER)
 
     def finish(self) -> None:
-        for work in self._under_way:
-            work.wait()
-        self.traffic.steps += 1
+        self._wait()
         if self.group.rank == MASTER:
             self.flat.grads.publish()
             self.update.apply()
@@ -74,9 +59,6 @@ class MapReduceSync(Sync):
             self._loss.copy_(self.flat.data[:1])
             self.flat.data[:1] = 0.0
 
-    def report(self) -> dict[str, Any]:
-        return self.traffic.report()
-
 
 @runs(Mapreduce)
 class MapReducePlan(SyncPlan[Mapreduce]):
@@ -94,11 +76,10 @@ class MapReducePlan(SyncPlan[Mapreduce]):
         if replicas == 1:
             return plain
         state = sizes.state if rank == MASTER else sizes.first_state
-        buckets = sizes.flat.buckets(DEFAULT_BUCKET_BYTES)
-        gradients = sizes.bucketed_gradients(buckets)
+        gradients = sizes.bucketed_gradients(sizes.flat.buckets(DEFAULT_BUCKET_BYTES))
         return replace(plain, gradients=gradients, optimizer=sum(state.values()))
 
     def build(self, replica: Replica) -> Sync:
         if replica.group.size == 1:
             return LocalSync(replica)
-        return MapReduceSync(replica, DEFAULT_BUCKET_BYTES)
+        return MapReduceSync(replica)

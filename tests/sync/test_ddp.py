@@ -26,7 +26,7 @@ def test_a_call_that_would_take_a_core_from_backward_follows_it(
         group.executor.takes_cores = takes_cores
         weight = nn.Parameter(torch.zeros(3))
         flat = FlatParams([("weight", weight)])
-        sync = DdpSync(Replica(flat, OptimizerStep(flat.named, SGD), group), bucket_bytes=1 << 20)
+        sync = DdpSync(Replica(flat, OptimizerStep(flat.named, SGD), group), [slice(0, flat.size)])
         sync.begin()
         flat.grads.arm(sync.reduce)
         (weight * (group.rank + 1)).sum().backward()  # type: ignore[no-untyped-call]
