@@ -28,11 +28,11 @@ _LONGEST_LOOK_S = 0.05
 
 
 class Meeting(NamedTuple):
-    """`generations` has that of every rank that takes part, -1 for the others."""
+    """`incarnations` has that of every rank that takes part, -1 for the others."""
 
     key: Key
     attempt: int  # all that took part in an earlier one were lost
-    generations: tuple[int, ...]
+    incarnations: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -48,28 +48,28 @@ class Meeting(NamedTuple):
 class Seat(NamedTuple):
     """Which process of a rank takes part, and in the meetings after which step."""
 
-    generation: int = 0
+    incarnation: int = 0
     after: int = -1
 
 
 class Meetings:
-    """One worker's view. `has_exited(rank, generation)` tells whether that process has ended."""
+    """One worker's view. `has_exited(rank, incarnation)` tells whether that process has ended."""
 
     def __init__(
         self,
         file: Path,
         rank: int,
         size: int,
-        generation: int,
+        incarnation: int,
         has_exited: Callable[[int, int], bool],
         patience_s: float = float("inf"),
     ):
         self._records = RecordFile(file, self._take)
         self._rank = rank
-        self._generation = generation
+        self._incarnation = incarnation
         self._has_exited = has_exited
         self._patience_s = patience_s
-        self.is_away = generation > 0  # it has not taken its place yet
+        self.is_away = incarnation > 0  # it has not taken its place yet
         self._seats = [Seat()] * size
         self._held: dict[Key, Meeting] = {}
         self._results = CallResults(self._records)
@@ -85,7 +85,7 @@ class Meetings:
         def write() -> dict[str, Any]:
             nonlocal step
             step = enter()
-            return {"back": [self._rank, self._generation, step]}
+            return {"back": [self._rank, self._incarnation, step]}
 
         self._records.append(write)
         self.is_away = False
@@ -102,8 +102,8 @@ class Meetings:
 
     def is_missing(self, rank: int) -> bool:
         """Whether nothing more comes from this rank in the present meeting."""
-        generation = -1 if self._current is None else self._current.generations[rank]
-        return generation < 0 or self._has_exited(rank, generation)
+        incarnation = -1 if self._current is None else self._current.incarnations[rank]
+        return incarnation < 0 or self._has_exited(rank, incarnation)
 
     # ------------------------------------------------------------------ beginning
 
@@ -115,7 +115,7 @@ class Meetings:
             while True:
                 self._records.append(lambda: self._decide(key))
                 meeting = self._held.get(key)
-                if meeting is not None and meeting.generations[self._rank] == self._generation:
+                if meeting is not None and meeting.incarnations[self._rank] == self._incarnation:
                     return meeting
                 if key in self._results:
                     return None
@@ -128,33 +128,33 @@ class Meetings:
     def _decide(self, key: Key) -> dict[str, Any] | None:
         """Who takes part, where that is not known and this worker may say it."""
         held = self._held.get(key)
-        if key in self._results or (held is not None and not self._is_deserted(held.generations)):
+        if key in self._results or (held is not None and not self._is_deserted(held.incarnations)):
             return None
         attempt = 0 if held is None else held.attempt + 1
-        generations = self._choose(key[0])
-        if generations[self._rank] != self._generation:
+        incarnations = self._choose(key[0])
+        if incarnations[self._rank] != self._incarnation:
             return None
-        return {"at": key, "attempt": attempt, "generations": generations}
+        return {"at": key, "attempt": attempt, "incarnations": incarnations}
 
     def _choose(self, steps: int) -> tuple[int, ...]:
         """Those that were there before this step; if none of them is left, all that are here."""
-        chosen = tuple(p.generation if p.after < steps else -1 for p in self._seats)
+        chosen = tuple(p.incarnation if p.after < steps else -1 for p in self._seats)
         if self._is_deserted(chosen):
-            chosen = tuple(seat.generation for seat in self._seats)
+            chosen = tuple(seat.incarnation for seat in self._seats)
         return chosen
 
-    def _is_deserted(self, generations: tuple[int, ...]) -> bool:
-        return all(g < 0 or self._has_exited(rank, g) for rank, g in enumerate(generations))
+    def _is_deserted(self, incarnations: tuple[int, ...]) -> bool:
+        return all(g < 0 or self._has_exited(rank, g) for rank, g in enumerate(incarnations))
 
     # ------------------------------------------------------------------ the file
 
     def _take(self, document: dict[str, Any]) -> None:
         if "back" in document:
-            rank, generation, after = document["back"]
-            self._seats[rank] = Seat(generation, after)
+            rank, incarnation, after = document["back"]
+            self._seats[rank] = Seat(incarnation, after)
             return
         key = (document["at"][0], document["at"][1])
-        if "generations" in document:
-            self._held[key] = Meeting(key, document["attempt"], tuple(document["generations"]))
+        if "incarnations" in document:
+            self._held[key] = Meeting(key, document["attempt"], tuple(document["incarnations"]))
         else:
             self._results.take(document)

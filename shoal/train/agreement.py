@@ -159,7 +159,7 @@ class JobMeetings:
 
         def begin(meeting: Meeting) -> Result:
             for step in self._state.models:
-                step.sync.meet(meeting.number, meeting.generations)
+                step.sync.meet(meeting.number, meeting.incarnations)
             if self._services.elastic_sum is not None:
                 self._services.elastic_sum.begin(meeting.name)
             self._agreement.begin(meeting.name)

@@ -20,19 +20,19 @@ class Lives:
         self.size = size
         self.ended: set[tuple[int, int]] = set()
 
-    def of(self, rank: int, generation: int = 0, patience_s: float = 20.0) -> Meetings:
-        def has_exited(rank: int, generation: int) -> bool:
-            return (rank, generation) in self.ended
+    def of(self, rank: int, incarnation: int = 0, patience_s: float = 20.0) -> Meetings:
+        def has_exited(rank: int, incarnation: int) -> bool:
+            return (rank, incarnation) in self.ended
 
-        return Meetings(self.file, rank, self.size, generation, has_exited, patience_s)
+        return Meetings(self.file, rank, self.size, incarnation, has_exited, patience_s)
 
 
 def never(_: Meeting) -> Any:
     raise AssertionError("it takes no part")
 
 
-def generations(meeting: Meeting) -> list[int]:
-    return list(meeting.generations)
+def incarnations(meeting: Meeting) -> list[int]:
+    return list(meeting.incarnations)
 
 
 def test_all_take_part_at_first_and_meetings_of_one_step_are_counted(tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_one_that_comes_back_gets_past_results_and_takes_part_in_later_steps(
 ) -> None:
     lives = Lives(tmp_path, 2)
     zero = lives.of(0)
-    assert zero.hold(10, generations) == [0, 0]
+    assert zero.hold(10, incarnations) == [0, 0]
     lives.ended.add((1, 0))
     again = lives.of(1, 1)
     assert again.is_away and again.take_place(lambda: 10) == 10 and not again.is_away
     assert again.hold(10, never) == [0, 0]
-    assert zero.hold(20, generations) == again.hold(20, generations) == [0, 1]
+    assert zero.hold(20, incarnations) == again.hold(20, incarnations) == [0, 1]
 
 
 def test_it_takes_no_part_in_a_meeting_of_the_step_that_it_goes_on_with(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_it_takes_no_part_in_a_meeting_of_the_step_that_it_goes_on_with(tmp_path
     lives.ended.add((1, 0))
     again = lives.of(1, 1)
     again.take_place(lambda: 10)
-    assert lives.of(0).hold(10, generations) == [0, -1]
+    assert lives.of(0).hold(10, incarnations) == [0, -1]
     assert again.hold(10, never) == [0, -1]
 
 
@@ -83,9 +83,9 @@ def test_a_meeting_keeps_those_with_whom_it_began(tmp_path: Path) -> None:
         assert zero.is_missing(1) and not zero.is_missing(2)
         again.take_place(lambda: 4)
         assert zero.is_missing(1), "the process that came back is another one"
-        return generations(meeting)
+        return incarnations(meeting)
 
-    assert zero.hold(5, comes_back_meanwhile) == two.hold(5, generations) == [0, 0, 0]
+    assert zero.hold(5, comes_back_meanwhile) == two.hold(5, incarnations) == [0, 0, 0]
     assert again.hold(5, never) == [0, 0, 0]
 
 
@@ -101,7 +101,7 @@ def test_those_who_came_back_meet_when_all_others_are_gone(tmp_path: Path) -> No
     both = [lives.of(0, 1), lives.of(1, 1)]
     for worker in both:
         worker.take_place(lambda: 10)
-    names = [worker.hold(10, lambda m: [m.name, *m.generations]) for worker in both]
+    names = [worker.hold(10, lambda m: [m.name, *m.incarnations]) for worker in both]
     assert names == [["10.0.1", 1, 1]] * 2
 
 
