@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from shoal.comm.group import Group, Op
-from shoal.data.samplers import check_sampler, is_stream
 from shoal.data.sampling import BatchOptions
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
+
+
+def is_stream(data: Any) -> bool:
+    """Whether samples come one after the other: an IterableDataset of torch or Hugging Face."""
+    if isinstance(data, IterableDataset):
+        return True
+    return any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
 
 
 def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset: bool) -> None:
@@ -30,13 +37,20 @@ def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset:
 
 
 def _check_order(data: Any, options: BatchOptions) -> None:
-    check_sampler(options.sampler)
+    sampler = options.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise BadInput(
+            "the sampler of job.batches chooses samples as for one device, and a "
+            "DistributedSampler those of one worker: leave it out, job.batches shuffles and divides"
+        )
+    if not isinstance(sampler, Iterable):
+        raise BadInput(f"a sampler is an iterable of indices, and {type(sampler).__name__} is not")
     if options.batch_size is None or is_stream(data):
         raise BadInput(
             "the sampler of job.batches chooses samples of a map-style dataset (len and "
             "indexing), in batches of batch_size: give both, or leave out the sampler"
         )
-    if options.epochs > 1 and isinstance(options.sampler, Iterator):
+    if options.epochs > 1 and isinstance(sampler, Iterator):
         raise BadInput("a generator cannot be the sampler of several epochs: pass a list")
 
 

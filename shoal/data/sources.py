@@ -6,17 +6,22 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
-from shoal.data.batch import AnyBatch
+from shoal.data.batch import AnyBatch, batch_of
+from shoal.data.batch_checks import is_stream
 from shoal.data.position import LoopPosition
-from shoal.data.samplers import SampleLists, collate_rows, draw_order, is_stream, sampler_length
+from shoal.data.rows import take
+from shoal.data.sample_seeds import restored_generators, seed_everything
 from shoal.data.sampling import (
     BatchOptions,
     BatchSplit,
+    Collate,
     DatasetBatches,
     FullDatasetBatch,
     Loading,
@@ -25,7 +30,76 @@ from shoal.data.sampling import (
     round_robin,
     split_batch,
 )
+from shoal.errors import BadInput
 from shoal.strategy.base import Batches
+
+
+def draw_order(sampler: Iterable[Any], most: int | None, num_samples: int, seed: int) -> Tensor:
+    """The indices of one epoch; at most so many, where a sampler may have no end."""
+    with restored_generators():
+        seed_everything(seed)
+        indices = list(islice(sampler, most))
+    if not all(_is_index(index, num_samples) for index in indices):
+        bad = next(index for index in indices if not _is_index(index, num_samples))
+        if isinstance(bad, (list, tuple)):
+            raise BadInput(
+                "the sampler of job.batches yields indices, and this one yields lists of them: "
+                "give job.batches a DataLoader with it as batch_sampler, without batch_size"
+            )
+        raise BadInput(
+            f"the sampler of job.batches yields indices of the dataset, from 0 to "
+            f"{num_samples - 1}, and {bad!r} is none"
+        )
+    return torch.tensor([int(index) for index in indices], dtype=torch.int64)
+
+
+def sampler_length(sampler: Any, otherwise: int | None) -> int | None:
+    try:
+        return len(sampler) if isinstance(sampler, Sized) else otherwise
+    except TypeError:
+        return otherwise
+
+
+def _is_index(index: Any, num_samples: int) -> bool:
+    try:
+        return bool(0 <= int(index) == index < num_samples)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+@dataclass(frozen=True)
+class SampleLists:
+    """Global batches of a dataset without indices, as lists of samples."""
+
+    data: Iterable[Any]
+    batch_size: int
+    drop_last: bool
+    seed: int
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        with restored_generators():
+            seed_everything(self.seed)
+            source = iter(self.data)
+        number = 0
+        while batch := self._next(source, number):
+            if len(batch) < self.batch_size and self.drop_last:
+                return
+            number += 1
+            yield batch
+
+    def _next(self, source: Iterator[Any], number: int) -> list[Any]:
+        with restored_generators():
+            seed_everything(mix(self.seed, number))
+            return list(islice(source, self.batch_size))
+
+
+def collate_rows(samples: list[Any], split: BatchSplit, collate: Collate | None) -> AnyBatch:
+    """This replica's rows of a list of samples, as a batch."""
+    total = len(samples)
+    rows = take(torch.arange(total), split.rows(total)).tolist()
+    content = (collate or default_collate)([samples[i] for i in rows])
+    return batch_of(content, total, split.sizes(total))
+
 
 Recall = Callable[[int, int], AnyBatch]  # a batch of before, split for this replica of so many
 

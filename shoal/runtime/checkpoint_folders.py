@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.failpoints import failpoint
 from shoal.runtime.wording import counted
 
@@ -82,6 +82,11 @@ def open_file(file: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(file))
     return descriptor
+
+
+def damaged(where: Path, what: object) -> CheckpointError:
+    """To be raised for a checkpoint, or one of its files, that cannot be what was saved."""
+    return CheckpointError(f"the checkpoint at {where} is damaged: {what}")
 
 
 def in_words(error: BaseException) -> str:

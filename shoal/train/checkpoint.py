@@ -29,6 +29,7 @@ from shoal.runtime.checkpoint_folders import (
     MAX_MANIFEST_BYTES,
     TENSOR_FILE,
     NewVersion,
+    damaged,
     new_version,
     open_file,
     read_manifest_bytes,
@@ -116,30 +117,28 @@ def _manifest_bytes(path: Path) -> bytes:
 
 def _parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
     if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest is too large")
+        raise damaged(path, "its manifest is too large")
     try:
         manifest: dict[str, Any] = json.loads(data)
         digest = digest_of(manifest) if isinstance(manifest, dict) else ""
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"the checkpoint at {path} is damaged: its manifest is not JSON"
-        ) from error
+        raise damaged(path, "its manifest is not JSON") from error
     if not digest or manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_DIGEST):
         raise CheckpointError(f"{path / MANIFEST} is not the manifest of a {FORMAT!r}")
     is_digest_needed = manifest["format"] == FORMAT or _DIGEST in manifest
     if is_digest_needed and manifest.get(_DIGEST) != digest:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: {MANIFEST} has changed")
+        raise damaged(path, f"{MANIFEST} has changed")
     return manifest
 
 
 def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != set(_PARTS):
-        raise CheckpointError(f"the checkpoint at {path} is damaged: its manifest names no files")
+        raise damaged(path, "its manifest names no files")
     document = {k: v for k, v in manifest.items() if k not in ("format", "files", _DIGEST)}
     for key in ("steps", "batches"):
         if not is_count(document.get(key)):
-            raise CheckpointError(f"the checkpoint at {path} is damaged: {key!r} is not a count")
+            raise damaged(path, f"{key!r} is not a count")
     with ExitStack() as stack:  # all files are opened before the first one is read
         opened = [_open_tensors(path, files[part], stack) for part in _PARTS]
         model, optimizer = (
@@ -165,11 +164,11 @@ def _write_files(version: NewVersion, checkpoint: Checkpoint) -> dict[str, Any]:
 def _open_tensors(path: Path, entry: Any, stack: ExitStack) -> int:
     name = entry.get("name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not TENSOR_FILE.fullmatch(name):
-        raise CheckpointError(f"the checkpoint at {path} is damaged: it names an unexpected file")
+        raise damaged(path, "it names an unexpected file")
     try:
         descriptor = open_file(path / name)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: {name}: {error}") from error
+        raise damaged(path, f"{name}: {error}") from error
     stack.callback(os.close, descriptor)
     return descriptor
 
@@ -179,10 +178,10 @@ def _read_tensors(path: Path, entry: dict[str, Any], descriptor: int) -> dict[st
     try:
         size = os.fstat(descriptor).st_size
         if size != entry.get("bytes") or _digest(descriptor) != entry.get("sha256"):
-            raise CheckpointError(f"the checkpoint at {path} is damaged: {name} has changed")
+            raise damaged(path, f"{name} has changed")
         return load_file(_path_of(descriptor, path / name))
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: {name}: {error}") from error
+        raise damaged(path, f"{name}: {error}") from error
 
 
 def _path_of(descriptor: int, file: Path) -> Path:

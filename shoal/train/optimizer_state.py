@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal.errors import CheckpointError
 from shoal.replica.state_dicts import state_of
+from shoal.runtime.checkpoint_folders import damaged
 from shoal.server.model.expected_state import Form, Forms, expected_state, misfit
 
 
@@ -48,9 +49,9 @@ def fit_model(
     Changes nothing.
     """
     if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
-        raise CheckpointError(f"the checkpoint at {where} is damaged: 'tied' is not a table")
+        raise damaged(where, "'tied' is not a table")
     if twice := sorted(set(tied) & set(tensors)):
-        raise CheckpointError(f"the checkpoint at {where} is damaged: {twice[0]!r} is there twice")
+        raise damaged(where, f"{twice[0]!r} is there twice")
     complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
     targets = {n: t for n, t in state_of(model).items() if isinstance(t, Tensor)}
     for name, tensor in targets.items():
@@ -196,7 +197,7 @@ class SavedOptimizer:
         """Numbers (lr, betas, …) of the groups of `document`, a copy, become the saved ones."""
         saved = self.rest.get("groups")
         if not isinstance(saved, list):
-            raise self._damaged("its parameter groups")
+            raise damaged(self.where, "its parameter groups")
         for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
             group_names = [names[id(p)] for p in group["params"]]
             if group_names:
@@ -206,7 +207,7 @@ class SavedOptimizer:
         """The saved group that holds these parameters; it may also hold those of other ranks."""
         for group in saved:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise self._damaged("its parameter groups")
+                raise damaged(self.where, "its parameter groups")
             if set(names) <= {name for name in group["params"] if isinstance(name, str)}:
                 return group
         raise CheckpointError(
@@ -217,15 +218,15 @@ class SavedOptimizer:
     def _state_by_name(self) -> State:
         values = self.rest.get("values")
         if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
-            raise self._damaged("optimizer values")
+            raise damaged(self.where, "optimizer values")
         state: State = {name: dict(value) for name, value in values.items() if value}
         for full, tensor in self.tensors.items():
             name, _, key = full.rpartition("/")
             if key in state.get(name, {}):
-                raise self._damaged(f"{full} is there twice")
+                raise damaged(self.where, f"{full} is there twice")
             state.setdefault(name, {})[key] = tensor
         if strange := sorted(set(state) - set(self.names)):
-            raise self._damaged(f"optimizer state of {strange[0]!r}, which the model has not")
+            raise damaged(self.where, f"optimizer state of {strange[0]!r}, which the model has not")
         self._check_keys(state)
         return state
 
@@ -236,12 +237,14 @@ class SavedOptimizer:
             return
         found = {name: sorted(values) for name, values in state.items()}
         if keys != found:
-            raise self._damaged("its optimizer state is not what its manifest lists")
+            raise damaged(self.where, "its optimizer state is not what its manifest lists")
 
     def _check(self, name: str, state: dict[str, Any], p: Tensor, forms: Forms | None) -> None:
         missing = sorted(set(forms or {}) - set(state))
         if missing:
-            raise self._damaged(f"it has no {missing[0]} of {name}, which the optimizer needs")
+            raise damaged(
+                self.where, f"it has no {missing[0]} of {name}, which the optimizer needs"
+            )
         for key, value in state.items():
             is_count = key == "step" and _is_number(value, float)
             if isinstance(value, Tensor):
@@ -251,10 +254,7 @@ class SavedOptimizer:
             else:
                 problem = None
             if problem:
-                raise self._damaged(f"optimizer state of {name}: {problem}")
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint at {self.where} is damaged: {what}")
+                raise damaged(self.where, f"optimizer state of {name}: {problem}")
 
 
 def restore_numbers(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
@@ -264,7 +264,7 @@ def restore_numbers(group: dict[str, Any], saved: dict[str, Any], where: Path) -
             continue
         value = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]
         if not _is_number(value, type(now)) or _length(value) != _length(now):
-            raise CheckpointError(f"the checkpoint at {where} is damaged: {key}={saved[key]!r}")
+            raise damaged(where, f"{key}={saved[key]!r}")
         group[key] = value
 
 

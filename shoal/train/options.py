@@ -15,7 +15,7 @@ from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
 from shoal.replica.ordered_sum import runs_of
-from shoal.strategy.split_terms import Pp, Tp
+from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 
@@ -39,15 +39,10 @@ class StepFunctions:
     scheduler: SchedulerFactory | None = None
 
     def check(self) -> None:
-        functions = {
-            "loss": self.loss,
-            "lr": self.lr,
-            "count": self.count,
-            "scheduler": self.scheduler,
-        }
-        for name, value in functions.items():
+        for name, hint in _HINTS.items():
+            value = getattr(self, name)
             if value is not None and not callable(value):
-                raise BadInput(f"{name} has to be a function, not {value!r}; {_HINTS[name]}")
+                raise BadInput(f"{name} has to be a function, not {value!r}; {hint}")
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -71,10 +66,13 @@ class StepOptions:
     def resolve(self, strategy: Strategy, replicas: int, model: nn.Module) -> StepOptions:
         """Check the options under `strategy`, and add the micro-batches of its pipeline."""
         self.check(replicas, strategy)
-        resolved = self.with_pipeline(strategy.pp, model)
-        resolved.check_tensor_parallel(strategy.tp)
-        resolved.check_token_axes(strategy)
-        return resolved
+        for term in (strategy.tp, strategy.ep, strategy.cp):
+            if self.exact and term is not None and term.size > 1:
+                raise BadInput(
+                    f"exact=True adds in the order of one worker, and {term} adds partial sums of "
+                    "several workers: omit one of them"
+                )
+        return self.with_pipeline(strategy.pp, model)
 
     def check(self, replicas: int, strategy: Strategy | None = None) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -109,7 +107,11 @@ class StepOptions:
         """
         if pp is None or pp.size == 1:
             return self
-        self._check_pipeline(pp)
+        if self.exact and pp.microbatches is not None:
+            raise BadInput(
+                f"{pp}: with exact=True the micro-batches are those of job.step "
+                f"(microbatches={self.microbatches}); omit them in pp"
+            )
         if self.exact:
             return self
         needs_global_batch = (
@@ -119,30 +121,6 @@ class StepOptions:
         default = 1 if is_one else 2 * pp.size
         chosen = self.accumulate if self.accumulate > 1 else default
         return replace(self, accumulate=pp.microbatches or chosen)
-
-    def _check_pipeline(self, pp: Pp) -> None:
-        if self.exact and pp.microbatches is not None:
-            raise BadInput(
-                f"{pp}: with exact=True the micro-batches are those of job.step "
-                f"(microbatches={self.microbatches}); omit them in pp"
-            )
-
-    def check_tensor_parallel(self, tp: Tp | None) -> None:
-        if tp is None or tp.size == 1:
-            return
-        if self.exact:
-            raise BadInput(
-                f"exact=True adds in the order of one worker, and {tp} adds partial sums of "
-                "several workers: omit one of them"
-            )
-
-    def check_token_axes(self, strategy: Strategy) -> None:
-        for term in (strategy.ep, strategy.cp):
-            if term is not None and term.size > 1 and self.exact:
-                raise BadInput(
-                    f"exact=True adds in the order of one worker, and {term} adds the gradients of "
-                    "tokens on several workers: omit one of them"
-                )
 
     def local_microbatches(self, replicas: int, replica: int = 0) -> int:
         """Micro-batches that a replica computes."""

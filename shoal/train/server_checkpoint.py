@@ -22,12 +22,12 @@ from shoal.runtime.checkpoint_folders import (
     WORKER_FILE,
     ServerVersion,
     complete_versions,
+    damaged,
 )
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
 from shoal.server.protocol.messages import Name, ParameterSlice, Shape
-from shoal.server.saving.shard_file import SavedShard, read_shard
-from shoal.server.saving.tensor_file import read_tensors_of
+from shoal.server.saving.shard_file import SavedShard, read_shard, read_tensors_of
 from shoal.sync.ps.compressed_push import PREFIX
 from shoal.train.checkpoint import Checkpoint, is_count
 from shoal.train.optimizer_state import model_tensors, optimizer_tensors
@@ -109,18 +109,18 @@ class _Joined:
         """All files are of one model and step, and have all of its parameters."""
         documents = [shard.document for shard in self._shards]
         if len({(d.number, d.spec.size, d.ledger.version) for d in documents}) != 1:
-            raise self._damaged("its servers were saved after different steps")
+            raise damaged(self._where, "its servers were saved after different steps")
         if [d.spec.index for d in documents] != list(range(len(documents))):
-            raise self._damaged("its servers are not in order")
+            raise damaged(self._where, "its servers are not in order")
         if any(d.spec.parameters != len(self._shapes) for d in documents):
-            raise self._damaged("its servers and its worker have different models")
+            raise damaged(self._where, "its servers and its worker have different models")
         filled = [0] * len(self._shapes)
         for shard in self._shards:
             for held in shard.document.spec.slices:
                 self._check_slice(held)
                 filled[held.parameter] += math.prod(held.shape)
         if filled != [math.prod(shape) for shape in self._shapes]:
-            raise self._damaged("its servers do not have all parameters")
+            raise damaged(self._where, "its servers do not have all parameters")
         self._check_document(self._described.document)
 
     def _check_slice(self, held: ParameterSlice) -> None:
@@ -129,22 +129,22 @@ class _Joined:
             return
         rows = held.first_row + (held.shape[0] if held.shape else 0)
         if not shape or held.shape[1:] != shape[1:] or rows > shape[0]:
-            raise self._damaged("a slice does not fit its parameter")
+            raise damaged(self._where, "a slice does not fit its parameter")
 
     def _check_document(self, document: dict[str, Any]) -> None:
         models: Any = document.get("models")
         is_one = isinstance(models, list) and len(models) == 1 and isinstance(models[0], dict)
         if not is_one or not all(is_count(document.get(key)) for key in ("steps", "batches")):
-            raise self._damaged("its position")
+            raise damaged(self._where, "its position")
         optimizer = models[0].get("optimizer")
         tables = models[0].get("tables")
         if not isinstance(optimizer, dict) or not isinstance(tables, dict):
-            raise self._damaged("its optimizer")
+            raise damaged(self._where, "its optimizer")
 
     def names(self, buffers: dict[str, Tensor]) -> tuple[str, ...]:
         known = {name for name, _ in self._described.parameters} | set(buffers)
         if set(self._described.names) != known:
-            raise self._damaged("its tensors are not those that it describes")
+            raise damaged(self._where, "its tensors are not those that it describes")
         return self._described.names
 
     def parameters(self) -> dict[str, Tensor]:
@@ -221,10 +221,7 @@ class _Joined:
         try:
             return {name: torch.cat(tensors) for name, tensors in chunks.items()}, steps
         except (RuntimeError, TypeError) as error:
-            raise self._damaged(f"its rows: {error}") from error
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint at {self._where} is damaged: {what}")
+            raise damaged(self._where, f"its rows: {error}") from error
 
 
 def _rows(tensor: Tensor, held: ParameterSlice) -> Tensor:

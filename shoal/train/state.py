@@ -14,6 +14,7 @@ from shoal.data.position import Positions, positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.replica.shard import ReplicaShard
 from shoal.replica.state_dicts import state_of
+from shoal.runtime.checkpoint_folders import damaged
 from shoal.train import checkpoint
 from shoal.train.checkpoint import Checkpoint, is_count
 from shoal.train.optimizer_state import (
@@ -171,7 +172,7 @@ def fit_positions(saved: Checkpoint, path: Path) -> Positions | None:
     try:
         return positions_of(saved.document["position"])
     except CheckpointError as error:
-        raise CheckpointError(f"the checkpoint at {path} is damaged: {error}") from error
+        raise damaged(path, f"{error}") from error
 
 
 def fit_others(
@@ -205,7 +206,7 @@ class _Fitting:
     def fit(self, rest: Any) -> FittingState:
         """`rest` is what the manifest says about this step."""
         if not isinstance(rest, dict) or not is_count(rest.get("steps")):
-            raise self._damaged("its models")
+            raise damaged(self.path, "its models")
         tensors = _named(f"{self.index}:", self.saved.model)
         tables, tensors = self._tables(tensors, rest.get("tables", {}))
         model = self._model(tensors, rest.get("tied"))
@@ -246,7 +247,7 @@ class _Fitting:
         for embedding in self.step.embeddings:
             prefix = embedding.spec.name + "/"
             if not is_count(tables[embedding.spec.name]):
-                raise self._damaged("its tables")
+                raise damaged(self.path, "its tables")
             rows = _named(prefix, tensors)
             try:
                 embedding.check_state(rows, tables[embedding.spec.name])
@@ -262,11 +263,11 @@ class _Fitting:
         if saved is None or self.step.update.scaler is None:
             return None
         if not isinstance(saved, dict):
-            raise self._damaged("its gradient scaler")
+            raise damaged(self.path, "its gradient scaler")
         numbers = [saved.get(key) for key in _SCALER_NUMBERS]
         is_complete = all(isinstance(n, (int, float)) and 0 < n < 1e30 for n in numbers)
         if not is_complete or not is_count(saved.get("_growth_tracker")):
-            raise self._damaged("its gradient scaler")
+            raise damaged(self.path, "its gradient scaler")
         return saved
 
     def _sync(self) -> dict[str, Tensor]:
@@ -288,12 +289,16 @@ class _Fitting:
         for full, tensor in tensors.items():
             name, _, key = full.rpartition("/")
             if name not in self.names:
-                raise self._damaged(f"state of the strategy for {name!r}, which the model has not")
+                raise damaged(
+                    self.path, f"state of the strategy for {name!r}, which the model has not"
+                )
             if name not in positions:
                 continue  # another worker holds it
             i, p = positions[name]
             if tensor.shape != p.shape or not tensor.is_floating_point():
-                raise self._damaged(f"state of the strategy for {name} is {tuple(tensor.shape)}")
+                raise damaged(
+                    self.path, f"state of the strategy for {name} is {tuple(tensor.shape)}"
+                )
             key = key.replace(":", "/")
             if key not in state:
                 state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
@@ -302,9 +307,6 @@ class _Fitting:
 
     def _take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.step.shard.take_shard(tensors)
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint at {self.path} is damaged: {what}")
 
 
 def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from shoal.runtime.checkpoint_folders import (
 )
 from shoal.runtime.failpoints import arm, armed
 from shoal.server.saving.background import BackgroundWriter
-from shoal.server.saving.tensor_file import read_tensors_of, write_tensors
+from shoal.server.saving.shard_file import read_tensors_of, write_tensors
 
 NAMES = (shard_name(0, 2), shard_name(1, 2), WORKER_FILE)
 
