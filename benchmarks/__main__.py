@@ -234,7 +234,7 @@ def predict(
         run,
         total,
     )
-    from shoal.calibration.cache import calibrated_cluster
+    from shoal.calibration.measure import calibrated_cluster
     from shoal.cluster.presets import load_cluster
 
     bench = PredictBench(workers, tuple(strategies or STRATEGIES), rounds, device)

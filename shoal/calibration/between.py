@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shoal.calibration.machine import measured_calls
+from shoal.calibration.device import measured_calls
 from shoal.calibration.measure import check_seconds
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls

@@ -1,18 +1,30 @@
-"""Start workers that measure this machine: 1, 2, 4, … of them, as a training run starts them."""
+"""This machine as a cluster, measured once by 1, 2, 4, … workers and kept in the cache folder.
+
+Workers are started as a training run starts them. It is measured again on another host, with
+another version of torch or another number of cores.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from shoal.calibration.machine import machine_of
+from shoal.calibration.device import machine_of
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import this_machine
+from shoal.cluster.toml_file import read_cluster
+from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
 from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.output import discard_lines
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.files import scratch_folder
@@ -79,9 +91,50 @@ def measured_by(workers: int, seconds: float, device: str | None) -> Any:
         result = folder / "result.json"
         words = ["--seconds", str(seconds), "--result", str(result)]
         command = [sys.executable, "-m", MODULE, *words]
-        launch(LaunchSpec(command, workers, config, servers=int(workers > 1)), _discard)
+        launch(LaunchSpec(command, workers, config, servers=int(workers > 1)), discard_lines)
         return json.loads(result.read_text(encoding="utf-8"))
 
 
-def _discard(line: str, is_error: bool) -> None:
+def cache_file(device: str | None = None) -> Path:
+    """The file of this host, version of torch, number of cores and kind of device."""
+    environ = RunConfig.from_environment().environ
+    folder = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    key = "\n".join([platform.node(), version("torch"), str(cores()), device or ""])
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return Path(folder) / "shoal" / f"machine-{digest}.toml"
+
+
+def calibrated_cluster(
+    seconds: float = 60.0, say: Say = lambda text: None, device: str | None = None
+) -> Cluster:
+    """This machine, from the cache; measured for about `seconds` where it is not there."""
+    kept = cached_cluster(device)
+    if kept is not None:
+        return kept
+    say(f"measuring this machine once, for about {seconds:.0f} s")
+    cluster = calibrate(CalibrationOptions(seconds=seconds, device=device), say)
+    keep(cluster, device)
+    return cluster
+
+
+def cached_cluster(device: str | None = None) -> Cluster | None:
+    """None where this machine was not measured yet, or by another version of Shoal."""
+    path = cache_file(device)
+    if not path.is_file():
+        return None
+    with suppress(BadInput):
+        return read_cluster(path)
     return None
+
+
+def keep(cluster: Cluster, device: str | None = None) -> Path | None:
+    """Keep a cluster in the cache; None where that folder cannot be written."""
+    path = cache_file(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{id(cluster):x}.tmp")
+        draft.write_text(cluster_text(cluster), encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        return None
+    return path

@@ -11,8 +11,7 @@ import msgspec
 import typer
 
 from shoal.calibration.between import calibrate_between
-from shoal.calibration.cache import keep
-from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds
+from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
 from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device, MeasuredCalls

@@ -181,7 +181,7 @@ def _of_script(script: str, args: Sequence[str] | None, batch: int | None) -> Su
 def named_cluster(name: str | Path) -> Cluster:
     """A preset or a file; this machine as it was calibrated, where that was done."""
     if str(name) == THIS_MACHINE:
-        from shoal.calibration.cache import cached_cluster  # only where it is needed
+        from shoal.calibration.measure import cached_cluster  # only where it is needed
 
         return cached_cluster() or load_cluster(name)
     return load_cluster(name)

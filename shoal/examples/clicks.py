@@ -172,12 +172,8 @@ def generate(samples: int, rows: int, frequent_first: bool = False) -> tuple[Ten
 def power_law(uniform: Any, size: int) -> Any:
     """Numbers from [0, 1) to ids below `size`, the first of which is the most frequent."""
     power = 1 - EXPONENT
-    return (
-        np.minimum((((size + 1.0) ** power - 1) * uniform + 1) ** (1 / power), size).astype(
-            np.int64
-        )
-        - 1
-    )
+    ranks = (((size + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
+    return np.minimum(ranks, size).astype(np.int64) - 1
 
 
 def appeal(ids: Any, numbers: Any) -> Any:

@@ -55,39 +55,20 @@ def make_parser(
     """A parser of the common options, with an example's own defaults."""
     parser = argparse.ArgumentParser(prog=name, description=description)
     add = parser.add_argument
+    everywhere = "samples in a step, over all workers (%(default)s)"
+    pieces = "number of micro-batches that a batch is computed in (%(default)s)"
+    bound = f"bound the norm of the gradient ({clip_norm or 'unbounded'})"
+    exact = "micro-batches of a batch, with --exact (%(default)s)"
+    types = ("fp32", "bf16", "fp16")
     add("--epochs", type=count, default=epochs, help="passes over the data (%(default)s)")
-    add(
-        "--batch-size",
-        type=count,
-        default=batch_size,
-        help="samples in a step, over all workers (%(default)s)",
-    )
+    add("--batch-size", type=count, default=batch_size, help=everywhere)
     add("--lr", type=positive, default=lr, help=f"learning rate ({lr or 'by size'})")
-    add(
-        "--accumulate",
-        type=count,
-        default=1,
-        help="number of micro-batches that a batch is computed in (%(default)s)",
-    )
-    add(
-        "--clip-norm",
-        type=positive,
-        default=clip_norm,
-        help=f"bound the norm of the gradient ({clip_norm or 'unbounded'})",
-    )
+    add("--accumulate", type=count, default=1, help=pieces)
+    add("--clip-norm", type=positive, default=clip_norm, help=bound)
     add("--exact", action="store_true", help="the same bits at any number of workers")
-    add(
-        "--microbatches",
-        type=count,
-        default=8,
-        help="micro-batches of a batch, with --exact (%(default)s)",
-    )
-    add(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="of activations and matrix products (%(default)s)",
-    )
+    add("--microbatches", type=count, default=8, help=exact)
+    products = "of activations and matrix products (%(default)s)"
+    add("--precision", choices=types, default="fp32", help=products)
     add("--steps", type=count, help="stop after this many steps")
     add("--out", metavar="DIR", help="save a checkpoint here; without it nothing is saved")
     add("--save-every", type=count, metavar="STEPS", help="also save every STEPS steps")

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from shoal.calibration.cache import calibrated_cluster
+from shoal.calibration.measure import calibrated_cluster
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError

@@ -248,11 +248,6 @@ def reorder_additions(step: Step, pieces: int) -> None:
         step.engine.follow(accumulate(1, 0, step.cutter.local_microbatches))
 
 
-def ignores_targets(step: Step) -> bool:
-    """Whether the loss is probably a mean over tokens, and the script does not count them."""
-    return ignored_targets(step) is not None
-
-
 def ignored_targets(step: Step) -> str | None:
     """How `count` would name targets of which a loss ignores some; None where there are none."""
     for name, item in _items_of(step):

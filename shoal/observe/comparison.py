@@ -134,7 +134,7 @@ def _measured(
     ends = [_end(report["losses"]) for report in reports]
     training = _mean([end for end in ends if end is not None])
     loss = evaluated.get("loss", training)
-    rate = _sum([report["samples_per_s"] for report in reports])
+    rates = [r["samples_per_s"] for r in reports if r["samples_per_s"] is not None]
     sent = [number for number in map(_bytes_sent, reports) if number is not None]
     times = _times(Path(run.folder), reports)
     batches = strategy.sync_for(run.workers).batches
@@ -151,7 +151,7 @@ def _measured(
         first_loss=_finite(_mean([r["losses"][0] for r in reports if r["losses"]])),
         evaluated=evaluated or None,
         steps_per_s=speed,
-        samples_per_s=rate,
+        samples_per_s=sum(rates) if rates else None,
         speed_up=speed_up if base else 1.0,
         bytes_sent=_mean(sent),
         most_bytes_sent=max(sent, default=None),
@@ -216,11 +216,6 @@ def _difference(losses: Sequence[float], base: Sequence[float]) -> float | None:
 
 def _mean(numbers: Sequence[float]) -> float | None:
     return fmean(numbers) if numbers else None
-
-
-def _sum(numbers: Sequence[float | None]) -> float | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known else None
 
 
 def _finite(number: float | None) -> float | None:

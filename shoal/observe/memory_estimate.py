@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,9 @@ class EstimateJob(Job):
         self._whys: list[str] = []
         self._is_own_loop = False
 
+    def around_script(self) -> AbstractContextManager[None]:
+        return parameters_without_memory()
+
     def step(self, model: nn.Module, loss: LossFunction | None = None, **options: Any) -> Any:
         optimizer = options.pop("optimizer")
         given = {k: v for k, v in options.items() if k in StepOptions.__dataclass_fields__}
@@ -274,6 +278,9 @@ class EstimateJob(Job):
         }
 
 
+Looking = TypeVar("Looking", bound=EstimateJob)
+
+
 def _first_rows(batch: Tree, parts: int) -> Tree:
     """The largest of so many micro-batches of a batch."""
     total = num_rows(batch)
@@ -304,16 +311,27 @@ def _estimated(
     is_only: bool,
 ) -> dict[str, Any] | None:
     """One of several strategies that cannot train this model does not end the others."""
-    job = make(EstimateJob)
-    assert isinstance(job, EstimateJob)
-    job.prepare(as_strategy(strategy), workers)
     try:
-        with parameters_without_memory():
-            train(job)
-    except StopTraining:
-        pass
+        return first_step(EstimateJob, train, make, as_strategy(strategy), workers).document()
     except BadInput as error:
         if is_only:
             raise
         return {"refused": str(error)}
-    return job.document()
+
+
+def first_step(
+    kind: type[Looking],
+    train: Callable[[Job], Any],
+    make: Callable[[type[Job]], Job],
+    strategy: Strategy,
+    workers: int = 1,
+    **fields: Any,
+) -> Looking:
+    """Run a script with a job that looks at its first step, on parameters without memory."""
+    job = make(kind)
+    assert isinstance(job, kind)
+    job.prepare(strategy, workers)
+    vars(job).update(fields)
+    with suppress(StopTraining), job.around_script():
+        train(job)
+    return job

@@ -52,7 +52,7 @@ class Probe:
         (self.folder / f"{self.job.rank}.json").write_text(json.dumps(asdict(total)))
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
-        self._models[id(step)].look_after_step()
+        self._models[id(step)].look()
         if step.steps >= self.steps:
             raise StopTraining
 
@@ -66,7 +66,7 @@ class ModelProbe:
         self._most = dict.fromkeys((f.name for f in fields(SyncMemory)), 0)
         for p in step.flat.params:
             p.register_hook(self._hook(p))  # type: ignore[no-untyped-call]
-        step.flat.grads.on_copy = self._look
+        step.flat.grads.on_copy = self.look
         if isinstance(step.flat, ShardedParams):
             step.flat.on_saved = self._note
         step.engine.loss = self._watched(step.engine.loss)
@@ -75,15 +75,12 @@ class ModelProbe:
         step.sync.finish = self._before(step.sync.finish)  # type: ignore[method-assign]
         for sums in vars(step.sync).values():
             if isinstance(sums, CompressedSum):
-                sums.on_stage = self._look
+                sums.on_stage = self.look
 
     def memory(self) -> WorkerMemory:
         return WorkerMemory(**self._most, activations=self.activations.most)
 
-    def look_after_step(self) -> None:
-        self._look()
-
-    def _look(self, arriving: Tensor | None = None) -> None:
+    def look(self, arriving: Tensor | None = None) -> None:
         """Count what there is now; `arriving` is a gradient before its parameter has it."""
         for column, value in self._count(arriving).items():
             self._most[column] = max(self._most[column], value)
@@ -118,7 +115,7 @@ class ModelProbe:
 
     def _hook(self, p: nn.Parameter) -> Callable[[Tensor], None]:
         def look(grad: Tensor) -> None:
-            self._look(None if p.grad is not None else grad)
+            self.look(None if p.grad is not None else grad)
 
         return look
 
@@ -135,7 +132,7 @@ class ModelProbe:
 
     def _before(self, function: Callable[[], None]) -> Callable[[], None]:
         def looked() -> None:
-            self._look()
+            self.look()
             function()
 
         return looked

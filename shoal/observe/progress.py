@@ -11,23 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 LINES_PER_RUN = 20
 LONGEST_SILENCE_S = 30.0
 TERMINAL_PERIOD_S = 0.1
 
 
-class Progress(Protocol):
-    """Where progress is shown. `due` is called every step and has to be fast."""
-
-    def due(self, step: int, total: int | None) -> bool: ...
-    def show(self, record: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
-class SilentProgress:
-    """For every rank but 0."""
+class Progress:
+    """Where progress is shown; this one shows nothing. `due` is called every step."""
 
     def due(self, step: int, total: int | None) -> bool:
         return False
@@ -39,7 +31,7 @@ class SilentProgress:
         return None
 
 
-class ProgressLines:
+class ProgressLines(Progress):
     """About twenty lines a run: the first step, the last, and steps at equal distances."""
 
     def __init__(self, out: IO[str] | None = None):
@@ -56,14 +48,11 @@ class ProgressLines:
         self._last_s = time.monotonic()
         print(line(record), file=self._out or sys.stdout, flush=True)
 
-    def close(self) -> None:
-        return None
 
+class ProgressSender(Progress):
+    """Sends records to the launcher, which shows them; at most ten a second."""
 
-class ProgressSender:
-    """Sends records to the launcher, which shows them."""
-
-    def __init__(self, send: Callable[[Mapping[str, Any]], None]):
+    def __init__(self, send: Callable[[Mapping[str, Any]], None] = lambda record: None):
         self._send = send
         self._last_s = 0.0
 
@@ -74,14 +63,12 @@ class ProgressSender:
         self._last_s = time.monotonic()
         self._send(record)
 
-    def close(self) -> None:
-        return None
 
-
-class ProgressBar:
+class ProgressBar(ProgressSender):
     """A live bar on a terminal: step, loss, samples per second, time left."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
@@ -92,15 +79,11 @@ class ProgressBar:
             transient=False,
         )
         self._task = self._rich.add_task("", total=None, of="?", text="")
-        self._last_s = 0.0
-
-    def due(self, step: int, total: int | None) -> bool:
-        return step == total or time.monotonic() - self._last_s > TERMINAL_PERIOD_S
 
     def show(self, record: Mapping[str, Any]) -> None:
         if not self._last_s:
             self._rich.start()
-        self._last_s = time.monotonic()
+        super().show(record)
         total = record.get("total")
         self._rich.update(
             self._task,
@@ -130,7 +113,7 @@ def for_worker(
     rank 0 may be lost, and then this one may be the first.
     """
     if rank != 0 and not takes_over:
-        return SilentProgress()
+        return Progress()
     if send is not None:
         return ProgressSender(send)
     return ProgressBar() if size == 1 and sys.stdout.isatty() else ProgressLines()

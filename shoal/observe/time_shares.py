@@ -7,19 +7,11 @@ checkpoints are in the trace and not in the shares.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.observe.trace import (
-    COMMUNICATE,
-    COMPUTE,
-    INJECTED,
-    TRAINING,
-    WAIT,
-    Span,
-    chrome_events,
-)
+from shoal.observe.trace import COMMUNICATE, COMPUTE, INJECTED, TRAINING, WAIT, Span, chrome_events
 
 Interval = tuple[int, int]
 
@@ -39,25 +31,18 @@ class TimeShares:
     injected: float = 0.0
 
 
-def time_shares(spans: Iterable[Span]) -> TimeShares:
+def time_shares(spans: Sequence[Span]) -> TimeShares:
     """Divide the time of a rank's training; without steps, that from the first to the last span."""
-    spans = list(spans)
     if not spans:
         return TimeShares(0.0, 0.0, 0.0, 0.0, 0.0)
     start_ns = min(s.start_ns for s in spans)
-    end_ns = max(s.end_ns for s in spans)
-    return time_shares_within(spans, start_ns, end_ns)
+    return time_shares_within(spans, start_ns, max(s.end_ns for s in spans))
 
 
-def time_shares_within(spans: Iterable[Span], start_ns: int, end_ns: int) -> TimeShares:
+def time_shares_within(spans: Sequence[Span], start_ns: int, end_ns: int) -> TimeShares:
     """Divide the time of training between two moments."""
-    spans = list(spans)
     window = [(start_ns, end_ns)]
-    training = _of(spans, TRAINING, window)
-    return _divide(spans, training or window)
-
-
-def _divide(spans: list[Span], within: list[Interval]) -> TimeShares:
+    within = _of(spans, TRAINING, window) or window
     total_ns = max(1, length(within))
     compute = _of(spans, COMPUTE, within)
     wait = _of(spans, (WAIT,), within)
@@ -76,7 +61,7 @@ def _divide(spans: list[Span], within: list[Interval]) -> TimeShares:
     )
 
 
-def _of(spans: list[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:
+def _of(spans: Sequence[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:
     """When there was a span of these kinds, inside the given intervals."""
     return intersection(union((s.start_ns, s.end_ns) for s in spans if s.kind in kinds), within)
 

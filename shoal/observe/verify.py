@@ -20,13 +20,12 @@ precision, where rounding all but vanishes and an error does not (`double_check.
   unit roundoffs, is allowed up to 10% instead of 1%.
 
 Where a script does not run in double precision, its first steps are compared in its own
-(`own_precision.py`): with the rounding that another order of additions shows on one worker, and
-with a sentence about the size of the errors that this would find. Final tensors are bounded like
-this: a sum of n terms
-that are added in another order changes by about λ·u·√n of its size, where u is the unit roundoff
-of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums n = samples × positions
-terms, and k steps carry k such errors: tolerance λ·u·√(n·k). If that does not hold, the run in
-another order measures it, and at most 1% is allowed.
+(`OwnCheck`): with the rounding that another order of additions shows on one worker, and with a
+sentence about the size of the errors that this would find. Final tensors are bounded like this: a
+sum of n terms that are added in another order changes by about λ·u·√n of its size, where u is the
+unit roundoff of the dtype (Higham & Mary, 2019, with λ = 4). A gradient element sums n = samples ×
+positions terms, and k steps carry k such errors: tolerance λ·u·√(n·k). If that does not hold, the
+run in another order measures it, and at most 1% is allowed.
 
 The loss of the first step comes before any update, so nothing can have amplified it: there the
 bound of the coarsest dtype holds. This detects a loss that is a sum instead of a mean.

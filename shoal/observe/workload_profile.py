@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows
 from shoal.errors import StopTraining
-from shoal.observe.memory_estimate import EstimateJob
+from shoal.observe.memory_estimate import EstimateJob, first_step
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
@@ -54,6 +54,9 @@ class ProfileJob(EstimateJob):
 
     seconds = 0.0
     _document: dict[str, Any] | None = None
+
+    def around_script(self) -> AbstractContextManager[None]:
+        return nullcontext()  # it computes
 
     def setup(self, *objects: Any) -> Any:
         raise StopTraining
@@ -232,11 +235,6 @@ def profile_workload(
     """Whether this run only measures the first step; it is then done."""
     if config.folder is None or not config.profile_s:
         return False
-    job = make(ProfileJob)
-    assert isinstance(job, ProfileJob)
-    job.prepare(as_strategy("single"), 1)
-    job.seconds = config.profile_s
-    with suppress(StopTraining):
-        train(job)
-    job.write(config.folder)
+    alone = as_strategy("single")
+    first_step(ProfileJob, train, make, alone, seconds=config.profile_s).write(config.folder)
     return True

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shoal.data.rows import num_rows, take_rows
 from shoal.errors import ShoalError, StopTraining
-from shoal.observe.memory_estimate import EstimateJob
-from shoal.observe.model_sizes import parameters_without_memory, sizes_of
+from shoal.observe.memory_estimate import EstimateJob, first_step
+from shoal.observe.model_sizes import sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import HeldTensor, Precision, SplitLimits
@@ -154,13 +154,5 @@ def trace_workload(
     """Whether this run only traces the first step; it is then done."""
     if config.folder is None:
         return False
-    job = make(WorkloadJob)
-    assert isinstance(job, WorkloadJob)
-    job.prepare(as_strategy("single"), 1)
-    try:
-        with parameters_without_memory():
-            train(job)
-    except StopTraining:
-        pass
-    job.write(config.folder)
+    first_step(WorkloadJob, train, make, as_strategy("single")).write(config.folder)
     return True

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.observe.progress import Progress, SilentProgress
+from shoal.observe.progress import Progress
 from shoal.observe.trace import INJECTED, OFF, Tracer
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import Faults, busy_s
@@ -36,7 +36,7 @@ class RunServices:
     its configuration from the environment.
     """
 
-    progress: Progress = field(default_factory=SilentProgress)
+    progress: Progress = field(default_factory=Progress)
     tracer: Tracer = OFF
     faults: Faults | None = None
     elastic_sum: ElasticSum | None = None

@@ -77,13 +77,10 @@ def test_servers_of_the_own_host_are_not_reached_over_a_link() -> None:
     }
 
 
-def test_only_the_links_of_a_lab_have_a_known_rate() -> None:
-    with pytest.raises(BadInput, match=r"--on takes lab or lab://NAME here, .* not 'ray'"):
-        link_rate("ray")
-
-
-@pytest.mark.parametrize("wrong", [{"share": 0.0}, {"share": 1.0}, {"exponent": -1.0}])
+@pytest.mark.parametrize("wrong", [{"share": 0.0}, {"exponent": -1.0}])
 def test_bad_options_are_refused(wrong: dict[str, float]) -> None:
     options: dict[str, Any] = {"exponent": 1.1, "share": 0.1, **wrong}
     with pytest.raises(BadInput, match=f"--{next(iter(wrong))}"):
         RowsBench(9, 1, 1, 1, 2, 1, 1, **options).check()
+    with pytest.raises(BadInput, match="--on takes lab"):
+        link_rate("ray")

@@ -49,22 +49,11 @@ def test_a_row_says_how_a_model_was_split(tmp_path: Path) -> None:
         (HEAD, "has no rows"),
         (HEAD + "8,32,2,1024,16,24,2,x,250\n", "line 2: pp is 'x'"),
         (HEAD + "8,32,2,1024,16,24,3,1,250\n", "line 2: tp 3 x pp 1 x dp 2 are not 8 workers"),
-        (HEAD + "8,32,64,1024,16,24,2,1,250\n", "line 2: a micro-batch of 64 is larger than"),
-        (HEAD + "8,32,2,1024,15,24,2,1,250\n", "line 2: heads=15 must divide hidden=1024"),
-        (HEAD + "8,32,2,1024,16,4,1,8,250\n", "line 2: 8 stages need more layers than the 4"),
-        (HEAD + "8,32,2,1024,4,24,8,1,250\n", "line 2: tp 8 does not divide the 4 heads"),
-        (HEAD + "8,32,2,1e300,16,24,2,1,250\n", "line 2: hidden size is 1e300, and must be at"),
-        (HEAD + "8,32,2,1024,16,24,2,1,-1\n", "iteration_ms is '-1'"),
     ],
 )
 def test_a_mistake_in_a_table_is_named(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(BadInput, match=said):
         read_table(written(tmp_path, text), TableDefaults())
-
-
-def test_no_file_is_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="cannot read"):
-        read_table(tmp_path / "none.csv", TableDefaults())
 
 
 def test_regret_is_what_the_picked_plan_takes_longer() -> None:
@@ -120,22 +109,13 @@ def table(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_errors_order_and_regret_are_printed(
-    capsys: pytest.CaptureFixture[str], table: str
-) -> None:
-    status, out, _ = run(capsys, table)
-    assert not status
+def test_errors_order_and_regret_are_shown(capsys: pytest.CaptureFixture[str], table: str) -> None:
+    _, out, _ = run(capsys, table)
     for words in ("mean absolute error", "bias", "rank correlation", "regret", "worst rows"):
         assert words in out
     assert "picked in 1 of 1 choices" in out
-
-
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str], table: str) -> None:
-    _, out, _ = run(capsys, table, "--json")
-    document = json.loads(out)
-    assert [row["line"] for row in document["rows"]] == [2, 3]
-    assert document["regret"] == 0
-    assert document["fitted"] == {}
+    document = json.loads(run(capsys, table, "--json")[1])
+    assert [row["line"] for row in document["rows"]] == [2, 3] and document["fitted"] == {}
 
 
 def test_a_fit_says_its_constants_and_their_bounds(
@@ -153,18 +133,7 @@ def test_a_fit_says_its_constants_and_their_bounds(
         assert document["fitted"][name] == pytest.approx(bound, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--recompute", "some"], "--recompute some is not one of none, selective, full"),
-        (["--order", "other"], "--order other is not one of megatron, shoal"),
-        (["--write", "fit.toml"], "--write needs --fit"),
-        (["--fit"], "folds=5 must be 2 or more, and at most the 2 rows"),
-    ],
-)
-def test_bad_input_is_a_sentence(
-    capsys: pytest.CaptureFixture[str], table: str, words: list[str], said: str
-) -> None:
-    status, _, err = run(capsys, table, *words)
-    assert status == 2
-    assert said in err
+def test_bad_input_is_a_sentence(capsys: pytest.CaptureFixture[str], table: str) -> None:
+    for words, said in (("--order other", "not one of megatron"), ("--fit", "at most the 2 rows")):
+        status, _, err = run(capsys, table, *words.split())
+        assert status == 2 and said in err

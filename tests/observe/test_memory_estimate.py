@@ -66,7 +66,7 @@ def measured(
         probe = ModelProbe(step)
         for batch in job.batches(data, BATCH):
             step(batch)
-            probe.look_after_step()
+            probe.look()
         job.close()
         return probe.memory()
 

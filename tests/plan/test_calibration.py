@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.predict import PredictedRun, Verdict, median_error
 from benchmarks.spread import at_quartile
-from shoal.calibration import cache
-from shoal.calibration.machine import machine_of
+from shoal.calibration import measure
+from shoal.calibration.device import machine_of
 from shoal.calibration.measure import CalibrationOptions, calibrate, worker_counts
 from shoal.cluster.toml_file import parse_cluster
 from shoal.cluster.toml_writer import cluster_text
@@ -113,18 +113,18 @@ def test_workers_are_measured_in_powers_of_two_and_all_at_once() -> None:
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measurements = []
 
-    def measure(options: CalibrationOptions, say: object) -> object:
+    def once(options: CalibrationOptions, say: object) -> object:
         measurements.append(options)
         return MACHINE
 
-    monkeypatch.setattr(cache, "calibrate", measure)
-    monkeypatch.setattr(cache, "cache_file", lambda device=None: tmp_path / "shoal" / "m.toml")
-    first = cache.calibrated_cluster()
-    second = cache.calibrated_cluster()
+    monkeypatch.setattr(measure, "calibrate", once)
+    monkeypatch.setattr(measure, "cache_file", lambda device=None: tmp_path / "shoal" / "m.toml")
+    first = measure.calibrated_cluster()
+    second = measure.calibrated_cluster()
     assert cluster_text(first) == cluster_text(second)
     assert len(measurements) == 1
     (tmp_path / "shoal" / "m.toml").write_text("nodes = ")
-    cache.calibrated_cluster()
+    measure.calibrated_cluster()
     assert len(measurements) == 2
 
 
