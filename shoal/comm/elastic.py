@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.errors import Desync, PeerLost
 from shoal.runtime.files import write_atomically
@@ -69,28 +69,29 @@ class ElasticSum:
 
     def all_reduce(self, numbers: Sequence[float], ranks: Sequence[int]) -> SurvivorSum:
         """The sum over the survivors of `ranks`; the same bits on each of them."""
+        rows = self.gather(numbers, ranks)
+        return SurvivorSum(
+            [sum(map(float, column)) for column in zip(*rows.values(), strict=True)],
+            tuple(rank for rank in ranks if rank not in rows),
+        )
+
+    def gather(self, row: Sequence[Any], ranks: Sequence[int]) -> dict[int, list[Any]]:
+        """The rows of the survivors of `ranks`, as long as this one; what is in them is JSON."""
         self._round += 1
         before = self._written
-        self._write(numbers)
-        rows = {rank: self._wait_for(rank, ranks, len(numbers)) for rank in ranks}
-        present = [row for row in rows.values() if row is not None]
+        self._written = self._path(self._round, self._rank)
+        write_atomically(self._written, json.dumps(list(row)))
+        rows = {rank: self._wait_for(rank, ranks, len(row)) for rank in ranks}
         # a rank that has written in this round has read the last one
         if before is not None:
             before.unlink(missing_ok=True)
-        return SurvivorSum(
-            [sum(column) for column in zip(*present, strict=True)],
-            tuple(rank for rank, row in rows.items() if row is None),
-        )
+        return {rank: found for rank, found in rows.items() if found is not None}
 
-    def _write(self, numbers: Sequence[float]) -> None:
-        self._written = self._path(self._round, self._rank)
-        write_atomically(self._written, json.dumps(list(numbers)))
-
-    def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
+    def _wait_for(self, rank: int, ranks: Sequence[int], length: int) -> list[Any] | None:
         with waiting(f"rank {self._rank}", f"rank {rank}", "a sum over the surviving workers"):
             return self._poll(rank, ranks, length)
 
-    def _poll(self, rank: int, ranks: Sequence[int], length: int) -> list[float] | None:
+    def _poll(self, rank: int, ranks: Sequence[int], length: int) -> list[Any] | None:
         start_s = time.monotonic()
         pause = Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
         while True:
@@ -102,7 +103,7 @@ class ElasticSum:
                 raise self._lost(ranks)
             pause()
 
-    def _read(self, rank: int, length: int) -> list[float] | None:
+    def _read(self, rank: int, length: int) -> list[Any] | None:
         path = self._path(self._round, rank)
         try:
             with path.open("rb") as file:
@@ -114,7 +115,7 @@ class ElasticSum:
             raise Desync(
                 self._rank, f"a sum of {length} numbers", rank, f"one of {their_length} numbers"
             )
-        return [float(number) for number in row]
+        return row
 
     def _lost(self, ranks: Sequence[int]) -> PeerLost:
         absent = [

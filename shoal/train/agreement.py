@@ -5,8 +5,7 @@
     rank 2                           ─ ""     ─┘
 
 No rank returns before all have answered. A text has at most 500 bytes; it takes one all-gather.
-Where ranks may be lost it is a sum over the survivors instead, in which each has a place of its
-own.
+Where ranks may be lost it goes through files, over the survivors.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from shoal.comm.group import Group
+from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.waits import Backoff
 from shoal.sync.base import Comeback
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_BYTES = 500
-_BYTES_A_NUMBER = 6  # a double holds them exactly
-_NUMBERS = -(-_MAX_BYTES // _BYTES_A_NUMBER)
 _FAILED = "failed: "
 _MAX_LOADS = 8
 _FIRST_PAUSE_S = 0.01
@@ -88,33 +86,12 @@ class Agreement:
         size = self._group.size
         if size == 1:
             return {0: text}
-        mine = _numbers(text)
+        data = text.encode(errors="replace")[:_MAX_BYTES]
         if self._elastic_sum is None:
-            rows = torch.empty(size, _NUMBERS, dtype=torch.int64, device=self._device)
-            self._group.all_gather(rows, torch.tensor(mine, device=self._device)).wait()
-            return {rank: _text(row) for rank, row in enumerate(rows.tolist())}
-        numbers = [0] * (size * _NUMBERS)
-        place = self._group.rank * _NUMBERS
-        numbers[place : place + _NUMBERS] = mine
-        total, missing = self._elastic_sum.all_reduce(numbers, range(size))
-        return {
-            rank: _text([int(n) for n in total[rank * _NUMBERS : (rank + 1) * _NUMBERS]])
-            for rank in range(size)
-            if rank not in missing
-        }
-
-
-def _numbers(text: str) -> list[int]:
-    data = text.encode(errors="replace")[:_MAX_BYTES].ljust(_NUMBERS * _BYTES_A_NUMBER, b"\0")
-    return [
-        int.from_bytes(data[at : at + _BYTES_A_NUMBER], "little")
-        for at in range(0, len(data), _BYTES_A_NUMBER)
-    ]
-
-
-def _text(numbers: list[int]) -> str:
-    data = b"".join(number.to_bytes(_BYTES_A_NUMBER, "little") for number in numbers)
-    return data.rstrip(b"\0").decode(errors="replace")
+            found = all_gather_bytes(self._group, data, _MAX_BYTES, self._device)
+            return {rank: row.decode(errors="replace") for rank, row in enumerate(found)}
+        rows = self._elastic_sum.gather([data.decode(errors="replace")], range(size))
+        return {rank: str(row[0]) for rank, row in rows.items()}
 
 
 def _different(path: Path, digests: dict[int, str]) -> CheckpointError:
