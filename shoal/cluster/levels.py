@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
-from shoal.cluster.torus import bisection_links
+from shoal.cluster.topology import bisection_links
 from shoal.cluster.units import show_rate
 
 

@@ -9,7 +9,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.drawing import device_words, heading
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.levels import narrowest, narrowest_cut
-from shoal.cluster.torus import coordinates
+from shoal.cluster.topology import coordinates
 from shoal.cluster.units import show_rate
 from shoal.runtime import svg
 from shoal.runtime.wording import counted

@@ -13,8 +13,8 @@ from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import bold, show
 from shoal.commands.subject import RecomputeOption, SubjectOptions
 from shoal.plan.predict import Predictor
+from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
-from shoal.plan.simulator.work import Unevenness
 from shoal.runtime.faults import read_slow
 from shoal.runtime.wording import counted
 

@@ -12,8 +12,7 @@ import pytest
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster
-from shoal.cluster.topology import ClusterTopology
-from shoal.cluster.torus import neighbors
+from shoal.cluster.topology import ClusterTopology, neighbors
 
 
 def crowd(topology: ClusterTopology, pairs: list[tuple[int, int]]) -> float:

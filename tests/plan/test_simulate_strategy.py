@@ -4,10 +4,8 @@ import pytest
 
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, predict
-from shoal.plan.simulator.strategies import _WAYS, simulate_strategy
+from shoal.plan.simulator.strategies import simulate_strategy
 from shoal.plan.workloads.model_presets import named_workload
-from shoal.strategy.base import SyncTerm
-from shoal.strategy.terms import TERMS
 
 MODEL = named_workload(None, "layers=8,hidden=1024,heads=16,sequence=512")
 CLUSTER = load_cluster("dgx-a100")
@@ -19,11 +17,6 @@ def seconds(strategy: str, workers: int = 8, batch: int = 64) -> tuple[float, fl
     settings = PlanSettings(batch)
     closed_s = predict(MODEL, CLUSTER, strategy, workers, settings).step_s
     return simulate_strategy(MODEL, CLUSTER, strategy, workers, settings).step_s, closed_s
-
-
-def test_every_way_to_agree_can_be_simulated() -> None:
-    terms = [name for name, kind in TERMS.items() if issubclass(kind, SyncTerm)]
-    assert sorted(_WAYS) == sorted(terms)
 
 
 def test_what_has_no_contention_takes_what_is_predicted() -> None:

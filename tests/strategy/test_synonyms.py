@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import BadInput, StrategyError
 from shoal.schedules.collectives.kinds import KINDS, kind_named
-from shoal.strategy.parser import _SYNONYMS
+from shoal.strategy.parser import _MEANT
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
 
@@ -36,10 +36,10 @@ def test_a_word_of_the_field_gets_what_to_write(word: str, to_write: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("word", _SYNONYMS)
+@pytest.mark.parametrize("word", _MEANT)
 def test_what_is_proposed_parses_and_the_word_is_free(word: str) -> None:
     assert word not in TERMS
-    for proposal in _SYNONYMS[word][1].replace(" or ", ", ").split(", "):
+    for proposal in _MEANT[word][1].replace(" or ", ", ").split(", "):
         if proposal.split("(")[0] in TERMS and proposal.count("(") == proposal.count(")"):
             first = proposal.split(" ")[0] if "=" not in proposal else proposal
             assert parse(first)

@@ -17,9 +17,9 @@ from shoal.errors import BadInput
 from shoal.observe.trace import STEP, WAIT, Span
 from shoal.plan.simulator.flows import Longs
 from shoal.plan.simulator.messages import Routes, Wires
-from shoal.plan.simulator.step_tasks import StepTasks
+from shoal.plan.simulator.step_tasks import StepTasks, StepWork, Unevenness
 from shoal.plan.simulator.task_graph import TaskTimes
-from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness
+from shoal.plan.sync_price.base import Agreeing
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ The steady state of a pipeline is not simulated at length: of more micro-batches
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,17 +20,16 @@ from shoal.plan.predict import (
     resolve_step,
 )
 from shoal.plan.simulator.simulate import StepRun, simulate_step
-from shoal.plan.simulator.work import Agreeing, StepWork, Unevenness, rank_grid
+from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
 from shoal.plan.step.layer_time import LayerTable, LayerTime
 from shoal.plan.step.stages import Stage, weight_of
 from shoal.plan.step.step_price import ReplicaPricer
-from shoal.plan.sync_price.base import SyncQuestion, update_part
+from shoal.plan.sync_price.base import Agreeing, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.overlap import idle_share
-from shoal.plan.sync_price.ps import push_bytes, quorum_count, server_update_s
+from shoal.plan.sync_price.ps import push_bytes, server_update_s
 from shoal.plan.sync_price.ps_links import memory_s
 from shoal.plan.workloads.workload import Workload
-from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, PUSH_BUCKET_BYTES
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MOST_MICROBATCHES = 3  # of each stage
@@ -71,7 +69,7 @@ def simulate_strategy(
     term: Any = value.sync_for(resolved.layout.replicas)
     question = predictor.question(pricer, resolved, pricer.price(*resolved), settings.overlap)
     size = cluster.of_size(workers)
-    agreeing = _WAYS[term.name](term, question)
+    agreeing = price_of(term, question).agreeing
     if agreeing.way == "servers":
         agreeing = replace(agreeing, servers=_hosts(term, question))
         agreeing = replace(agreeing, apply_s=_apply_s(term, question))
@@ -178,69 +176,3 @@ def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:
     nics = min(question.cluster.node.nics, devices)
     firsts = [(nodes + server) * devices for server in range(term.servers)]
     return tuple(first + nic * devices // nics for first in firsts for nic in range(nics))
-
-
-# ---- terms, by name
-
-
-def _buckets(question: SyncQuestion, bucket_bytes: float) -> int:
-    return max(1, math.ceil(question.gradient_bytes / bucket_bytes))
-
-
-def _single(term: Any, question: SyncQuestion) -> Agreeing:
-    return Agreeing()
-
-
-def _ddp(term: Any, question: SyncQuestion) -> Agreeing:
-    algorithm = term.collective_algorithm or "auto"
-    return Agreeing(
-        "all_reduce",
-        _buckets(question, term.bucket_mb * (1 << 20)),
-        node_devices=1 if algorithm == "ring" else question.cluster.node.devices,
-        algorithm=algorithm,
-    )
-
-
-def _zero(term: Any, question: SyncQuestion) -> Agreeing:
-    buckets = _buckets(question, DEFAULT_BUCKET_BYTES)
-    inside = question.cluster.node.devices
-    return Agreeing("zero", buckets, stage=term.stage, node_devices=inside)
-
-
-def _ps(term: Any, question: SyncQuestion) -> Agreeing:
-    quorum = None if term.quorum is None else quorum_count(term, question.replicas)
-    return Agreeing(
-        "servers",
-        _buckets(question, PUSH_BUCKET_BYTES),
-        is_async=term.mode == "async",
-        quorum=quorum,
-        staleness=term.staleness,
-    )
-
-
-def _gossip(term: Any, question: SyncQuestion) -> Agreeing:
-    return Agreeing("gossip", graph=term.graph, is_async=term.mode == "async")
-
-
-def _hogwild(term: Any, question: SyncQuestion) -> Agreeing:
-    return Agreeing(is_async=True)
-
-
-def _mapreduce(term: Any, question: SyncQuestion) -> Agreeing:
-    return Agreeing("all_reduce", node_devices=question.cluster.node.devices)
-
-
-def _localsgd(term: Any, question: SyncQuestion) -> Agreeing:
-    return Agreeing("average", every=term.every, node_devices=question.cluster.node.devices)
-
-
-_WAYS: dict[str, Callable[[Any, SyncQuestion], Agreeing]] = {
-    "single": _single,
-    "ddp": _ddp,
-    "zero": _zero,
-    "ps": _ps,
-    "gossip": _gossip,
-    "hogwild": _hogwild,
-    "mapreduce": _mapreduce,
-    "localsgd": _localsgd,
-}

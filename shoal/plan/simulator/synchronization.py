@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shoal.plan.simulator.collectives import message_table
 from shoal.plan.simulator.task_graph import Task, TaskGraph
-from shoal.plan.simulator.work import Agreeing
+from shoal.plan.sync_price.base import Agreeing
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.gossip.mixing import mixing_for
 

@@ -97,6 +97,28 @@ class SyncQuestion:
 
 
 @dataclass(frozen=True)
+class Agreeing:
+    """The tasks by which replicas agree in a step: the price sums them, the simulator runs them.
+
+    Their messages and waits are in `simulator/synchronization.py`.
+    """
+
+    way: str = "none"  # none, all_reduce, zero, servers, gossip, average
+    buckets: int = 1
+    is_overlapped: bool = True  # with backward
+    stage: int = 1  # of zero
+    servers: tuple[int, ...] = ()  # the device that each server runs on
+    apply_s: float = 0.0  # a server's time for one update of its shard
+    is_async: bool = False
+    quorum: int | None = None
+    staleness: int | None = None
+    every: int = 1  # steps between two averages
+    graph: str = "ring"
+    node_devices: int = 1  # groups that have several ranks in a node agree inside it first
+    algorithm: str = "auto"  # another one: an all-reduce by the rounds of its schedule
+
+
+@dataclass(frozen=True)
 class SyncPrice:
     """`parts` lengthen the step. Workers that do not wait have a rate of their own."""
 
@@ -106,6 +128,7 @@ class SyncPrice:
     convergence: str = ""
     sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
     server_bytes: float = 0.0  # into the busiest server in a step; as many come out
+    agreeing: Agreeing = Agreeing()
     spread_s: tuple[float, float] = NO_SPREAD  # noise: how far steps lie below and above
 
 
@@ -183,6 +206,10 @@ def refuse_several_hosts(name: str, question: SyncQuestion) -> None:
             f"{name} goes through the memory of one host, and {question.workers} workers need "
             f"several nodes of {question.cluster.name}, which have {devices} devices each"
         )
+
+
+def buckets_of(question: SyncQuestion, bucket_bytes: float) -> int:
+    return max(1, math.ceil(question.gradient_bytes / bucket_bytes))
 
 
 def some(*parts: Part) -> tuple[Part, ...]:

@@ -9,9 +9,11 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, hops
 from shoal.plan.sync_price.base import (
+    Agreeing,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
+    buckets_of,
     plain_memory,
     some,
     synchronous_spread,
@@ -39,7 +41,23 @@ def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
     gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
     parts = some(gradients, waiting_part(question), update_part(question))
     spread = synchronous_spread(question)
-    return SyncPrice(parts, _memory(term, question), sent_bytes=sent, spread_s=spread)
+    return SyncPrice(
+        parts,
+        _memory(term, question),
+        sent_bytes=sent,
+        agreeing=_agreeing(term, question),
+        spread_s=spread,
+    )
+
+
+def _agreeing(term: Any, question: SyncQuestion) -> Agreeing:
+    algorithm = term.collective_algorithm or "auto"
+    return Agreeing(
+        "all_reduce",
+        buckets_of(question, term.bucket_mb * (1 << 20)),
+        node_devices=1 if algorithm == "ring" else question.cluster.node.devices,
+        algorithm=algorithm,
+    )
 
 
 def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
@@ -138,4 +156,7 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     )
     sent = 2 * (p - 1) / p * question.buffer_bytes
     spread = synchronous_spread(question)
-    return SyncPrice(parts, memory, convergence=whole, sent_bytes=sent, spread_s=spread)
+    agreeing = Agreeing("all_reduce", node_devices=question.cluster.node.devices)
+    return SyncPrice(
+        parts, memory, convergence=whole, sent_bytes=sent, agreeing=agreeing, spread_s=spread
+    )

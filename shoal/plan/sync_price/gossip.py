@@ -28,6 +28,7 @@ from shoal.plan.step.collective_time import RingHop, hops
 from shoal.plan.step.rank_order import RankGroup
 from shoal.plan.step.relaxed_rules import neighbours_pace, own_pace
 from shoal.plan.sync_price.base import (
+    Agreeing,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
@@ -78,6 +79,7 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
         steps_per_batch=float(question.replicas) if is_async else 1.0,
         convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
+        agreeing=Agreeing("gossip", graph=term.graph, is_async=is_async),
         spread_s=(0.0, 0.0) if is_async else synchronous_spread(question),
     )
 
@@ -255,7 +257,9 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
         update,
     )
     behind = f"a gradient is about {replicas - 1} updates old when it is used" * (replicas > 1)
-    return SyncPrice(parts, plain_memory(question), convergence=behind)
+    return SyncPrice(
+        parts, plain_memory(question), convergence=behind, agreeing=Agreeing(is_async=True)
+    )
 
 
 def _bus_s(question: SyncQuestion) -> float:

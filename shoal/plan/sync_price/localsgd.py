@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.sync_price.base import (
+    Agreeing,
     SyncPrice,
     SyncQuestion,
     memory_pass_s,
@@ -44,6 +45,7 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
         _memory(term, question),
         convergence=_convergence(term, replicas),
         sent_bytes=sent / term.every,
+        agreeing=Agreeing("average", every=term.every, node_devices=question.cluster.node.devices),
         spread_s=(low, high),
     )
 

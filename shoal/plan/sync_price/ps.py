@@ -17,9 +17,11 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.relaxed_rules import own_pace, queue_cycle_s, quorum_pace, staleness_pace
 from shoal.plan.sync_price.base import (
+    Agreeing,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
+    buckets_of,
     memory_pass_s,
     plain_memory,
     some,
@@ -121,6 +123,13 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
         convergence=_convergence(term, question),
         sent_bytes=push_bytes(term, question),
         server_bytes=traffic.into_server,
+        agreeing=Agreeing(
+            "servers",
+            buckets_of(question, PUSH_BUCKET_BYTES),
+            is_async=term.mode == "async",
+            quorum=None if term.quorum is None else quorum_count(term, question.replicas),
+            staleness=term.staleness,
+        ),
         spread_s=synchronous_spread(question) if term.lockstep else (0.0, 0.0),
     )
 

@@ -17,8 +17,10 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price.base import (
+    Agreeing,
     SyncPrice,
     SyncQuestion,
+    buckets_of,
     memory_pass_s,
     plain_memory,
     some,
@@ -35,7 +37,12 @@ from shoal.plan.sync_price.overlap import (
     idle_share,
     meetings_s,
 )
-from shoal.schedules.buffer_layout import LARGE_BYTES, room_elements, sharded_bucket_bytes
+from shoal.schedules.buffer_layout import (
+    DEFAULT_BUCKET_BYTES,
+    LARGE_BYTES,
+    room_elements,
+    sharded_bucket_bytes,
+)
 from shoal.schedules.lending import times_settled
 from shoal.schedules.shard_copies import held_shards
 
@@ -57,6 +64,12 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
         some(gradients, copies, weights, waiting, update),
         memory,
         sent_bytes=_sent(term, question),
+        agreeing=Agreeing(
+            "zero",
+            buckets_of(question, DEFAULT_BUCKET_BYTES),
+            stage=term.stage,
+            node_devices=question.cluster.node.devices,
+        ),
         spread_s=synchronous_spread(question),
     )
 
