@@ -3,8 +3,7 @@
     leader     decide: ledger -> entry -> followers -> its own state
     follower   replay: entry -> its own state
 
-An entry has a position and the epoch of the leader that made it. A snapshot of the state at
-position p and the entries after p reproduce the state (`model/snapshot.py`).
+An entry has a position and the epoch of the leader that made it.
 
 Entries hold decisions, not gradients. A worker stages a push on every server before it commits
 the push to the leader, so a decision finds its data in the push buffers of each server.

@@ -32,7 +32,7 @@ from shoal.server.model.log import Clipping, Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
-from shoal.server.model.snapshot import SavedWorker, Snapshot, install_snapshot, take_snapshot
+from shoal.server.model.snapshot import SavedWorker, Snapshot, take_snapshot
 from shoal.server.model.state import ModelState, Statistics
 from shoal.server.model.tables import Tables
 from shoal.server.protocol.frames import Refused
@@ -384,13 +384,6 @@ class ServedModel:
             worker: SavedWorker(member.incarnation, self.membership.residual_of(worker))
             for worker, member in self.membership.members.items()
         }
-
-    def install(self, snapshot: Snapshot) -> None:
-        """Replace the state; entries after the snapshot's position can be replayed on it."""
-        with self.lock:
-            install_snapshot(self.state, snapshot)
-            self.log.restart(snapshot.position, snapshot.epoch)
-            self.lock.notify_all()
 
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:

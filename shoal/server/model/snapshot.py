@@ -1,7 +1,7 @@
 """The state of a model at one position of its log, as a value.
 
-A snapshot and the log entries after its position reproduce the state. Gradients of pushes that
-are staged and not summed yet are not included: the worker has staged them on every server.
+Gradients of pushes that are staged and not summed yet are not included: the worker has staged them
+on every server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from shoal.server.consistency import LedgerState
 from shoal.server.model.named_optimizer import options_of
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.shard import Shard
-from shoal.server.model.shard_state import get_state, restore_optimizer
+from shoal.server.model.shard_state import get_state
 from shoal.server.model.state import ModelState
-from shoal.server.model.tables import Tables
-from shoal.server.protocol.frames import Refused
 from shoal.server.protocol.messages import PushDecided, ShardState
 
 
@@ -82,17 +80,6 @@ def take_snapshot(state: ModelState, position: int, epoch: int) -> Snapshot:
     )
 
 
-def install_snapshot(state: ModelState, snapshot: Snapshot) -> None:
-    """Replace the state; Refused if a push of the open step is not staged here."""
-    _restore_pushes(state, snapshot)
-    state.ledger.load(snapshot.ledger)
-    state.shard.data.copy_(snapshot.weights)
-    state.shard.sum.copy_(snapshot.sum)
-    state.shard.loss_flags.copy_(snapshot.loss_flags)
-    restore_optimizer(state.shard, snapshot.optimizer, snapshot.optimizer_tensors)
-    _restore_tables(state.tables, snapshot)
-
-
 def optimizer_image(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
     """Copies of the state of the optimizer, with its settings."""
     optimizer, tensors = get_state(shard, steps=0)
@@ -101,25 +88,3 @@ def optimizer_image(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
         options = tuple(options_of(shard.optimizer, group) for group in groups)
         optimizer = msgspec.structs.replace(optimizer, options=options)
     return optimizer, tuple(tensor.clone() for tensor in tensors)
-
-
-def _restore_pushes(state: ModelState, snapshot: Snapshot) -> None:
-    is_synchronous = state.spec.rule.is_synchronous
-    unsummed = {push.worker for push in snapshot.counted} if is_synchronous else set[int]()
-    for worker, sequence in snapshot.decided.items():
-        buffer = state.pushes.get(worker)
-        if worker in unsummed and (buffer is None or buffer.committed < sequence):
-            raise Refused(f"push {sequence} of worker {worker} is not staged here")
-        if buffer is not None:
-            buffer.committed = max(buffer.committed, sequence)
-            buffer.consumed = sequence - 1 if worker in unsummed else sequence
-    state.decided = dict(snapshot.decided)
-    state.counted = list(snapshot.counted)
-    state.fraction = snapshot.fraction
-
-
-def _restore_tables(tables: Tables, snapshot: Snapshot) -> None:
-    for saved in snapshot.tables:
-        tables.make(saved.spec)
-        tables.table(saved.spec.name).load_state(saved.chunks, saved.steps)
-    tables.restore_counted(snapshot.counted_rows)
