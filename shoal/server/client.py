@@ -84,7 +84,7 @@ class PendingPull:
 class Client:
     """All servers of one model, from one worker. `specs` has one entry per server.
 
-    A server with replicas has several addresses.
+    A server with copies has several addresses.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Client:
     def stats(self, final: bool = False) -> list[dict[str, Any]]:
         """The counters of every server; with `final`, when all workers have left.
 
-        Those of the other replicas are under "replicas", as far as they answer.
+        Those of the other copies are under "replicas", as far as they answer.
         """
         found = []
         for link in self.links:

@@ -7,7 +7,7 @@ rank0        a thread of worker 0
 workers      a thread of every worker
 
 Servers listen at Unix sockets. Where workers are on several hosts, servers also listen at a TCP
-port, which workers of other hosts use. With replicas the copies of a shard are on different hosts,
+port, which workers of other hosts use. With copies, those of a shard are on different hosts,
 and the first rank of all starts a coordinator unless there is one (SHOAL_COORDINATOR).
 """
 
@@ -59,7 +59,7 @@ class ServerSet:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether each server is a chain of replicas, with an address each."""
+        """Whether each server is a chain of copies, with an address each."""
         return any(not isinstance(address, str) for address in self.addresses)
 
     def seen_by(self, index: int) -> list[str]:
@@ -144,7 +144,7 @@ def _set_of(
     host: str = "",
     started: StartedServers | None = None,
 ) -> ServerSet:
-    """With replicas `servers` has those of each shard one after the other."""
+    """With copies `servers` has those of each shard one after the other."""
     found = ServerSet(announcer, servers[:: term.replicas], host, started)
     if term.replicas > 1:
         seen = [server.seen_from(host) for server in servers]

@@ -48,7 +48,7 @@ class Followers:
 
     def __init__(self, model: ServedModel):
         self._model = model
-        self._in_chain = model.is_replicated
+        self._in_chain = model.in_chain
         self._connections: dict[int, Connection] = {}  # by index of the server
         self._closed = threading.Event()
         self._asked: tuple[int, float] | None = None  # version and divisor of the open step

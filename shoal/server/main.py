@@ -30,7 +30,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
-    from shoal.server.replicas.start import ReplicaSettings
+    from shoal.server.replicas.start import ChainSettings
     from shoal.server.server import Server
 
 _STOP = {signal.SIGTERM, signal.SIGINT}
@@ -99,7 +99,7 @@ def _open_server(config: RunConfig) -> Server:
         has_exited=has_exited,
         remote_address=beyond,
         tls=config.tls,
-        replica=_replica_settings(config, run_dir),
+        chain=_chain_settings(config, run_dir),
     )
     server.host.most_threads = most_threads
     server.host.takes_back = config.takes_back
@@ -111,12 +111,12 @@ def _open_server(config: RunConfig) -> Server:
     return server
 
 
-def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | None:
-    """The place of this server in the chain of its shard; None if it has no replicas."""
+def _chain_settings(config: RunConfig, run_dir: RunDir) -> ChainSettings | None:
+    """The place of this server in the chain of its shard; None if it has no copies."""
     from shoal.comm.executors.hierarchical.topology import host_id
     from shoal.coordinator.connect import lease_ttl_s, open_coordinator
-    from shoal.server.replicas.place import ReplicaPlace
-    from shoal.server.replicas.start import ReplicaSettings
+    from shoal.server.replicas.place import ChainPlace
+    from shoal.server.replicas.start import ChainSettings
 
     of_server = config.server
     if of_server.replicas == 1:
@@ -124,7 +124,7 @@ def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | N
     if of_server.consistency not in ("strong", "eventual"):
         raise BadInput(f'consistency is "strong" or "eventual", not {of_server.consistency!r}')
     eventual = of_server.consistency == "eventual"
-    place = ReplicaPlace(
+    place = ChainPlace(
         of_server.shard,
         of_server.replica,
         of_server.replicas,
@@ -133,11 +133,11 @@ def _replica_settings(config: RunConfig, run_dir: RunDir) -> ReplicaSettings | N
     addresses: list[str] = []
     leaders: list[str] = []
     if of_server.listen is None and of_server.beyond is None:  # all are in this run directory
-        first = place.shard * place.replicas
-        addresses = [run_dir.socket(first + replica) for replica in range(place.replicas)]
-        leaders = [run_dir.socket(replica) for replica in range(place.replicas)]
+        first = place.shard * place.copies
+        addresses = [run_dir.socket(first + replica) for replica in range(place.copies)]
+        leaders = [run_dir.socket(replica) for replica in range(place.copies)]
     coordinator, leases = (open_coordinator(config, place.in_words()) for _ in range(2))
-    return ReplicaSettings(
+    return ChainSettings(
         place,
         addresses,
         coordinator,

@@ -96,11 +96,11 @@ class ModelHost:
 
     most_threads: int | None = None
     execute: Execute  # lets an operation take effect; returns its answer
-    is_replicated = False
+    in_chain = False
     may_lose = False  # what was acknowledged: eventual consistency
     takes_back = False  # lost workers are started again
     chain: ChainAccess | None = None  # of a replicated server
-    keeps_payloads = False  # a replica that comes back is taught from the log
+    keeps_payloads = False  # a copy that comes back is taught from the log
     on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
     saver: ShardSaver | None = None  # writes checkpoints
     device: torch.device | None = None  # where weights and optimizers are; None: the CPU
@@ -168,22 +168,22 @@ class ModelHost:
         """Without the lock: the leader may be this server, with another shard of the replica."""
         is_leader = spec.index == 0
         try:
-            model = ServedModel(spec, is_leader, self.is_replicated, self.device)
+            model = ServedModel(spec, is_leader, self.in_chain, self.device)
         except (BadInput, RuntimeError) as error:
             raise Refused(str(error)) from error
         model.log.on_save = partial(self._save, model_id, model)
         model.state.on_applied = self.slowness.pay
         model.log.may_lose = self.may_lose
-        model.log.shared = 0 if self.is_replicated and spec.servers > 1 else None
+        model.log.shared = 0 if self.in_chain and spec.servers > 1 else None
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
         if self.on_loss is not None:
             model.membership.on_loss = partial(self.on_loss, model_id)
-        if not is_leader and not self.is_replicated:
+        if not is_leader and not self.in_chain:
             follower = Follower(model, model_id, self._secret, self._tls, model.replay)
         with self._changed:
-            if not is_leader and not self.is_replicated:
+            if not is_leader and not self.in_chain:
                 self._following.append(follower)
             elif is_leader and spec.servers > 1:
                 self._followers[model_id] = Followers(model)
@@ -197,7 +197,7 @@ class ModelHost:
             self.saver.save(model_id, model.spec, number, model.saved_state, stays)
 
     def _stays(self, model_id: int, model: ServedModel) -> bool:
-        """Waits until all that is applied is committed; False if this replica was removed."""
+        """Waits until all that is applied is committed; False if this copy was removed."""
         try:
             if self.chain is not None:
                 self.chain.await_committed()
@@ -209,7 +209,7 @@ class ModelHost:
         """Forget a model whose workers have all departed."""
         with self._changed:
             model = self.models.get(model_id)
-            if model is None or self.is_replicated or not self._is_done(model):
+            if model is None or self.in_chain or not self._is_done(model):
                 return
             if any(member.channels for member in model.membership.members.values()):
                 return

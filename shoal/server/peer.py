@@ -188,7 +188,7 @@ class Peer:
         """
         if active.number > self._active.number:
             raise Closed("the worker has connected again")
-        if not self.connection.is_unix or self.host.is_replicated:
+        if not self.connection.is_unix or self.host.in_chain:
             model.membership.displaced.add(active.thread)
             active.abort()
             model.lock.notify_all()
@@ -206,7 +206,7 @@ class Peer:
                 del member.channels[self.channel]
             membership.displaced.discard(self._active.thread)
             model.lock.notify_all()
-            if not is_broken or (self.connection.is_unix and not self.host.is_replicated):
+            if not is_broken or (self.connection.is_unix and not self.host.in_chain):
                 return False
             self.connection.abort()
 

@@ -148,7 +148,7 @@ class ServerStore(RowStore):
 
     @property
     def copies_rows(self) -> bool:
-        """Whether hot rows are copied to all servers; replicas of a server serve pulls already."""
+        """Whether hot rows are copied to all servers; copies of a server serve pulls already."""
         return self._rules is not None and self._rules.may_copy
 
     @contextmanager

@@ -38,8 +38,8 @@ from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.server.protocol.messages import ErrorReply
 from shoal.server.replicas.apply import apply
-from shoal.server.replicas.peer_link import SILENT_REPLICA_S
-from shoal.server.replicas.start import ReplicaParts, ReplicaSettings
+from shoal.server.replicas.peer_link import SILENT_COPY_S
+from shoal.server.replicas.start import ChainParts, ChainSettings
 from shoal.server.session import Session
 
 MAX_REASONS = 64
@@ -57,15 +57,15 @@ class Server:
         has_exited: Callable[[int], bool] | None = None,
         remote_address: str = "",
         tls: TlsConfig = PLAIN,
-        replica: ReplicaSettings | None = None,
+        chain: ChainSettings | None = None,
     ):
         """`has_exited(rank)` tells whether a worker that has not joined never will.
 
-        With `replica` this server holds one copy of its shard.
+        With `chain` this server holds one copy of its shard.
         """
         self.secret = secret
         self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
-        if replica is not None:
+        if chain is not None:
             remove_left_socket(address)
         self.host.execute = partial(apply, self.host)
         self.listeners = _listen(address, remote_address, tls)
@@ -77,13 +77,13 @@ class Server:
         self._numbers = itertools.count()
         self.strangers = Strangers()
         self._connections: set[Connection] = set()
-        self._of_replicas: set[Connection] = set()
+        self._of_chain: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        self.replica: ReplicaParts | None = None
-        if replica is not None:
+        self.chain: ChainParts | None = None
+        if chain is not None:
             listens = (self.address, self.remote_address)
-            self.replica = ReplicaParts(replica, self.host, secret, self._end_workers, listens, tls)
+            self.chain = ChainParts(chain, self.host, secret, self._end_workers, listens, tls)
         self._accepting = [
             threading.Thread(
                 target=self._accept, args=(listener,), name="shoal-server", daemon=True
@@ -92,8 +92,8 @@ class Server:
         ]
         for thread in self._accepting:
             thread.start()
-        if self.replica is not None:
-            self.replica.start()
+        if self.chain is not None:
+            self.chain.start()
 
     def __enter__(self) -> Server:
         return self
@@ -116,10 +116,10 @@ class Server:
             threads = list(self._threads)
         for listener in self.listeners:
             listener.close()
-        if self.replica is not None:  # workers go on with another replica, and hear no error
+        if self.chain is not None:  # workers go on with another copy, and hear no error
             for connection in connections:
                 connection.abort()
-            self.replica.close(_JOIN_S)
+            self.chain.close(_JOIN_S)
         self.host.close(_JOIN_S)
         for connection in connections:
             connection.abort()
@@ -129,17 +129,17 @@ class Server:
                 thread.join(_JOIN_S)
 
     def _end_workers(self) -> None:
-        """End the connections of workers and other shards; replicas go on."""
+        """End the connections of workers and other shards; copies go on."""
         with self._lock:
-            connections = list(self._connections - self._of_replicas)
+            connections = list(self._connections - self._of_chain)
         for connection in connections:
             connection.abort()
 
     def report(self) -> dict[str, Any]:
-        """Counts of the whole server, without what replicas exchange."""
+        """Counts of the whole server, without what copies exchange."""
         with self._lock:
             counts = Counter(self._counts)
-            served = self._connections - self._of_replicas
+            served = self._connections - self._of_chain
             for connection in (*served, *self.host.connections):
                 counts.update(_counts_of(connection))
             names = ("requests", "received_bytes", "sent_bytes")
@@ -194,8 +194,8 @@ class Server:
         with self._lock:
             self._connections.add(connection)
             if hello.channel == "chain":
-                self._of_replicas.add(connection)
-                expect_answers(connection.sock, SILENT_REPLICA_S)
+                self._of_chain.add(connection)
+                expect_answers(connection.sock, SILENT_COPY_S)
             if self._closed:
                 return None
         return Peer(self.host, connection, hello.channel, header, number)
@@ -218,8 +218,8 @@ class Server:
         with self._lock:
             if connection is not None:
                 self._connections.discard(connection)
-                if connection in self._of_replicas:
-                    self._of_replicas.discard(connection)
+                if connection in self._of_chain:
+                    self._of_chain.discard(connection)
                 else:
                     self._counts.update(_counts_of(connection))
             self._threads.discard(thread)

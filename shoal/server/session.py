@@ -37,7 +37,7 @@ class Session:
         try:
             self.peer.start()
             if self.peer.channel == "chain":
-                self._serve_replica()
+                self._serve_member()
             elif self.peer.channel == "rows":
                 self.peer.connection.read_ahead(_PULL_BYTES)
             while True:
@@ -77,8 +77,8 @@ class Session:
             connection.skip(end_bytes - connection.received_bytes)
             self._move(elsewhere, header)
 
-    def _serve_replica(self) -> None:
-        """Frames of another replica have no answer."""
+    def _serve_member(self) -> None:
+        """Frames of another copy have no answer."""
         peer = self.peer
         connection, slowness = peer.connection, peer.host.slowness
         connection.read_ahead()

@@ -1,6 +1,6 @@
 """The servers that a worker starts: as a thread, or as processes that end with it.
 
-Where they have replicas the first worker starts a coordinator, too, unless there is one.
+Where they have copies the first worker starts a coordinator, too, unless there is one.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class ChainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The members of a chain in one epoch: replica numbers, head first, tail last.
+    """The members of a chain in one epoch: copy numbers, head first, tail last.
 
-    An incarnation is one life of a replica: a replica that starts again, or gives up its state,
+    An incarnation is one life of a copy: a copy that starts again, or gives up its state,
     takes a larger number and is then no member until it has been added. Without `incarnations`
     all are 0. The coordinator holds one configuration; each one follows from the previous by
     compare-and-set, with the next epoch: it lacks some members, or has one more behind the tail.

@@ -1,4 +1,4 @@
-"""What a replica asks of the coordinator: which configuration, when, and whether to ask again."""
+"""What a copy asks of the coordinator: which configuration, when, and whether to ask again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CoordinatorRequest: TypeAlias = Fetch | Swap
 
 
 class ChainManager:
-    """Decides for one replica. The process around it asks `next_request`, carries the request out
+    """Decides for one copy. The process around it asks `next_request`, carries the request out
     (one at a time), and reports the answer; where there is none it calls nothing and asks again
     after a while. The methods that report return effects of the node.
 
@@ -51,8 +51,8 @@ class ChainManager:
     Members whose lease has ended are removed by the first member that is alive. A tail that has
     asked for one more member repeats that until some later epoch is known. Where two neighbours are
     alive and do not reach each other, one leaves: it gives up its lease first, so it answers no
-    read alone, and comes back behind the tail. `alive` has the incarnation of each replica with a
-    lease, by replica number; `unreachable`, whom each does not reach. `founders` make up the first
+    read alone, and comes back behind the tail. `alive` has the incarnation of each copy with a
+    lease, by copy number; `unreachable`, whom each does not reach. `founders` make up the first
     configuration, as soon as all are alive.
     """
 
@@ -110,7 +110,7 @@ class ChainManager:
         self._must_look = True
 
     def _know(self, config: ChainConfig, version: int) -> list[Effect]:
-        """Who is alive must be looked up after each new configuration: a replica that has got a
+        """Who is alive must be looked up after each new configuration: a copy that has got a
         new lease before it must not be removed for want of the old one."""
         if config.epoch <= self.node.epoch:
             return []
@@ -119,7 +119,7 @@ class ChainManager:
         return self.node.reconfigure(config)
 
     def _wanted(self, now_s: float) -> ChainConfig | None:
-        """The configuration that should follow, if it is for this replica to ask for it."""
+        """The configuration that should follow, if it is for this copy to ask for it."""
         config = self.node.config
         if config.epoch == 0:
             return self._first()

@@ -1,4 +1,4 @@
-"""What replicas of a chain say to each other, and what a node asks of the process around it."""
+"""What copies of a chain say to each other, and what a node asks of the process around it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ ChainMessage: TypeAlias = (
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to a replica. If there is no connection, drop it: `link_up` repairs."""
+    """Send a message to a copy. If there is no connection, drop it: `link_up` repairs."""
 
     to: int
     message: ChainMessage

@@ -1,10 +1,10 @@
-"""One replica of a chain: what it does when something arrives. Van Renesse & Schneider, 2004.
+"""One copy of a chain: what it does when something arrives. Van Renesse & Schneider, 2004.
 
               Append ->        Append ->
     client -> head            middle            tail         an operation goes down the chain,
               <- Acked         <- Acked                      its acknowledgement comes up
 
-An operation is committed when the tail has it, for then every member has it. A replica applies
+An operation is committed when the tail has it, for then every member has it. A copy applies
 an operation when it gets it, after passing it on: so all apply it at the same time. What a member
 has applied and not committed is never taken back while it is a member; one that is removed gives up
 its state. Outside the chain nothing may follow from it: clients hear of an operation, and of a
@@ -54,7 +54,7 @@ from shoal.server.chain.teaching import LearnerSession
 
 
 class ChainNode(ChainState):
-    """A replica's part in the protocol. Methods return effects, to be carried out in order.
+    """A copy's part in the protocol. Methods return effects, to be carried out in order.
 
     It begins without configuration and state; `reconfigure` gives it the coordinator's. One that is
     in no configuration is a learner: it asks the tail for what it lacks, and the tail adds it.
@@ -144,7 +144,7 @@ class ChainNode(ChainState):
     def ask(self) -> tuple[int, list[Effect]]:
         """Ask the other members whether this epoch goes on, for a read that has arrived.
 
-        Once `is_confirmed`, nothing had been committed without this replica when the read arrived.
+        Once `is_confirmed`, nothing had been committed without this copy when the read arrived.
         """
         self._check_member()
         until_next_epoch = [self.me] if self.asked else []

@@ -1,4 +1,4 @@
-"""When a replica may answer a read alone. Time is an argument."""
+"""When a copy may answer a read alone. Time is an argument."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _OF_TTL = 0.9  # clocks run at rates that differ by less
 
 
 class ReadLease:
-    """A replica's lease at the coordinator, and the epoch from which on it counts.
+    """A copy's lease at the coordinator, and the epoch from which on it counts.
 
     A member is removed when the coordinator says that its lease has ended. So while it holds one,
     it is a member of the latest configuration, and everything committed is in its log. The value

@@ -1,4 +1,4 @@
-"""What a replica of a chain knows: its place, its log, how far it is committed."""
+"""What a copy of a chain knows: its place, its log, how far it is committed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ChainConsistency = Literal["strong", "eventual"]
 
 
 class Fenced(Exception):
-    """This replica is no member of the chain."""
+    """This copy is no member of the chain."""
 
 
 class NotHead(Exception):
@@ -42,7 +42,7 @@ class TooFarAhead(Exception):
 
 
 class _Place(NamedTuple):
-    """Where a replica is in one configuration; looked up with every message."""
+    """Where a copy is in one configuration; looked up with every message."""
 
     is_member: bool = False
     is_head: bool = False
@@ -59,7 +59,7 @@ class _Place(NamedTuple):
 
 
 class ChainState:
-    """Place, log and commitment of one replica; `ChainNode` says when they change."""
+    """Place, log and commitment of one copy; `ChainNode` says when they change."""
 
     def __init__(self, me: int, incarnation: int, consistency: ChainConsistency):
         self.me = me

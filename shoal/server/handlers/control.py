@@ -77,12 +77,12 @@ def _resume(peer: Peer, header: Header) -> None:
 
 
 def _attach_again(peer: Peer, model: ServedModel) -> None:
-    """A replica reads pushes from the memory that the worker shares."""
+    """A copy reads pushes from the memory that the worker shares."""
     descriptor = peer.connection.take_descriptor()
     if descriptor is None:
         return
     try:
-        if peer.host.is_replicated:
+        if peer.host.in_chain:
             model.attach(peer.worker, _segment(descriptor, model.spec))
     finally:
         os.close(descriptor)
@@ -154,7 +154,7 @@ def norms(peer: Peer, header: Header, meta: bytes) -> None:
 def total_norm(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     value = decode(meta, TotalNorm).value
-    if model.is_replicated:
+    if model.in_chain:
         model.close_with(peer.worker, value)
     else:
         model.clipping.set_total(value)
@@ -178,7 +178,7 @@ def chain(peer: Peer, header: Header, meta: bytes) -> None:
 
 @handles(FrameKind.SNAPSHOT, "chain", has_payload=True)
 def snapshot(peer: Peer, header: Header, meta: bytes) -> None:
-    """The state of the tail, for a replica that has none; no answer."""
+    """The state of the tail, for a copy that has none; no answer."""
     if peer.host.chain is None:
         raise Refused("this server has no replicas")
     peer.host.chain.receive_snapshot(header.worker, header, meta, peer.connection)
@@ -198,7 +198,7 @@ def share_device(peer: Peer, header: Header, meta: bytes) -> None:
         member.offered = None
         peer.reply(encode(DeviceOffered()))
         return
-    is_plain = model.compression is None and not model.is_replicated
+    is_plain = model.compression is None and not model.in_chain
     made = offer(asked, model.spec, model.state.shard.device) if is_plain else None
     if made is None:
         peer.reply(encode(DeviceOffered()))

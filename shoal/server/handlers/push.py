@@ -83,7 +83,7 @@ def _is_open(ack: Ack, model: ServedModel) -> bool:
 
 
 def catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:
-    """A worker may have seen an update at another replica before this one has applied it."""
+    """A worker may have seen an update at another copy before this one has applied it."""
     is_behind = sequence > pushes.committed + 1 or pushes.consumed != pushes.committed
     chain = peer.host.chain
     if chain is None or not is_behind:

@@ -311,7 +311,7 @@ class Log:
     def restart(self, position: int, epoch: int, entries: Iterable[LogEntry] = ()) -> None:
         """The state was replaced: entries up to `position` do not lead to it.
 
-        A copy of another replica's state comes with the latest entries that led to it.
+        The state of another copy comes with the latest entries that led to it.
         """
         self.position = position
         self.shared = None if self.shared is None else position

@@ -44,13 +44,13 @@ class PushBuffer:
                committed + 1          the push that may be received next
 
     On a replicated server the next push is received into memory of its own (`arriving`), which
-    becomes the buffer when the push is committed in all replicas (`install`).
+    becomes the buffer when the push is committed in all copies (`install`).
     """
 
-    def __init__(self, gradients: Tensor, loss_flags: Tensor, is_replicated: bool = False):
+    def __init__(self, gradients: Tensor, loss_flags: Tensor, in_chain: bool = False):
         self.gradients = gradients  # [partial sums, elements of the slice]
         self.loss_flags = loss_flags  # [partial sums, 1 + parameters]
-        self.is_replicated = is_replicated
+        self.in_chain = in_chain
         self._arriving: PushTensors | None = None
         self._spare: list[PushTensors] = []
         self.committed = 0
@@ -63,7 +63,7 @@ class PushBuffer:
     @property
     def arriving(self) -> PushTensors:
         """Where the next push is received."""
-        if not self.is_replicated:
+        if not self.in_chain:
             return PushTensors(self.gradients, self.loss_flags)
         if self._arriving is None:
             self._arriving = self.new_tensors()

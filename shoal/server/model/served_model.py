@@ -60,12 +60,12 @@ class ServedModel:
         self,
         spec: ModelSpec,
         is_leader: bool,
-        is_replicated: bool = False,
+        in_chain: bool = False,
         device: torch.device | None = None,
     ):
-        """`is_replicated`: the memory of workers is read, and not used or written."""
+        """`in_chain`: the memory of workers is read, and not used or written."""
         self.spec = spec
-        self.is_replicated = is_replicated
+        self.in_chain = in_chain
         self.is_leader = is_leader
         self.compression = None if spec.compress is None else PushCompression(spec)
         self.lock = threading.Condition()
@@ -75,7 +75,7 @@ class ServedModel:
         self.state = ModelState(spec, self.tables, device)
         is_here = self.state.shard.device.type == "cpu"  # where pushes are
         self.state.uses_pushes = is_here and is_leader and _is_used_at_once(spec)
-        self.log = Log(self.state, self.clipping, is_replicated)
+        self.log = Log(self.state, self.clipping, in_chain)
         if is_leader:
             self.membership.on_departure = self._log_departure
         self.statistics = Statistics()
@@ -94,7 +94,7 @@ class ServedModel:
         """A worker joins. A segment is attached before others see the worker."""
         shard = self.state.shard
         tensors = (shard.new_gradients(), shard.new_loss_flags())
-        pushes = PushBuffer(*tensors, self.is_replicated)
+        pushes = PushBuffer(*tensors, self.in_chain)
         member = Member(worker, incarnation, pushes, PullBuffer())
         with self.lock:
             self.membership.join(member)
@@ -109,7 +109,7 @@ class ServedModel:
         elements = slice(self.spec.start, self.spec.stop)
         with self.lock:
             member = self.membership.members[worker]
-            if self.is_replicated:
+            if self.in_chain:
                 member.out = segment.out[:, elements] if self.compression is None else None
                 return
             member.pulls.inbox = segment.inbox[elements]
@@ -134,7 +134,7 @@ class ServedModel:
                 raise Refused(f"worker {worker} takes no place here: it was never away")
             if self.membership.is_finished:
                 return Entered(self.version, 0, is_over=True)
-            if not self.is_replicated:
+            if not self.in_chain:
                 self.log.followers.wait_connected()
             clock = self.state.ledger.clocks[worker]
             step = self.log.rejoin(worker, member.incarnation)
@@ -149,7 +149,7 @@ class ServedModel:
         file = file_of(descriptor)
         if self.state.shard.device.type != "cpu":
             raise Refused("weights on a GPU are not shared with workers")
-        if not spec.rule.is_synchronous or spec.optimizer is None or self.is_replicated:
+        if not spec.rule.is_synchronous or spec.optimizer is None or self.in_chain:
             raise Refused(f"{spec.rule} does not share its weights with workers")
         with self.lock:
             if self._weights_file is None:
@@ -190,7 +190,7 @@ class ServedModel:
         """A push is complete here. The leader decides about it; followers keep it until then."""
         worker = member.worker
         with self.lock:
-            if not self.is_replicated:
+            if not self.in_chain:
                 self.membership.check()
             if self.is_leader:
                 self.log.followers.wait_connected()
@@ -209,7 +209,7 @@ class ServedModel:
             return ack
 
     def note_repeat(self) -> None:
-        """A push has come again to the server that answers it; other replicas do not count it."""
+        """A push has come again to the server that answers it; other copies do not count it."""
         with self.lock:
             self.statistics.repeated_pushes += 1
 
@@ -271,12 +271,12 @@ class ServedModel:
     def settle(self, worker: int, position: int, sequence: int) -> None:
         """Wait until the log has been applied up to `position`.
 
-        Positions may be of a leader that is gone: where servers have replicas, until the push
+        Positions may be of a leader that is gone: where servers have copies, until the push
         is decided here.
         """
 
         def is_settled() -> bool:
-            if self.is_replicated:
+            if self.in_chain:
                 return self.state.decided.get(worker, 0) >= sequence
             return self.log.position >= position
 
@@ -329,7 +329,7 @@ class ServedModel:
     def pull_rows(self, worker: int, request: RowBatch, ids: Ids, target: RowTarget) -> RowsPulled:
         """Rows; a copy of a server has them as new as the weights that the worker has got."""
         with self.lock:
-            if self.is_replicated and not self.spec.rule.applies_each_push:
+            if self.in_chain and not self.spec.rule.applies_each_push:
                 self.membership.wait(worker, lambda: self.version >= request.version)
             return self.tables.pull(request.table, ids, target, request.copies, request.version)
 

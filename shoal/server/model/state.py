@@ -190,7 +190,7 @@ class ModelState:
 
 
 class LoggedCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What follows from the log alone: all replicas count the same."""
+    """What follows from the log alone: all copies count the same."""
 
     missed_updates: dict[int, int] = {}
     returns: dict[int, int] = {}
@@ -199,12 +199,12 @@ class LoggedCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Statistics:
     """What one server has counted for one model.
 
-    A replica counts the pushes that are sent again and the pulls that it has answered itself.
+    A copy counts the pushes that are sent again and the pulls that it has answered itself.
     """
 
     def __init__(self) -> None:
         self.repeated_pushes = 0
-        self.is_from_start = True  # else what was before it got the state of another replica lacks
+        self.is_from_start = True  # else what was before it got the state of another copy lacks
         self._missed_updates: Counter[int] = Counter()  # between a pull and its push
         self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
         self._returns: dict[int, int] = {}  # worker -> steps that it missed while it was away
@@ -222,7 +222,7 @@ class Statistics:
         return LoggedCounts(dict(self._missed_updates), dict(self._returns))
 
     def learn(self, counts: LoggedCounts) -> None:
-        """Go on from the counts of another replica."""
+        """Go on from the counts of another copy."""
         self._missed_updates = Counter(counts.missed_updates)
         self._returns = dict(counts.returns)
         self.is_from_start = False

@@ -164,7 +164,7 @@ class TableReader:
     def read(self, table: RowTable, cursor: int, chunk_rows: int) -> dict[str, Tensor] | None:
         """The chunk from `cursor` on; None behind the last one.
 
-        A new connection may continue anywhere, also with another replica of the server.
+        A new connection may continue anywhere, also with another copy of the server.
         """
         if cursor == 0 or cursor != self._cursor:
             self._chunks = table.state(chunk_rows, cursor)

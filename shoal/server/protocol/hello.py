@@ -32,7 +32,7 @@ class Welcome(WireMessage, frozen=True):
 
 
 class Moved(WireMessage, frozen=True):
-    """Another replica of the shard is to be asked: the head, in the chain of `epoch`."""
+    """Another copy of the shard is to be asked: the head, in the chain of `epoch`."""
 
     epoch: _Count
     head: _Count | None  # the number of the replica; None where this one does not know it

@@ -31,7 +31,7 @@ def apply(host: ModelHost, operation: Operation, payload: Payload = EMPTY) -> An
 def _join(host: ModelHost, operation: ops.Joined, _: Payload) -> None:
     model = host.hold(operation.model, operation.spec)
     known = model.membership.members.get(operation.worker)
-    if known is None or known.incarnation != operation.incarnation or not host.is_replicated:
+    if known is None or known.incarnation != operation.incarnation or not host.in_chain:
         model.join(operation.worker, operation.incarnation)
 
 

@@ -40,11 +40,11 @@ from shoal.server.protocol.frames import Refused
 from shoal.server.replicas.apply import apply
 from shoal.server.replicas.operations import OnCommitted, Operation, Pushed
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import Elsewhere, ReplicaPlace
+from shoal.server.replicas.place import ChainPlace, Elsewhere
 from shoal.server.replicas.snapshots import snapshot_sender
 from shoal.server.replicas.wire import Proposed
 
-MAX_KEPT_BYTES = 1 << 30  # of pushes, for a replica that catches up; at least 4 of them
+MAX_KEPT_BYTES = 1 << 30  # of pushes, for a copy that catches up; at least 4 of them
 _OPERATION_BYTES = 512  # about, without a payload
 
 
@@ -76,7 +76,7 @@ class Waiter:
 
 
 class Waiters:
-    """By the position of the operation; guarded by the replica's lock."""
+    """By the position of the operation; guarded by the copy's lock."""
 
     def __init__(self) -> None:
         self._by_position: dict[int, Waiter] = {}
@@ -102,7 +102,7 @@ class Waiters:
             waiter.wake()
 
     def end_all(self) -> None:
-        """This replica was removed: what it has applied and not committed counts for nothing."""
+        """This copy was removed: what it has applied and not committed counts for nothing."""
         for position, waiter in list(self._by_position.items()):
             waiter.outcome = None
             self.wake(position)
@@ -111,8 +111,8 @@ class Waiters:
 class ChainCore:
     """All but `place`, `host` and `lease` is guarded by `changed`, which is notified of news."""
 
-    def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):
-        """`on_reset`: this replica has lost its place."""
+    def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):
+        """`on_reset`: this copy has lost its place."""
         self.place = place
         self.host = host
         self.changed = threading.Condition()
@@ -132,10 +132,10 @@ class ChainCore:
 
     def _new_node(self, incarnation: int) -> None:
         place = self.place
-        self.node = ChainNode(place.replica, incarnation, place.consistency, place.replicas)
+        self.node = ChainNode(place.copy, incarnation, place.consistency, place.copies)
         self.node.weigh = _kept_bytes
         self.node.max_weight = MAX_KEPT_BYTES
-        founders = tuple(range(place.replicas))
+        founders = tuple(range(place.copies))
         self.manager = ChainManager(self.node, founders, self.lease)
 
     def elsewhere(self, reason: str) -> Elsewhere:
@@ -166,7 +166,7 @@ class ChainCore:
             before = self.node.config
             self.run(change(self.manager))
             if self.node.config != before:
-                is_full = len(self.node.config.members) == self.place.replicas
+                is_full = len(self.node.config.members) == self.place.copies
                 self.host.keeps_payloads = self.node.is_tail and not is_full
                 self.changed.notify_all()
 
@@ -241,7 +241,7 @@ class ChainCore:
             outcome.error = error
         except ShoalError as error:
             outcome.error = Refused(str(error))
-        except Exception as error:  # of an optimizer: the same in all replicas
+        except Exception as error:  # of an optimizer: the same in all copies
             outcome.error = self._failed(proposed.operation, error)
         return outcome
 

@@ -1,4 +1,4 @@
-"""A replica's dealings with the coordinator: its lease, the configuration, the lost workers.
+"""A copy's dealings with the coordinator: its lease, the configuration, the lost workers.
 
 One thread renews the lease, over a connection of its own: it waits for no operation that is being
 applied, and for no other request. Another asks what `ChainManager` wants to know, at regular
@@ -27,7 +27,7 @@ from shoal.server.replicas.runtime import ChainRuntime
 
 _OF_TTL = 5  # renewals, and looks, in the time of a lease
 _MAX_REQUESTS = 8  # of one look
-_APART_OF_TTL = 2  # a replica without a connection for so many leases is said to be unreachable
+_APART_OF_TTL = 2  # a copy without a connection for so many leases is said to be unreachable
 
 
 class Keeper:
@@ -44,7 +44,7 @@ class Keeper:
         unreachable: Callable[[float], tuple[int, ...]] = lambda seconds: (),
     ):
         """What the others say of themselves goes into `book`. `leases` is the same coordinator over
-        another connection. `unreachable`: the replicas to which there has been no connection for so
+        another connection. `unreachable`: the copies to which there has been no connection for so
         many seconds."""
         self._runtime = runtime
         self._coordinator = coordinator
@@ -170,7 +170,7 @@ class Keeper:
         )
 
     def _alive(self) -> dict[int, Alive]:
-        """What each replica of this shard that has a lease says of itself."""
+        """What each copy of this shard that has a lease says of itself."""
         place = self._runtime.place
         found = {}
         for key, stored in self._coordinator.live("alive/").items():
@@ -180,8 +180,8 @@ class Keeper:
             with suppress(msgspec.MsgspecError):
                 alive = msgpack_decoder(Alive).decode(stored.value)
                 self._book.saw(int(number), alive)
-                if int(number) // place.replicas == place.shard:
-                    found[int(number) % place.replicas] = alive
+                if int(number) // place.copies == place.shard:
+                    found[int(number) % place.copies] = alive
         return found
 
     def _swap(self, request: Swap) -> None:

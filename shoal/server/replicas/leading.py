@@ -1,6 +1,6 @@
 """What a head does beside serving workers: it closes steps that wait for norms, and follows.
 
-A thread looks at all models when something has changed, and from time to time: a replica that
+A thread looks at all models when something has changed, and from time to time: a copy that
 becomes the head finds the work that the head before it has left.
 """
 
@@ -115,7 +115,7 @@ class Leading:
             self._secret,
             self._tls,
             replay,
-            lambda attempt: self._address(attempt % runtime.place.replicas),
+            lambda attempt: self._address(attempt % runtime.place.copies),
             lambda: runtime.is_head and runtime.host.models.get(number) is model,
         )
         self._following[number] = (model, follower)

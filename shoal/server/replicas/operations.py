@@ -1,4 +1,4 @@
-"""What changes the state of a server, as values. All replicas of a shard apply the same ones.
+"""What changes the state of a server, as values. All copies of a shard apply the same ones.
 
 A handler checks a request, makes an operation of it and lets it be executed. What it does to the
 state follows from the operation, its payload and the state alone (`replicas/apply.py`).
@@ -28,7 +28,7 @@ from shoal.server.protocol.messages import (
     StepApplied,
     WireMessage,
 )
-from shoal.server.replicas.place import Elsewhere, ReplicaPlace
+from shoal.server.replicas.place import ChainPlace, Elsewhere
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
@@ -185,7 +185,7 @@ T = TypeVar("T")
 class ChainAccess(Protocol):
     """The chain of a replicated server, as connections use it."""
 
-    place: ReplicaPlace
+    place: ChainPlace
 
     @property
     def is_head(self) -> bool: ...

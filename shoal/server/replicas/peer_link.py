@@ -1,4 +1,4 @@
-"""The connection from this replica to another one of its shard: made again when it breaks.
+"""The connection from this copy to another one of its shard: made again when it breaks.
 
 Messages to the other go over it; its messages come over the connection that it has made.
 """
@@ -23,7 +23,7 @@ from shoal.server.protocol.handshake import authenticate
 from shoal.server.replicas.operations import EMPTY
 from shoal.server.replicas.wire import encode_message, views_of
 
-SILENT_REPLICA_S = 3.0  # a host that acknowledges nothing for so long is not connected
+SILENT_COPY_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03
 _CONNECT_S = 2.0
 _MAX_ANSWER_BYTES = 8192
@@ -47,7 +47,7 @@ class PeerLink:
         header: Header,
         tls: TlsConfig = PLAIN,
     ):
-        """`header` says which replica this is, for the handshake."""
+        """`header` says which copy this is, for the handshake."""
         self.peer = peer
         self._owner = owner
         self._address = address
@@ -155,7 +155,7 @@ class PeerLink:
             connection.sock.settimeout(_CONNECT_S)
             authenticate(connection, self._secret, "chain", self._header)
             connection.sock.settimeout(None)
-            expect_answers(connection.sock, SILENT_REPLICA_S)
+            expect_answers(connection.sock, SILENT_COPY_S)
         except (OSError, ShoalError):
             connection.close()
             return None

@@ -15,7 +15,7 @@ from shoal.server.model_host import ModelHost
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import Header, Refused
 from shoal.server.replicas.core import ChainCore, pass_push
-from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.place import ChainPlace
 from shoal.server.replicas.snapshots import Incoming, install_image, read_head, read_image
 from shoal.server.replicas.wire import Proposed, decode_message, read_payload, with_op
 
@@ -23,12 +23,12 @@ from shoal.server.replicas.wire import Proposed, decode_message, read_payload, w
 class ChainPeers(ChainCore):
     """What the other members bring to the node of this one."""
 
-    def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):
+    def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):
         super().__init__(place, host, on_reset)
         self._incoming: dict[int, Incoming] = {}  # snapshots, by sender
 
     def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None:
-        """A message of another replica; its payload is read without the lock."""
+        """A message of another copy; its payload is read without the lock."""
         message, operation = decode_message(meta)
         if operation is None:
             if header.payload_bytes:

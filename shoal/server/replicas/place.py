@@ -12,28 +12,28 @@ from shoal.server.protocol.hello import ErrorReply, Moved
 
 
 @dataclass(frozen=True)
-class ReplicaPlace:
-    """process = shard * replicas + replica."""
+class ChainPlace:
+    """process = shard * copies + copy."""
 
     shard: int
-    replica: int
-    replicas: int
+    copy: int
+    copies: int
     consistency: ChainConsistency = "strong"
 
     @property
     def process(self) -> int:
-        return self.shard * self.replicas + self.replica
+        return self.shard * self.copies + self.copy
 
     def in_words(self) -> str:
-        return f"server {self.process} (shard {self.shard}, replica {self.replica})"
+        return f"server {self.process} (shard {self.shard}, replica {self.copy})"
 
-    def other_in_words(self, replica: int) -> str:
-        """Another replica of the same shard."""
-        return ReplicaPlace(self.shard, replica, self.replicas).in_words()
+    def other_in_words(self, copy: int) -> str:
+        """Another copy of the same shard."""
+        return ChainPlace(self.shard, copy, self.copies).in_words()
 
 
 class Elsewhere(Exception):
-    """Another replica is to be asked, or this one in the present epoch."""
+    """Another copy is to be asked, or this one in the present epoch."""
 
     def __init__(self, config: ChainConfig, reason: str):
         super().__init__(reason)

@@ -36,7 +36,7 @@ from shoal.server.replicas.operations import (
 )
 from shoal.server.replicas.peer_link import PeerLink
 from shoal.server.replicas.peers import ChainPeers
-from shoal.server.replicas.place import Elsewhere, ReplicaPlace
+from shoal.server.replicas.place import ChainPlace, Elsewhere
 from shoal.server.replicas.wire import Proposed
 
 ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
@@ -49,13 +49,13 @@ T = TypeVar("T")
 class ChainRuntime(ChainPeers):
     """The chain of one shard, as one of its members takes part in it."""
 
-    def __init__(self, place: ReplicaPlace, host: ModelHost, on_reset: Callable[[], None]):
+    def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):
         """`on_reset` ends all connections of workers: this member has lost its place."""
         super().__init__(place, host, self._forget_workers)
         self._end_connections = on_reset
         self._is_eventual = place.consistency == "eventual"
         self._losses = LostWorkers(host, lambda: self.is_head, self.execute)
-        host.is_replicated = True
+        host.in_chain = True
         host.may_lose = self._is_eventual
         host.execute = self.execute
         host.on_loss = self._losses.note
@@ -268,7 +268,7 @@ class LostWorkers:
         self._noted.set()
 
     def forget(self) -> None:
-        """This replica has no state any more."""
+        """This copy has no state any more."""
         self._losses.clear()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""All that a replica knows of a model, as a value and tensors: for a replica that comes back.
+"""All that a copy knows of a model, as a value and tensors: for a copy that comes back.
 
 The description names every tensor with its form, in the order in which their bytes follow.
 """
@@ -265,7 +265,7 @@ def _install_numbers(model: ServedModel, image: ModelImage) -> None:
 
 def _install_member(model: ServedModel, image: MemberImage, source: Iterator[Tensor]) -> None:
     shard = model.state.shard
-    pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), is_replicated=True)
+    pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), in_chain=True)
     pushes.committed = image.committed
     pushes.consumed = image.consumed
     pushes.decompressed = image.committed

@@ -1,4 +1,4 @@
-"""A server as one replica of its shard: the parts that take part in the chain."""
+"""A server as one copy of its shard: the parts that take part in the chain."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from shoal.server.protocol.frames import FrameKind, Header
 from shoal.server.replicas.keeper import Keeper
 from shoal.server.replicas.leading import Leading
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import AddressBook, OwnAddress, ReplicaPlace
+from shoal.server.replicas.place import AddressBook, ChainPlace, OwnAddress
 from shoal.server.replicas.runtime import ChainRuntime
 
 
 @dataclass(frozen=True)
-class ReplicaSettings:
-    """Where the replicas of the shard listen, by their number, and what they agree through.
+class ChainSettings:
+    """Where the copies of the shard listen, by their number, and what they agree through.
 
     Without `addresses` the coordinator says where the others listen.
     """
 
-    place: ReplicaPlace
+    place: ChainPlace
     addresses: Sequence[str]
     coordinator: Coordinator
     ttl_s: float
-    leaders: Sequence[str] = ()  # the replicas of shard 0; default: this is shard 0
+    leaders: Sequence[str] = ()  # the copies of shard 0; default: this is shard 0
     leases: Coordinator | None = None  # the same coordinator over another connection
     host: str = ""  # what tells this host from others
     hostname: str = ""  # by which others reach it
 
     def book(self) -> AddressBook:
-        first = self.place.shard * self.place.replicas
+        first = self.place.shard * self.place.copies
         known = dict(enumerate(self.leaders))
         known |= {first + replica: address for replica, address in enumerate(self.addresses)}
         return AddressBook(self.host, known)
@@ -49,12 +49,12 @@ def _load_optimizers() -> None:
     torch.optim.SGD([p], lr=0.0).step()
 
 
-class ReplicaParts:
+class ChainParts:
     """The chain, its links and its keeper, of one server."""
 
     def __init__(
         self,
-        settings: ReplicaSettings,
+        settings: ChainSettings,
         host: ModelHost,
         secret: bytes,
         on_reset: Callable[[], None],
@@ -66,13 +66,13 @@ class ReplicaParts:
         _load_optimizers()
         self.runtime = ChainRuntime(place, host, on_reset)
         host.chain = self.runtime
-        header = Header(FrameKind.HELLO, place.replica, place.shard)
+        header = Header(FrameKind.HELLO, place.copy, place.shard)
         book = settings.book()
-        first = place.shard * place.replicas
+        first = place.shard * place.copies
         self._links = {
             peer: PeerLink(self.runtime, peer, partial(book.of, first + peer), secret, header, tls)
-            for peer in range(place.replicas)
-            if peer != place.replica
+            for peer in range(place.copies)
+            if peer != place.copy
         }
         self.leading = Leading(self.runtime, book.of, secret, tls)
         own = OwnAddress.of(*listens, settings.host, settings.hostname)

@@ -1,4 +1,4 @@
-"""Messages between replicas as metadata of frames. The operation in them is bytes by itself."""
+"""Messages between copies as metadata of frames. The operation in them is bytes by itself."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.replicas.place import ReplicaPlace
-from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.replicas.place import ChainPlace
+from shoal.server.replicas.start import ChainSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.namespaces import Host, Lan, lan, why_not
@@ -62,19 +62,19 @@ class HostWorld:
             self.servers.append(net.hosts[replica].call(lambda r=replica: self._start(r)))
 
     def _start(self, replica: int) -> Server:
-        place = ReplicaPlace(0, replica, self.replicas)
+        place = ChainPlace(0, replica, self.replicas)
         who = place.in_words()
         coordinator = RemoteCoordinator(self.service.addresses[0], SECRET, who, TRUSTED)
-        settings = ReplicaSettings(place, (), coordinator, TTL_S)
+        settings = ChainSettings(place, (), coordinator, TTL_S)
         listen = f"tcp:{self.net.hosts[replica].address}:0"
-        server = Server(listen, SECRET, tls=TRUSTED, replica=settings)
+        server = Server(listen, SECRET, tls=TRUSTED, chain=settings)
         self._record(server, replica)
         return server
 
     def _record(self, server: Server, replica: int) -> None:
         """Who acknowledges in which epoch; under the lock in which operations are applied."""
-        assert server.replica is not None
-        runtime = server.replica.runtime
+        assert server.chain is not None
+        runtime = server.chain.runtime
         apply = runtime._apply
 
         def recorded(position: int, proposed: Any) -> None:
@@ -107,8 +107,8 @@ class HostWorld:
 
     def weights_of(self, replica: int) -> Tensor:
         server = self.servers[replica]
-        assert server.replica is not None
-        server.replica.runtime.catch_up()
+        assert server.chain is not None
+        server.chain.runtime.catch_up()
         return server.models[MODEL].state.shard.data
 
     def copies_are_equal(self) -> bool:

@@ -13,8 +13,8 @@ from shoal.errors import BadInput
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.replicas.place import AddressBook, OwnAddress, ReplicaPlace
-from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.replicas.place import AddressBook, ChainPlace, OwnAddress
+from shoal.server.replicas.start import ChainSettings
 from shoal.server.server import Server
 from tests.coordinator.local import LocalCoordinator
 from tests.server.helpers import SECRET
@@ -45,9 +45,9 @@ def test_one_that_listens_at_all_addresses_is_found_by_the_name_of_its_host() ->
 
 
 def test_a_replica_does_not_listen_beyond_loopback_in_the_clear() -> None:
-    settings = ReplicaSettings(ReplicaPlace(0, 0, 2), (), LocalCoordinator(), 0.5)
+    settings = ChainSettings(ChainPlace(0, 0, 2), (), LocalCoordinator(), 0.5)
     with pytest.raises(BadInput, match="in the clear"):
-        Server("tcp:0.0.0.0:0", SECRET, replica=settings)
+        Server("tcp:0.0.0.0:0", SECRET, chain=settings)
 
 
 def replicas_over_tcp(tls: TlsConfig) -> None:

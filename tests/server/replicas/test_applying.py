@@ -16,7 +16,7 @@ from shoal.server.model_host import ModelHost
 from shoal.server.replicas import core
 from shoal.server.replicas.operations import Left, Payload
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import ReplicaPlace
+from shoal.server.replicas.place import ChainPlace
 from shoal.server.replicas.runtime import ChainRuntime
 from shoal.server.replicas.wire import Proposed
 from tests.server.helpers import SECRET
@@ -60,7 +60,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowApply:
 
 def replica(me: int, replicas: int) -> tuple[ChainRuntime, dict[int, Recorder]]:
     """One of a chain of replicas 0, 1, …; its successor has nothing yet."""
-    place = ReplicaPlace(0, me, replicas)
+    place = ChainPlace(0, me, replicas)
     runtime = ChainRuntime(place, ModelHost(SECRET, 1 << 20, dict), lambda: None)
     peers = {peer: Recorder() for peer in range(replicas) if peer != me}
     runtime.links = cast(dict[int, PeerLink], peers)

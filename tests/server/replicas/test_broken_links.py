@@ -20,10 +20,10 @@ from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import AddressBook, ReplicaPlace
+from shoal.server.replicas.place import AddressBook, ChainPlace
 from shoal.server.replicas.runtime import ChainRuntime
 from shoal.server.replicas.snapshots import SnapshotHead
-from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.replicas.start import ChainSettings
 from shoal.server.server import Server
 from tests.server.cutting import CuttingProxy
 from tests.server.helpers import SECRET
@@ -56,7 +56,7 @@ class Proxies:
 
 
 @dataclass(frozen=True)
-class ProxiedSettings(ReplicaSettings):
+class ProxiedSettings(ChainSettings):
     proxies: Proxies | None = None
 
     def book(self) -> AddressBook:
@@ -79,9 +79,9 @@ class ProxiedWorld(World):
         super().__init__(*arguments)
 
     def start(self, shard: int, replica: int) -> Server:
-        place = ReplicaPlace(shard, replica, self.replicas, self.consistency)
+        place = ChainPlace(shard, replica, self.replicas, self.consistency)
         settings = ProxiedSettings(place, (), self.coordinator, TTL_S, proxies=self.proxies)
-        server = Server("tcp:127.0.0.1:0", SECRET, tls=PLAIN, replica=settings)
+        server = Server("tcp:127.0.0.1:0", SECRET, tls=PLAIN, chain=settings)
         self.addresses[shard][replica] = server.address
         self.servers[shard, replica] = server
         return server
@@ -149,8 +149,8 @@ def test_unix_sockets_between_replicas_are_opened_again() -> None:
         client = made.client(0, ASYNC)
         for step in range(12):
             for server in made.servers.values():
-                assert server.replica is not None
-                for link in server.replica.runtime.links.values():
+                assert server.chain is not None
+                for link in server.chain.runtime.links.values():
                     link.reconnect()
             push_one_hot(client, step % 8, step)
         assert sum(pulled(client)) == -12
@@ -160,7 +160,7 @@ def test_unix_sockets_between_replicas_are_opened_again() -> None:
 
 
 def test_parts_of_a_snapshot_over_two_connections_are_not_put_together() -> None:
-    runtime = ChainRuntime(ReplicaPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
+    runtime = ChainRuntime(ChainPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
     before, now = cast(Connection, object()), cast(Connection, object())
     header = Header(FrameKind.SNAPSHOT, 1)
     head = encode(SnapshotHead(incarnation=1, position=5, models=2))
@@ -189,7 +189,7 @@ class _ForgetfulPeer:
 
 def test_a_question_whose_answer_was_lost_is_repeated_while_others_are_busy() -> None:
     """The keeper looks at the coordinator, and other workers push, many times a second."""
-    runtime = ChainRuntime(ReplicaPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
+    runtime = ChainRuntime(ChainPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
     peer = _ForgetfulPeer(runtime)
     runtime.links = {1: cast(PeerLink, peer)}
     config = ChainConfig(1, (0, 1), (runtime.node.incarnation, 7))

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 from shoal.coordinator.records import Answer, KeepAlive, List, Request
-from shoal.server.replicas.place import ReplicaPlace
-from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.replicas.place import ChainPlace
+from shoal.server.replicas.start import ChainSettings
 from shoal.server.server import Server
 from tests.coordinator.local import LocalCoordinator
 from tests.server.helpers import SECRET
@@ -50,10 +50,8 @@ def test_a_read_that_takes_long_does_not_cost_the_lease(tmp_path: Path) -> None:
     shared = Counted()
     reads = SlowReads(shared)
     address = f"unix:{tmp_path}/server.sock"
-    settings = ReplicaSettings(
-        ReplicaPlace(0, 0, 2), [address, address], reads, TTL_S, leases=shared
-    )
-    with Server(address, SECRET, replica=settings):
+    settings = ChainSettings(ChainPlace(0, 0, 2), [address, address], reads, TTL_S, leases=shared)
+    with Server(address, SECRET, chain=settings):
         assert reads.asked.wait(60)
         before = shared.live("alive/")
         for _ in range(RENEWALS):

@@ -23,8 +23,8 @@ from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.messages import Commit
 from shoal.server.replicas import keeper
-from shoal.server.replicas.place import ReplicaPlace
-from shoal.server.replicas.start import ReplicaSettings
+from shoal.server.replicas.place import ChainPlace
+from shoal.server.replicas.start import ChainSettings
 from shoal.server.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.local import LocalCoordinator
@@ -74,22 +74,22 @@ class World:
                 self.start(shard, replica)
 
     def start(self, shard: int, replica: int) -> Server:
-        place = ReplicaPlace(shard, replica, self.replicas, self.consistency)
-        settings = ReplicaSettings(
+        place = ChainPlace(shard, replica, self.replicas, self.consistency)
+        settings = ChainSettings(
             place, self.addresses[shard], self.coordinator, TTL_S, self.addresses[0]
         )
         if self.tls is None:
-            server = Server(self.addresses[shard][replica], SECRET, replica=settings)
+            server = Server(self.addresses[shard][replica], SECRET, chain=settings)
         else:
-            found = ReplicaSettings(place, (), self.coordinator, TTL_S)
-            server = Server("tcp:127.0.0.1:0", SECRET, tls=self.tls, replica=found)
+            found = ChainSettings(place, (), self.coordinator, TTL_S)
+            server = Server("tcp:127.0.0.1:0", SECRET, tls=self.tls, chain=found)
             self.addresses[shard][replica] = server.address
         self.servers[shard, replica] = server
         return server
 
     def crash_with(self, shard: int, replica: int, operations: int) -> None:
         """End a head together with operations that no other replica gets."""
-        parts = self.servers[shard, replica].replica
+        parts = self.servers[shard, replica].chain
         assert parts is not None
         runtime = parts.runtime
         with runtime.changed:
@@ -127,8 +127,8 @@ class World:
     def weights_of(self, shard: int, replica: int) -> Tensor:
         """When all that the replica has logged is applied there."""
         server = self.servers[shard, replica]
-        assert server.replica is not None
-        server.replica.runtime.catch_up()
+        assert server.chain is not None
+        server.chain.runtime.catch_up()
         return server.models[MODEL].state.shard.data
 
 
