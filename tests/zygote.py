@@ -11,27 +11,22 @@ it in turn, as long as it has a single thread; afterwards they are new interpret
 from __future__ import annotations
 
 import array
-import atexit
 import gc
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli import COMMANDS, build_app
-from shoal.launch.python_fork import close_all_but, open_streams
+from shoal.launch.python_fork import be_python
 
 REQUEST_BYTES = 1 << 20
 _PRELOADED = (
@@ -126,92 +121,17 @@ def become(request: Request) -> NoReturn:
     """In a fork: be `python ARGS` until it ends. The stack above is never returned to."""
     if request.session:
         os.setsid()
-    for number, stream in enumerate([os.dup(stream) for stream in request.streams]):
-        os.dup2(stream, number)
-    close_all_but({0, 1, 2, *request.keep})
     if request.cwd is not None:
         os.chdir(request.cwd)
-    os.environ.clear()
-    os.environ.update(request.env)
-    open_streams("PYTHONUNBUFFERED" in request.env)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(number)):  # exec resets handlers, a fork does not
-            signal.signal(number, signal.SIG_DFL)
-    atexit._clear()
-    subprocess.Popen = Fork  # type: ignore[misc]
-    torch = sys.modules["torch"]
-    threads = request.env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-    torch.set_num_threads(int(threads))  # type: ignore[attr-defined]
-    _end(_exit_status(partial(_run_main, request.args, request.env)))
 
+    def before() -> None:
+        subprocess.Popen = Fork  # type: ignore[misc]
+        if "OMP_NUM_THREADS" not in request.env:
+            sys.modules["torch"].set_num_threads(len(os.sched_getaffinity(0)))  # type: ignore[attr-defined]
+        paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [path for path in paths if path and path not in sys.path[1:]]
 
-def _exit_status(body: Callable[[], None]) -> int:
-    """What the interpreter makes of the end of the main module."""
-    try:
-        body()
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return (end.code or 0) & 0xFF
-        print(end.code, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        _show_error()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        _show_error()
-        return 1
-    return 0
-
-
-def _show_error() -> None:
-    kind, error, trace = sys.exc_info()
-    assert kind is not None and error is not None
-    ours = (__file__, runpy.__file__)
-    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    sys.excepthook(kind, error.with_traceback(trace), trace)
-
-
-def _end(status: int) -> NoReturn:
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
-
-
-def _run_main(args: Sequence[str], env: Mapping[str, str]) -> None:
-    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if args[0] == "-m":
-        _set_path(os.getcwd(), paths)
-        sys.argv = ["-m", *args[2:]]
-        sys.modules.pop(args[1], None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # it was loaded before
-            runpy._run_module_as_main(args[1])  # type: ignore[attr-defined]
-    elif args[0] == "-c":
-        _set_path("", paths)
-        sys.argv = ["-c", *args[2:]]
-        module = type(sys)("__main__")
-        sys.modules["__main__"] = module
-        exec(compile(args[1], "<string>", "exec"), module.__dict__)
-    else:
-        _set_path(str(Path(args[0]).resolve().parent), paths)
-        sys.argv = list(args)
-        module = type(sys)("__main__")
-        module.__file__ = args[0]
-        module.__spec__ = None
-        sys.modules["__main__"] = module
-        code = compile(Path(args[0]).read_bytes(), args[0], "exec")
-        exec(code, module.__dict__)
-
-
-def _set_path(first: str, paths: list[str]) -> None:
-    sys.path[0] = first
-    sys.path[1:1] = [path for path in paths if path not in sys.path[1:]]
+    be_python(request.args, request.env, request.streams, request.keep, before)
 
 
 class Fork(_RealPopen):  # type: ignore[type-arg]

@@ -10,15 +10,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from shoal.errors import BadInput
+from shoal.launch.agent_messages import Task
 from shoal.launch.local import LaunchSpec
-from shoal.launch.log_files import LogFiles
+from shoal.launch.log_files import Log, LogFiles
 from shoal.launch.machines import Machine, MachineProcess, Machines
 from shoal.launch.output import LineForwarder, Write
 from shoal.launch.supervisor import TERM_S, Event
@@ -47,95 +48,6 @@ class OutputSink:
             except Exception as error:
                 self._has_failed = True
                 self._on_error(error)
-
-
-class AgentProcesses:
-    """Use as a block: at its end all agents, and what they have started, are gone."""
-
-    def __init__(self, machines: Machines, environ: Mapping[str, str], sink: OutputSink):
-        self._machines = machines
-        self._environ = environ
-        self._sink = sink
-        self._agents: list[MachineProcess] = []
-        self._waiters: list[threading.Thread] = []
-        self._forwarders: list[LineForwarder] = []
-        self._starting = threading.Lock()
-        self._is_over = False
-
-    def start(
-        self,
-        machine: Machine,
-        command: Sequence[str],
-        task: Any,
-        on_line: Callable[[str], None],
-        on_end: Callable[[int], None],
-    ) -> MachineProcess | None:
-        """It reads `task` at its stdin; `on_end` is called with its exit status, from a thread.
-
-        At the end of the block nothing is started any more: None.
-        """
-        given = msgspec.json.encode(task)
-        started: queue.SimpleQueue[BadInput | MachineProcess] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                agent = self._machines.start(machine, command, self._environ, given, on_line)
-            except BadInput as error:
-                started.put(error)
-                return
-            self._agents.append(agent)
-            started.put(agent)
-            on_end(agent.wait())
-
-        with self._starting:
-            if self._is_over:
-                return None
-            # The kernel kills a process of this host with the thread that has started it.
-            waiter = threading.Thread(target=run, name=f"shoal-wait-{machine.name}", daemon=True)
-            self._waiters.append(waiter)
-            waiter.start()
-            agent = started.get()
-        if isinstance(agent, BadInput):
-            raise agent
-        return agent
-
-    def forward(self, forwarder: LineForwarder) -> LineForwarder:
-        """It is closed at the end of the block."""
-        self._forwarders.append(forwarder)
-        return forwarder
-
-    def feed(self, forwarder: LineForwarder, text: str) -> None:
-        self._sink.call(lambda: forwarder.feed(text.encode()))
-
-    def preempt(self) -> None:
-        """Processes of agents save and end by themselves, as long as they are not signalled."""
-        for agent in list(self._agents):
-            agent.preempt()
-
-    def signal(self, number: signal.Signals) -> None:
-        """SIGTERM reaches the processes of agents through them."""
-        for agent in list(self._agents):
-            agent.kill() if number == signal.SIGKILL else agent.terminate()
-
-    def __enter__(self) -> AgentProcesses:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._starting:
-            self._is_over = True
-        self.signal(signal.SIGTERM)
-        self._join()
-        if any(waiter.is_alive() for waiter in self._waiters):
-            self.signal(signal.SIGKILL)
-        self._join()
-        if not any(waiter.is_alive() for waiter in self._waiters):  # or one blocks in `write`
-            for forwarder in self._forwarders:
-                self._sink.call(forwarder.close)
-
-    def _join(self) -> None:
-        deadline_s = time.monotonic() + _END_S
-        for waiter in self._waiters:
-            waiter.join(max(0.0, deadline_s - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -179,30 +91,100 @@ _Processes = TypeVar("_Processes", bound="RemoteProcesses")
 
 
 class RemoteProcesses:
-    """Use as a block: at its end they, and their agents, are gone."""
+    """Agents, and the processes of one role that they have started.
+
+    Use as a block: at its end all of them are gone.
+    """
 
     def __init__(self, run: RemoteRun):
         self._run = run
-        self._agents = AgentProcesses(run.machines, run.spec.config.environ, run.sink)
         self._over = threading.Event()
+        self._agents: list[MachineProcess] = []
+        self._waiters: list[threading.Thread] = []
         self._restarting: list[threading.Thread] = []
+        self._forwarders: list[LineForwarder] = []
+        self._starting_agent = threading.Lock()
 
-    def __enter__(self: _Processes) -> _Processes:
-        self._agents.__enter__()
-        return self
+    def _start_agent(
+        self,
+        machine: Machine,
+        task: Task,
+        on_line: Callable[[str], None],
+        on_end: Callable[[int], None],
+    ) -> MachineProcess | None:
+        """It reads `task` at its stdin; `on_end` is called with its exit status, from a thread.
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._agents.__exit__()
-        for thread in self._restarting:
-            thread.join()
+        At the end of the block nothing is started any more: None.
+        """
+        given = msgspec.json.encode(task)
+        environ = self._run.spec.config.environ
+        started: queue.SimpleQueue[BadInput | MachineProcess] = queue.SimpleQueue()
 
-    def signal(self, number: signal.Signals) -> None:
-        """SIGTERM reaches the processes through their agents."""
-        self._agents.signal(number)
+        def run() -> None:
+            try:
+                agent = self._run.machines.start(machine, AGENT_COMMAND, environ, given, on_line)
+            except BadInput as error:
+                started.put(error)
+                return
+            self._agents.append(agent)
+            started.put(agent)
+            on_end(agent.wait())
+
+        with self._starting_agent:
+            if self._over.is_set():
+                return None
+            # The kernel kills a process of this host with the thread that has started it.
+            waiter = threading.Thread(target=run, name=f"shoal-wait-{machine.name}", daemon=True)
+            self._waiters.append(waiter)
+            waiter.start()
+            agent = started.get()
+        if isinstance(agent, BadInput):
+            raise agent
+        return agent
 
     def _in_background(self, name: str, start: Callable[[], None]) -> None:
         """An engine may need time for a host in place of one that is lost."""
         thread = threading.Thread(target=start, name=name, daemon=True)
         self._restarting.append(thread)
         thread.start()
+
+    def _forwarder(self, prefix: str, is_stderr: bool, log: Log) -> LineForwarder:
+        """It is closed at the end of the block."""
+        forwarder = LineForwarder(self._run.write, prefix, is_stderr, log)
+        self._forwarders.append(forwarder)
+        return forwarder
+
+    def _feed(self, forwarder: LineForwarder, text: str) -> None:
+        self._run.sink.call(lambda: forwarder.feed(text.encode()))
+
+    def signal_alone(self, number: signal.Signals) -> None:
+        """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
+        for agent in list(self._agents):
+            agent.preempt()
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGTERM reaches the processes of agents through them."""
+        for agent in list(self._agents):
+            agent.kill() if number == signal.SIGKILL else agent.terminate()
+
+    def __enter__(self: _Processes) -> _Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._starting_agent:
+            self._over.set()
+        self.signal(signal.SIGTERM)
+        self._join()
+        if any(waiter.is_alive() for waiter in self._waiters):
+            self.signal(signal.SIGKILL)
+        self._join()
+        if not any(waiter.is_alive() for waiter in self._waiters):  # or one blocks in `write`
+            for forwarder in self._forwarders:
+                self._run.sink.call(forwarder.close)
+        for thread in self._restarting:
+            thread.join()
+
+    def _join(self) -> None:
+        deadline_s = time.monotonic() + _END_S
+        for waiter in self._waiters:
+            waiter.join(max(0.0, deadline_s - time.monotonic()))

@@ -8,6 +8,8 @@ random numbers are in the state in which a new interpreter has them.
     can_fork    not with a second thread, nor where a file of the script shadows a loaded module
     fork        PythonFork, which is waited for as a Popen
     load        also what the script imports, as far as it is installed (`modules_to_load`)
+
+A fork server (multiprocessing) would not do: what the script imports is known after its first run.
 """
 
 from __future__ import annotations
@@ -26,15 +28,17 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from shoal.launch.reimport import seed_when_imported
 from shoal.runtime.config import environment_of_process, replace_environment
 from shoal.runtime.parent_death import in_child
+from shoal.runtime.seeding import seed_launched_worker
 
 TORCH = ("torch", "torch._dynamo", "torch.distributed", "safetensors.torch", "shoal.launch.run")
 _NOT_LOADED = ("shoal.", "torch._inductor", "triton")  # they start processes, or are programs
@@ -112,17 +116,19 @@ def fork(
         pid = os.fork()
     if pid:
         return PythonFork(pid)
-    try:
-        os.setsid()
+
+    def before() -> None:
         if die_with_parent is not None:
             die_with_parent()
-        _become_new(env, streams, inherited)
-        status = _exit_status(command[1:])
-        _finish(modules_file, env)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    os._exit(status)
+
+    def after() -> None:
+        if modules_file is not None and environment_of_process() == dict(env):
+            with suppress(OSError):
+                modules_file.write_text(json.dumps(list(_installed_modules())))
+
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    be_python(command[1:], env, (nothing, *streams), inherited, before, after)
 
 
 def modules_to_load(modules_file: Path) -> list[str]:
@@ -143,13 +149,37 @@ def modules_to_load(modules_file: Path) -> list[str]:
 # ------------------------------------------------------------------ in the new process
 
 
-def _become_new(env: Mapping[str, str], streams: tuple[int, int], inherited: Sequence[int]) -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, stream in enumerate((nothing, *streams)):
+def be_python(
+    args: Sequence[str],
+    env: Mapping[str, str],
+    streams: Sequence[int],
+    inherited: Sequence[int],
+    before: Callable[[], None],
+    after: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """In a fork: be `python ARGS`, with these standard streams.
+
+    `before` and `after` are called around the program, which sees all as in a new process. The
+    stack above is never returned to.
+    """
+    status = 1
+    try:
+        _become_new(env, streams, inherited)
+        before()
+        status = _exit_status(args)
+        _finish()
+        after()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Sequence[int]) -> None:
+    for number, stream in enumerate([os.dup(stream) for stream in streams]):
         os.dup2(stream, number)
-    close_all_but({0, 1, 2, *inherited})
+    _close_all_but({0, 1, 2, *inherited})
     replace_environment(env)
-    open_streams("PYTHONUNBUFFERED" in env)
+    _open_streams("PYTHONUNBUFFERED" in env)
     _reset_signals()
     _forget_exit_functions()
     sys.excepthook = sys.__excepthook__
@@ -157,7 +187,33 @@ def _become_new(env: Mapping[str, str], streams: tuple[int, int], inherited: Seq
     if threads.isdigit():
         sys.modules["torch"].set_num_threads(int(threads))
     _seed_by_chance()
-    seed_when_imported()
+    if "shoal" in sys.modules:  # else this is a fork of a fork that has not imported it
+        sys.meta_path.insert(0, _SeedWhenImported(sys.modules.pop("shoal")))
+
+
+class _SeedWhenImported(MetaPathFinder, Loader):
+    """Finds shoal, which was loaded before the fork: `import shoal` acts as the first one does.
+
+    That seeds the generators of a worker, and what a script draws before it does not follow from
+    the seed. So the module was taken out, and the import puts the same one back.
+    """
+
+    def __init__(self, module: ModuleType):
+        self._module = module
+        self._spec = module.__spec__
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name == "shoal" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)
+        module.__spec__ = self._spec
+        seed_launched_worker()
 
 
 def _seed_by_chance() -> None:
@@ -167,7 +223,7 @@ def _seed_by_chance() -> None:
         sys.modules["numpy"].random.seed()
 
 
-def close_all_but(keep: set[int]) -> None:
+def _close_all_but(keep: set[int]) -> None:
     """Close the descriptors that a new process would not have."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in keep:
@@ -175,7 +231,7 @@ def close_all_but(keep: set[int]) -> None:
                 os.close(int(name))
 
 
-def open_streams(unbuffered: bool) -> None:
+def _open_streams(unbuffered: bool) -> None:
     """Standard streams on descriptors 0 to 2, as the interpreter makes them."""
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
@@ -219,7 +275,8 @@ def _exit_status(args: Sequence[str]) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _show(error)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
@@ -241,20 +298,26 @@ def _show(error: BaseException) -> int:
 
 
 def _run(args: Sequence[str]) -> None:
-    is_module = args[0] == "-m"
-    sys.argv = list(args[1:] if is_module else args)
+    kind = args[0] if args[0] in ("-m", "-c") else ""
+    sys.argv = [kind, *args[2:]] if kind == "-c" else list(args[1:] if kind else args)
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.getcwd() if is_module else str(Path(args[0]).resolve().parent)
-    if is_module:
+        folder = str(Path(args[0]).resolve().parent)
+        sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(kind, folder)
+    if kind == "-m":
+        sys.modules.pop(args[1], None)
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         return
     main = ModuleType("__main__")
-    main.__file__ = os.path.abspath(args[0])
     sys.modules["__main__"] = main
-    exec(compile(Path(args[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
+    if kind == "-c":
+        code = compile(args[1], "<string>", "exec")
+    else:
+        main.__file__ = os.path.abspath(args[0])
+        code = compile(Path(args[0]).read_bytes(), main.__file__, "exec")
+    exec(code, main.__dict__)
 
 
-def _finish(modules_file: Path | None, env: Mapping[str, str]) -> None:
+def _finish() -> None:
     """What the interpreter does at its end."""
     threads: Any = threading
     threads._shutdown()
@@ -262,9 +325,6 @@ def _finish(modules_file: Path | None, env: Mapping[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    if modules_file is not None and environment_of_process() == dict(env):
-        with suppress(OSError):
-            modules_file.write_text(json.dumps(list(_installed_modules())))
 
 
 # ------------------------------------------------------------------ modules

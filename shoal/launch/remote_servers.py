@@ -28,7 +28,7 @@ from shoal.launch.agent_messages import (
     ServerTask,
     read_message,
 )
-from shoal.launch.agent_processes import AGENT_COMMAND, RemoteProcesses, RemoteRun
+from shoal.launch.agent_processes import RemoteProcesses, RemoteRun
 from shoal.launch.chain_members import ChainMembers
 from shoal.launch.lost_servers import ServerPolicy
 from shoal.launch.machines import Machine, ServerHosts
@@ -107,9 +107,8 @@ class RemoteServers(RemoteProcesses):
     def _start(self, index: int) -> None:
         machine = self._hosts[index]
         self._exited.pop(index, None)
-        self._agents.start(
+        self._start_agent(
             machine,
-            AGENT_COMMAND,
             self._task(index, machine),
             lambda line: self._take(index, line),
             lambda status: self._end(index, status),
@@ -167,8 +166,8 @@ class RemoteServers(RemoteProcesses):
         name = f"server {index}" if is_server else "coordinator"
         log = run.logs.of("server", index) if is_server else run.logs.of("coordinator")
         prefix = f"[{name} {self._hosts[index].name}] "
-        out, err = (LineForwarder(run.write, prefix, is_err, log) for is_err in (False, True))
-        self._output[index] = (self._agents.forward(out), self._agents.forward(err))
+        out, err = (self._forwarder(prefix, is_stderr, log) for is_stderr in (False, True))
+        self._output[index] = (out, err)
 
     def _take(self, index: int, line: str) -> None:
         try:
@@ -176,7 +175,7 @@ class RemoteServers(RemoteProcesses):
         except msgspec.DecodeError:  # an error of the interpreter, or of the engine
             message = ProcessOutput(index, True, f"{line}\n")
         if isinstance(message, ProcessOutput):
-            self._agents.feed(self._output[index][message.is_stderr], message.text)
+            self._feed(self._output[index][message.is_stderr], message.text)
         elif isinstance(message, ServerListens):
             self._listens(index, message)
         elif isinstance(message, ChainsChanged):
@@ -184,7 +183,7 @@ class RemoteServers(RemoteProcesses):
         elif isinstance(message, ServerExited):
             self._exited[index] = message.returncode
         elif isinstance(message, HostRefused):
-            self._agents.feed(self._output[index][1], f"shoal: {message.sentence}\n")
+            self._feed(self._output[index][1], f"shoal: {message.sentence}\n")
             self._exited[index] = 2
 
     def _listens(self, index: int, message: ServerListens) -> None:

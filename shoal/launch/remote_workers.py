@@ -39,7 +39,7 @@ from shoal.launch.agent_messages import (
     WorkerReturned,
     read_message,
 )
-from shoal.launch.agent_processes import AGENT_COMMAND, RemoteProcesses, RemoteRun
+from shoal.launch.agent_processes import RemoteProcesses, RemoteRun
 from shoal.launch.failures import FailureReport, write_failure
 from shoal.launch.machines import Machine, MachineProcess, PlacedRanks
 from shoal.launch.output import LineForwarder, OnProgress
@@ -127,7 +127,7 @@ class RemoteWorkers(RemoteProcesses):
     def _show(self, rank: int, is_stderr: bool) -> LineForwarder:
         prefix = f"[{rank} {self.host_of(rank)}] "
         log = self._run.logs.of("rank", rank)
-        return self._agents.forward(LineForwarder(self._run.write, prefix, is_stderr, log))
+        return self._forwarder(prefix, is_stderr, log)
 
     def host_of(self, rank: int) -> str:
         """Where its latest process is."""
@@ -193,9 +193,8 @@ class RemoteWorkers(RemoteProcesses):
 
     def _start(self, agent: HostAgent, port: int | None) -> None:
         self._hosts[agent.name] = agent
-        agent.process = self._agents.start(
+        agent.process = self._start_agent(
             agent.placed.machine,
-            AGENT_COMMAND,
             self._task(agent, port),
             lambda line: self._take(agent, line),
             lambda status: self._end_host(agent, status),
@@ -225,10 +224,6 @@ class RemoteWorkers(RemoteProcesses):
             local_size=max(here) + 1,
             name=agent.name,
         )
-
-    def signal_alone(self, number: signal.Signals) -> None:
-        """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
-        self._agents.preempt()
 
     def __exit__(self, *error: object) -> None:
         self._lost_hosts.end()
@@ -262,7 +257,7 @@ class RemoteWorkers(RemoteProcesses):
         try:
             message = read_message(line)
         except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            self._agents.feed(self.stderr[agent.placed.first], f"{line}\n")
+            self._feed(self.stderr[agent.placed.first], f"{line}\n")
             return
         self._handle(agent, message)
 
@@ -285,7 +280,7 @@ class RemoteWorkers(RemoteProcesses):
             return  # not of a worker of this host
         elif isinstance(message, ProcessOutput):
             streams = self.stderr if message.is_stderr else self.stdout
-            self._agents.feed(streams[message.rank], message.text)
+            self._feed(streams[message.rank], message.text)
         elif isinstance(message, WorkerReturned):
             self._note_return(message)
         elif message.rank in agent.left:

@@ -21,7 +21,7 @@
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
     operations-1.txt     the last operations of a shared-memory group, when one failed
-    server-0.sock        a server's socket; .address holds its TCP address, .log its output,
+    server-0.sock        a server's socket; .address holds its TCP address,
                          .pid the number of its process
     killed-server-0-50   a worker has killed server 0 at step 50 (--kill)
     coordinator.sock     the coordinator's socket; .address holds its TCP address, .log its records
@@ -176,9 +176,6 @@ class RunDir:
             (self.path / f"killed-server-{server}-{step}").touch(exist_ok=False)
             return True
         return False
-
-    def server_log(self, index: int) -> Path:
-        return self.path / f"server-{index}.log"
 
     @property
     def coordinator(self) -> str:

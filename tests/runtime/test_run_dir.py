@@ -71,7 +71,7 @@ def test_no_other_file_names_a_file_of_a_run() -> None:
 def test_names_of_different_things_are_different(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     by_rank = (run_dir.failure, run_dir.finished, run_dir.exited, run_dir.report)
-    others = (run_dir.operations, run_dir.spans, run_dir.server_address, run_dir.server_log)
+    others = (run_dir.operations, run_dir.spans, run_dir.server_address)
     folders = (run_dir.start_folder, run_dir.tally_folder)
     paths = [name(rank) for name in (*by_rank, *others, *folders) for rank in (0, 1)]
     paths += [run_dir.secret, run_dir.all_joined, run_dir.begun]
