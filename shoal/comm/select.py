@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.comm.authenticated_store import generation_name, own_generation
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
-from shoal.comm.generation import generation_name, own_generation
 from shoal.comm.group import Group
 from shoal.comm.network import (
     HostNetwork,

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from shoal.comm.authenticated_store import own_generation
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
-from shoal.comm.generation import own_generation
 from shoal.comm.guarded_store.client import meet_at
 from shoal.comm.select import exchange_over, shared_store
 from shoal.errors import BadInput, ShoalError

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal.comm.generation import own_generation
+from shoal.comm.authenticated_store import own_generation
 from shoal.comm.guarded_store import service as service_module
 from shoal.comm.guarded_store.client import GuardedStore
 from shoal.comm.guarded_store.service import StoreService, StoreTable

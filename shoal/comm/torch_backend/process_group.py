@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.comm.authenticated_store import own_generation
 from shoal.comm.call import TORCH_OPS, Op
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.generation import own_generation
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork, HostSpec
 from shoal.comm.select import share_memory
