@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.run_services import RunServices
+from tests.models import mlp
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -21,6 +24,26 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 def job_of(group: Group | None = None, seed: int = 3, **services: Any) -> Job:
     given = RunServices(**{name: value for name, value in services.items() if value is not None})
     return Job(parse("ddp"), group or solo_group(), device=CPU, seed=seed, services=given)
+
+
+def losses(
+    loops: Callable[[Job], Iterable[Any]],
+    path: Path,
+    save_at: int | None,
+    load: bool = False,
+    **options: Any,
+) -> list[float]:
+    """Train on the batches of `loops(job)`; save after a step, or continue from there."""
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, **{"optimizer": SGD, **options})
+    if load:
+        job.load(path)
+    found = []
+    for batch in loops(job):
+        found.append(step(batch).item())
+        if job.steps == save_at:
+            job.save(path)
+    return found
 
 
 class Shown:

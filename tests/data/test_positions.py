@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
@@ -19,8 +18,8 @@ from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
 from shoal.train import checkpoint
 from shoal.train.job import Job
-from tests.jobs import SGD, job_of
-from tests.models import mlp, samples
+from tests.jobs import losses
+from tests.models import samples
 
 Loops = Callable[[Job], Iterator[Any]]
 
@@ -108,19 +107,6 @@ def test_data_with_a_state_goes_on_by_itself(tmp_path: Path) -> None:
         again, fetched = train(None)
         assert again == whole[save_at:]
         assert fetched == len(again), "nothing is fetched twice"
-
-
-def losses(loops: Loops, path: Path, save_at: int | None, load: bool = False) -> list[float]:
-    job = job_of()
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    if load:
-        job.load(path)
-    found = []
-    for batch in loops(job):
-        found.append(step(batch).item())
-        if job.steps == save_at:
-            job.save(path)
-    return found
 
 
 @pytest.mark.parametrize(

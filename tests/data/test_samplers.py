@@ -15,8 +15,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.data.test_positions import losses
-from tests.jobs import job_of
+from tests.jobs import job_of, losses
 from tests.models import samples
 
 NUMBERS = TensorDataset(torch.arange(20))

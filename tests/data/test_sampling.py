@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.data.batch import Batch
 from shoal.data.rows import take
+from shoal.data.sample_seeds import SeededSamples, seeded
 from shoal.data.sampling import (
     BatchSplit,
     DatasetBatches,
@@ -31,6 +33,7 @@ from shoal.errors import BadInput
 from shoal.pytree import map_tensors, tensors_of
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
+from tests.jobs import job_of
 from tests.models import samples
 
 quick = settings(deadline=None, max_examples=60)
@@ -397,3 +400,67 @@ def test_round_robin_takes_every_batch_once_and_gives_all_replicas_equally_many(
         expected = range(whole * replicas, num_batches)
         parts = [(batch, BatchSplit(r, replicas, microbatches=2)) for batch in expected]
         assert batches[whole:] == parts
+
+
+numpy = pytest.importorskip("numpy")
+
+
+class Drawing:
+    """Draws from all three libraries for each sample."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> tuple[int, float, float, float]:
+        return i, torch.rand(()).item(), random.random(), float(numpy.random.rand())
+
+
+def drawn(replicas: int, loaders: int = 0, dataset: Any = None) -> dict[int, list[float]]:
+    found = {}
+    for replica in range(replicas):
+        loading = Loading(5, loaders=loaders, sample_seed=9)
+        split = BatchSplit(replica, replicas)
+        for batch in DatasetBatches(dataset or Drawing(), torch.arange(10), split, loading):
+            for i, *numbers in zip(*(t.tolist() for t in batch), strict=True):
+                found[i] = numbers
+    return found
+
+
+def test_augmentation_does_not_depend_on_the_number_of_workers() -> None:
+    alone = drawn(1)
+    assert alone == drawn(2) == drawn(3) == drawn(2, dataset=Subset(Drawing(), range(10)))
+    assert len({numbers[0] for numbers in alone.values()}) == 10
+
+
+@pytest.mark.whole
+def test_augmentation_does_not_depend_on_loaders() -> None:
+    assert drawn(1) == drawn(2, loaders=2)
+
+
+def test_the_generators_outside_are_left_alone() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    wanted = torch.rand(3).tolist(), random.random(), numpy.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    drawn(2)
+    assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == wanted
+
+
+def test_every_epoch_draws_other_numbers_and_every_run_the_same() -> None:
+    def epochs() -> list[dict[int, float]]:
+        batches = job_of().batches(Drawing(), 10, epochs=2)
+        return [dict(zip(b[0].tolist(), b[1].tolist(), strict=True)) for b in batches]
+
+    first, second = epochs()
+    assert first[3] != second[3]
+    assert epochs() == [first, second]
+
+
+def test_datasets_that_draw_nothing_are_not_seeded() -> None:
+    tensors = TensorDataset(torch.arange(4))
+    assert seeded(tensors, 1) is tensors
+    many = SeededSamples(Subset(tensors, range(4)), 1)
+    assert [x.item() for (x,) in many.__getitems__([2, 3])] == [2, 3]

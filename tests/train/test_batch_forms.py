@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch.utils.data import default_collate
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.commands.verify import _reasons
 from shoal.errors import BadInput
+from shoal.observe.captured_run import CapturedRun
+from shoal.replica.loss import sum_of_samples
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
@@ -205,3 +209,38 @@ def test_an_evaluation_takes_the_same_forms(world: World) -> None:
 
     first, second = world(2, body)
     assert first == second
+
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (SUM, "CrossEntropyLoss"),
+        (partial(F.mse_loss, reduction="sum"), "mse_loss"),
+        (nn.KLDivLoss(reduction="batchmean"), None),
+        (partial(F.mse_loss, reduction="mean"), None),
+        (F.cross_entropy, None),
+        (None, None),
+    ],
+)
+def test_a_sum_of_torch_is_known(loss: Any, name: str | None) -> None:
+    assert sum_of_samples(loss) == name
+
+
+def test_a_sum_is_refused_where_a_batch_is_cut() -> None:
+    job_of().step(mlp(), SUM, optimizer=SGD)
+    with pytest.raises(BadInput, match='CrossEntropyLoss has reduction="sum"'):
+        job_of().step(mlp(), SUM, optimizer=SGD, accumulate=2)
+
+
+def captured(loss: float) -> CapturedRun:
+    return CapturedRun([loss], {"w": torch.ones(1)}, 1, 0.0, [], exact=False)
+
+
+def test_verify_names_a_sum() -> None:
+    (reason,) = _reasons(captured(40.0), captured(20.0), 2)
+    assert "1/2 of that of one worker, so it is probably a sum over samples" in reason
+    assert not list(_reasons(captured(2.5), captured(2.4), 2))
+    assert not list(_reasons(captured(0.0), captured(0.0), 2))

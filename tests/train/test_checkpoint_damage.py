@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import CheckpointError
 from shoal.train import checkpoint
+from tests.chaos import checkpoint_damage, save_kills
 from tests.checkpoints import (
     adamw_with_groups,
     file_of,
@@ -191,3 +192,11 @@ def test_a_wrong_type_in_the_manifest_is_refused(
     job, _ = start(optimizer=adamw_with_groups)
     with pytest.raises(CheckpointError):
         job.load(tmp_path)
+
+
+def test_damaged_checkpoints_are_refused_or_give_the_right_state() -> None:
+    assert checkpoint_damage.main(["--count", "24"]) == 0
+
+
+def test_killed_saves_leave_one_whole_checkpoint(capfd: pytest.CaptureFixture[str]) -> None:
+    assert save_kills.main(["--count", "3"]) == 0, capfd.readouterr().out

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shoal
 from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.objects import encode
 from shoal.errors import BadInput, ShoalError
+from shoal.strategy.strategy import parse
+from shoal.train.evaluate import SampleAssignment
+from shoal.train.job import Job
+from shoal.train.map_reduce import map_reduce_over
 from tests.conftest import World
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
@@ -158,3 +167,97 @@ def test_evaluate_with_statistics_of_the_batch_equals_one_device(world: World) -
     models = [make() for _ in range(3)]
     for found in world(3, lambda g: body(g, models[g.rank])):
         assert found == pytest.approx(alone, abs=1e-5)
+
+
+def assigned(samples: int, ranks: tuple[int, ...], batch_size: int) -> SampleAssignment:
+    return SampleAssignment(torch.arange(samples), ranks, batch_size)
+
+
+def test_a_lost_rank_of_three() -> None:
+    first = assigned(12, (0, 1, 2), 6)  # batches 0-5 and 6-11, two samples for each rank
+    assert [first.samples_of(rank).tolist() for rank in (0, 1, 2)] == [
+        [0, 1, 6, 7],
+        [2, 3, 8, 9],
+        [4, 5, 10, 11],
+    ]
+    second = first.without([1])
+    assert (second.samples.tolist(), second.ranks) == ([2, 3, 8, 9], (0, 2))
+    assert [second.samples_of(rank).tolist() for rank in (0, 2)] == [[2, 3], [8, 9]]
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20), st.data())
+def test_every_sample_is_evaluated_once_after_any_losses_in_any_round(
+    samples: int, ranks: int, batch_size: int, data: st.DataObject
+) -> None:
+    now = assigned(samples, tuple(range(ranks)), batch_size)
+    done: list[int] = []
+    while len(now.samples):
+        missing = data.draw(st.sets(st.sampled_from(now.ranks), max_size=len(now.ranks) - 1))
+        for rank in set(now.ranks) - missing:
+            done += now.samples_of(rank).tolist()
+        now = now.without(missing)
+    assert sorted(done) == list(range(samples))
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 20))
+def test_the_batches_of_a_rank_hold_its_samples(samples: int, ranks: int, batch_size: int) -> None:
+    numbers = torch.arange(samples)
+    data = torch.utils.data.TensorDataset(numbers, numbers)
+    now = assigned(samples, tuple(range(ranks)), batch_size)
+    for rank in range(ranks):
+        found: list[int] = []
+        for batch in now.batches(data, rank):
+            inputs = batch[0]
+            assert isinstance(inputs, torch.Tensor)
+            found += inputs.tolist()[: batch.microbatch_sizes[0]]
+        assert found == now.samples_of(rank).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_results_are_reduced_in_the_order_of_items(world: World, size: int) -> None:
+    """With fewer items than workers, too; joining text is associative and not commutative."""
+    for n in (1, 4, 11):
+        found = world(size, lambda g, n=n: map_reduce_over(g, str, range(n), operator.add))
+        assert found == ["".join(map(str, range(n)))] * size
+
+
+def test_items_are_mapped_once_where_they_are(world: World) -> None:
+    def body(group: Group) -> tuple[list[int], list[int]]:
+        seen: list[int] = []
+
+        def note(item: int) -> list[int]:
+            seen.append(item)
+            return [item * item]
+
+        job = Job(parse("ddp"), group, device=torch.device("cpu"))
+        return seen, job.map_reduce(note, iter(range(7)), operator.add)
+
+    found = world(3, body)
+    assert [seen for seen, _ in found] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert all(result == [0, 1, 4, 9, 16, 25, 36] for _, result in found)
+
+
+def test_tensors_in_trees_are_added_up_on_every_rank(world: World) -> None:
+    def count(word: str) -> dict[str, Any]:
+        return {"letters": torch.bincount(torch.tensor([ord(c) - 97 for c in word]), minlength=26)}
+
+    def add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        return {"letters": a["letters"] + b["letters"]}
+
+    for found in world(2, lambda g: map_reduce_over(g, count, ["abba", "cab", "b"], add)):
+        assert found["letters"][:4].tolist() == [3, 4, 1, 0]
+
+
+def test_alone_it_needs_no_job() -> None:
+    assert shoal.map_reduce(lambda x: x * x, [1, 2, 3], operator.add) == 14
+    with pytest.raises(BadInput, match="no items"):
+        shoal.map_reduce(str, [], operator.add)
+
+
+def test_what_cannot_travel_is_refused_alone_as_well() -> None:
+    with pytest.raises(BadInput, match="a set cannot be sent to another worker"):
+        shoal.map_reduce(lambda x: {x}, [1, 2], operator.or_)
+    with pytest.raises(BadInput, match="cannot be sent"):
+        encode({1 << 70: "a key"})
+    with pytest.raises(BadInput, match="cannot be sent"):
+        encode(torch.eye(2).to_sparse())

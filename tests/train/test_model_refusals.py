@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +13,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from shoal.train.model_checks import KnownParameters
 from tests.conftest import World
-from tests.models import samples
+from tests.models import mlp, samples
 from tests.seeds import seeded
-from tests.splitting import job_of
+from tests.splitting import SGD, job_of
 from tests.train.test_own_loop import assert_equal_to_single, run
 
 
@@ -105,3 +112,103 @@ def test_a_loss_that_reads_what_a_hook_has_stored(world: World) -> None:
 
 def test_torch_func_under_ddp(world: World) -> None:
     assert_equal_to_single(world, 2, "ddp", meta_learning, two_layers)
+
+
+def _job(group: Group, strategy: str) -> tuple[Job, nn.Module]:
+    job = Job(parse(strategy), group, device=torch.device("cpu"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    job.step(model, nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1))
+    return job, model
+
+
+def test_state_dict_of_released_parameters_is_refused_and_saving_works(
+    world: World, tmp_path: Path
+) -> None:
+    def body(group: Group) -> str:
+        job, model = _job(group, "zero(3)")
+        with pytest.raises(BadInput, match="another worker") as caught:
+            model.state_dict()
+        job.save(tmp_path / "saved")
+        job.load(tmp_path / "saved")
+        job.close()
+        return str(caught.value)
+
+    assert all("job.save" in sentence for sentence in world(2, body))
+
+
+def test_a_copy_of_a_sharded_model_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        job, model = _job(group, "zero(3)")
+        with pytest.raises(BadInput, match=r"deepcopy of Linear.* job\.ema .* zero\(2\)"):
+            copy.deepcopy(next(model.children()))
+        with pytest.raises(BadInput, match="AveragedModel"):
+            torch.optim.swa_utils.AveragedModel(model)
+        job.close()
+
+    world(2, body)
+
+
+def test_state_dict_of_slices_says_so_once(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(group: Group) -> None:
+        job, model = _job(group, "tp(2)")
+        model.state_dict()
+        model.load_state_dict(model.state_dict())
+        job.close()
+
+    world(2, body)
+    assert capsys.readouterr().err.count("this worker's part") == 1
+
+
+def _add(model: Any) -> None:
+    model[2].extra = nn.Linear(2, 2)
+
+
+def _replace(model: Any) -> None:
+    model[2].weight = nn.Parameter(torch.zeros_like(model[2].weight))
+
+
+def _append(model: Any) -> None:
+    model.append(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(_add, "2.extra.weight"), (_replace, "2.weight"), (_append, "5.weight")]
+)
+def test_a_step_notices(world: World, change: Any, name: str) -> None:
+    models = [mlp(), mlp()]
+
+    def train(group: Any) -> None:
+        with job_of(group, "ddp", models[group.rank], optimizer=SGD) as (job, step):
+            for batch in job.batches(samples(16), 8):
+                step(batch)
+                change(models[group.rank])
+
+    with pytest.raises(BadInput, match=f"^{name} was added to Sequential, or replaced, after"):
+        world(2, train)
+
+
+def test_a_loop_notices() -> None:
+    model: Any = mlp()
+    job = Job(parse("ddp"), solo_group(), device=torch.device("cpu"), seed=3)
+    inputs, targets = samples(4)[:]
+    job.setup(model, SGD)
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(BadInput, match=r"5\.weight was added"):
+        job.backward(F.cross_entropy(model(inputs), targets))
+    job.close()
+
+
+def test_other_changes_do_not_matter() -> None:
+    model: Any = mlp()
+    known = KnownParameters(model)
+    del model[2]
+    model.append(nn.ReLU())
+    model[0].scale = nn.Parameter(torch.ones(1), requires_grad=False)
+    known.check()
+    _append(model)
+    with pytest.raises(BadInput, match=r"5\.weight"):
+        known.check()
+    known.remember()
+    known.check()

@@ -19,7 +19,7 @@ from shoal.strategy.strategy import parse
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.jobs import SGD, job_of
+from tests.jobs import SGD, job_of, losses
 from tests.models import mlp, samples
 
 CPU = torch.device("cpu")
@@ -107,20 +107,11 @@ def test_a_scheduler_steps_after_every_step(
 
 @pytest.mark.parametrize("scheduler", [warm_up, one_cycle])
 def test_a_loaded_run_continues_the_schedule(tmp_path: Path, scheduler: Any) -> None:
-    def losses(stop: int | None) -> list[float]:
-        job = job_of()
-        step = job.step(mlp(), F.cross_entropy, optimizer=MOMENTUM, scheduler=scheduler)
-        if stop is None:
-            job.load(tmp_path)
-        found = []
-        for batch in job.batches(DATA, 8):
-            found.append(float(step(batch)))
-            if job.steps == stop:
-                job.save(tmp_path)
-        return found
-
-    whole = losses(3)
-    assert losses(None) == whole[3:]
+    train = partial(
+        losses, lambda job: job.batches(DATA, 8), tmp_path, optimizer=MOMENTUM, scheduler=scheduler
+    )
+    whole = train(3)
+    assert train(None, load=True) == whole[3:]
 
 
 @pytest.mark.parametrize(
