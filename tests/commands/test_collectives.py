@@ -158,11 +158,3 @@ def test_a_cluster_prices_algorithms_with_contention() -> None:
     assert shown.exit_code == 0
     assert "all_gather of 100 MB over 16 ranks of rack-1-4, 8 nodes in a rack" in shown.stdout
     assert "uplinks 1:4" in shown.stdout and "47 Gb/s = 5.88 GB/s" in shown.stdout
-
-
-def test_a_cluster_has_its_own_costs() -> None:
-    refused = run("--cluster", "rack-1-4", "--beta", "10GB/s")
-    assert refused.exit_code == 2
-    assert "--beta does not go with --cluster" in refused.stderr
-    unknown = run("--cluster", "rack-1-5")
-    assert unknown.exit_code == 2 and "rack-1-4" in unknown.stderr

@@ -69,11 +69,3 @@ def test_a_limit_is_a_size() -> None:
     for text, said in (("10 fish", "'10 fish' is not a size"), ("0", "--limit 0 leaves no memory")):
         with pytest.raises(BadInput, match=said):
             limit_of(text)
-
-
-@pytest.mark.whole
-def test_measuring_is_for_one_strategy(tmp_path: Path) -> None:
-    write_script(tmp_path)
-    done = shoal("memory", "big.py", "--limit", "10GB", "--measure", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--measure is for one strategy" in done.stderr

@@ -66,15 +66,6 @@ def test_a_simulated_step_leaves_a_timeline(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_an_unknown_model_is_refused_with_those_that_are_known(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, _, err = run(capsys, "predict", "t5-large", "-n", "8", "-s", "ddp")
-    words = " ".join(err.split())
-    assert status == 2
-    assert "'t5-large' is no known transformer" in words and "llama-2-7b" in words
-
-
 def test_a_schedule_with_its_chunks_in_brackets_names_the_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shoal.calibration.measure import check_seconds
 from shoal.cli import main
 from shoal.commands.launching import WorkersOptions
 from shoal.errors import BadInput
+from shoal.launch.running import RunFacts, enter_run, find_run
+from shoal.runtime.run_dir import new_run_dir
 from tests import scripts
 from tests.commands.terminal import shoal
 
@@ -201,6 +205,14 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("cluster show dgx-a100 --oversubscription 4", "give --racks 2"),
         ("cluster show laptop --nodes 2", "a node of laptop has no nic"),
         ("cluster show h200 --svg /none/c.svg", "cannot write /none/c.svg"),
+        ("memory train.py --limit 10GB --measure", "--measure is for one strategy"),
+        ("predict t5-large -n 8", "'t5-large' is no known transformer"),
+        ("predict t5-large -n 8", "llama-2-7b"),
+        ("simulate gpt-3 --trace none/trace.json", "there is no folder"),
+        ("simulate gpt-3 -n 4 --slow 9:4x --cluster dgx-a100", "there is no worker 9"),
+        ("collectives --cluster rack-1-4 --beta 10GB/s", "--beta does not go with --cluster"),
+        ("collectives --cluster rack-1-5", "rack-1-4"),
+        (f"keys tls {'x' * 300} --host a", "cannot make the folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(
@@ -212,3 +224,18 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert answer.exit_code == 2 and answer.stdout == ""
     assert answer.stderr.startswith("shoal: ") and answer.stderr.count("\n") == 1
     assert sentence in answer.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_a_calibration_takes_more_than_no_time_and_at_most_a_day(seconds: float) -> None:
+    with pytest.raises(BadInput, match="more than 0 and at most 86400 are expected"):
+        check_seconds(seconds)
+
+
+def test_an_empty_name_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with new_run_dir() as run_dir:
+        name = enter_run(run_dir, RunFacts("ps", 1, 0, ("python", "train.py"), ("here",)))
+        assert find_run(name[:2]).run_dir == run_dir
+        with pytest.raises(BadInput, match="there is no run ''"):
+            find_run("")

@@ -76,25 +76,18 @@ def test_a_worker_that_stops_before_the_others_is_named(tmp_path: Path) -> None:
     assert "worker 0 was still running when worker 1 had finished" in done.stderr
 
 
-def test_a_mistake_is_reported_with_the_line_of_the_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, lr=0.1")
-    )
-    line = scripts.PLAIN.splitlines().index("    step = job.step(model(), loss, optimizer=sgd)") + 1
-    done = shoal("run", "train.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("shoal: lr has to be a function, not 0.1;")
-    assert done.stderr.rstrip().endswith(f"(train.py, line {line})")
-
-
-def test_a_mistake_without_a_launcher_is_one_sentence_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [["-m", "shoal", "run"], []])
+def test_a_mistake_is_one_sentence_with_the_line_of_the_script(
+    tmp_path: Path, launcher: list[str]
+) -> None:
     text = scripts.PLAIN.replace("optimizer=sgd", "optimizer=sgd, lr=0.1")
     (tmp_path / "train.py").write_text(text)
-    command = [sys.executable, "train.py"]
+    line = scripts.PLAIN.splitlines().index("    step = job.step(model(), loss, optimizer=sgd)") + 1
+    command = [sys.executable, *launcher, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert done.stderr.startswith("shoal: lr has to be a function, not 0.1;")
-    assert "(train.py, line" in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f"(train.py, line {line})\n") and done.stderr.count("\n") == 1
 
 
 def test_a_script_that_never_calls_shoal_run_is_reported(tmp_path: Path) -> None:

@@ -34,10 +34,3 @@ def test_a_slow_worker_delays_all_or_itself_alone() -> None:
     assert max(together) < 1.1 * min(together)
     apart = ends('ps(mode="async")')
     assert apart[1] == max(apart) and min(apart) < 0.8 * apart[1]
-
-
-def test_what_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
-    refused = run("--trace", str(tmp_path / "none" / "trace.json"))
-    assert refused.exit_code == 2 and "there is no folder" in refused.stderr
-    unknown = run("--slow", "9:4x")
-    assert unknown.exit_code == 2 and "9" in unknown.stderr
