@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.replica.context.ring import AttentionPlan, ring_attention
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.context.spec import SequenceSpec
+from shoal.replica.sharded_tensor import ShardedCall
 
 _PARAMETERS = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
 
 
-def _attention(op: SequenceCall) -> Any:
+def _attention(op: ShardedCall) -> Any:
     given = dict(zip(_PARAMETERS, op.args, strict=False)) | op.kwargs
     q, k, v = given["query"], given["key"], given["value"]
     if not isinstance(q, SequenceShard) or q.spec.dim != q.dim() - 2 or q.dim() < 3:
@@ -47,8 +48,8 @@ def _shares_heads(q: SequenceShard, k: SequenceShard, v: SequenceShard) -> bool:
     return a[:-1] == b[:-1] == c[:-1] and b[-1] == c[-1] and a[-1] % b[-1] == 0
 
 
-def _by_ring(op: SequenceCall, given: dict[str, Any]) -> SequenceShard:
-    context = op.context
+def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
+    context: SequenceContext = op.context
     spec: SequenceSpec = given["query"].spec
     q, k, v = _in_precision(*(given[name].local for name in ("query", "key", "value")))
     if given.get("attn_mask") is not None and given.get("is_causal"):
@@ -85,7 +86,7 @@ def _in_precision(*tensors: Tensor) -> list[Tensor]:
     return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
-def _rows_of_mask(op: SequenceCall, mask: Tensor | None, spec: SequenceSpec) -> Tensor | None:
+def _rows_of_mask(op: ShardedCall, mask: Tensor | None, spec: SequenceSpec) -> Tensor | None:
     """The rows of a mask that belong to this rank's queries, with all keys."""
     if mask is None:
         return None
@@ -104,9 +105,9 @@ def _grouped(mask: Tensor | None, heads: int, groups: int) -> Tensor | None:
     return mask.unsqueeze(-3) if is_shared else torch.unflatten(mask, -3, (heads, groups))
 
 
-def _with_all_keys(op: SequenceCall, given: dict[str, Any]) -> SequenceShard:
+def _with_all_keys(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
     """This rank's queries over keys that are gathered, or belong to another sequence."""
-    context = op.context
+    context: SequenceContext = op.context
     q: SequenceShard = given["query"]
     k, v = (t.full() if isinstance(t, SequenceShard) else t for t in (given["key"], given["value"]))
     mask = _rows_of_mask(op, given.get("attn_mask"), q.spec)

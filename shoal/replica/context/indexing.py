@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.replica.context import mappings
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceShard
+from shoal.replica.mapping import sum_over_ranks
+from shoal.replica.sharded_tensor import ShardedCall
 
 
-def _getitem(op: SequenceCall) -> Any:
+def _getitem(op: ShardedCall) -> Any:
     x, index = op.args
     if not isinstance(x, SequenceShard):
         return NotImplemented  # a plain tensor that is indexed by positions
@@ -24,7 +25,7 @@ def _getitem(op: SequenceCall) -> Any:
     return _take(op, x, items)
 
 
-def _of_known(op: SequenceCall, x: SequenceShard, index: Any, items: list[Any]) -> Any:
+def _of_known(op: ShardedCall, x: SequenceShard, index: Any, items: list[Any]) -> Any:
     """Of an input all positions are here: no exchange is needed."""
     assert x.full_value is not None
     made = _take(op, x, items)
@@ -35,7 +36,7 @@ def _of_known(op: SequenceCall, x: SequenceShard, index: Any, items: list[Any]) 
     return made
 
 
-def _take(op: SequenceCall, x: SequenceShard, items: list[Any]) -> Any:
+def _take(op: ShardedCall, x: SequenceShard, items: list[Any]) -> Any:
     at = [i for i, item in enumerate(items) if item is not None][x.spec.dim]
     wanted = items[at]
     items[at] = slice(None)
@@ -55,7 +56,7 @@ def _take(op: SequenceCall, x: SequenceShard, items: list[Any]) -> Any:
     return op.context.wrap(local, spec)
 
 
-def _range(op: SequenceCall, x: SequenceShard, kept: range) -> Tensor:
+def _range(op: ShardedCall, x: SequenceShard, kept: range) -> Tensor:
     """The local positions of a range of positions."""
     local = x.local
     if len(kept) == x.spec.positions:
@@ -72,12 +73,12 @@ def _range(op: SequenceCall, x: SequenceShard, kept: range) -> Tensor:
 
 
 def _one_position(
-    op: SequenceCall, x: SequenceShard, position: int, items: tuple[Any, ...], dim: int
+    op: ShardedCall, x: SequenceShard, position: int, items: tuple[Any, ...], dim: int
 ) -> Tensor:
     """One position, on all ranks: its owner's, and zeros of the others, added up."""
     position %= x.spec.positions
     part = _range(op, x, range(position, position + 1))[items]
-    return mappings.reduce(part.sum(dim, dtype=part.dtype), op.context.group)
+    return sum_over_ranks(part.sum(dim, dtype=part.dtype), op.context.group)
 
 
 def _spread(index: tuple[Any, ...], dims: int) -> list[Any] | None:
@@ -97,7 +98,7 @@ def _spread(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     return items + [slice(None)] * (dims - given)
 
 
-def _narrow(op: SequenceCall) -> Any:
+def _narrow(op: ShardedCall) -> Any:
     x = op.args[0]
     dim = op.argument(1, "dim")
     start = op.argument(2, "start")
@@ -108,11 +109,11 @@ def _narrow(op: SequenceCall) -> Any:
     return _index_one(op, dim, slice(start, start + length))
 
 
-def _select(op: SequenceCall) -> Any:
+def _select(op: ShardedCall) -> Any:
     return _index_one(op, op.argument(1, "dim"), op.argument(2, "index"))
 
 
-def _index_one(op: SequenceCall, dim: int, item: Any) -> Any:
+def _index_one(op: ShardedCall, dim: int, item: Any) -> Any:
     x = op.args[0]
     if not isinstance(x, SequenceShard):
         return NotImplemented

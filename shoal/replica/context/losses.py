@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.replica.context import mappings
-from shoal.replica.context.elementwise import Alignment, NotAligned
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
+from shoal.replica.mapping import sum_over_ranks
+from shoal.replica.sharded_tensor import NotAligned, ShardedCall
 
 _LEGACY = {"size_average", "reduce"}
 
 
-def _classified(op: SequenceCall) -> Any:
+def _classified(op: ShardedCall) -> Any:
     """`cross_entropy` and `nll_loss`: classes are dimension 1, or 0 of a single sample."""
     given = dict(zip(_CLASSIFIED[op.name], op.args, strict=False)) | op.kwargs
     logits = given["input"]
@@ -45,11 +45,11 @@ def _classified(op: SequenceCall) -> Any:
     if reduction not in ("mean", "sum"):
         return NotImplemented
     here = function(logits.local, wanted, reduction="sum", **options)
-    total = mappings.reduce(here, op.context.group)
+    total = sum_over_ranks(here, op.context.group)
     return total / _count(op, logits, wanted, options) if reduction == "mean" else total
 
 
-def _target(op: SequenceCall, logits: SequenceShard, target: Tensor) -> Tensor:
+def _target(op: ShardedCall, logits: SequenceShard, target: Tensor) -> Tensor:
     """This rank's targets: classes without the dimension of classes, or probabilities with it."""
     spec = logits.spec
     if target.dim() == logits.dim() - 1:
@@ -64,7 +64,7 @@ def _target(op: SequenceCall, logits: SequenceShard, target: Tensor) -> Tensor:
 
 
 def _count(
-    op: SequenceCall, logits: SequenceShard, target: Tensor, options: dict[str, Any]
+    op: ShardedCall, logits: SequenceShard, target: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """What a mean over tokens divides by, over all ranks: the weight of those that count."""
     if target.is_floating_point():
@@ -76,31 +76,30 @@ def _count(
     return _all(op, weight[target.where(counts, 0)].where(counts, 0).sum())
 
 
-def _all(op: SequenceCall, number: Tensor) -> Tensor:
+def _all(op: ShardedCall, number: Tensor) -> Tensor:
     total = number.detach().clone()
     op.context.group.all_reduce(total).wait()
     return total
 
 
-def _pointwise(op: SequenceCall) -> Any:
+def _pointwise(op: ShardedCall) -> Any:
     """Losses that compare elements: without a reduction they are elementwise."""
     names = ("input", "target")
     given = dict(zip(names, op.args, strict=False)) | op.kwargs
     reduction = given.pop("reduction", "mean")
     is_odd = len(op.args) > 2 or any(given.get(name) is not None for name in _LEGACY)
-    tensors = [v for v in given.values() if isinstance(v, Tensor)]
     if is_odd or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     if len({_shape(given[name]) for name in names}) > 1:
         return NotImplemented
-    alignment = Alignment(tensors, op.context)
+    alignment = SequenceAlignment(op.leader)
     try:
         loss = op.function(**alignment.locals(given), reduction="none")
     except NotAligned:
         return NotImplemented
     if reduction == "none":
         return alignment.wrap(loss)
-    total = mappings.reduce(loss.sum(), op.context.group)
+    total = sum_over_ranks(loss.sum(), op.context.group)
     return total if reduction == "sum" else total / _shape(given["input"]).numel()
 
 
@@ -114,7 +113,7 @@ _POINTWISE = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits kl_div"
 )
-RULES: dict[str, Callable[[SequenceCall], Any]] = {
+RULES: dict[str, Callable[[ShardedCall], Any]] = {
     **dict.fromkeys(_CLASSIFIED, _classified),
     **dict.fromkeys(_POINTWISE.split(), _pointwise),
 }

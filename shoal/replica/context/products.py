@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.replica.context import mappings
-from shoal.replica.context.elementwise import Alignment, NotAligned
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
 from shoal.replica.context.spec import SequenceSpec
+from shoal.replica.mapping import sum_over_ranks
+from shoal.replica.sharded_tensor import NotAligned, ShardedCall
 
 
-def _per_position(op: SequenceCall, x: Any, last_dims: int, others: list[Any]) -> Any:
+def _per_position(op: ShardedCall, x: Any, last_dims: int, others: list[Any]) -> Any:
     """A layer that looks at the last dimensions of each position."""
     if not isinstance(x, SequenceShard) or x.spec.dim >= x.dim() - last_dims:
         return NotImplemented
@@ -23,17 +23,17 @@ def _per_position(op: SequenceCall, x: Any, last_dims: int, others: list[Any]) -
     return op.context.wrap(op.function(*args, **kwargs), x.spec)
 
 
-def _linear(op: SequenceCall) -> Any:
+def _linear(op: ShardedCall) -> Any:
     x = op.argument(0, "input")
     return _per_position(op, x, 1, [op.argument(1, "weight"), op.argument(2, "bias")])
 
 
-def _norm(op: SequenceCall) -> Any:
+def _norm(op: ShardedCall) -> Any:
     shape = op.argument(1, "normalized_shape")
     return _per_position(op, op.argument(0, "input"), len(shape), list(op.args[2:]))
 
 
-def _embedding(op: SequenceCall) -> Any:
+def _embedding(op: ShardedCall) -> Any:
     """Rows of a table for the ids of each position; the table may be used in full elsewhere."""
     ids = op.argument(0, "input")
     if op.argument(3, "max_norm") is not None:
@@ -41,12 +41,12 @@ def _embedding(op: SequenceCall) -> Any:
     return _per_position(op, ids, 0, [op.argument(1, "weight")])
 
 
-def _one_hot(op: SequenceCall) -> Any:
+def _one_hot(op: ShardedCall) -> Any:
     classes = op.argument(1, "num_classes", -1)
     return NotImplemented if classes == -1 else _per_position(op, op.args[0], 0, [])
 
 
-def _matmul(op: SequenceCall) -> Any:
+def _matmul(op: ShardedCall) -> Any:
     a = op.args[0]
     b = op.argument(1, "other", op.kwargs.get("mat2", op.kwargs.get("vec2")))
     if op.name == "__rmatmul__":
@@ -58,7 +58,7 @@ def _matmul(op: SequenceCall) -> Any:
         product = a.local @ right
         return op.context.wrap(product, a.spec.at(product.dim() - 2))
     if isinstance(a, SequenceShard) and isinstance(b, SequenceShard) and _contracts(a, b):
-        return mappings.reduce(a.local @ b.local, op.context.group)
+        return sum_over_ranks(a.local @ b.local, op.context.group)
     if isinstance(b, SequenceShard) and b.spec.dim == b.dim() - 1:
         left = a.full() if isinstance(a, SequenceShard) else a
         product = left @ b.local
@@ -72,9 +72,9 @@ def _contracts(a: SequenceShard, b: SequenceShard) -> bool:
     return is_inner and a.spec.same_positions(b.spec)
 
 
-def _batched(op: SequenceCall, a: Tensor, b: Tensor) -> Any:
+def _batched(op: ShardedCall, a: Tensor, b: Tensor) -> Any:
     """Positions among the dimensions before the matrices, as in an elementwise operation."""
-    alignment = Alignment([t for t in (a, b) if isinstance(t, SequenceShard)], op.context)
+    alignment = SequenceAlignment(next(t for t in (a, b) if isinstance(t, SequenceShard)))
     if alignment.from_end <= 2:
         return NotImplemented
     try:
@@ -83,7 +83,7 @@ def _batched(op: SequenceCall, a: Tensor, b: Tensor) -> Any:
         return NotImplemented
 
 
-def _addmm(op: SequenceCall) -> Any:
+def _addmm(op: ShardedCall) -> Any:
     """bias + x @ weight, with positions among the rows of x."""
     bias, x, weight = op.args[:3]
     if not isinstance(x, SequenceShard) or x.spec.dim != 0 or isinstance(weight, SequenceShard):
@@ -93,7 +93,7 @@ def _addmm(op: SequenceCall) -> Any:
     return op.context.wrap(op.function(bias, x.local, weight, **op.kwargs), x.spec)
 
 
-def _einsum(op: SequenceCall) -> Any:
+def _einsum(op: ShardedCall) -> Any:
     equation = op.args[0]
     operands = list(op.args[1]) if isinstance(op.args[1], (list, tuple)) else list(op.args[1:])
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -111,11 +111,11 @@ def _einsum(op: SequenceCall) -> Any:
     result = op.function(equation, *local)
     if letter in output:
         return op.context.wrap(result, spec.at(output.index(letter)))
-    return mappings.reduce(result, op.context.group)
+    return sum_over_ranks(result, op.context.group)
 
 
 def _of_letter(
-    op: SequenceCall, tensor: Tensor, term: str, letter: str, spec: SequenceSpec
+    op: ShardedCall, tensor: Tensor, term: str, letter: str, spec: SequenceSpec
 ) -> Tensor:
     """The local part of an operand, where `letter` stands for the positions."""
     if isinstance(tensor, SequenceShard):

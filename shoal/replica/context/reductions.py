@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.replica.context import mappings
-from shoal.replica.context.elementwise import map_results
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceShard
+from shoal.replica.mapping import sum_over_ranks
+from shoal.replica.sharded_tensor import ShardedCall, map_results
 
 
-def _dims(op: SequenceCall, x: SequenceShard) -> list[int]:
+def _dims(op: ShardedCall, x: SequenceShard) -> list[int]:
     """The dimensions that are reduced."""
     dim = op.argument(1, "dim", op.kwargs.get("axis"))
     if dim is None or dim == () or dim == []:
@@ -22,11 +22,11 @@ def _dims(op: SequenceCall, x: SequenceShard) -> list[int]:
     return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
 
 
-def _keepdim(op: SequenceCall) -> bool:
+def _keepdim(op: ShardedCall) -> bool:
     return bool(op.argument(2, "keepdim", False))
 
 
-def _local(op: SequenceCall) -> Any:
+def _local(op: ShardedCall) -> Any:
     """Along other dimensions than that of the positions."""
     x = op.args[0]
     given = op.argument(1, "dim", op.kwargs.get("axis"))
@@ -40,12 +40,13 @@ def _local(op: SequenceCall) -> Any:
 
     def wrap(t: Tensor) -> Tensor:
         removed = sum(d < x.spec.dim for d in dims) if t.dim() < x.dim() else 0
-        return op.context.wrap(t, x.spec.at(x.spec.dim - removed))
+        made: Tensor = op.context.wrap(t, x.spec.at(x.spec.dim - removed))
+        return made
 
     return map_results(wrap, result)
 
 
-def _sum(op: SequenceCall) -> Any:
+def _sum(op: ShardedCall) -> Any:
     x = op.args[0]
     if isinstance(x, SequenceShard) and x.spec.dim not in _dims(op, x):
         return _local(op)
@@ -55,7 +56,7 @@ def _sum(op: SequenceCall) -> Any:
     return total.to(x.dtype) if x.is_floating_point() else total
 
 
-def _mean(op: SequenceCall) -> Any:
+def _mean(op: ShardedCall) -> Any:
     x = op.args[0]
     if isinstance(x, SequenceShard) and x.spec.dim not in _dims(op, x):
         return _local(op)
@@ -65,10 +66,10 @@ def _mean(op: SequenceCall) -> Any:
     return (_total(op, x) / count).to(x.dtype)
 
 
-def _total(op: SequenceCall, x: SequenceShard) -> Tensor:
+def _total(op: ShardedCall, x: SequenceShard) -> Tensor:
     """The sum along the dimensions of the call, over the positions of all ranks."""
     local = _wide(x.local).sum(_dims(op, x), keepdim=_keepdim(op))
-    return mappings.reduce(local, op.context.group)
+    return sum_over_ranks(local, op.context.group)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _norm(op: SequenceCall) -> Any:
+def _norm(op: ShardedCall) -> Any:
     """`norm(p, dim, keepdim)`: the dimension comes second."""
     x = op.args[0]
     dim = op.argument(2, "dim")
@@ -91,7 +92,7 @@ _LOCAL = (
     "amax amin max min argmax argmin all any prod logsumexp var std median mode nansum nanmean "
     "count_nonzero var_mean std_mean"
 )
-RULES: dict[str, Callable[[SequenceCall], Any]] = {
+RULES: dict[str, Callable[[ShardedCall], Any]] = {
     **dict.fromkeys(_LOCAL.split(), _local),
     "sum": _sum,
     "mean": _mean,

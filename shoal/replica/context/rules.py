@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from shoal.comm.group import Group
-from shoal.replica.context import (
-    attention,
-    elementwise,
-    indexing,
-    losses,
-    metadata,
-    products,
-    reductions,
-    views,
+from shoal.replica.context import attention, indexing, losses, products, reductions, views
+from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
+from shoal.replica.sharded_tensor import ELEMENTWISE, METADATA, alike, drawn, on_itself
+
+_ITSELF = (
+    "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ "
+    "__set__.requires_grad __get__.grad __get__._base"
 )
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceContext
+_ALIKE = "int long short bool byte cpu cuda detach alias __get__.data __deepcopy__"
+_RANDOM = "rand_like randn_like randint_like bernoulli"
 
-Rule = Callable[[SequenceCall], Any]
-
-_RULES: dict[str, Rule] = {
-    **metadata.RULES,
-    **elementwise.RULES,
+SequenceShard.rules = {
+    **METADATA,
+    **dict.fromkeys(_ITSELF.split(), on_itself),
+    **dict.fromkeys(_ALIKE.split(), alike),
+    **ELEMENTWISE,
+    **dict.fromkeys(_RANDOM.split(), drawn),
     **views.RULES,
     **indexing.RULES,
     **reductions.RULES,
@@ -36,9 +35,4 @@ def sequence_context(
     group: Group, say: Callable[[str], None] = lambda sentence: None
 ) -> SequenceContext:
     """The ranks of a group as those that share sequences."""
-    return SequenceContext(group, rule_for, say)
-
-
-def rule_for(operation: SequenceCall) -> Rule | None:
-    """A rule returns NotImplemented where it cannot do without all positions."""
-    return _RULES.get(operation.name) or _RULES.get(operation.base_name)
+    return SequenceContext(group, say)

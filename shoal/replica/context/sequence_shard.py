@@ -1,31 +1,34 @@
 """Activations of which every rank of a cp group has some positions, used as if they were complete.
 
-Operations that have a rule are computed on the positions that are here. For any other operation
-the activation is gathered first: every rank then computes all positions, and the result is right
-but not cheaper. Tensors that all ranks have in full (masks, tables of positions) are sliced when
-they meet a `SequenceShard`. So which dimension is a sequence decides about speed and memory only.
+Which dimension is a sequence decides about speed and memory only: see `ShardedTensor`.
+
+             forward        backward
+    gather   all-gather     reduce-scatter     an operation needs all positions
+    reduce   all-reduce     all-reduce         a sum over positions (`sum_over_ranks`)
+
+A full activation is the same on all ranks, and its gradient is the sum of what the ranks have of
+it, as that of a parameter is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors
-from shoal.replica.context import mappings
+from shoal.pytree import Tree, is_marked, map_leaves, tensors_of
 from shoal.replica.context.spec import SequenceSpec
+from shoal.replica.mapping import mapped
+from shoal.replica.sharded_tensor import Alignment, NotAligned, ShardedCall, ShardedTensor
 from shoal.replica.tensor.rng import TensorParallelRng
 
-Function = Callable[..., Any]
-RuleFor = Callable[["SequenceCall"], Callable[["SequenceCall"], Any] | None]
-
 _IN_WRITTEN_ATTENTION = ("matmul", "bmm", "baddbmm", "einsum", "softmax")
+_MARK = "positions of a sequence"
 
 
 @dataclass
@@ -33,7 +36,6 @@ class SequenceContext:
     """The ranks that have positions of the same rows. `say` tells a sentence once."""
 
     group: Group
-    rule_for: RuleFor
     say: Callable[[str], None] = lambda sentence: None
     rng: TensorParallelRng = field(init=False)
     gathered: set[str] = field(default_factory=set)  # operations that needed all positions
@@ -57,6 +59,7 @@ class SequenceContext:
         shard = local.as_subclass(SequenceShard)
         shard.spec = spec
         shard.context = self
+        shard.rng = self.rng
         return shard
 
     def tell_gathered(self, operation: str) -> None:
@@ -68,44 +71,11 @@ class SequenceContext:
             )
 
 
-@dataclass(frozen=True)
-class SequenceCall:
-    """One call of a function of torch with at least one `SequenceShard` among its tensors."""
-
-    function: Function
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    context: SequenceContext
-
-    @property
-    def base_name(self) -> str:
-        """Without the underscore of a function that works in place."""
-        return self.name[:-1] if self.is_in_place and not self.name.startswith("__") else self.name
-
-    @property
-    def is_in_place(self) -> bool:
-        name = self.name
-        is_method = name.endswith("_") and not name.endswith("__")
-        is_operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-        return is_method or is_operator or self.kwargs.get("inplace") is True
-
-    def argument(self, index: int, name: str, default: Any = None) -> Any:
-        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
-
-
-class SequenceShard(Tensor):
-    """Its memory is this rank's positions; `shape` is that of the full tensor."""
+class SequenceShard(ShardedTensor):
+    """Its memory is this rank's positions."""
 
     spec: SequenceSpec
     context: SequenceContext
-    full_value: Tensor | None = None  # where it is known without an exchange
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's positions as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
 
     @property
     def full_shape(self) -> torch.Size:
@@ -113,49 +83,66 @@ class SequenceShard(Tensor):
             return self.spec.full_shape(self.shape)
 
     def full(self) -> Tensor:
-        """All positions, on every rank, which all call it."""
         if self.full_value is not None:
             return self.full_value
+        group = self.context.group
         with torch._C.DisableTorchFunctionSubclass():
-            return mappings.gather(self.as_subclass(Tensor), self.spec, self.context.group)
+            gather = partial(self.spec.all_gather, group=group)
+            return mapped(self.local, gather, partial(self.spec.sum_to_local, group=group))
+
+    def like(self, local: Tensor) -> SequenceShard:
+        return self.context.wrap(local, self.spec)
 
     def map_local(self, function: Callable[[Tensor], Tensor]) -> SequenceShard:
         """The same positions of what `function` makes of the ones here, in as many dimensions."""
-        return self.context.wrap(function(self.local), self.spec)
+        return self.like(function(self.local))
+
+    def alignment(self) -> SequenceAlignment:
+        if self.spec.size == 1:
+            raise NotAligned
+        return SequenceAlignment(self)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Function,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        context = _context_of((args, kwargs))
-        operation = SequenceCall(func, _name_of(func), args, kwargs, context)
-        with torch._C.DisableTorchFunctionSubclass():
-            rule = context.rule_for(operation)
-            result = NotImplemented if rule is None else rule(operation)
-            return compute_in_full(operation) if result is NotImplemented else result
+    def compute_in_full(cls, call: ShardedCall) -> object:
+        first = call.args[0] if call.args else None
+        context: SequenceContext = call.context
+        sets = call.is_in_place or call.name.startswith("__set")
+        if isinstance(first, SequenceShard) and sets:
+            raise BadInput(
+                f"cp({context.group.size}) cannot change some positions of a sequence in "
+                f"place ({call.name}): write it as an operation that returns a new tensor"
+            )
+        if any(
+            isinstance(t, SequenceShard) and t.full_value is None and t.is_floating_point()
+            for t in tensors_of((call.args, call.kwargs))
+        ):
+            context.tell_gathered(call.name.strip("_"))
+        return super().compute_in_full(call)
 
 
-def compute_in_full(operation: SequenceCall) -> Any:
-    """Gather what is sharded and compute all positions."""
-    first = operation.args[0] if operation.args else None
-    if isinstance(first, SequenceShard) and (operation.is_in_place or _sets(operation)):
-        raise BadInput(
-            f"cp({operation.context.group.size}) cannot change some positions of a sequence in "
-            f"place ({operation.name}): write it as an operation that returns a new tensor"
-        )
-    if _gathers_activations((operation.args, operation.kwargs)):
-        operation.context.tell_gathered(operation.name.strip("_"))
-    return operation.function(*full_tensors(operation.args), **full_tensors(operation.kwargs))
+class SequenceAlignment(Alignment):
+    """Where the positions are in tensors that are broadcast: counted from the last dimension."""
 
+    def __init__(self, leader: SequenceShard):
+        self.context = leader.context
+        self.spec = leader.spec
+        self.from_end = leader.dim() - leader.spec.dim
 
-def full_tensors(tree: Tree) -> Tree:
-    """The same tree with sequence shards gathered."""
-    return map_tensors(lambda t: t.full() if isinstance(t, SequenceShard) else t, tree)
+    def local(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, SequenceShard):
+            is_aligned = tensor.dim() - tensor.spec.dim == self.from_end
+            if is_aligned and tensor.spec.same_positions(self.spec):
+                return tensor.local
+            tensor = tensor.full()
+        dim = tensor.dim() - self.from_end
+        if dim < 0 or tensor.shape[dim] == 1:
+            return tensor
+        if tensor.shape[dim] != self.spec.size:
+            raise NotAligned
+        return self.spec.at(dim).take_local(tensor, self.context.rank)
+
+    def wrap(self, result: Tensor) -> SequenceShard:
+        return self.context.wrap(result, self.spec.at(result.dim() - self.from_end))
 
 
 def _advice(operation: str) -> str:
@@ -167,37 +154,18 @@ def _advice(operation: str) -> str:
     )
 
 
-def _gathers_activations(tree: Tree) -> bool:
-    found = []
-
-    def look(t: Tensor) -> Tensor:
-        if isinstance(t, SequenceShard) and t.full_value is None and t.is_floating_point():
-            found.append(t)
-        return t
-
-    map_tensors(look, tree)
-    return bool(found)
+def pack(tree: Tree) -> Tree:
+    """Sequences as tuples of plain tensors, for the same rank of another stage."""
+    return map_leaves(
+        lambda leaf: isinstance(leaf, SequenceShard),
+        lambda leaf: (_MARK, leaf.local, list(astuple(leaf.spec))),
+        tree,
+    )
 
 
-def _context_of(tree: Tree) -> SequenceContext:
-    found: list[SequenceContext] = []
-
-    def look(t: Tensor) -> Tensor:
-        if isinstance(t, SequenceShard):
-            found.append(t.context)
-        return t
-
-    map_tensors(look, tree)
-    return found[0]
-
-
-def _name_of(function: Function) -> str:
-    name: str = getattr(function, "__name__", str(function))
-    if name in ("__get__", "__set__"):
-        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-        return f"{name}.{attribute}"
-    return name
-
-
-def _sets(operation: SequenceCall) -> bool:
-    return operation.name.startswith("__set")
+def unpack(tree: Tree, context: SequenceContext) -> Tree:
+    return map_leaves(
+        partial(is_marked, mark=_MARK),
+        lambda leaf: context.wrap(leaf[1], SequenceSpec(*leaf[2])),
+        tree,
+    )

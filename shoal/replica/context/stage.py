@@ -12,6 +12,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.microbatch import MicroBatch
+from shoal.replica.sharded_tensor import full_tensors
 from shoal.replica.stage import WholeModel
 from shoal.schedules.pipelines.actions import Action
 
@@ -66,4 +67,4 @@ def in_full(tree: Tree) -> Tree:
         for key, value in tree.items():
             made[key] = in_full(value)
         return made
-    return map_tensors(lambda t: t.full() if isinstance(t, SequenceShard) else t, tree)
+    return full_tensors(tree, SequenceShard)

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.replica.context.elementwise import Alignment, NotAligned, map_results
-from shoal.replica.context.sequence_shard import SequenceCall, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
+from shoal.replica.sharded_tensor import NotAligned, ShardedCall, map_results, reshaped
 
 
-def _reshape(op: SequenceCall) -> Any:
+def _reshape(op: ShardedCall) -> Any:
     """Positions stay together, or are gathered."""
     x = op.args[0]
     if not isinstance(x, SequenceShard) or any(isinstance(a, torch.dtype) for a in op.args):
         return NotImplemented
     args = [a.full_shape if isinstance(a, SequenceShard) else a for a in op.args[1:]]
     old = x.full_shape
-    new = _reshaped(op.name, old, args, op.kwargs)
+    new = reshaped(op.name, old, args, op.kwargs)
     spec = x.spec.reshaped(old, new)
     if spec is None:
         return NotImplemented
@@ -32,17 +32,7 @@ def _reshape(op: SequenceCall) -> Any:
     return made
 
 
-def _reshaped(name: str, old: torch.Size, args: list[Any], kwargs: dict[str, Any]) -> torch.Size:
-    probe = torch.empty(old, device="meta")
-    if name in ("view_as", "reshape_as"):
-        return torch.Size(args[0] if isinstance(args[0], torch.Size) else args[0].shape)
-    if name == "ravel":
-        return probe.reshape(-1).shape
-    function: Callable[..., Tensor] = getattr(probe, "reshape" if name == "view" else name)
-    return function(*args, **kwargs).shape
-
-
-def _move(op: SequenceCall) -> Any:
+def _move(op: ShardedCall) -> Any:
     """Dimensions change places, appear or vanish; sizes do not matter."""
     x = op.args[0]
     if not isinstance(x, SequenceShard) or x.spec.size == 1:
@@ -57,7 +47,7 @@ def _move(op: SequenceCall) -> Any:
     return made
 
 
-def _expand(op: SequenceCall) -> Any:
+def _expand(op: ShardedCall) -> Any:
     x = op.args[0]
     if not isinstance(x, SequenceShard):
         return NotImplemented
@@ -82,7 +72,7 @@ class _Along:
     index: int = 1
     default: int | None = None
 
-    def __call__(self, op: SequenceCall) -> Any:
+    def __call__(self, op: ShardedCall) -> Any:
         x = op.args[0] if op.args else op.kwargs.get("input")
         dim = op.argument(self.index, "dim", self.default)
         if not isinstance(x, SequenceShard) or not isinstance(dim, int) or op.is_in_place:
@@ -90,7 +80,7 @@ class _Along:
         dim %= x.dim()
         if dim == x.spec.dim:
             return NotImplemented
-        alignment = Alignment([x], op.context)
+        alignment = SequenceAlignment(x)
         try:  # an index or a source has the shape of the first tensor
             result = op.function(*alignment.locals(op.args), **alignment.locals(op.kwargs))
         except NotAligned:
@@ -102,7 +92,7 @@ class _Along:
         return replace(x.spec, dim=x.spec.dim - int(is_removed and dim < x.spec.dim))
 
 
-def _index_select(op: SequenceCall) -> Any:
+def _index_select(op: ShardedCall) -> Any:
     x = op.args[0]
     dim = op.argument(1, "dim")
     index = op.argument(2, "index")
@@ -113,7 +103,7 @@ def _index_select(op: SequenceCall) -> Any:
     return op.context.wrap(op.function(x.local, dim, index), x.spec)
 
 
-def _join(op: SequenceCall) -> Any:
+def _join(op: ShardedCall) -> Any:
     """`cat` and `stack`: the positions are in the same place in all of them."""
     tensors = op.argument(0, "tensors")
     dim = op.argument(1, "dim", 0)
@@ -122,7 +112,7 @@ def _join(op: SequenceCall) -> Any:
     dim %= first.dim() + int(is_new)
     if (not is_new and dim == first.spec.dim) or any(t.dim() != first.dim() for t in tensors):
         return NotImplemented
-    alignment = Alignment([first], op.context)
+    alignment = SequenceAlignment(first)
     try:
         joined = op.function([alignment.local(t) for t in tensors], dim)
     except NotAligned:
@@ -131,7 +121,7 @@ def _join(op: SequenceCall) -> Any:
     return op.context.wrap(joined, first.spec.at(at))
 
 
-def _repeat(op: SequenceCall) -> Any:
+def _repeat(op: ShardedCall) -> Any:
     x = op.args[0]
     given = op.args[1:] or tuple(op.kwargs.values())
     repeats = list(given if isinstance(given[0], int) else given[0])
@@ -143,7 +133,7 @@ def _repeat(op: SequenceCall) -> Any:
     return op.context.wrap(x.local.repeat(repeats), x.spec.at(dim))
 
 
-def _repeat_interleave(op: SequenceCall) -> Any:
+def _repeat_interleave(op: ShardedCall) -> Any:
     is_plain = isinstance(op.argument(1, "repeats"), int)
     return _Along(2)(op) if is_plain else NotImplemented
 
@@ -153,7 +143,7 @@ _MOVES = (
     "transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze t adjoint "
     "__get__.T __get__.mT __get__.H __get__.mH"
 )
-RULES: dict[str, Callable[[SequenceCall], Any]] = {
+RULES: dict[str, Callable[[ShardedCall], Any]] = {
     **dict.fromkeys(_RESHAPES.split(), _reshape),
     **dict.fromkeys(_MOVES.split(), _move),
     **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from shoal.comm.group import Op
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
-from shoal.replica.context.sequence_shard import SequenceShard, full_tensors
+from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.mixtures import ListedMixture
 from shoal.replica.microbatch import default_generators
+from shoal.replica.sharded_tensor import full_tensors
 
 
 class _Call(NamedTuple):

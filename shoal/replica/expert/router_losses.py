@@ -39,7 +39,7 @@ def has_router_losses(model: nn.Module) -> bool:
 def share_router_losses(model: nn.Module, groups: Sequence[Group], state: ForwardState) -> None:
     """Let router losses of this model use the tokens of all ranks of `groups`."""
 
-    from shoal.replica.context.sequence_shard import full_tensors
+    from shoal.replica.sharded_tensor import full_tensors
 
     def gather(rows: Tensor) -> Tensor:
         rows = rows if state.rows_are_real else rows[:0]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.context.messages import pack, unpack
-from shoal.replica.context.sequence_shard import SequenceContext
+from shoal.replica.context.sequence_shard import SequenceContext, pack, unpack
 from shoal.replica.context.stage import shard_inputs
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes

@@ -19,7 +19,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.attributes import copy_structure
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
-from shoal.replica.tensor.activations.sequence_messages import pack, unpack
+from shoal.replica.tensor.activations.sequence_parallel import pack, unpack
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.adapters import adapt, change_in_place
 from shoal.replica.tensor.layers.attention import ParallelAttention

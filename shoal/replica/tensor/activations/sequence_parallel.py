@@ -11,8 +11,9 @@ operations gather them first. A parameter that is used on rows has the sum of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.pytree import Tree, is_marked, map_leaves, map_tensors
+from shoal.replica.sharded_tensor import (
+    ELEMENTWISE,
+    METADATA,
+    Alignment,
+    NotAligned,
+    ShardedCall,
+    elementwise,
+    reshaped,
+)
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation, reshaped
+from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation
 from shoal.replica.tensor.mappings import (
     copy,
     gather,
@@ -32,12 +43,13 @@ from shoal.replica.tensor.mappings import (
 )
 from shoal.replica.tensor.rng import TensorParallelRng
 
+_MARK = "rows of a sequence"
+
 
 class SequenceParallelTensor(ShardedActivation):
     """`local` is (rows, features); `leading` are the dimensions before the features."""
 
     leading: torch.Size
-    rng: TensorParallelRng
 
     @classmethod
     def of(
@@ -62,6 +74,11 @@ class SequenceParallelTensor(ShardedActivation):
     def like(self, local: Tensor) -> SequenceParallelTensor:
         return SequenceParallelTensor.of(local, self.leading, self.group, self.rng)
 
+    @property
+    def full_shape(self) -> torch.Size:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Size([*self.leading, self.as_subclass(Tensor).shape[-1]])
+
     def gather_full(self) -> Tensor:
         return self._shaped(gather(self.local, self.spec, self.group))
 
@@ -83,21 +100,8 @@ class SequenceParallelTensor(ShardedActivation):
     def _shaped(self, rows: Tensor) -> Tensor:
         return rows.view(*self.leading, rows.shape[-1])
 
-    def rows_of(self, other: Any) -> Any:
-        """Another operand of an elementwise function, for these rows; None if it has other ones."""
-        if isinstance(other, SequenceParallelTensor):
-            return other.local if other.leading == self.leading else None
-        if not isinstance(other, Tensor):
-            return other
-        if other.dim() <= 1:
-            return copy(other, self.group)
-        if other.dim() - 1 > len(self.leading):
-            return None
-        try:
-            full = other.expand(*self.leading, other.shape[-1])
-        except RuntimeError:
-            return None
-        return scatter(full.flatten(0, -2), self.spec, self.group)
+    def alignment(self) -> _Rows:
+        return _Rows(self)
 
 
 class _Saved(NamedTuple):
@@ -135,140 +139,86 @@ def _as_autocast_does(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ computed on the rows
 
 
-def _shape(x: SequenceParallelTensor) -> torch.Size:
-    return torch.Size([*x.leading, x.local.shape[-1]])
+class _Rows(Alignment):
+    """Operands of an elementwise function, for the rows of a tensor."""
+
+    def __init__(self, rows: SequenceParallelTensor):
+        self._like = rows
+
+    def local(self, tensor: Tensor) -> Tensor:
+        like = self._like
+        if isinstance(tensor, SequenceParallelTensor):
+            if tensor.leading != like.leading:
+                raise NotAligned
+            return tensor.local
+        if tensor.dim() <= 1:
+            return copy(tensor, like.group)
+        if tensor.dim() - 1 > len(like.leading):
+            raise NotAligned
+        try:
+            full = tensor.expand(*like.leading, tensor.shape[-1])
+        except RuntimeError:
+            raise NotAligned from None
+        return scatter(full.flatten(0, -2), like.spec, like.group)
+
+    def wrap(self, result: Tensor) -> Tensor:
+        return self._like.like(result)
 
 
-def _size(x: SequenceParallelTensor, dim: int | None = None) -> Any:
-    return _shape(x) if dim is None else _shape(x)[dim]
+def _elementwise(call: ShardedCall) -> Any:
+    """`x += y` only of rows that were not modified through the full tensor before."""
+    return NotImplemented if call.is_in_place and call.leader.is_modified else elementwise(call)
 
 
-def _reshape(x: SequenceParallelTensor, *shape: Any) -> Tensor | None:
+def _reshape(call: ShardedCall) -> Any:
     """Rows stay rows as long as the features are a dimension of their own."""
-    full = reshaped(_shape(x), shape)
-    if full is None or len(full) < 2 or full[-1] != x.local.shape[-1]:
-        return None
+    x = call.args[0]
+    if not isinstance(x, SequenceParallelTensor) or isinstance(call.argument(1, ""), torch.dtype):
+        return NotImplemented
+    full = reshaped(call.name, x.full_shape, call.args[1:], call.kwargs)
+    if len(full) < 2 or full[-1] != x.local.shape[-1]:
+        return NotImplemented
     return SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng)
 
 
-def _dim(x: SequenceParallelTensor) -> int:
-    return len(x.leading) + 1
+def _norm(call: ShardedCall) -> Any:
+    """Of the features; weights have the gradients of all rows."""
+    x = call.args[0]
+    if not isinstance(x, SequenceParallelTensor):
+        return NotImplemented
+    if list(call.argument(1, "normalized_shape")) != [x.local.shape[-1]]:
+        return NotImplemented
+    args, kwargs = map_tensors(lambda p: copy(p, x.group), (call.args[1:], call.kwargs))
+    return x.like(call.function(x.local, *args, **kwargs))
 
 
-def _layer_norm(
-    x: Any,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    if not isinstance(x, SequenceParallelTensor) or list(normalized_shape) != [x.local.shape[-1]]:
-        return None
-    scale, shift = (None if p is None else copy(p, x.group) for p in (weight, bias))
-    return x.like(F.layer_norm(x.local, normalized_shape, scale, shift, eps))
-
-
-def _rms_norm(
-    x: Any, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor | None:
-    if not isinstance(x, SequenceParallelTensor) or list(normalized_shape) != [x.local.shape[-1]]:
-        return None
-    scale = None if weight is None else copy(weight, x.group)
-    return x.like(F.rms_norm(x.local, normalized_shape, scale, eps))
-
-
-def _dropout(
-    x: SequenceParallelTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor | None:
-    if inplace:
-        return None
-    if not training or p == 0.0:
-        return x
-    with x.rng.forked(x.local):
-        return x.like(F.dropout(x.local, p))
-
-
-def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """Of one tensor; its other arguments are plain."""
-
-    def apply(x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        if kwargs.get("inplace") or not isinstance(x, SequenceParallelTensor):
-            return None
-        return x.like(function(x.local, *args, **kwargs))
-
-    return apply
-
-
-def _binary(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """Of two, either of which may be sharded, plain, or a number."""
-
-    def apply(a: Any, b: Any, **kwargs: Any) -> Tensor | None:
-        sharded = a if isinstance(a, SequenceParallelTensor) else b
-        left = sharded.rows_of(a)
-        right = sharded.rows_of(b)
-        if left is None or right is None or "out" in kwargs:
-            return None
-        return sharded.like(function(left, right, **kwargs))
-
-    return apply
-
-
-def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """`x += y` of rows that were not modified through the full tensor before."""
-
-    def apply(x: Any, other: Any, **kwargs: Any) -> Tensor | None:
-        if not isinstance(x, SequenceParallelTensor) or x.is_modified:
-            return None
-        rows = x.rows_of(other)
-        if rows is None:
-            return None
-        local = x.local
-        local.copy_(function(local, rows, **kwargs))
-        x.gathered = None
-        return x
-
-    return apply
-
-
-def _cast(x: SequenceParallelTensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
-        return x.like(x.local.to(args[0]))
-    return None
-
-
-_UNARY: tuple[Any, ...] = (
-    *(F.gelu, F.relu, F.silu, F.tanh, F.sigmoid, F.elu, F.leaky_relu, F.mish, F.softplus),
-    *(torch.relu, torch.tanh, torch.sigmoid, torch.neg, torch.square, torch.exp),
-    *(Tensor.relu, Tensor.tanh, Tensor.sigmoid, Tensor.neg, Tensor.square, Tensor.exp),
-    *(Tensor.__neg__, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.contiguous),
-)
-_BINARY: dict[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "true_divide": torch.true_divide,
-}
-_REFLECTED = {
-    Tensor.__rsub__: lambda a, b: b - a,
-    Tensor.__rdiv__: lambda a, b: b / a,
+SequenceParallelTensor.rules = {
+    **METADATA,
+    **{name: _elementwise if rule is elementwise else rule for name, rule in ELEMENTWISE.items()},
+    **dict.fromkeys(["view", "reshape"], _reshape),
+    **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
 }
 
-SequenceParallelTensor.sharded_ops = {
-    Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__: _dim,  # type: ignore[attr-defined]
-    Tensor.size: _size,
-    Tensor.dim: _dim,
-    Tensor.to: _cast,
-    Tensor.view: _reshape,
-    Tensor.reshape: _reshape,
-    torch.reshape: _reshape,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.dropout: _dropout,
-    **{function: _elementwise(function) for function in _UNARY},
-    **{getattr(torch, name): _binary(function) for name, function in _BINARY.items()},
-    **{getattr(Tensor, name): _binary(function) for name, function in _BINARY.items()},
-    **{getattr(Tensor, f"{name}_"): _in_place(function) for name, function in _BINARY.items()},
-    **{method: _binary(function) for method, function in _REFLECTED.items()},
-}
+
+# ------------------------------------------------------------------ between stages
+
+
+def pack(tree: Tree) -> Tree:
+    """Rows as tuples of plain tensors, for the same rank of another stage."""
+    return map_leaves(
+        lambda leaf: isinstance(leaf, ShardedActivation),
+        lambda leaf: (
+            (_MARK, leaf.local, list(leaf.leading))
+            if isinstance(leaf, SequenceParallelTensor)
+            else leaf.full()
+        ),
+        tree,
+    )
+
+
+def unpack(tree: Tree, group: Group, rng: TensorParallelRng) -> Tree:
+    return map_leaves(
+        partial(is_marked, mark=_MARK),
+        lambda leaf: SequenceParallelTensor.of(leaf[1], torch.Size(leaf[2]), group, rng),
+        tree,
+    )

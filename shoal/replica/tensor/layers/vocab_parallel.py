@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
+from shoal.replica.sharded_tensor import METADATA, ShardedCall, reshaped
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation, reshaped
+from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation
 from shoal.replica.tensor.mappings import gather, scatter
 
 
@@ -28,6 +28,14 @@ class VocabParallelLogits(ShardedActivation):
         logits.spec = spec
         return logits
 
+    @property
+    def full_shape(self) -> torch.Size:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Size([*self.as_subclass(Tensor).shape[:-1], self.spec.size])
+
+    def like(self, local: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits.of(local, self.spec, self.group)
+
     def gather_full(self) -> Tensor:
         local = self.local
         return gather(local, ShardSpec(local.dim() - 1, self.spec.ranges), self.group)
@@ -36,36 +44,20 @@ class VocabParallelLogits(ShardedActivation):
         return scatter(full, ShardSpec(full.dim() - 1, self.spec.ranges), self.group)
 
 
-def _shape(logits: VocabParallelLogits) -> torch.Size:
-    local = logits.local.shape
-    return torch.Size([*local[:-1], logits.spec.size])
-
-
-def _size(logits: VocabParallelLogits, dim: int | None = None) -> Any:
-    return _shape(logits) if dim is None else _shape(logits)[dim]
-
-
-def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+def _reshape(call: ShardedCall) -> Any:
     """Stays sharded as long as the classes are a dimension of their own."""
-    dims = logits.local.dim()
-    if end_dim % dims == dims - 1 and start_dim % dims != dims - 1:
-        return None
-    return _like(logits, logits.local.flatten(start_dim, end_dim))
-
-
-def _reshape(logits: VocabParallelLogits, *shape: Any) -> Tensor | None:
-    full = reshaped(_shape(logits), shape)
+    logits = call.args[0]
+    if isinstance(call.argument(1, ""), torch.dtype):
+        return NotImplemented
+    full = reshaped(call.name, logits.full_shape, call.args[1:], call.kwargs)
     if not full or full[-1] != logits.spec.size:
-        return None
-    return _like(logits, logits.local.reshape(*full[:-1], logits.local.shape[-1]))
+        return NotImplemented
+    return logits.like(logits.local.reshape(*full[:-1], logits.local.shape[-1]))
 
 
-def _float(logits: VocabParallelLogits) -> Tensor:
-    return _like(logits, logits.local.float())
-
-
-def _like(logits: VocabParallelLogits, local: Tensor) -> Tensor:
-    return VocabParallelLogits.of(local, logits.spec, logits.group)
+def _loss(call: ShardedCall) -> Any:
+    loss = _cross_entropy(*call.args, **call.kwargs)
+    return NotImplemented if loss is None else loss
 
 
 def _cross_entropy(
@@ -128,14 +120,8 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None, None
 
 
-VocabParallelLogits.sharded_ops = {
-    Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
-    Tensor.size: _size,
-    Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    Tensor.view: _reshape,
-    Tensor.reshape: _reshape,
-    torch.reshape: _reshape,
-    Tensor.float: _float,
-    F.cross_entropy: _cross_entropy,
+VocabParallelLogits.rules = {
+    **METADATA,
+    **dict.fromkeys(["view", "reshape", "flatten"], _reshape),
+    "cross_entropy": _loss,
 }
