@@ -15,7 +15,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -33,6 +32,8 @@ from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 
 if TYPE_CHECKING:
     from shoal.replica.shard import ReplicaShard
+    from shoal.sync.movable_shards import MovableShards
+    from shoal.sync.ps.saves import ServerSaves
 
 
 class Comeback(NamedTuple):
@@ -42,60 +43,76 @@ class Comeback(NamedTuple):
     lost_at: int
 
 
-class ShardProgress(NamedTuple):
-    """How far a rank is with the shards of one model, for the others when the group has changed.
-
-    A layout is the number of the group that shards are for, and the rank and size in it.
+class Elastic:
+    """What a sync does where the replicas of a run change. The defaults are those of a step that
+    changes no weights before all of its communication is over.
     """
 
-    is_new: bool  # it has not trained, and holds nothing that others need
-    steps: int
-    layout: tuple[int, int, int]
-    staged: tuple[int, int, int]  # what it is ready to change to; group -1: nothing
-    is_open: bool = False  # its script is inside of a step whose update is done
+    movable: MovableShards | None = None  # in elastic runs, where each replica holds shards
+    undo_steps: int = 0
+    """In an elastic run: how many steps a loss undoes, at most.
+
+    0 where the update comes after all communication: what was interrupted has changed no weights.
+    """
+    is_agreed: bool = True  # replicas have communicated since the latest update
+    is_committing: bool = False  # `commit` was interrupted: other replicas may have ended the step
+
+    def commit(self) -> None:
+        """Return when all replicas have ended the step, where `finish` waits for some of them.
+
+        In an elastic run a step that a replica has committed is never undone.
+        """
+        return None
+
+    def undo(self) -> None:
+        """Weights and optimizer are again as they were when replicas agreed last."""
+        self.is_committing = False
+
+    def regroup(self) -> None:
+        """The replicas are others than before: the group of an elastic run has changed."""
+        return None
 
 
-class Movable(Protocol):
-    """Shards of an elastic run (`sync/movable_shards.py`)."""
+class Returning:
+    """What a sync does where lost workers come back. The default is that none does."""
 
-    @property
-    def is_updating(self) -> bool:
-        """Whether other ranks may have made an update that this one has not."""
-        ...
+    is_skipped: bool = False
+    """Set by `begin`: the other replicas have done this step already, and this one skips it."""
+    lowest_survivor: int = 0
+    """The lowest surviving replica, as far as known here: it saves and prints for all."""
 
-    def progress(self, is_new: bool) -> ShardProgress:
-        """What the other ranks have to know."""
-        ...
+    def skip(self) -> Tensor:
+        """The step is skipped; returns the latest loss that is known."""
+        return torch.zeros(())
 
-    def settle(self, rows: Sequence[ShardProgress], rank: int) -> None:
-        """End what this rank was interrupted in, if others have ended it."""
-        ...
+    def come_back(self) -> Comeback | None:
+        """Take the place of a process of this worker that was lost; None: it was never away."""
+        return None
 
-    def stage(self, rows: Sequence[ShardProgress], group: Group, generation: int) -> None:
-        """Get the shards of this rank in `group`, and go on holding those of the last one."""
-        ...
+    def catch_up(self) -> None:
+        """After `come_back`: take the present weights."""
+        return None
 
-    def swap(self) -> None:
-        """All ranks have staged: hold the new shards alone."""
-        ...
-
-
-class PeriodicSaves(Protocol):
-    """Checkpoints that servers write by themselves (`sync/ps/saves.py`)."""
-
-    folder: Path
-    model: int
-
-    def take_accepted(self) -> int | None:
-        """The one that this worker has to write the part of the workers of."""
-        ...
-
-    def write(self, number: int, describe: Callable[[], tuple[dict[str, Tensor], Any]]) -> None:
-        """Write what `describe()` returns now, in the background."""
-        ...
+    def meet(self, number: int, generations: Sequence[int]) -> None:
+        """What follows is done by these processes: see `comm/meetings.py`."""
+        return None
 
 
-class Sync(Protocol):
+class Served:
+    """What a sync has where servers hold the weights."""
+
+    saves: ServerSaves | None = None  # where servers write checkpoints by themselves
+
+    def row_store(self) -> Any:
+        """Where rows of embeddings live that all replicas share; None: in each replica."""
+        return None
+
+    def server_tensors(self) -> list[Tensor]:
+        """Tensors of a parameter server that lives in this worker, without shared ones."""
+        return []
+
+
+class Sync(Elastic, Returning, Served):
     """What happens around an engine's run. Every rank calls every method in the same order.
 
     The defaults are those of replicas that hold the same weights and own their optimizers.
@@ -119,22 +136,6 @@ class Sync(Protocol):
     """
 
     updates_here: bool = True  # False: servers update, and `finish` does all of it
-    is_skipped: bool = False
-    """Set by `begin`: the other replicas have done this step already, and this one skips it."""
-
-    lowest_survivor: int = 0
-    """The lowest surviving replica, as far as known here: it saves and prints for all."""
-
-    movable: Movable | None = None  # in elastic runs, where each replica holds shards
-    undo_steps: int = 0
-    """In an elastic run: how many steps a loss undoes, at most.
-
-    0 where the update comes after all communication: what was interrupted has changed no weights.
-    """
-
-    is_agreed: bool = True  # replicas have communicated since the latest update
-    is_committing: bool = False  # `commit` was interrupted: other replicas may have ended the step
-    saves: PeriodicSaves | None = None  # where servers write checkpoints by themselves
 
     def begin(self) -> None:
         """Weights are usable when this returns."""
@@ -149,7 +150,7 @@ class Sync(Protocol):
 
         It is `collect`, the update, and `spread`, which a loop of the user's own calls apart.
         """
-        ...
+        raise NotImplementedError
 
     def collect(self) -> None:
         """All buckets were reported: `p.grad` is the reduced gradient when this returns.
@@ -162,31 +163,12 @@ class Sync(Protocol):
         """The optimizer has stepped: the other replicas get to know the weights."""
         return None
 
-    def commit(self) -> None:
-        """Return when all replicas have ended the step, where `finish` waits for some of them.
-
-        In an elastic run a step that a replica has committed is never undone.
-        """
-        return None
-
-    def undo(self) -> None:
-        """Weights and optimizer are again as they were when replicas agreed last."""
-        self.is_committing = False
-
-    def skip(self) -> Tensor:
-        """The step is skipped; returns the latest loss that is known."""
-        return torch.zeros(())
-
     def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the global batch, as far as known after `finish`.
 
         `local_loss` is this replica's: the loss of its samples times their share of the batch.
         """
         return local_loss
-
-    def row_store(self) -> Any:
-        """Where rows of embeddings live that all replicas share; None: in each replica."""
-        return None
 
     def full_weights(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """While the block runs, the model of each rank holds the weights to evaluate and save.
@@ -219,29 +201,9 @@ class Sync(Protocol):
         """Tensors that hold gradients now, besides the buffer and what is at parameters."""
         return []
 
-    def server_tensors(self) -> list[Tensor]:
-        """Tensors of a parameter server that lives in this worker, without shared ones."""
-        return []
-
     def shared_bytes(self) -> int:
         """Memory of segments that this worker shares with others, without tensors of torch."""
         return 0
-
-    def come_back(self) -> Comeback | None:
-        """Take the place of a process of this worker that was lost; None: it was never away."""
-        return None
-
-    def catch_up(self) -> None:
-        """After `come_back`: take the present weights."""
-        return None
-
-    def meet(self, number: int, generations: Sequence[int]) -> None:
-        """What follows is done by these processes: see `comm/meetings.py`."""
-        return None
-
-    def regroup(self) -> None:
-        """The replicas are others than before: the group of an elastic run has changed."""
-        return None
 
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""

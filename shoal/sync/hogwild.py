@@ -48,8 +48,6 @@ class HogwildSync(InRankMemory):
     are shared like the weights.
     """
 
-    takes_other_optimizers = False
-
     def __init__(self, replica: Replica, momentum: bool):
         statistics = replica.statistics
         self._settings = Settings(replica.update.optimizer, momentum, replica.say)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.schedules.shard_copies import shard_transfers, surviving_holders
-from shoal.sync.base import Replica, ShardProgress
 from shoal.sync.gather_optimizer import (
     State,
     can_be_sent,
@@ -33,11 +32,24 @@ from shoal.sync.gather_optimizer import (
     sendable,
     take_values,
 )
-from shoal.sync.optimizer_step import make_optimizer
+from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
 
 _TAG = 0
 NOTHING_STAGED = (-1, 0, 1)
 _CPU = torch.device("cpu")
+
+
+class ShardProgress(NamedTuple):
+    """How far a rank is with the shards of one model, for the others when the group has changed.
+
+    A layout is the number of the group that shards are for, and the rank and size in it.
+    """
+
+    is_new: bool  # it has not trained, and holds nothing that others need
+    steps: int
+    layout: tuple[int, int, int]
+    staged: tuple[int, int, int]  # what it is ready to change to; group -1: nothing
+    is_open: bool = False  # its script is inside of a step whose update is done
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,10 @@ class StagedShards:
 class MovableShards:
     """`copies`: on how many ranks a shard is, besides its owner."""
 
-    def __init__(self, replica: Replica, copies: int):
-        self.flat: FlatParams = replica.flat
-        self.update = replica.update
+    def __init__(self, flat: FlatParams, update: OptimizerStep, group: Group, copies: int):
+        self.flat = flat
+        self.update = update
         self.copies = copies
-        group = replica.group
         self.held = HeldShards(self.flat, group.rank, group.size, copies)
         self._generation = 0  # of the group that these shards are for
         self._staged: StagedShards | None = None

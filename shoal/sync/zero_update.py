@@ -82,7 +82,7 @@ class ElasticUpdate(ShardedUpdate):
     movable: MovableShards
 
     def __init__(self, replica: Replica, copies: int):
-        self.movable = MovableShards(replica, copies)
+        self.movable = MovableShards(replica.flat, replica.update, replica.group, copies)
         super().__init__(replica)
 
     @property

@@ -20,8 +20,7 @@ from torch import Tensor
 from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
 from shoal.errors import RunOver
-from shoal.sync.base import Movable, ShardProgress
-from shoal.sync.movable_shards import settled
+from shoal.sync.movable_shards import MovableShards, ShardProgress, settled
 from shoal.train.job_state import JobState
 from shoal.train.step import Step
 
@@ -125,7 +124,7 @@ class ShardedState:
             self._unsharded = None
 
     @property
-    def _shards(self) -> list[Movable]:
+    def _shards(self) -> list[MovableShards]:
         return [step.sync.movable for step in self._steps if step.sync.movable is not None]
 
 
