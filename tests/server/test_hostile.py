@@ -49,8 +49,9 @@ from shoal.server.protocol.messages import (
     ShardState,
     StateTensor,
 )
+from shoal.server.protocol.service import MAX_REASONS
 from shoal.server.row_client import ServerStore
-from shoal.server.server import MAX_REASONS, Server
+from shoal.server.server import Server
 from shoal.transport.shm import memfd
 from tests.products import few_or_all
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
