@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -289,16 +290,7 @@ def _collectives(prices_by_kind: Mapping[str, Sequence[Any]]) -> list[dict[str, 
 
 def _rounds(collective: Collective) -> dict[str, Any]:
     rounds = [
-        [
-            {
-                "src": t.src,
-                "dst": t.dst,
-                "chunk": t.chunk,
-                "reduce": t.reduce,
-                "into": t.chunk if t.into is None else t.into,
-            }
-            for t in transfers
-        ]
+        [{**asdict(t), "into": t.chunk if t.into is None else t.into} for t in transfers]
         for transfers in collective.rounds
     ]
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,41 +40,61 @@ Weight = Annotated[str, typer.Option(help="Time of the backward for the weights.
 Transfer = Annotated[str, typer.Option(help="Time from a stage to the next.")]
 
 
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The sizes of a pipeline, and the times of its actions."""
+
+    stages: Stages = 4
+    microbatches: Microbatches = 8
+    chunks: Chunks = None
+    forward: Forward = "1"
+    backward: Backward = "1"
+    weight: Weight = "1"
+    transfer: Transfer = "0"
+
+    @property
+    def times(self) -> Times:
+        between = _time("transfer", self.transfer)
+        if not isinstance(between, float):
+            raise BadInput(f"--transfer takes one number, not {self.transfer!r}")
+        forward = _time("forward", self.forward)
+        backward = _time("backward", self.backward)
+        return Times(forward, backward, _time("weight", self.weight), between)
+
+    def timeline(self, name: str, chunks: int | None) -> tuple[Timeline, PipelineProof]:
+        """Of a schedule, which is proven."""
+        pipeline = build(name, self.stages, self.microbatches, chunks)
+        return simulate(pipeline, self.times), prove(pipeline)
+
+    def check(self, chunks: int) -> None:
+        check_sizes(self.stages, self.microbatches, chunks)
+        if self.stages * self.microbatches * chunks * 3 > MOST_ACTIONS:
+            raise BadInput(
+                f"{self.stages} stages, {self.microbatches} micro-batches and {chunks} chunks are "
+                f"more than {MOST_ACTIONS:,} actions: ask for less"
+            )
+
+
 @app.command("list")
-def table(
-    stages: Stages = 4,
-    microbatches: Microbatches = 8,
-    chunks: Chunks = None,
-    forward: Forward = "1",
-    backward: Backward = "1",
-    weight: Weight = "1",
-    transfer: Transfer = "0",
-    as_json: options.Json = False,
-) -> None:
+@options.with_fields
+def table(asked: PipelineOptions, as_json: options.Json = False) -> None:
     """Compare all schedules: time, bubble, activations held."""
-    times = _times(forward, backward, weight, transfer)
     schedules = []
     for entry in CATALOG.values():
-        _check_size(stages, microbatches, (chunks or 2) if entry.looped else 1)
-        pipeline = build(entry.name, stages, microbatches, chunks if entry.looped else None)
-        schedules.append((simulate(pipeline, times), prove(pipeline)))
-    documents = [_document(timeline, proof, times) for timeline, proof in schedules]
-    grid = _grid(schedules, f"{stages} stages, {microbatches} micro-batches")
+        asked.check((asked.chunks or 2) if entry.looped else 1)
+        schedules.append(asked.timeline(entry.name, asked.chunks if entry.looped else None))
+    documents = [_document(*found, asked.times) for found in schedules]
+    grid = _grid(schedules, f"{asked.stages} stages, {asked.microbatches} micro-batches")
     show_parts({"schedules": documents}, [grid], as_json)
 
 
 @app.command()
+@options.with_fields
 def show(
     name: Annotated[
         str, typer.Argument(help=f"{', '.join(CATALOG)}; or FILE.py:FUNCTION of your own")
     ],
-    stages: Stages = 4,
-    microbatches: Microbatches = 8,
-    chunks: Chunks = None,
-    forward: Forward = "1",
-    backward: Backward = "1",
-    weight: Weight = "1",
-    transfer: Transfer = "0",
+    asked: PipelineOptions,
     svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -81,36 +102,15 @@ def show(
 
     With its bubble, and the activations that stages hold.
     """
-    times = _times(forward, backward, weight, transfer)
-    _check_size(stages, microbatches, chunks or 2)
-    pipeline = build(name, stages, microbatches, chunks)
-    proof = prove(pipeline)
-    timeline = simulate(pipeline, times)
+    asked.check(asked.chunks or 2)
+    timeline, proof = asked.timeline(name, asked.chunks)
     if svg is not None:
         write_text(svg, gantt_svg(timeline, proof))
     if as_json or svg is not None:
-        document = _document(timeline, proof, times, with_actions=True)
-        show_parts(document, [f"{pipeline}: {svg}"], as_json)
+        document = _document(timeline, proof, asked.times, with_actions=True)
+        show_parts(document, [f"{timeline.pipeline}: {svg}"], as_json)
     else:
         draw(timeline, proof, wide_console())
-
-
-def _check_size(stages: int, microbatches: int, chunks: int) -> None:
-    check_sizes(stages, microbatches, chunks)
-    if stages * microbatches * chunks * 3 > MOST_ACTIONS:
-        raise BadInput(
-            f"{stages} stages, {microbatches} micro-batches and {chunks} chunks are more than "
-            f"{MOST_ACTIONS:,} actions: ask for less"
-        )
-
-
-def _times(forward: str, backward: str, weight: str, transfer: str) -> Times:
-    between = _time("transfer", transfer)
-    if not isinstance(between, float):
-        raise BadInput(f"--transfer takes one number, not {transfer!r}")
-    return Times(
-        _time("forward", forward), _time("backward", backward), _time("weight", weight), between
-    )
 
 
 def _time(option: str, text: str) -> Time:
@@ -179,10 +179,7 @@ def _document(
         "schedule": pipeline.name,
         "microbatches": pipeline.microbatches,
         "chunks": pipeline.chunks,
-        "forward": times.forward,
-        "backward": times.backward,
-        "weight": times.weight,
-        "transfer": times.transfer,
+        **asdict(times),
         "proven": True,
         "capacity_needed": proof.capacity,
         "makespan": timeline.makespan,

@@ -1,19 +1,28 @@
-"""`shoal run`: a script on many workers."""
+"""`shoal run`: a script on many workers; `shoal train` and `shoal eval`: an example."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from shoal.cluster.presets import load_cluster
 from shoal.commands import options
 from shoal.commands.launching import (
+    EXAMPLES,
     WorkersOptions,
     check_engine,
     command_for,
     run_shown,
     traced,
 )
-from shoal.errors import BadInput
+from shoal.commands.output import show
+from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.checkpoint_folders import MANIFEST
 from shoal.runtime.config import RunConfig
 
 
@@ -51,3 +60,70 @@ def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> 
     from shoal.commands.cluster_calibrate import with_measured_transport  # only where needed
 
     return with_measured_transport(config, cluster, on)
+
+
+@options.with_fields
+def train(
+    asked: WorkersOptions,
+    example: Annotated[str, typer.Argument(help="digits, gpt or clicks.")] = "digits",
+    args: options.ScriptArgs = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to save.", show_default="runs/EXAMPLE")
+    ] = None,
+) -> None:
+    """Train an example and save it."""
+    if example not in EXAMPLES:
+        raise BadInput(f"there is no example {example!r}: take one of {', '.join(EXAMPLES)}")
+    out = out or Path("runs") / example
+    extra = [*(args or []), "--out", str(out), *(["--resume"] if resume else [])]
+    command = command_for(example, extra)
+    asked = asked.resolved(command)
+    start_s = time.monotonic()
+    with traced(asked.to_config(resume=resume), asked.trace) as config:
+        run_shown(command, asked.workers or 1, config, asked.report)
+    print(f"trained {example} in {time.monotonic() - start_s:.1f} s; saved in {out}")
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a checkpoint.")],
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Test a trained example on data that it has not seen."""
+    if not (checkpoint / MANIFEST).exists():
+        raise CheckpointError(f"there is no checkpoint at {checkpoint} (no {MANIFEST} in it)")
+    from shoal.train.checkpoint import read_manifest  # torch: only where there is something
+
+    start_s = time.monotonic()
+    about = read_manifest(checkpoint).get("about")
+    name = about.get("example") if isinstance(about, dict) else None
+    if name not in EXAMPLES:
+        raise CheckpointError(
+            f"the checkpoint at {checkpoint} is not of an example, so there is no test for it: "
+            "call job.evaluate in its own script"
+        )
+    metrics = _test(name, checkpoint, about, device)
+    seconds = time.monotonic() - start_s
+    document = {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
+    words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+    show(document, [f"{name}: {words} (tested in {seconds:.1f} s)"], as_json)
+
+
+def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
+    from shoal.comm.executors.solo import solo_group
+    from shoal.launch.worker_place import choose_device
+    from shoal.strategy.strategy import as_strategy
+    from shoal.train.job import Job
+
+    job = Job(as_strategy("single"), solo_group(), device=choose_device(device, None))
+    try:
+        metrics: dict[str, float] = import_module(f"shoal.examples.{name}").evaluate(
+            job, str(checkpoint), about
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint at {checkpoint} is damaged: its description of {name} does not fit "
+            f"({error})"
+        ) from error
+    return metrics
