@@ -69,6 +69,27 @@ def is_behind(prefix: str, ids: Tensor, cursor: int) -> Tensor:
     return ids >= (cursor & (_OF_WAITING - 1) if is_of_waiting == bool(prefix) else 0)
 
 
+def columns_with(
+    spec: TableSpec, optimizer: RowOptimizer | None, keys: tuple[str, ...]
+) -> dict[str, Column]:
+    """Of the chunk that has these columns behind its ids; empty if there is no such chunk."""
+    known = chunk_columns(spec, optimizer)
+    return next((columns for columns in known if tuple(columns)[1:] == keys), {})
+
+
+def read_columns(columns: Mapping[str, Column], count: int, data: bytearray) -> dict[str, Tensor]:
+    """A chunk in bytes whose number has been checked: one column after the other."""
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    tensors = {}
+    start = 0
+    for key, column in columns.items():
+        stop = start + count * (column.width or 1) * column.dtype.itemsize
+        values = flat[start:stop].clone().view(column.dtype)
+        tensors[key] = values if column.width is None else values.view(count, column.width)
+        start = stop
+    return tensors
+
+
 def fit_chunks(
     spec: TableSpec, optimizer: RowOptimizer | None, chunk: Chunk, steps: int
 ) -> list[dict[str, Tensor]]:

@@ -22,9 +22,9 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.model.hot_table import NO_VERSION, RowChanges
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, connect
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.handshake import authenticate
+from shoal.server.protocol.handshake import dial
 from shoal.server.protocol.messages import CopiedRows, FollowRows
 from shoal.server.shared_memory import bytes_of
 
@@ -58,12 +58,10 @@ class RowCopies:
                     self._readers[index] = self._read(index, address)
 
     def _read(self, owner: int, address: str) -> _RowReader:
-        connection = connect(address, self._tls, _CONNECT_S)
+        index = self._model.spec.index
+        header = Header(FrameKind.HELLO, index, self._model_id, secrets.randbits(63))
+        connection = dial(address, self._secret, "follow", header, self._tls, _CONNECT_S)
         try:
-            connection.sock.settimeout(_CONNECT_S)
-            index = self._model.spec.index
-            header = Header(FrameKind.HELLO, index, self._model_id, secrets.randbits(63))
-            authenticate(connection, self._secret, "follow", header)
             request = header._replace(kind=FrameKind.FOLLOW_ROWS)
             connection.send(request, encode(FollowRows(index)))
             connection.sock.settimeout(None)

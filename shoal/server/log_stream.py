@@ -23,9 +23,9 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import CONNECT_S, connect
+from shoal.server.protocol.endpoint import CONNECT_S
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.handshake import authenticate
+from shoal.server.protocol.handshake import dial
 from shoal.server.protocol.messages import (
     ErrorReply,
     Follow,
@@ -263,11 +263,10 @@ class Follower:
         spec = self._model.spec
         leading = spec.split.leader_model
         number = self._number if leading is None else leading
-        connection = self.connection = connect(address, self._tls, timeout_s)
+        header = Header(FrameKind.HELLO, spec.index, number, secrets.randbits(62))
+        connection = dial(address, self._secret, "follow", header, self._tls, timeout_s)
+        self.connection = connection
         try:
-            connection.sock.settimeout(timeout_s)
-            header = Header(FrameKind.HELLO, spec.index, number, secrets.randbits(62))
-            authenticate(connection, self._secret, "follow", header)
             request = Follow(spec.index, self._model.log.position)
             connection.send(header._replace(kind=FrameKind.FOLLOW), encode(request))
             answer, meta = connection.receive(_MAX_ENTRY_BYTES)

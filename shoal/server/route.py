@@ -15,9 +15,9 @@ from typing import Protocol
 from shoal.errors import PeerLost, RunOver, ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import CONNECT_S, PLAIN, connect
+from shoal.server.protocol.endpoint import PLAIN
 from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, decode
-from shoal.server.protocol.handshake import RECONNECT_S, authenticate
+from shoal.server.protocol.handshake import RECONNECT_S, dial
 from shoal.server.protocol.hello import Channel, ErrorReply
 from shoal.server.protocol.messages import SetUp
 from shoal.server.request import Broken, MovedAway, Request
@@ -51,14 +51,7 @@ class Dialer:
 
     def dial(self, address: str, channel: Channel, timeout_s: float) -> Connection:
         """A connection whose socket still has the timeout."""
-        connection = connect(address, self.tls, min(timeout_s, CONNECT_S))
-        try:
-            connection.sock.settimeout(timeout_s)
-            authenticate(connection, self.secret, channel, self.header)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return dial(address, self.secret, channel, self.header, self.tls, timeout_s)
 
     def receive(self, connection: Connection, kind: FrameKind) -> tuple[Header, bytes]:
         """The header of an answer to a request of this kind; raises what the server says."""

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import chunk_columns, cursor_after, entry_bytes, fit_chunks
+from shoal.embedding.chunks import columns_with, cursor_after, entry_bytes, fit_chunks, read_columns
 from shoal.embedding.hashing import IdMap, Ids
-from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import RowStore
 from shoal.observe.trace import WAIT
@@ -298,11 +297,10 @@ class ServerStore(RowStore):
         spec = self.specs[table]
         if not chunk.keys:
             return None
-        known = chunk_columns(spec, spec.optimizer)
-        columns = next((each for each in known if tuple(each)[1:] == chunk.keys), {})
+        columns = columns_with(spec, spec.optimizer, chunk.keys)
         if not columns or len(payload) != chunk.count * entry_bytes(columns):
             raise Refused(f"a chunk of {table!r} is not as its header says")
-        return _read_columns(columns, chunk.count, payload)
+        return read_columns(columns, chunk.count, payload)
 
     def _set_chunk(
         self, link: ServerLink, table: str, chunk: dict[str, Tensor], steps: int
@@ -316,18 +314,6 @@ class ServerStore(RowStore):
                 tensors = [tensor[positions].contiguous() for tensor in part.values()]
                 meta = encode(RowChunk(table, len(positions), tuple(keys), steps))
                 _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
-
-
-def _read_columns(columns: dict[str, Column], count: int, payload: bytearray) -> dict[str, Tensor]:
-    """The tensors of a chunk that lie in a payload one after the other."""
-    tensors = {}
-    offset = 0
-    for key, column in columns.items():
-        numbers = count * (column.width or 1)
-        flat = torch.frombuffer(payload, dtype=column.dtype, count=numbers, offset=offset)
-        tensors[key] = flat if column.width is None else flat.view(count, column.width)
-        offset += numbers * column.dtype.itemsize
-    return tensors
 
 
 def _ask(link: ServerLink, request: Request) -> Reply:

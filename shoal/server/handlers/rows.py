@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import chunk_columns, entry_bytes
+from shoal.embedding.chunks import columns_with, entry_bytes
 from shoal.embedding.hashing import Ids
-from shoal.embedding.pool import Column
 from shoal.embedding.spec import TableSpec
 from shoal.server.handlers.push import catch_up
 from shoal.server.model.membership import Member
@@ -138,10 +137,9 @@ def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
     request = decode(meta, RowChunk)
     with model.lock:
         table = model.tables.table(request.table)
-        known = chunk_columns(table.spec, table.optimizer)
-    columns = next((each for each in known if tuple(each)[1:] == request.keys), {})
+        columns = columns_with(table.spec, table.optimizer, request.keys)
     if request.keys and not columns:
-        raise Refused(f"expected a chunk of {tuple(known[0])[1:]}, got {request.keys}")
+        raise Refused(f"{request.keys} are not the columns of a chunk of {table.spec}")
     check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
     chunk = bytearray(header.payload_bytes)
     peer.connection.read_into(memoryview(chunk))
@@ -154,11 +152,6 @@ def check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) 
     is_too_long = count * max(entry_bytes, answer_bytes) > MAX_ROW_BYTES
     if header.payload_bytes != count * entry_bytes or is_too_long:
         raise Refused(f"{header.payload_bytes} bytes for {count} rows of {answer_bytes} bytes")
-
-
-def _read_column(connection: Connection, count: int, column: Column) -> Tensor:
-    flat = read_numbers(connection, count * (column.width or 1), column.dtype)
-    return flat if column.width is None else flat.view(count, column.width)
 
 
 def read_numbers(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Ids
 from shoal.embedding.heat import Hottest, IdCounts, SpaceSaving
-from shoal.embedding.row_copy import Rows, copy_rows, take_rows
+from shoal.embedding.row_copy import Rows, copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
 from shoal.server.protocol.frames import Refused
@@ -300,11 +300,6 @@ class HotTable:
         is_fresh &= self._has_row[positions]
         is_fresh &= positions >= 0
         return FoundCopies(positions, is_fresh)
-
-    def read_all(self, ids: Ids, version: int, target: Rows, places: Ids | None = None) -> bool:
-        """Fill in copies of all these rows at once; False if one is not here or not new enough."""
-        is_new = self._fresh >= max(0, version)
-        return is_new and take_rows(*self._copies[:2], ids, self._copies[2], target, places)
 
     def read(self, found: FoundCopies, target: Rows, places: Ids | None = None) -> None:
         """Fill in those copies that are new enough, at their places; None: 0, 1, 2, …"""

@@ -12,8 +12,10 @@ or in a file of each host.
 from __future__ import annotations
 
 from shoal.errors import ShoalError
+from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
 from shoal.server.protocol.connection import Connection
+from shoal.server.protocol.endpoint import CONNECT_S, connect
 from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode, pack
 from shoal.server.protocol.hello import (
     MAX_HELLO_BYTES,
@@ -73,3 +75,22 @@ def _expect(header: Header, kind: FrameKind) -> None:
         raise Refused(f"expected {kind.name}, got {header.kind.name}")
     if header.payload_bytes:
         raise Refused(f"{kind.name} has no payload")
+
+
+def dial(
+    address: str,
+    secret: bytes,
+    channel: Channel,
+    header: Header,
+    tls: TlsConfig,
+    timeout_s: float,
+) -> Connection:
+    """A connection that has proven the secret; its socket still has the timeout."""
+    connection = connect(address, tls, min(timeout_s, CONNECT_S))
+    try:
+        connection.sock.settimeout(timeout_s)
+        authenticate(connection, secret, channel, header)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

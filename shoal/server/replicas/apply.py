@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from shoal.embedding.chunks import chunk_columns
-from shoal.embedding.table import RowTable
+from shoal.embedding.chunks import columns_with, read_columns
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model_host import ModelHost
 from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import Ack, Entered, RowChunk
+from shoal.server.protocol.messages import Ack, Entered
 from shoal.server.replicas import operations as ops
 from shoal.server.replicas.operations import EMPTY, Operation, Payload
 
@@ -101,24 +97,10 @@ def _set_rows(host: ModelHost, operation: ops.RowsSet, payload: Payload) -> None
     with model.lock:
         table = model.tables.table(chunk.table)
         if chunk.keys:
-            table.load_chunk(rows_of(table, chunk, payload.data))
+            columns = columns_with(table.spec, table.optimizer, chunk.keys)
+            table.load_chunk(read_columns(columns, chunk.count, payload.data))
         else:
             model.tables.clear(chunk.table, chunk.steps)
-
-
-def rows_of(table: RowTable, chunk: RowChunk, data: bytearray) -> dict[str, Tensor]:
-    """Saved rows in bytes whose number has been checked: one column after the other."""
-    known = chunk_columns(table.spec, table.optimizer)
-    columns = next(each for each in known if tuple(each)[1:] == chunk.keys)
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    tensors = {}
-    start = 0
-    for key, column in columns.items():
-        stop = start + chunk.count * (column.width or 1) * column.dtype.itemsize
-        values = flat[start:stop].clone().view(column.dtype)
-        tensors[key] = values if column.width is None else values.view(chunk.count, column.width)
-        start = stop
-    return tensors
 
 
 def _save_residual(host: ModelHost, operation: ops.ResidualSaved, payload: Payload) -> None:

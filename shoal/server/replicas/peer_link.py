@@ -17,9 +17,9 @@ from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.messages import ChainMessage
 from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, connect, expect_answers
+from shoal.server.protocol.endpoint import PLAIN, expect_answers
 from shoal.server.protocol.frames import FrameKind, Header
-from shoal.server.protocol.handshake import authenticate
+from shoal.server.protocol.handshake import dial
 from shoal.server.replicas.operations import EMPTY
 from shoal.server.replicas.wire import encode_message, views_of
 
@@ -148,12 +148,10 @@ class PeerLink:
         if address is None:
             return None
         try:
-            connection = connect(address, self._tls, _CONNECT_S)
+            connection = dial(address, self._secret, "chain", self._header, self._tls, _CONNECT_S)
         except (OSError, ShoalError):
             return None
         try:
-            connection.sock.settimeout(_CONNECT_S)
-            authenticate(connection, self._secret, "chain", self._header)
             connection.sock.settimeout(None)
             expect_answers(connection.sock, SILENT_COPY_S)
         except (OSError, ShoalError):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from shoal.embedding.chunks import chunk_columns, entry_bytes
+from shoal.embedding.chunks import columns_with, entry_bytes
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.served_model import ServedModel
@@ -93,8 +93,7 @@ def _expected_bytes(host: ModelHost, operation: Operation) -> int:
         return check_state(_model(host, operation.model).state.shard, operation.state)
     if isinstance(operation, ops.RowsSet):
         table = _model(host, operation.model).tables.table(operation.chunk.table)
-        known = chunk_columns(table.spec, table.optimizer)
-        columns = next((c for c in known if tuple(c)[1:] == operation.chunk.keys), {})
+        columns = columns_with(table.spec, table.optimizer, operation.chunk.keys)
         return operation.chunk.count * entry_bytes(columns)
     if isinstance(operation, ops.ResidualSaved):
         compression = _model(host, operation.model).compression
