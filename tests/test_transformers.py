@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, split. Skipped where transformers is not installed."""
+"""Hugging Face's models, split. Skipped where transformers is not installed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,19 @@ from torch.utils.data import TensorDataset
 from shoal.replica.tensor.planning.plan import plan_of
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World
-from tests.splitting import ADAMW, assert_equal, texts
+from tests.models.catalog import CATALOG
+from tests.splitting import ADAMW, SGD, assert_equal, texts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+_NAMES = (
+    "llama llama-tied llama-1-key-head llama-classifier qwen2 qwen3 mistral gemma2 gemma3 phi3 "
+    "mixtral qwen3-moe gpt-neox olmo olmo2 gpt-j bloom falcon-new opt bert bert-mlm roberta "
+    "distilbert t5 t5-gated bart whisper gpt2 vit"
+)
+MODELS = _NAMES.split()
+# norms over all heads, biases of all heads, and one that has an adapter of its own
+NOT_BY_HEADS = ("olmo2", "bloom", "gpt2")
 
 
 def gpt2() -> nn.Module:
@@ -38,7 +48,7 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs["logits"].flatten(0, 1), targets.flatten())
 
 
-def test_its_roles() -> None:
+def test_roles_of_gpt2() -> None:
     roles = {name: role.kind for name, role in plan_of(gpt2(), Tp(2)).items()}
     assert {kind for name, kind in roles.items() if name.endswith(("c_attn", "c_fc"))} == {"column"}
     assert {kind for name, kind in roles.items() if name.endswith("c_proj")} == {"row"}
@@ -47,7 +57,25 @@ def test_its_roles() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["tp(2)", "tp(3)", "tp(2, sequence=True)", "pp(2)"])
-def test_it_trains_as_on_one_worker(world: World, strategy: str) -> None:
+def test_gpt2_trains_as_on_one_worker(world: World, strategy: str) -> None:
     size = int(strategy[3])
     options = {"loss": loss, "optimizer": ADAMW, "clip_norm": 1.0}
     assert_equal(world, size, strategy, gpt2, words(16), 8, **options)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MODELS)
+def test_an_attention_is_split_by_heads(name: str) -> None:
+    kinds = {role.kind for role in plan_of(CATALOG[name].build(), Tp(2)).values()}
+    assert {"column", "row"} <= kinds
+    assert ("heads" in kinds) == (name not in NOT_BY_HEADS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["tp(2)", "tp(4)", "ddp + tp(2)"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_trains_as_on_one_worker(world: World, name: str, strategy: str) -> None:
+    entry = CATALOG[name]
+    size = 2 if strategy == "tp(2)" else 4
+    options: dict[str, Any] = {"loss": entry.loss, "optimizer": SGD, "clip_norm": 1.0}
+    assert_equal(world, size, strategy, entry.build, entry.dataset(12), 4, **options)

@@ -129,6 +129,8 @@ LANGUAGE = {
     "llama": causal("LlamaForCausalLM", tie_word_embeddings=False, **GROUPED),
     "llama-tied": causal("LlamaForCausalLM", tie_word_embeddings=True, **GROUPED),
     "llama-1-key-head": causal("LlamaForCausalLM", **{**GROUPED, "num_key_value_heads": 1}),
+    "llama-classifier": classifier("LlamaForSequenceClassification", **GROUPED),
+    "olmo": causal("OlmoForCausalLM", **GROUPED),
     "qwen2": causal("Qwen2ForCausalLM", **GROUPED),
     "qwen3": causal("Qwen3ForCausalLM", head_dim=8, **GROUPED),
     "mistral": causal("MistralForCausalLM", **GROUPED),
@@ -144,6 +146,15 @@ LANGUAGE = {
     ),
     "distilbert": classifier("DistilBertForSequenceClassification", **DISTILBERT),
     "t5": Entry(partial(build, "T5ForConditionalGeneration", **T5), translation, token_loss),
+    "t5-gated": Entry(
+        partial(
+            build,
+            "T5ForConditionalGeneration",
+            **{**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        ),
+        translation,
+        token_loss,
+    ),
     "bart": Entry(partial(build, "BartForConditionalGeneration", **BART), translation, token_loss),
     "whisper": Entry(
         partial(build, "WhisperForConditionalGeneration", **WHISPER), speech, token_loss

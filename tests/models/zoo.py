@@ -63,6 +63,8 @@ def import_torchvision() -> None:
     """
     try:
         importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return
     except RuntimeError:
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
