@@ -175,10 +175,6 @@ def known_labs() -> list[str]:
     return sorted({*lab_names(), *(words[1] for words in made if len(words) == 3)})
 
 
-def lab_exists(name: str) -> bool:
-    return name in known_labs()
-
-
 def _design(document: dict[str, Any]) -> LabDesign | None:
     try:
         design = LabDesign(**document)

@@ -36,7 +36,7 @@ from shoal.launch.output import LineForwarder
 from shoal.launch.process_config import server_config
 from shoal.launch.processes import ProcessExit
 from shoal.runtime.config import RunConfig
-from shoal.runtime.launched_server import LaunchedServer
+from shoal.runtime.variables import LaunchedServer
 from shoal.server.protocol.endpoint import require_encrypted
 
 COORDINATOR = -1  # its number among the servers

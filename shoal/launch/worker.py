@@ -82,8 +82,6 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-_POLL_S = 0.5
-_UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up
 Train = Callable[[Job], Any]
 
 
@@ -154,25 +152,28 @@ class Worker:
 
             torch.manual_seed(self.seed)
             seed_python(self.seed)
-            try:
-                return self._run_job(train, make_job)
-            except SystemExit as end:
-                if not end.code:
-                    self.mark_finished()
-                raise
-            except RunOver as over:
-                self._check_finished(over)
-                if self.report_dir is None:
-                    print(f"shoal: {over}", file=sys.stderr, flush=True)
-                else:  # the launcher knows whether it was there before, and says so
-                    self.report_dir.mark_too_late(self.rank, self.config.generation)
-                return None
-            except Exception as error:
-                self.fail(error)
-                raise
-            finally:
-                if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
-                    tracer.write(self.config.trace_dir)
+            if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
+                stack.callback(tracer.write, self.config.trace_dir)
+            return self._run_to_its_end(train, make_job)
+
+    def _run_to_its_end(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
+        """The launcher learns how it ended."""
+        try:
+            return self._run_job(train, make_job)
+        except SystemExit as end:
+            if not end.code:
+                self.mark_finished()
+            raise
+        except RunOver as over:
+            self._check_finished(over)
+            if self.report_dir is None:
+                print(f"shoal: {over}", file=sys.stderr, flush=True)
+            else:  # the launcher knows whether it was there before, and says so
+                self.report_dir.mark_too_late(self.rank, self.config.generation)
+            return None
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def _check_finished(self, over: RunOver) -> None:
         """PeerLost where the others have not finished, but were lost."""

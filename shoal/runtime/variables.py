@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,3 +123,26 @@ SECRET = Codec(lambda name, text: parse_secret(text, name), lambda secret: secre
 def variable(name: str, codec: Codec, default: Any = None, show: bool = True) -> Any:
     """A field of a frozen dataclass that stands for an environment variable."""
     return field(default=default, repr=show, metadata={"variable": name, "codec": codec})
+
+
+@dataclass(frozen=True)
+class LaunchedServer:
+    """How SHOAL_SERVERS names a server: an address, or two where its host has one of its own.
+
+    tcp:10.0.0.2:7001
+    tcp:10.0.0.2:7001|unix:/tmp/shoal-ps-1234/server-0.sock|HOST      HOST as in SHOAL_HOST_ID
+    """
+
+    remote: str  # where it listens
+    local: str = ""  # a socket for workers of its own host
+    host: str = ""  # that host
+
+    def encode(self) -> str:
+        return "|".join((self.remote, self.local, self.host)) if self.local else self.remote
+
+    @classmethod
+    def decode(cls, text: str) -> LaunchedServer:
+        words = text.split("|")
+        if len(words) not in (1, 3) or not all(words):
+            raise BadInput(f"SHOAL_SERVERS has {text!r}: use ADDRESS or ADDRESS|SOCKET|HOST")
+        return cls(*words)

@@ -22,8 +22,8 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.launched_server import LaunchedServer
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.variables import LaunchedServer
 from shoal.runtime.wording import counted
 from shoal.server.chain_view import CopyAddresses
 from shoal.server.introduction import Announcer, Introduction, introduce

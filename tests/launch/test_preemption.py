@@ -17,7 +17,7 @@ from tests import forked
 from tests.launch.helpers import Rope, launcher
 from tests.scripts import HEAD
 
-SAVES_EVERY_STEP = (
+SCRIPT = (
     HEAD
     + """
 def train(job):
@@ -25,28 +25,18 @@ def train(job):
     for batch in job.batches(data, batch_size=20, epochs=100_000):
         step(batch)
         if job.steps == 5:
-            job.save("saved", {"by": "the script"})
+            IN_LOOP
             job.print("go on")
+    AT_END
 
 if __name__ == "__main__":
     shoal.run(train)
 """
 )
-SAVES_AT_THE_END = (
-    HEAD
-    + """
-def train(job):
-    step = job.step(model(), loss, optimizer=sgd)
-    for batch in job.batches(data, batch_size=20, epochs=100_000):
-        step(batch)
-        if job.steps == 5:
-            job.print("go on")
-    job.save("saved")
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
+SAVES_EVERY_STEP = SCRIPT.replace("IN_LOOP", 'job.save("saved", {"by": "the script"})').replace(
+    "AT_END", ""
 )
+SAVES_AT_THE_END = SCRIPT.replace("IN_LOOP", "").replace("AT_END", 'job.save("saved")')
 
 
 def preempted(tmp_path: Path, script: str, workers: int, strategy: str) -> tuple[int, str]:
@@ -141,31 +131,22 @@ def ends_by(number: signal.Signals, command: list[str], **env: str) -> int:
         return process.wait(50)
 
 
-def test_a_worker_alone_that_gets_sigterm_dies_by_it(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_worker_alone_or_that_waits_for_servers_dies_by_sigterm(
+    tmp_path: Path, waits: bool
+) -> None:
+    if waits:
+        RunDir(tmp_path).mark_preempted()
     script = f"""
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from shoal.runtime.preemption import Preemption
 from shoal.runtime.run_dir import RunDir
-with Preemption(RunDir(Path({str(run_dir)!r})), 1, 2):
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-    assert ends_by(signal.SIGTERM, [sys.executable, "-c", script]) == -signal.SIGTERM
-
-
-def test_a_worker_that_waits_for_servers_ends_at_once(tmp_path: Path) -> None:
-    RunDir(tmp_path).mark_preempted()
-    script = f"""
-import time
-from pathlib import Path
-from shoal.runtime.preemption import Preemption
-from shoal.runtime.run_dir import RunDir
-with Preemption(RunDir(Path({str(tmp_path)!r})), 1, 2) as preemption, preemption.starting():
-    print("ready", flush=True)
-    time.sleep(60)
+with Preemption(RunDir(Path({str(tmp_path)!r})), 1, 2) as preemption:
+    with preemption.starting() if {waits} else nullcontext():
+        print("ready", flush=True)
+        time.sleep(60)
 """
     assert ends_by(signal.SIGTERM, [sys.executable, "-c", script]) == -signal.SIGTERM
 

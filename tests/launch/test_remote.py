@@ -93,33 +93,20 @@ def test_workers_have_the_variables_of_torchrun_and_one_secret(tmp_path: Path) -
     assert all("False" in line for line in lines if "threads" in line)
 
 
-def test_a_failure_names_worker_and_host_and_ends_the_others(tmp_path: Path) -> None:
-    program = (
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '1': sys.exit('no such luck')\n"
-        "time.sleep(60)\n"
-    )
-    with pytest.raises(WorkersFailed, match=r"worker 1 on h1 failed .*:\nno such luck"):
-        run(tmp_path, program, [1, 1], 2)
-
-
-def test_a_killed_worker_is_reported_with_its_host(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
-    )
-    with pytest.raises(WorkersFailed, match="worker 1 on h1 was killed by SIGKILL"):
-        run(tmp_path, program, [1, 1], 2)
-
-
-def test_a_killed_agent_takes_its_workers_along(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getppid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
-    )
-    with pytest.raises(WorkersFailed, match="worker 1 on h1 was killed by SIGKILL"):
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        ("sys.exit('no such luck')", r"failed .*:\nno such luck"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("os.kill(os.getppid(), signal.SIGKILL)", "was killed by SIGKILL"),  # with its agent
+    ],
+)
+def test_a_failure_names_worker_and_host_and_ends_the_others(
+    tmp_path: Path, act: str, says: str
+) -> None:
+    program = "import os, signal, sys, time\n"
+    program += f"if os.environ['RANK'] == '1': {act}\ntime.sleep(60)\n"
+    with pytest.raises(WorkersFailed, match=f"worker 1 on h1 {says}"):
         run(tmp_path, program, [1, 1], 2)
 
 

@@ -24,8 +24,8 @@ from shoal.launch.processes import ProcessExit
 from shoal.launch.remote_servers import RemoteServers
 from shoal.launch.supervisor import Event
 from shoal.runtime.config import RunConfig
-from shoal.runtime.launched_server import LaunchedServer
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.variables import LaunchedServer
 from tests.launch.helpers import Screen
 
 TWO_COPIES = Replication(replicas=2)

@@ -27,8 +27,8 @@ def test_a_worker_whose_launcher_has_exited_ends() -> None:
 
 
 def test_the_launcher_does_not_load_torch() -> None:
-    names = "environment failures fork local lost_workers output process_config processes "
-    names += "rendezvous report slurm supervisor"
+    names = "environment failures local lost_workers output process_config processes "
+    names += "rendezvous report supervisor"
     script = f"import sys\nfor n in {names.split()}: __import__('shoal.launch.' + n)\n"
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

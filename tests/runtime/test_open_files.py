@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from shoal.errors import BadInput
-from shoal.runtime.open_files import require_open_files
+from shoal.transport.tcp.connect import require_open_files
 
 
 def test_the_soft_limit_is_raised_and_the_hard_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:

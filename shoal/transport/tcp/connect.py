@@ -11,6 +11,7 @@ of who accepts is proven, too.
 
 from __future__ import annotations
 
+import resource
 import socket
 import ssl
 import struct
@@ -25,11 +26,27 @@ from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
-from shoal.runtime.open_files import require_open_files
 from shoal.runtime.strangers import Strangers
 from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
 from shoal.transport.tcp.tls import own_flaw
+
+_OTHERS = 512  # files, pipes, servers, connections of strangers that have not proven a key
+
+
+def require_open_files(connections: int) -> None:
+    """Raise the soft limit of this process where they need it; BadInput beyond the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHERS
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise BadInput(
+            f"{connections} connections to other ranks need {needed} open files, and this process "
+            f"may have {hard}: raise the limit with ulimit -n {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
 
 HANDSHAKE_S = 10.0
 _MAGIC = b"shoaltcp"
