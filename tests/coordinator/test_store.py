@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.coordinator import store as store_module
+from shoal.coordinator.alive import Alive, alive_key, forget
 from shoal.coordinator.core import LONGEST_TICK_S, Core, LeaseClock
 from shoal.coordinator.interface import CoordinatorError, LeaseLost, Unavailable
 from shoal.coordinator.records import (
@@ -184,3 +185,25 @@ def test_a_store_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
     assert coordinator.get("a") == entry
     coordinator.put_if("a", b"", entry.version)
     assert issubclass(StoreFull, CoordinatorError)
+
+
+def test_the_key_of_a_process_that_has_exited_is_deleted() -> None:
+    coordinator = LocalCoordinator()
+    lease = coordinator.grant(60.0, "server 1")
+    value = msgspec.msgpack.encode(Alive(3, "unix:/here", 1234))
+    coordinator.put_if(alive_key(1), value, 0, lease.id)
+    assert not forget(coordinator, 2, 1234)
+    assert not forget(coordinator, 1, 1235)  # another process has taken its place
+    assert list(coordinator.live("alive/")) == ["alive/1"]
+    assert forget(coordinator, 1, 1234)
+    assert not forget(coordinator, 1, 1234)
+    assert coordinator.list("").entries == {}
+
+
+def test_a_key_of_no_form_stays() -> None:
+    coordinator = LocalCoordinator()
+    coordinator.put_if(alive_key(1), b"\xc1", 0)
+    coordinator.put_if(alive_key(2), msgspec.msgpack.encode(Alive(3)), 0)
+    assert not forget(coordinator, 1, 1234)
+    assert not forget(coordinator, 2, 0)
+    assert len(coordinator.list("").entries) == 2

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.server.consistency import Rule
-from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.model.named_optimizer import NamedOptimizer, step_without_hooks
 from shoal.server.model.shard import Shard
 from shoal.server.model.shard_state import check_state
 from shoal.server.protocol.frames import Refused
@@ -70,3 +71,18 @@ def test_a_server_without_an_optimizer_takes_no_state() -> None:
     shard = shard_of(None)
     with pytest.raises(Refused, match="without an optimizer"):
         check_state(shard, state(shard))
+
+
+def test_the_step_without_hooks_is_the_same_step() -> None:
+    results = []
+    for is_plain in (False, True):
+        p = torch.nn.Parameter(torch.ones(6))
+        optimizer = torch.optim.AdamW([p], lr=0.1)
+        calls: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        step = step_without_hooks(optimizer) if is_plain else optimizer.step
+        p.grad = torch.arange(6.0)
+        step()
+        assert len(calls) == (0 if is_plain else 1)
+        results.append(p.detach())
+    assert torch.equal(*results)

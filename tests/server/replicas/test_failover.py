@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import Rule
+from shoal.server.replicas import peer_link
 from shoal.server.replicas.core import Outcome, Waiter, Waiters
+from shoal.server.replicas.peer_link import PeerLink
+from shoal.sync.ps.summary import counts_of_shards
+from tests.server.helpers import MODEL
+from tests.server.replicas.processes import processes
 from tests.server.replicas.world import pulled, push_one_hot, world
 
 ASYNC = Rule(1, asynchronous=True)
-
-
-def test_three_replicas_hold_the_same_weights() -> None:
-    with world() as made:
-        client = made.client(0, ASYNC)
-        for step in range(4):
-            assert push_one_hot(client, step, step) == "admitted"
-        assert pulled(client)[:5] == [-1.0, -1.0, -1.0, -1.0, 0.0]
-        client.close()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -46,3 +48,130 @@ def test_a_replica_that_is_removed_acknowledges_nothing_that_is_not_committed() 
     waiters.end_all()
     assert waiter.woken.acquire(blocking=False)
     assert waiter.outcome is None
+
+
+def test_a_replica_comes_back_and_then_serves_alone() -> None:
+    with world(replicas=2) as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        made.crash(0, 0)
+        push_one_hot(client, 1, 1)
+        made.start(0, 0)
+        step = 2
+        while len(made.members()) < 2:
+            push_one_hot(client, 2, step)
+            step += 1
+        made.crash(0, 1)
+        push_one_hot(client, 3, step)
+        assert made.members() == (0,)
+        assert pulled(client)[:5] == [-1.0, -1.0, -(step - 2.0), -1.0, 0.0]
+        counts = client.stats()[0]
+        assert sum(counts["missed_updates"].values()) == counts["updates"] == step + 1
+        assert not counts["is_complete"]  # who had served earlier pulls is gone
+        client.close()
+
+
+def test_the_final_counts_of_a_shard_are_those_of_all_replicas() -> None:
+    with world(replicas=2) as made:
+        clients = [made.client(rank, Rule(2, asynchronous=True)) for rank in range(2)]
+        for client in clients:
+            push_one_hot(client, 0, 0)
+            client.pull(1, 1).wait()
+        for client in clients:
+            client.leave()
+        final = clients[0].stats(final=True)
+        [shard] = counts_of_shards(final)
+        [other] = final[0]["replicas"]
+        assert shard["is_complete"]
+        assert sum(shard["steps_ahead"].values()) == 2  # each worker pulls from another replica
+        assert shard["requests"] == final[0]["requests"] + other["requests"]
+        for client in clients:
+            client.close()
+
+
+def test_pushes_go_on_after_the_head_ends_and_the_lost_ones_are_counted() -> None:
+    with world(replicas=2, consistency="eventual") as made:
+        client = made.client(0, ASYNC)
+        for step in range(4):
+            push_one_hot(client, step, step)
+        made.crash(0, made.head())
+        for step in range(4, 8):
+            push_one_hot(client, step, step)
+        (report,) = client.stats()
+        applied = -sum(pulled(client, report["updates"]))
+        assert applied + report["lost_pushes"] == 8
+        client.close()
+
+
+def test_pushes_that_wait_to_be_sent_are_not_overwritten_by_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_send = threading.Event()
+    send = PeerLink._send_posted
+
+    def send_late(link: PeerLink, *arguments: Any) -> None:
+        assert may_send.wait(60)
+        send(link, *arguments)
+
+    monkeypatch.setattr(PeerLink, "_send_posted", send_late)
+    monkeypatch.setattr(peer_link, "_SMALL_BYTES", 0)
+    with world(replicas=2, consistency="eventual") as made:
+        may_send.set()
+        client = made.client(0, ASYNC)
+        may_send.clear()
+        for step in range(5):
+            push_one_hot(client, step, step)
+        may_send.set()
+        other = made.servers[0, 1 - made.head()]
+        model = other.models[MODEL]
+        pushes = model.membership.members[0].pushes
+        with model.lock:
+            assert model.lock.wait_for(lambda: pushes.committed == 5, 60)
+        assert made.weights_of(0, 1 - made.head())[:6].tolist() == [-1.0] * 5 + [0.0]
+        client.close()
+
+
+@pytest.mark.whole
+def test_a_head_that_was_stopped_for_three_leases_is_fenced(tmp_path: Path) -> None:
+    with processes(tmp_path) as made:
+        client = made.client()
+        push_one_hot(client, 0, 0)
+        made.signal(0, signal.SIGSTOP)
+        began_s = time.monotonic()
+        step = 1
+        while time.monotonic() < began_s + 1.5:
+            push_one_hot(client, step % 8, step)
+            step += 1
+        made.signal(0, signal.SIGCONT)
+        for late in range(step, step + 8):
+            push_one_hot(client, late % 8, late)
+        weights = pulled(client)
+        assert sum(weights) == -(step + 8)
+        assert weights[8:] == [0.0] * len(weights[8:])
+        client.close()
+
+
+def test_a_push_is_overwritten_only_when_all_have_it() -> None:
+    """`push_one_hot` overwrites the memory at once: each copy would differ."""
+    with world() as made:
+        client = made.client(0, ASYNC)
+        for step in range(30):
+            push_one_hot(client, step % 5, step)
+        copies = [made.weights_of(0, replica) for replica in range(3)]
+        assert pulled(client)[:5] == [-6.0] * 5
+        assert all(torch.equal(copies[0], copy) for copy in copies)
+        client.close()
+
+
+@pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=2)], ids=["synchronous", "quorum"])
+def test_a_push_that_waits_for_others_is_kept(rule: Rule) -> None:
+    """Worker 0 overwrites its memory while its push waits for that of worker 1."""
+    with world() as made:
+        first, second = made.client(0, rule), made.client(1, rule)
+        push_one_hot(first, 0, 0)
+        first.out.fill_(7.0)
+        push_one_hot(second, 1, 0)
+        moved = -1.0 if rule.quorum is None else -0.5  # of the fraction that was pushed
+        assert pulled(first, version=1)[:3] == [moved, moved, 0.0]
+        first.close()
+        second.close()
