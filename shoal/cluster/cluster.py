@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
 
-LEVELS = ("device", "node", "rack", "spine")
-
 
 @dataclass(frozen=True)
 class Node:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -23,3 +24,10 @@ def listed(noun: str, numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     return f"{noun}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is closest, as a question; all known names if none is close."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from shoal.cluster.presets import load_cluster
@@ -11,6 +13,7 @@ from shoal.plan.timeline import Times, simulate
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import parse
+from tests.products import few_or_all
 
 LOOPED = [("interleaved", 2), ("interleaved", 3), ("bfs", 2)]
 ALL = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("inter-op", 1), *LOOPED]
@@ -29,26 +32,15 @@ def priced(name: str, chunks: int, p: int, m: int, kernels: tuple[float, float, 
 
 
 @pytest.mark.parametrize(("name", "chunks"), ALL)
-@pytest.mark.parametrize("kernels", [KERNELS[1]])
-@pytest.mark.parametrize("p", [2, 5])
+@pytest.mark.parametrize("kernels", few_or_all(KERNELS[1:2], KERNELS))
 def test_closed_forms_are_the_timeline(
-    name: str, chunks: int, kernels: tuple[float, float, float], p: int
-) -> None:
-    for m in (1, 2, 4, 5, 7, 10):
-        found = priced(name, chunks, p, m, kernels)
-        assert found == pytest.approx(longest(name, chunks, p, m, kernels), rel=0.02), m
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("name", "chunks"), ALL)
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_closed_forms_are_the_timeline_of_every_size(
     name: str, chunks: int, kernels: tuple[float, float, float]
 ) -> None:
-    for p in range(2, 9):
-        for m in range(1, 17):
-            found = priced(name, chunks, p, m, kernels)
-            assert found == pytest.approx(longest(name, chunks, p, m, kernels), rel=0.02), (p, m)
+    stages = few_or_all([2, 5], list(range(2, 9)))
+    microbatches = few_or_all([1, 2, 4, 5, 7, 10], list(range(1, 17)))
+    for p, m in itertools.product(stages, microbatches):
+        found = priced(name, chunks, p, m, kernels)
+        assert found == pytest.approx(longest(name, chunks, p, m, kernels), rel=0.02), (p, m)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])

@@ -9,8 +9,8 @@ from benchmarks.segments import simulate_in_segments
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.simulator.collectives import simulate_collective
-from shoal.plan.simulator.messages import OnePort
 from shoal.schedules.collectives.catalog import build
+from tests.plan.wires import OnePort
 
 BYTES = 48e6
 PORT = OnePort(4, 100e6)

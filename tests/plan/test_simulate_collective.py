@@ -6,9 +6,10 @@ import pytest
 
 from shoal.plan.price import price
 from shoal.plan.simulator.collectives import simulate_collective
-from shoal.plan.simulator.messages import OnePort, Routes
+from shoal.plan.simulator.messages import Routes
 from shoal.schedules.collectives.catalog import CATALOG, build
-from tests.plan.wires import RackWires
+from tests.plan.wires import OnePort, RackWires
+from tests.products import few_or_all
 
 ALPHA_S = 1e-5
 RATE = 1e10
@@ -30,16 +31,11 @@ def check_equal(kind: str, name: str, ranks: int, num_bytes: int) -> None:
             assert by_rank == pytest.approx(closed_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 8])
-def test_simulation_equals_the_closed_form_without_contention(ranks: int) -> None:
-    for kind, name in ALGORITHMS:
-        check_equal(kind, name, ranks, 100_000_000)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("num_bytes", [1000, 100_000_000])
-@pytest.mark.parametrize("ranks", [3, 4, 6, 7, 12, 16, 24, 31, 32, 33, 48, 63, 64])
-def test_simulation_equals_the_closed_form_up_to_64_ranks(ranks: int, num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", few_or_all([100_000_000], [1000, 100_000_000]))
+@pytest.mark.parametrize(
+    "ranks", few_or_all([2, 5, 8], [*range(2, 9), 12, 16, 24, 31, 32, 33, 48, 63, 64])
+)
+def test_simulation_equals_the_closed_form_without_contention(ranks: int, num_bytes: int) -> None:
     for kind, name in ALGORITHMS:
         check_equal(kind, name, ranks, num_bytes)
 

@@ -9,6 +9,24 @@ from shoal.plan.simulator.messages import PortLink, WireLink
 
 
 @dataclass(frozen=True)
+class OnePort:
+    """Ranks around a switch that is never full: the network of the alpha-beta model."""
+
+    ranks: int
+    port_bytes_per_s: float
+    message_alpha_s: float = 0.0
+
+    @property
+    def links(self) -> Sequence[WireLink]:
+        out = PortLink("port out", self.port_bytes_per_s, self.message_alpha_s)
+        back = PortLink("port in", self.port_bytes_per_s, 0.0)
+        return [out] * self.ranks + [back] * self.ranks
+
+    def path(self, src: int, dst: int) -> Sequence[int]:
+        return (src, self.ranks + dst)
+
+
+@dataclass(frozen=True)
 class RackWires:
     """Each rank is a node with one port; a rack's uplinks together are narrower than its ports."""
 

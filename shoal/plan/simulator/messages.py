@@ -8,7 +8,6 @@ one port begin to flow after k alphas. Bytes share every link of their way fairl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,24 +38,6 @@ class PortLink(NamedTuple):
     name: str
     bytes_per_s: float
     alpha_s: float
-
-
-@dataclass(frozen=True)
-class OnePort:
-    """Ranks around a switch that is never full: the network of the alpha-beta model."""
-
-    ranks: int
-    port_bytes_per_s: float
-    message_alpha_s: float = 0.0
-
-    @property
-    def links(self) -> Sequence[WireLink]:
-        out = PortLink("port out", self.port_bytes_per_s, self.message_alpha_s)
-        back = PortLink("port in", self.port_bytes_per_s, 0.0)
-        return [out] * self.ranks + [back] * self.ranks
-
-    def path(self, src: int, dst: int) -> Sequence[int]:
-        return (src, self.ranks + dst)
 
 
 class Routes:

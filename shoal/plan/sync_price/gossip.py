@@ -14,7 +14,6 @@ weights, and every forward and backward reads what others have just written.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -92,12 +91,6 @@ def convergence_of(graph: str, replicas: int) -> str:
     if second == 0:
         return mixing.expectation
     return f"{mixing.expectation} (spectral gap {1 - second:.3g})"
-
-
-def consensus_steps(mixing: Mixing) -> float:
-    """Steps in which the distance between replicas shrinks by e: 1 / -ln(second eigenvalue)."""
-    second = mixing.second_eigenvalue
-    return 0.0 if second == 0 else 1 / -math.log(second)
 
 
 @lru_cache(maxsize=512)

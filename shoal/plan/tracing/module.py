@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,6 @@ def _joined(prefix: str, name: str) -> str:
 
 # How tp splits a module: its outputs, or its inputs, by features; outputs that are gathered again;
 # rows of an embedding; both inputs and outputs; or all that happens inside
-TpRole = Literal["column", "gathered", "row", "vocabulary", "whole"]
 LossOf = Callable[[Tree], Tensor]  # runs the model on a batch
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

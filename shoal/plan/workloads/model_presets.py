@@ -195,7 +195,7 @@ def _one_of(text: str, key: str, value: str, known: dict[str, Any]) -> Any:
     return known[value.lower()]
 
 
-PRECISIONS = {"mixed": MIXED, "fp32": Precision("fp32", 4, 4, 0, 8)}
+PRECISIONS = {"mixed": MIXED, "fp32": _PRECISIONS["fp32"]}
 _TOKENS = 4 * 2**20  # of a batch: GPT-3 had 3.2 million, Llama 2 and 3 had 4 million
 _SAMPLES_A_WORKER = 16  # at most, by default
 

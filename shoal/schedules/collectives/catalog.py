@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from shoal.errors import BadInput
+from shoal.runtime.wording import nearest
 from shoal.schedules.collectives import direct, doubling, ring, scan, tree
 from shoal.schedules.collectives.collective import Collective, rooted_at
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce, torus_all_reduce
 from shoal.schedules.collectives.kinds import KINDS, kind_named
 from shoal.schedules.collectives.tree import double_tree_all_reduce
-from shoal.schedules.suggest import nearest
 from shoal.schedules.user import is_user_function, load_collective
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BadInput
+from shoal.runtime.wording import nearest
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.direct import (
     direct_all_gather,
@@ -35,7 +36,6 @@ from shoal.schedules.collectives.doubling import (
 from shoal.schedules.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable
 from shoal.schedules.collectives.tree import tree_broadcast, tree_reduce
-from shoal.schedules.suggest import nearest
 
 Make = Callable[[int], Collective]
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import BadInput
-from shoal.schedules.suggest import nearest
+from shoal.runtime.wording import nearest
 
 Where = Callable[[Any, Any, int, int], Any]  # (rank, unit, ranks, root) -> bool, or arrays of it
 

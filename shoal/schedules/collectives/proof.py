@@ -169,32 +169,24 @@ def _check_slot(collective: Collective, state: State, rank: int, chunk: int, wan
 
 def _check_names(collective: Collective) -> None:
     """Ranks and slots exist, and a chunk only goes to a slot of its own size."""
-    for number, transfers in enumerate(_suspects(collective)):
-        for src, dst, chunk, into in transfers:
-            for rank in (src, dst):
-                if not 0 <= rank < collective.ranks:
-                    what = f"takes part, and there are {collective.ranks} ranks"
-                    raise ProofFailed(collective, number, rank, what)
-            what = f"sends slot {chunk} to rank {dst} into slot {into}, which does not fit it"
-            raise ProofFailed(collective, number, src, what)
-
-
-def _suspects(collective: Collective) -> Iterator[list[tuple[int, int, int, int]]]:
     table = collective.table
     ranks = collective.ranks
+    wrong = table.chunk % collective.chunks != table.into % collective.chunks
     slots = collective.slots
-    wrong = (table.src < 0) | (table.src >= ranks) | (table.dst < 0) | (table.dst >= ranks)
-    for column in (table.chunk, table.into):
-        wrong |= (column < 0) | (column >= slots)
-    wrong |= table.chunk % collective.chunks != table.into % collective.chunks
+    limits = ((table.src, ranks), (table.dst, ranks), (table.chunk, slots), (table.into, slots))
+    for column, limit in limits:
+        wrong |= (column < 0) | (column >= limit)
     if not wrong.any():
         return
-    first = int(wrong.argmax())
-    for _ in range(int(table.round[first])):
-        yield []
-    row = (table.src[first], table.dst[first], table.chunk[first], table.into[first])
-    src, dst, chunk, into = (int(value) for value in row)
-    yield [(src, dst, chunk, into)]
+    row = int(wrong.argmax())
+    number, src, dst, chunk, into = (
+        int(column[row]) for column in (table.round, table.src, table.dst, table.chunk, table.into)
+    )
+    for rank in (src, dst):
+        if not 0 <= rank < ranks:
+            raise ProofFailed(collective, number, rank, f"takes part, and there are {ranks} ranks")
+    what = f"sends slot {chunk} to rank {dst} into slot {into}, which does not fit it"
+    raise ProofFailed(collective, number, src, what)
 
 
 def _slot(collective: Collective, slot: int) -> str:

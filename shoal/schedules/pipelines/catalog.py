@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from shoal.errors import BadInput
+from shoal.runtime.wording import nearest
 from shoal.schedules.pipelines.actions import (
     Action,
     LoopedSchedule,
@@ -25,7 +26,6 @@ from shoal.schedules.pipelines.one_f_one_b import (
     zb_h2,
 )
 from shoal.schedules.pipelines.proof import prove
-from shoal.schedules.suggest import nearest
 from shoal.schedules.user import is_user_function, load_pipeline
 
 DEFAULT_CHUNKS = 2

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from shoal.comm.executors.scheduled.interpreter import Program, compile_for
 from shoal.errors import BadInput
+from shoal.runtime.wording import nearest
 from shoal.schedules.collectives.catalog import CATALOG, build
 from shoal.schedules.collectives.collective import Collective, in_order, rooted_at
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
-from shoal.schedules.suggest import nearest
 from shoal.schedules.user import is_user_function
 from shoal.schedules.user_proof import proven_collective
 
