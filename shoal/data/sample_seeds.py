@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal.replica.fx_tracing import tracing
+from shoal.replica.microbatch import tracing
 
 _PLAIN = (TensorDataset, list, tuple)  # these draw nothing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.replica.fx_tracing import tracing
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[[Any, Any], Tensor]
+# one trace by torch.fx at a time; and no thread sets a global random generator meanwhile, since a
+# trace looks at their states to see whether the forward draws numbers
+tracing = threading.RLock()
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -19,7 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shoal.comm.group import Group
 from shoal.pytree import Tree, map_tensors, tensors_of
+from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.rng import TensorParallelRng
 
 
@@ -299,3 +301,43 @@ ELEMENTWISE: dict[str, Rule] = {
     "dropout": _dropout,
     "native_dropout": lambda call: NotImplemented,
 }
+
+
+class ShardedActivation(ShardedTensor):
+    """Gathered once. What changes the full tensor in place is seen by all later operations."""
+
+    group: Group
+    spec: ShardSpec
+    is_modified = False  # in place, after it was gathered
+
+    @property
+    def local(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.is_modified:
+                return self.shard_of(self.full())
+            return self.as_subclass(Tensor)
+
+    def full(self) -> Tensor:
+        if self.full_value is None:
+            self.full_value = self.gather_full()
+        return self.full_value
+
+    def gather_full(self) -> Tensor:
+        raise NotImplementedError
+
+    def shard_of(self, full: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def compute_in_full(cls, call: ShardedCall) -> Any:
+        changed = call.args[0] if call.args else None
+        sets = call.is_in_place or call.name.startswith("__set")
+        if isinstance(changed, ShardedActivation) and sets:
+            changed.full()
+            changed.is_modified = True
+        return super().compute_in_full(call)
+
+
+def full_activations(tree: Tree) -> Tree:
+    """The same tree with activations of tp gathered; positions of cp stay as they are."""
+    return full_tensors(tree, ShardedActivation)

@@ -38,7 +38,7 @@ from shoal.replica.microbatch import (
     preserve_modes,
     seed_generators,
 )
-from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.sharded_tensor import full_activations
 from shoal.replica.tensor.layers.linear import ColumnLinear, RowLinear
 from shoal.replica.tensor.parallelize import TensorSplit
 
@@ -181,7 +181,7 @@ def _noted_calls(
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = map_tensors(lambda t: t.detach().clone(), full_tensors((args, kwargs)))
+            given = map_tensors(lambda t: t.detach().clone(), full_activations((args, kwargs)))
             calls.setdefault(name, Call(given[0], given[1], call.seed))
 
         return hook
@@ -201,7 +201,7 @@ def _noted_calls(
     finally:
         for handle in hooks:
             handle.remove()
-    return [t.detach() for t in tensors_of(full_tensors(out))], calls
+    return [t.detach() for t in tensors_of(full_activations(out))], calls
 
 
 # ------------------------------------------------------------------ a module, whole and split
@@ -281,7 +281,7 @@ class _Run(NamedTuple):
         def note(name: str) -> Callable[..., None]:
             def hook(layer: nn.Module, args: Any, output: Any) -> None:
                 ran.append(name)
-                found = tensors_of(full_tensors(output))[:1] if name in sums else []
+                found = tensors_of(full_activations(output))[:1] if name in sums else []
                 if found and name not in noted:
                     noted[name] = found[0].detach()
 
@@ -298,7 +298,7 @@ class _Run(NamedTuple):
             with torch.set_grad_enabled(self.with_gradients):
                 # a forward may change its inputs in place
                 given = map_tensors(lambda t: t + 0 if id(t) in inputs else t, given)
-                outputs = tensors_of(full_tensors(function(*given[0], **given[1])))
+                outputs = tensors_of(full_activations(function(*given[0], **given[1])))
         finally:
             for handle in hooks:
                 handle.remove()
@@ -345,7 +345,7 @@ def _compare_outputs(
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         seed_generators(experts.device, call.seed)
         copied: Tree = map_tensors(lambda t: t.clone(), (args, kwargs))
-        return tensors_of(full_tensors(function(*copied[0], **copied[1])))
+        return tensors_of(full_activations(function(*copied[0], **copied[1])))
 
     expected = run(call.args, call.kwargs)
     pairs = list(zip(expected, outputs, strict=False))

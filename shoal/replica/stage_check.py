@@ -37,7 +37,7 @@ from shoal.replica.microbatch import (
 from shoal.replica.pipeline.stage_io import BACKWARD, PipelineStage, message_tag
 from shoal.replica.pipeline.stages import Stages, named_tensors
 from shoal.replica.shard import ReplicaShard
-from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.sharded_tensor import full_activations
 from shoal.schedules.pipelines.actions import Action, ActionKind
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -100,7 +100,7 @@ class OnePass:
             None if source is None else source.stage,
             None if target is None else target.stage,
             [t for t in tensors_of(values) if t.requires_grad] if source is not None else [],
-            tensors_of(outputs if target is not None else full_tensors(outputs)),
+            tensors_of(outputs if target is not None else full_activations(outputs)),
         )
 
     def _set_random(self, states: list[Tensor], seed: int) -> None:
@@ -175,7 +175,7 @@ class StageCheck:
 
     def _compare_outputs(self, inputs: Tree) -> None:
         same = torch.ones(1, device=self._device)
-        predicted = tensors_of(full_tensors(self._engine.predict(inputs)))
+        predicted = tensors_of(full_activations(self._engine.predict(inputs)))
         outputs = self._shard.broadcast(predicted)
         tensors = self._gather_tensors()
         if self._group.rank == 0:
@@ -184,7 +184,7 @@ class StageCheck:
             with preserve_modes(whole):
                 whole.eval()
                 expected = functional_call(whole, tensors, args, kwargs, tie_weights=False)
-            found = Computed(tensors_of(full_tensors(expected)), {})
+            found = Computed(tensors_of(full_activations(expected)), {})
             same.fill_(found.has_outputs(outputs))
         self._group.broadcast(same).wait()
         if not same:
@@ -271,7 +271,7 @@ class StageCheck:
             _quieten(whole, quiet)
             seed_forward(self._device, micro.seed)
             result = functional_call(whole, full, args, kwargs, tie_weights=False)
-        outputs = tensors_of(full_tensors(result))
+        outputs = tensors_of(full_activations(result))
         gradients = gradients_of(outputs, wanted)
         return Computed([t.detach() for t in outputs], gradients)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from shoal.replica.context.sequence_shard import SequenceShard
+from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
 from shoal.replica.mapping import sum_over_ranks
-from shoal.replica.sharded_tensor import ShardedCall, map_results
+from shoal.replica.sharded_tensor import NotAligned, ShardedCall, map_results
 
 
 def _dims(op: ShardedCall, x: SequenceShard) -> list[int]:
@@ -99,4 +100,110 @@ RULES: dict[str, Callable[[ShardedCall], Any]] = {
     "norm": _norm,
     "linalg_vector_norm": _norm,
     "vector_norm": _norm,
+}
+
+
+_LEGACY = {"size_average", "reduce"}
+
+
+def _classified(op: ShardedCall) -> Any:
+    """`cross_entropy` and `nll_loss`: classes are dimension 1, or 0 of a single sample."""
+    given = dict(zip(_CLASSIFIED[op.name], op.args, strict=False)) | op.kwargs
+    logits = given["input"]
+    target = given["target"]
+    if any(given.get(name) is not None for name in _LEGACY) or not isinstance(
+        logits, SequenceShard
+    ):
+        return NotImplemented
+    if logits.dim() < 2 or logits.spec.dim == 1 or isinstance(given.get("weight"), SequenceShard):
+        return NotImplemented
+    try:
+        wanted = _target(op, logits, target)
+    except NotAligned:
+        return NotImplemented
+    options = {
+        name: given[name]
+        for name in ("weight", "ignore_index", "label_smoothing")
+        if given.get(name) is not None
+    }
+    reduction = given.get("reduction", "mean")
+    function = F.cross_entropy if op.name == "cross_entropy" else F.nll_loss
+    if reduction == "none":
+        loss = function(logits.local, wanted, reduction="none", **options)
+        dim = logits.spec.dim
+        return op.context.wrap(loss, logits.spec.at(dim - int(dim > 1)))
+    if reduction not in ("mean", "sum"):
+        return NotImplemented
+    here = function(logits.local, wanted, reduction="sum", **options)
+    total = sum_over_ranks(here, op.context.group)
+    return total / _count(op, logits, wanted, options) if reduction == "mean" else total
+
+
+def _target(op: ShardedCall, logits: SequenceShard, target: Tensor) -> Tensor:
+    """This rank's targets: classes without the dimension of classes, or probabilities with it."""
+    spec = logits.spec
+    if target.dim() == logits.dim() - 1:
+        spec = spec.at(spec.dim - int(spec.dim > 1))
+    if isinstance(target, SequenceShard):
+        if target.spec.dim == spec.dim and target.spec.same_positions(spec):
+            return target.local
+        target = target.full()
+    if target.dim() <= spec.dim or target.shape[spec.dim] != spec.size:
+        raise NotAligned
+    return spec.take_local(target, op.context.rank)
+
+
+def _count(
+    op: ShardedCall, logits: SequenceShard, target: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """What a mean over tokens divides by, over all ranks: the weight of those that count."""
+    if target.is_floating_point():
+        return _all(op, torch.tensor(target.numel() / target.shape[1], device=target.device))
+    counts = target != options.get("ignore_index", -100)
+    weight = options.get("weight")
+    if weight is None:
+        return _all(op, counts.sum().to(torch.float32))
+    return _all(op, weight[target.where(counts, 0)].where(counts, 0).sum())
+
+
+def _all(op: ShardedCall, number: Tensor) -> Tensor:
+    total = number.detach().clone()
+    op.context.group.all_reduce(total).wait()
+    return total
+
+
+def _pointwise(op: ShardedCall) -> Any:
+    """Losses that compare elements: without a reduction they are elementwise."""
+    names = ("input", "target")
+    given = dict(zip(names, op.args, strict=False)) | op.kwargs
+    reduction = given.pop("reduction", "mean")
+    is_odd = len(op.args) > 2 or any(given.get(name) is not None for name in _LEGACY)
+    if is_odd or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if len({_shape(given[name]) for name in names}) > 1:
+        return NotImplemented
+    alignment = SequenceAlignment(op.leader)
+    try:
+        loss = op.function(**alignment.locals(given), reduction="none")
+    except NotAligned:
+        return NotImplemented
+    if reduction == "none":
+        return alignment.wrap(loss)
+    total = sum_over_ranks(loss.sum(), op.context.group)
+    return total if reduction == "sum" else total / _shape(given["input"]).numel()
+
+
+def _shape(tensor: Tensor) -> torch.Size:
+    return tensor.full_shape if isinstance(tensor, SequenceShard) else tensor.shape
+
+
+_COMMON = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"]
+_CLASSIFIED = {"cross_entropy": [*_COMMON, "label_smoothing"], "nll_loss": _COMMON}
+_POINTWISE = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div"
+)
+LOSSES: dict[str, Callable[[ShardedCall], Any]] = {
+    **dict.fromkeys(_CLASSIFIED, _classified),
+    **dict.fromkeys(_POINTWISE.split(), _pointwise),
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.comm.group import Group
-from shoal.replica.context import attention, indexing, losses, products, reductions, views
+from shoal.replica.context import attention, products, reductions, views
+from shoal.replica.context.reductions import LOSSES
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
+from shoal.replica.context.views import INDEXING
 from shoal.replica.sharded_tensor import ELEMENTWISE, METADATA, alike, drawn, on_itself
 
 _ITSELF = (
@@ -23,10 +25,10 @@ SequenceShard.rules = {
     **ELEMENTWISE,
     **dict.fromkeys(_RANDOM.split(), drawn),
     **views.RULES,
-    **indexing.RULES,
+    **INDEXING,
     **reductions.RULES,
     **products.RULES,
-    **losses.RULES,
+    **LOSSES,
     **attention.RULES,
 }
 

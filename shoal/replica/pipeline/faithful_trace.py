@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
 from shoal.replica.attributes import BufferValues
-from shoal.replica.fx_tracing import ThreadTracer, tracing
+from shoal.replica.microbatch import tracing
 
 _ATTEMPTS = 3
 _TYPES = (torch.Tensor, tuple, list, dict)  # what values of a forward may be
@@ -36,11 +36,32 @@ class Untraceable(BadInput):
     """A forward that torch.fx cannot follow."""
 
 
-class _Tracer(ThreadTracer):
+class _Tracer(fx.Tracer):
+    """Follows the calls of its own thread: torch.fx changes nn.Module for all of them."""
+
     def __init__(self, opened: set[str]):
         super().__init__()
+        self._thread = threading.get_ident()
         self._opened = opened
         self._modes = _modes()
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        try:
+            return super().trace(root, concrete_args)
+        except SystemExit as end:  # of a forward that does not like what stands for its values
+            raise ValueError(f"it calls sys.exit({end.code!r})") from end
+
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A trace does not record contexts: all of its operations are computed in one."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.pytree import map_tensors
-from shoal.replica.tensor.activations.sharded_tensor import full_tensors
+from shoal.replica.sharded_tensor import full_activations
 from shoal.replica.tensor.layers.linear import ColumnLinear, is_transformers
 from shoal.replica.tensor.mappings import copy, reduce
 from shoal.replica.tensor.planning.roles import Role
@@ -118,7 +118,7 @@ def _add_up(
     forward: Callable[..., Any], *args: Any, group: Group, rng: TensorParallelRng, **kwargs: Any
 ) -> Any:
     """Every rank computes a part of each expert; inputs have gradients of all ranks."""
-    inputs, named = map_tensors(lambda x: _copied(x, group), (full_tensors(args), kwargs))
+    inputs, named = map_tensors(lambda x: _copied(x, group), (full_activations(args), kwargs))
     first = next(x for x in (*inputs, *named.values()) if isinstance(x, Tensor))
     with rng.forked(first) if rng.active else nullcontext():
         partial_sum = forward(*inputs, **named)

@@ -28,12 +28,12 @@ from shoal.replica.sharded_tensor import (
     METADATA,
     Alignment,
     NotAligned,
+    ShardedActivation,
     ShardedCall,
     elementwise,
     reshaped,
 )
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation
 from shoal.replica.tensor.mappings import (
     copy,
     gather,

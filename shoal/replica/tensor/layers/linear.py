@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.replica.context.sequence_shard import SequenceShard
+from shoal.replica.sharded_tensor import full_activations
 from shoal.replica.tensor.activations.sequence_parallel import SequenceParallelTensor
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.activations.sharded_tensor import full_tensors
 from shoal.replica.tensor.layers.vocab_parallel import VocabParallelLogits
 from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
 from shoal.replica.tensor.rng import TensorParallelRng
@@ -172,7 +172,7 @@ class SelectedColumns(TensorParallelLinear):
             bias = self.spec.take_shard(copy(self.bias, self.group), rank)
         if isinstance(x, SequenceParallelTensor):
             return x.linear(rows, bias)
-        return F.linear(copy(full_tensors(x), self.group), rows, bias)
+        return F.linear(copy(full_activations(x), self.group), rows, bias)
 
 
 class RowLinear(TensorParallelLinear):
@@ -196,7 +196,7 @@ class RowLinear(TensorParallelLinear):
         if self.input_is_sharded:
             self.rng.restore(x)
         else:
-            x = full_tensors(x)
+            x = full_activations(x)
             x = scatter(x, ShardSpec(x.dim() - 1, self.spec.ranges), self.group)
         return self.reduce_output(F.linear(x, self.linear.for_linear(self.weight)), self.bias)
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group, Op
-from shoal.replica.sharded_tensor import METADATA, ShardedCall, reshaped
+from shoal.replica.sharded_tensor import METADATA, ShardedActivation, ShardedCall, reshaped
 from shoal.replica.tensor.activations.shard_spec import ShardSpec
-from shoal.replica.tensor.activations.sharded_tensor import ShardedActivation
 from shoal.replica.tensor.mappings import gather, scatter
 
 
