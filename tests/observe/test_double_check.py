@@ -23,7 +23,7 @@ from shoal.commands.verify import _about_rounding
 from shoal.errors import StopTraining
 from shoal.observe.capture import Capture
 from shoal.observe.captured_run import CapturedRun
-from shoal.observe.double_check import DoubleCheck, check
+from shoal.observe.double_check import DoubleCheck, check, check_own
 from shoal.observe.double_precision import DoublePrecision
 from shoal.observe.verify import judge
 from shoal.runtime.config import CaptureConfig
@@ -257,3 +257,38 @@ def test_what_is_sent_keeps_its_type_inside_a_forward() -> None:
     with DoublePrecision():
         numbers, _ = as_reduced(data, Op.SUM)
     assert numbers.dtype == torch.float32
+
+
+WITH_STEP = replace(
+    RUN,
+    optimizer={"weight/exp_avg": torch.tensor([0.1, 0.2]), "weight/step": torch.tensor(2.0)},
+)
+
+
+def wrong(by: float) -> CapturedRun:
+    state = {"weight/exp_avg": torch.tensor([0.1, 0.2]) * (1 + by)}
+    return replace(WITH_STEP, optimizer=WITH_STEP.optimizer | state)
+
+
+@pytest.mark.parametrize(("error", "ok"), [(0.0, True), (5e-6, True), (1e-4, False)])
+def test_an_error_of_one_part_in_10000_is_found_where_rounding_is_smaller(
+    error: float, ok: bool
+) -> None:
+    found = check_own(WITH_STEP, wrong(error), wrong(1e-6))
+    assert found.ok is ok
+    assert found.least is not None and found.least.what == "weight"
+    assert 5e-6 < found.least.tolerance < 2e-5, "ten times what another order changes"
+    verdict = replace(judge(WITH_STEP, wrong(error), lambda: WITH_STEP), own=found)
+    assert verdict.ok is ok and verdict.to_json()["own_precision"]["ok"] is ok
+    assert any("of a gradient above 1e-05 of it" in line for line in _about_rounding(verdict))
+
+
+def test_what_could_not_have_been_found_is_said() -> None:
+    found = check_own(WITH_STEP, wrong(1e-3), wrong(0.05))
+    assert found.ok
+    verdict = replace(judge(WITH_STEP, WITH_STEP, lambda: WITH_STEP), own=found)
+    assert list(_about_rounding(verdict))[-1].startswith("weight is all rounding")
+
+
+def test_a_missing_tensor_is_not_equal_in_own_precision() -> None:
+    assert not check_own(WITH_STEP, replace(WITH_STEP, optimizer={}), WITH_STEP).ok

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.observe.memory_estimate import (
     WorkerMemory,
+    estimate_memory,
     memory_of,
     split_model,
     stage_activations,
     stage_sizes,
 )
 from shoal.observe.memory_probe import ModelProbe
-from shoal.observe.model_sizes import activation_bytes
+from shoal.observe.model_sizes import activation_bytes, loop_sizes, other_bytes
+from shoal.runtime.config import MemoryEstimateConfig
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.models import convnet, samples
+from tests.jobs import CPU
+from tests.models import convnet, mlp, samples
 
-CPU = torch.device("cpu")
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)
@@ -231,3 +236,32 @@ def test_what_is_compared_by_default_holds_what_its_plan_says(world: World, text
 def test_every_sync_term_is_measured_here() -> None:
     names = {parse(text).terms[0].name for text in [*DEFAULTS, *PS]}
     assert names | {"single", "hogwild"} == {n for n, t in TERMS.items() if t.role == "sync"}
+
+
+def test_models_and_their_optimizers_are_counted() -> None:
+    model = mlp()
+    target = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (sizes,) = loop_sizes([model, target], [optimizer])
+    trained = sum(p.nbytes for p in model.parameters())
+    assert sum(sizes.state.values()) == trained
+    assert other_bytes([model, target], [sizes]) == 4 * (16 + 4)
+
+
+def test_a_loop_of_the_scripts_own_is_estimated(tmp_path: Path) -> None:
+    def train(job: Job) -> None:
+        model = mlp()
+        _, optimizer = job.setup(model, torch.optim.Adam(model.parameters()))
+        for _ in job.batches(samples(20), 10):
+            optimizer.step()
+        raise AssertionError("the estimate ends before the first batch")
+
+    def make(kind: type[Job]) -> Job:
+        return kind(parse("single"), solo_group(), device=CPU)
+
+    assert estimate_memory(MemoryEstimateConfig(tmp_path, "zero(2)", 2), train, make)
+    [found] = json.loads((tmp_path / "estimate.json").read_text())
+    whole = sum(p.nbytes for p in mlp().parameters())
+    assert [worker["activations"] for worker in found["workers"]] == [None, None]
+    assert all(worker["parameters"] >= whole for worker in found["workers"])
+    assert sum(worker["optimizer"] for worker in found["workers"]) >= 2 * whole
