@@ -17,7 +17,6 @@ DTYPES = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int32", "int64", "bool")
 }
-# on two ranks, and what is said of them
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,23 @@ def all_reduce_of_a_slice_leaves_its_neighbours_alone(group: Group) -> Findings:
     return [("buffer", buffer, torch.tensor([-1.0] * 3 + [total] * 3 + [-1.0] * 3))]
 
 
+def long_vectors_go_in_many_passes(group: Group) -> Findings:
+    numel, size = 50_001, group.size
+    found = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+        data = (torch.arange(numel) % 7 + group.rank).to(dtype)
+        group.all_reduce(data).wait()
+        whole = torch.empty(size, numel, dtype=dtype)
+        group.all_gather(whole, data).wait()
+        piece = torch.empty(numel, dtype=dtype)
+        group.reduce_scatter(piece, whole, Op.MAX).wait()
+        swapped = torch.empty_like(whole)
+        group.all_to_all(swapped, whole).wait()
+        wanted = (size * (torch.arange(numel) % 7) + size * (size - 1) // 2).to(dtype)
+        found += [(f"{dtype}", got, wanted) for got in (data, piece, *swapped)]
+    return found
+
+
 def broadcast_from_every_root(group: Group) -> Findings:
     found = []
     for root in range(group.size):
@@ -570,6 +587,7 @@ CASES: dict[str, Case] = {
         all_reduce_of_every_dtype_and_op,
         all_reduce_leaves_the_same_bits_on_every_rank,
         all_reduce_of_a_slice_leaves_its_neighbours_alone,
+        long_vectors_go_in_many_passes,
         broadcast_from_every_root,
         reduce_to_every_root,
         gather_to_every_root,

@@ -62,27 +62,6 @@ def test_every_schedule_runs_on_the_transport(kind: str, data: st.DataObject) ->
             check(case, got, rank, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("size", [2, 3])
-def test_long_vectors_go_in_many_passes(size: int, dtype: torch.dtype) -> None:
-    numel = 50_001
-
-    def work(group: Group) -> bool:
-        own = (torch.arange(numel) % 7 + group.rank).to(dtype)
-        total = sum((torch.arange(numel) % 7 + rank) for rank in range(size))
-        group.all_reduce(own).wait()
-        whole = torch.empty(size * numel, dtype=dtype)
-        group.all_gather(whole, own).wait()
-        piece = torch.empty(numel, dtype=dtype)
-        group.reduce_scatter(piece, whole, Op.MAX).wait()
-        swapped = torch.empty_like(whole)
-        group.all_to_all(swapped, whole).wait()
-        result = total.to(dtype)  # type: ignore[union-attr]
-        return all(torch.equal(part, result) for part in (own, piece, *swapped.view(size, -1)))
-
-    assert all(on_shm_threads(size, work))
-
-
 def test_operations_run_in_call_order_whichever_is_waited_for_first() -> None:
     def work(group: Group) -> list[float]:
         tensors = [torch.full((10 ** (n % 5),), float(n)) for n in range(12)]

@@ -17,7 +17,9 @@ import torch
 from shoal.comm.group import Group, Op
 from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
+from shoal.schedules.collectives.catalog import kinds
 from shoal.transport.shm.segment import is_built
+from tests.comm.cases import DTYPES, Case, call, check, given_to
 from tests.comm.shm import ShmWorld, memory_of
 from tests.products import few_or_all
 
@@ -36,78 +38,36 @@ def shm_world(size: int, body: Any) -> Iterator[ShmWorld]:
     assert set(os.listdir("/dev/shm")) == before
 
 
-def _values(seed: int, rank: int, numel: int) -> torch.Tensor:
-    return (torch.arange(numel) * 31 + seed * 17 + rank * 101) % 1009
-
-
-def _one(group: Group, seed: int) -> bool:
-    """A collective that `seed` chooses, the same on every rank; is its result right?"""
+def _one(group: Group, seed: int) -> None:
+    """A collective that `seed` chooses, the same on every rank."""
     rng = random.Random(seed)
     numel = rng.choice([1, 7, 100, 4_000, 20_000, 200_000])
-    root = rng.randrange(group.size)
-    size = group.size
-    rank = group.rank
-    dtype = rng.choice([torch.int64, torch.int32, torch.float64])
-    given = [_values(seed, peer, numel * size).to(dtype) for peer in range(size)]
-    own = given[rank].clone()
-    pieces = [data.view(size, numel) for data in given]
-    kind = rng.choice(
-        ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
-         "gather", "scatter", "scan", "barrier", "ring"]
-    )  # fmt: skip
+    dtype, op = rng.choice(["int64", "int32", "float64"]), rng.choice(["sum", "max"])
+    kind = rng.choice([*kinds(), "ring"])
+    case = Case(kind, "", (numel,), dtype, op, rng.randrange(9), seed, "plain", False, 0, False)
     if random.random() < 0.05:
         time.sleep(random.random() * 0.003)  # ranks come at different times
-    if kind == "all_reduce":
-        group.all_reduce(own).wait()
-        return torch.equal(own, sum(given))  # type: ignore[arg-type]
-    if kind == "reduce":
-        group.reduce(own, root, Op.MAX).wait()
-        return rank != root or torch.equal(own, torch.stack(given).amax(0))
-    if kind == "broadcast":
-        group.broadcast(own, root).wait()
-        return torch.equal(own, given[root])
-    if kind == "all_gather":
-        out = torch.empty(size * own.numel(), dtype=dtype)
-        group.all_gather(out, own).wait()
-        return torch.equal(out, torch.cat(given))
-    if kind == "reduce_scatter":
-        out = torch.empty(numel, dtype=dtype)
-        group.reduce_scatter(out, own).wait()
-        return torch.equal(out, sum(p[rank] for p in pieces))  # type: ignore[arg-type]
-    if kind == "all_to_all":
-        out = torch.empty_like(own)
-        group.all_to_all(out, own).wait()
-        return torch.equal(out.view(size, numel), torch.stack([p[rank] for p in pieces]))
-    if kind == "gather":
-        out = torch.empty(size * own.numel(), dtype=dtype)
-        group.gather(out if rank == root else None, own, root).wait()
-        return rank != root or torch.equal(out, torch.cat(given))
-    if kind == "scatter":
-        out = torch.empty(numel, dtype=dtype)
-        group.scatter(out, own if rank == root else None, root).wait()
-        return torch.equal(out, pieces[root][rank])
-    if kind == "scan":
-        group.scan(own).wait()
-        return torch.equal(own, sum(given[: rank + 1]))  # type: ignore[arg-type]
-    if kind == "ring":
-        out = torch.empty_like(own)
-        sent = group.send(own, (rank + 1) % size, seed)
-        group.recv(out, (rank - 1) % size, seed).wait()
-        sent.wait()
-        return torch.equal(out, given[rank - 1])
-    group.barrier().wait()
-    return True
+    if kind != "ring":
+        check(case, call(group, case), group.rank, group.size)
+        return
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    sent = group.send(given_to(case, group.rank, group.size), after, seed)
+    got = torch.empty(numel, dtype=DTYPES[dtype])
+    group.recv(got, before, seed).wait()
+    sent.wait()
+    assert torch.equal(got, given_to(case, before, group.size))
 
 
 def test_random_collectives_are_right() -> None:
     count = few_or_all(120, 1000)
 
-    def body(group: Group) -> list[int]:
+    def body(group: Group) -> None:
         torch.set_num_threads(1)
-        return [seed for seed in range(count) if not _one(group, seed)]
+        for seed in range(count):
+            _one(group, seed)
 
     with shm_world(3, body) as world:
-        assert [world.answer(rank) for rank in range(3)] == [[]] * 3
+        assert [world.answer(rank) for rank in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize("attempt", range(KILLS))
