@@ -18,7 +18,7 @@ from shoal.examples.gpt import next_token_loss
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.strategy.strategy import parse
 from shoal.sync.ddp_compressed import CompressedReduce
-from shoal.sync.ps.compressed_push import CompressedPush
+from shoal.sync.ps.push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.step import Step
 from tests.conftest import World

@@ -118,7 +118,8 @@ class CompressedSum:
 
 
 class FactoredSum(CompressedSum):
-    """PowerSGD: the projections of all replicas are added up, P is made orthogonal, and so on.
+    """PowerSGD: all-reduces of P and of Q. The projections of all replicas are added up, P is made
+    orthogonal, and so on.
 
     A replica keeps what its own matrices have outside of the space that P spans.
     """
@@ -180,6 +181,9 @@ MOST_KEPT = 4  # times as many elements of a sum as each replica sends
 
 class ShardedSum(CompressedSum):
     """Every rank owns a shard of each slice and packs its sum, perhaps in another way.
+
+    all_to_all    packed shards to their owners
+    all_gather    packed sums from their owners: 2·(p-1)/p of the packed size, as a ring sends
 
     What the second packing loses is kept by the owner (`owed`) and added to its next sum.
     """

@@ -31,7 +31,11 @@ from shoal.sync.traffic import StepTraffic
 
 
 class Outer:
-    """`nesterov(lr=0.7)` and the like, on the flat buffer: all of them work element by element."""
+    """`nesterov(lr=0.7)` and the like, on the flat buffer: all of them work element by element.
+
+    Momentum comes in gradually: in round r it is r / (r + warmup), up to the one asked for. Early
+    outer gradients all point the same way, and momentum of 0.9 would make ten of each of them.
+    """
 
     def __init__(self, text: str, weights: nn.Parameter):
         self.name, self.settings = outer_settings(text)

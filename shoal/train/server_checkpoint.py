@@ -28,7 +28,7 @@ from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
 from shoal.server.protocol.messages import Name, ParameterSlice, Shape
 from shoal.server.saving.shard_file import SavedShard, read_shard, read_tensors_of
-from shoal.sync.ps.compressed_push import PREFIX
+from shoal.sync.ps.push import PREFIX
 from shoal.train.checkpoint import Checkpoint, is_count
 from shoal.train.optimizer_state import model_tensors, optimizer_tensors
 from shoal.train.step import Step

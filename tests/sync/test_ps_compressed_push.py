@@ -23,7 +23,7 @@ from shoal.server.model.compression import PushCompression
 from shoal.server.protocol.frames import FrameKind
 from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.ps.compressed_push import CompressedPush
+from shoal.sync.ps.push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.checkpoint import read
 from shoal.train.run_services import RunServices

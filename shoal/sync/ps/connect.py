@@ -22,9 +22,8 @@ from shoal.strategy.sync_terms.ps import Ps
 from shoal.sync.base import Copies, Replica
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.ps.compressed_push import CompressedPush
 from shoal.sync.ps.consistency import PullAheadPs, RelaxedPs, SynchronousPs
-from shoal.sync.ps.push import ExactPush, GradientPush, InPlacePush, StagedPush
+from shoal.sync.ps.push import CompressedPush, ExactPush, GradientPush, InPlacePush, StagedPush
 from shoal.sync.ps.saves import ServerSaves
 from shoal.sync.ps.split_replica import NormExchange, SharedLeader
 from shoal.sync.ps.updates import UpdateInPlace, UpdateOnServers, UpdateOnWorkers, Updates

@@ -1,14 +1,17 @@
 """How the gradients of one step go to the servers.
 
-InPlacePush   gradients are collected in the client's push buffer: a bucket that is full is sent
-StagedPush    gradients on a device: a bucket is copied to the push buffer first
-ExactPush     exact=True: sums of micro-batches in a fixed order, sent at the end of the step
+InPlacePush     gradients are collected in the client's push buffer: a bucket that is full is sent
+StagedPush      gradients on a device: a bucket is copied to the push buffer first
+ExactPush       exact=True: sums of micro-batches in a fixed order, sent at the end of the step
+CompressedPush  the slice of a server is compressed when the last of its gradients is final, so
+                later slices are sent while backward still runs. Weights (or sums) are pulled
+                uncompressed: they are the same for all workers, whichever are late or lost
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +20,19 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.client import Client
+from shoal.server.link import PostedRequest
+from shoal.server.model.compression import PushCompression
+from shoal.server.protocol.frames import FrameKind, decode
+from shoal.server.protocol.messages import SavedResidual
+from shoal.server.request import Request
+from shoal.server.shared_memory import bytes_of
+from shoal.sync.base import Copies
+from shoal.sync.residuals import (
+    check_residuals,
+    is_alike,
+    take_residual,
+    unused_positions,
+)
 
 
 class GradientPush:
@@ -117,3 +133,131 @@ class ExactPush(GradientPush):
             headers[i].copy_(self._headers[node])
         self.client.push(slice(0, self.flat.size))
         return headers
+
+
+PREFIX = "gradients/"
+
+
+class CompressedPush(GradientPush):
+    """`residual` is what compression has lost so far; it is added to the next push."""
+
+    memory_column: ClassVar[str] = "residuals"
+    has_state = True
+    feedback: bool = True  # False: what compression loses stays lost, to see what that does
+
+    def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
+        super().__init__(flat, client)
+        flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES))
+        self.packings = [PushCompression(spec) for spec in client.specs]
+        dtype = self.packings[0].residual_dtype
+        self.residual = torch.zeros(flat.size, dtype=dtype, device=flat.device)
+        self.pushes = 0
+        self.pushed_bytes = 0
+        self._gaps = flat.gaps()
+        self._unused = unused_positions(flat, copies)
+        rule = client.specs[0].rule
+        may_be_dropped = rule.quorum is not None and not rule.fold
+        self._residual_before = self.residual.clone() if may_be_dropped else None
+
+    def reduce(self, bucket: slice) -> None:
+        """Buckets run from the end to the start: a slice that starts in this one is complete."""
+        for index, spec in enumerate(self.client.specs):
+            if self.packings[index].num_bytes and bucket.start <= spec.start < bucket.stop:
+                self._push_slice(index)
+        if bucket.start == 0:
+            self.pushes += 1
+
+    def withdraw(self) -> None:
+        """The gradient of this step is lost; the residual of earlier steps is not."""
+        if self._residual_before is not None:
+            self.residual.copy_(self._residual_before)
+
+    def _push_slice(self, index: int) -> None:
+        elements = self._slice(index)
+        gradients = self.flat.grads.buffer
+        gradients[self._gaps] = 0.0  # a sum that was pulled has left noise there
+        if self._residual_before is not None:
+            self._residual_before[elements] = self.residual[elements]
+        packing = self.packings[index]
+        packed = packing.pack(gradients[elements], self.residual[elements], self.feedback)
+        self.residual[self._unused] = 0.0  # not needed, and not in a checkpoint
+        self.pushed_bytes += packed.nbytes
+        request = Request(
+            FrameKind.COMPRESSED,
+            payload=(bytes_of(packed),),
+            sequence=self.client.sequence + 1,
+            is_answered=False,
+        )
+        self.client.links[index].post("push", request)
+
+    def _slice(self, index: int) -> slice:
+        spec = self.client.specs[index]
+        return slice(spec.start, spec.stop)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def deposit(self) -> None:
+        for reply in [self._deposit_slice(index) for index in range(len(self.packings))]:
+            reply.result()
+
+    def collect(self) -> dict[str, Tensor]:
+        saved: dict[str, Tensor] = {}
+        for worker in range(self.client.specs[0].rule.workers):
+            saved |= self._state_of(worker)
+        return {f"{PREFIX}{name}": tensor for name, tensor in saved.items()}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        saved = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+        check_residuals(saved, self.residual)
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Take this worker's residual back; another number of workers divides the sum equally."""
+        saved = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+        rank = self.client.rank
+        take_residual(saved, self.residual, rank, self.client.specs[0].rule.workers)
+        self.residual[self._unused] = 0.0
+        for index, packing in enumerate(self.packings):
+            basis = saved.get(f"worker/{rank}/basis/{index}")
+            if basis is not None and is_alike(basis, packing.basis):
+                packing.basis = basis.to(self.flat.device)
+
+    def _deposit_slice(self, index: int) -> PostedRequest:
+        tensors = [self.residual[self._slice(index)].cpu(), self.packings[index].basis.cpu()]
+        request = Request(FrameKind.RESIDUAL_SET, payload=tuple(map(bytes_of, tensors)))
+        return self.client.links[index].post("push", request)
+
+    def _state_of(self, worker: int) -> dict[str, Tensor]:
+        """What a worker has deposited with the servers; empty if it was lost."""
+        residual = torch.zeros(self.flat.size, dtype=self.residual.dtype)
+        bases = {}
+        for index, packing in enumerate(self.packings):
+            basis = torch.empty_like(packing.basis, device="cpu")
+            if not self._fetch_slice(index, worker, (residual[self._slice(index)], basis)):
+                return {}
+            if basis.numel():
+                bases[f"worker/{worker}/basis/{index}"] = basis
+        return {f"worker/{worker}/residual": residual, **bases}
+
+    def _fetch_slice(self, index: int, worker: int, into: tuple[Tensor, Tensor]) -> bool:
+        request = Request(FrameKind.RESIDUAL_GET, into=tuple(map(bytes_of, into)), argument=worker)
+        reply = self.client.links[index].post("pull", request).result()
+        return decode(reply.meta, SavedResidual).is_saved
+
+    # ------------------------------------------------------------------ the end of a run
+
+    def report(self) -> dict[str, Any]:
+        return {"pushed_bytes": self.pushed_bytes, "pushes": self.pushes}
+
+    def summary(self) -> list[str]:
+        if not self.pushed_bytes:
+            return []
+        num_bytes = self.pushed_bytes / self.pushes
+        plain_bytes = self._plain_bytes()
+        return [
+            f"each worker pushed {num_bytes:,.0f} bytes a step, which are {plain_bytes:,} in full: "
+            f"{plain_bytes / num_bytes:.1f} times less"
+        ]
+
+    def _plain_bytes(self) -> int:
+        size = sum(spec.stop - spec.start for spec in self.client.specs)
+        return size * self.flat.data.element_size()

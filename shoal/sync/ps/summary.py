@@ -15,7 +15,11 @@ _OF_ROWS = ("tables", "replicas")
 
 
 def counts_of_shards(stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Without counters of rows. `stats` has the head of each shard, with its other replicas."""
+    """Without counters of rows. `stats` has the head of each shard, with its other replicas.
+
+    A copy that is lost takes with it how many requests it has answered; what follows from the log
+    is known to all copies, and complete.
+    """
     return [_of_shard(head, [head, *head.get("replicas", [])]) for head in stats]
 
 
