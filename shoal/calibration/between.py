@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+import shoal
 from shoal.calibration.device import measured_calls
 from shoal.calibration.measure import check_seconds
+from shoal.calibration.sampling import Sample, alternate
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls
+from shoal.comm.call import Call
+from shoal.comm.executors.hierarchical.collectives import InterHost
+from shoal.comm.executors.hierarchical.topology import Topology, host_id
+from shoal.comm.network import BETWEEN, HostNetwork, in_ring_order, open_links
+from shoal.comm.select import exchange_over, shared_store
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.local import LaunchSpec
 from shoal.launch.machines import Machines
 from shoal.launch.remote import run_remote
 from shoal.runtime.config import RunConfig
 from shoal.runtime.wording import counted
+from shoal.transport.shm.memfd import Exchange
+from shoal.transport.tcp.transport import is_built
 
-MODULE = "shoal.calibration.between_worker"
+MODULE = "shoal.calibration.between"
 RESULT = "measured between hosts: "  # begins the line of rank 0 with what it has found
 Found = Mapping[str, Any]
 
@@ -62,3 +77,102 @@ def calls_between(found: Found, workers: int) -> tuple[MeasuredCalls, ...]:
             "another number with --workers"
         )
     return tuple(measured_calls(calls, found["hosts"]) for calls in found["calls"])
+
+
+SIZES = (1 << 10, 1 << 15, 1 << 20, 1 << 24)
+_ROUNDS = 7
+_MOST_CALLS = 50
+_TIMEOUT_S = 300.0
+
+
+def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
+    """Seconds of each size by transport; without hosts to measure between it says how many.
+
+    As a run forms them: one rank of each host, hosts in the order of their racks. Where hosts have
+    several ranks, those of each index form such a group, and all groups work at the same time.
+    """
+    config = RunConfig.from_environment()
+    store = shared_store("calibration between hosts", job.rank, job.size)
+    exchange = exchange_over(store, job.rank, job.size)
+    network = HostNetwork(config, master=config.environ.get("MASTER_ADDR"))
+    topology = Topology.of(exchange(host_id(config.host_id)), job.rank)
+    found: dict[str, Any] = {"hosts": len(topology.hosts), "even": topology.is_even, "calls": []}
+    if len(topology.hosts) < 2 or not topology.is_even:
+        return found
+    topology = in_ring_order(topology, network, exchange)
+    with ExitStack() as stack:
+        ways = {
+            name: _open(name, topology, store, exchange, network, stack)
+            for name in usable(config, exchange)
+        }
+        found["calls"] = _measured(ways, exchange, seconds)
+    return found
+
+
+def usable(config: RunConfig, exchange: Exchange) -> list[str]:
+    """What all ranks may use. Gloo cannot ask for a key, so it needs a trusted network."""
+    can = {"tcp": is_built(), "gloo": config.tls.trusted_network}
+    said = exchange(",".join(name for name in BETWEEN if can[name]).encode())
+    return [name for name in BETWEEN if all(name.encode() in words.split(b",") for words in said)]
+
+
+def _open(
+    name: str, topology: Topology, store: Store, exchange: Exchange, network: HostNetwork,
+    stack: ExitStack,
+) -> InterHost:  # fmt: skip
+    own = PrefixStore(name, store)
+    links = open_links(name, topology, own, exchange, _TIMEOUT_S, network)
+    stack.callback(links.close)
+    between = links.inter_host()
+    assert between is not None  # hosts have equally many ranks
+    stack.callback(between.close)
+    return between
+
+
+def _measured(
+    ways: dict[str, InterHost], exchange: Exchange, seconds: float
+) -> list[dict[str, Any]]:
+    points: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    each_s = seconds / len(SIZES)
+    for num_bytes in SIZES:
+        data = torch.zeros(num_bytes // 4)
+        calls = {name: _call(way, data) for name, way in ways.items()}
+        meet = partial(next(iter(ways.values())).run, Call("barrier"))
+        slowest_s = _longest_s(calls, exchange, meet)
+        steps = max(1, min(_MOST_CALLS, int(each_s / max(1e-9, _ROUNDS * len(calls) * slowest_s))))
+        times_ms = alternate(calls, _ROUNDS, steps, meet)
+        for name, rounds_ms in times_ms.items():
+            sample = Sample.of([ms / 1e3 for ms in rounds_ms])
+            points[name].append({"bytes": num_bytes, **sample._asdict()})
+    exchange(b"end")  # before connections are closed
+    return [{"executor": name, "points": rows} for name, rows in points.items()]
+
+
+def _call(way: InterHost, data: torch.Tensor) -> Callable[[], None]:
+    return lambda: way.run(Call("all_reduce", data, data))
+
+
+def _longest_s(
+    calls: dict[str, Callable[[], None]], exchange: Exchange, meet: Callable[[], None]
+) -> float:
+    """Of one call of any way, on any rank: all of them make equally many calls then."""
+    found_ms = alternate(calls, 1, 1, meet)
+    own_ms = max(ms for rounds in found_ms.values() for ms in rounds)
+    return max(float(text) for text in exchange(f"{own_ms:.6f}".encode())) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, required=True)
+    seconds = parser.parse_args().seconds
+
+    def train(job: shoal.Job) -> None:
+        found = measure(job, seconds)
+        if job.rank == 0:  # other hosts may have no common folder: the launcher reads this line
+            print(f"{RESULT}{json.dumps(found)}", flush=True)
+
+    shoal.run(train)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,25 +3,238 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
+from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import Discovery
 from shoal.cluster.discover import discover as discover_host
 from shoal.cluster.drawing import draw_cluster, host_lines
+from shoal.cluster.hardware import Device, MeasuredCalls
 from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.svg import cluster_svg
 from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
-from shoal.commands.cluster_calibrate import calibrate_command
+from shoal.commands.launching import check_engine, check_folder, is_private, open_engine
+from shoal.commands.output import Part, plain_table, say, wide_console, write_text
 from shoal.commands.output import show as show_parts
-from shoal.commands.output import wide_console, write_text
 from shoal.errors import BadInput
+from shoal.lab.lab import find_lab
+from shoal.runtime.config import RunConfig
+from shoal.runtime.lab_files import LabFiles
+from shoal.runtime.wording import counted
+from shoal.strategy.strategy import as_strategy
+
+_GLOO_NEEDS = "Gloo needs SHOAL_TRUSTED_NETWORK=1"
+
+
+def measure_between(
+    on: str, cluster: str | None, output: Path | None, workers: int | None, seconds: float,
+    as_json: bool,
+) -> None:  # fmt: skip
+    check_engine(on)
+    name, file = _source(on, cluster, output)
+    known = load_cluster(name)
+    count = workers or known.nodes
+    config = RunConfig.from_environment()
+    what = f"all-reduces of {counted(count, 'worker')} on the hosts of {on}"
+    say(f"measuring {what}, about {seconds:g} s")
+    from shoal.calibration.between import calibrate_between  # torch: only where it is needed
+
+    with open_engine(on, config) as machines:
+        found = calibrate_between(machines, config, known, count, seconds)
+    text = cluster_text(found)
+    write_text(file, text)
+    document = {"files": [str(file)], "cluster": msgspec.toml.decode(text)}
+    show_parts(document, [*_between(found), f"written to {file}"], as_json)
+
+
+def _source(on: str, cluster: str | None, output: Path | None) -> tuple[str, Path]:
+    """The cluster that is added to, and the file that is written."""
+    if cluster is None:
+        if on.partition("://")[0] != "lab":
+            raise BadInput(f"--on {on}: name the cluster file with --cluster FILE")
+        cluster = f"lab://{find_lab(on.partition('://')[2] or None).design.name}"
+    if output is not None:
+        return cluster, output
+    if cluster == "lab" or cluster.startswith("lab://"):
+        lab = find_lab(cluster.partition("://")[2] or None)
+        return cluster, LabFiles(lab.design.name).cluster
+    if not Path(cluster).is_file():
+        raise BadInput(f"{cluster} is not a file: name one to write with -o")
+    return cluster, Path(cluster)
+
+
+def _between(cluster: Cluster) -> Iterator[Part]:
+    sizes = sorted({size for calls in cluster.between for size, _ in calls.points})
+    heads = ["all-reduce", *map(show_bytes, sizes)]
+    title = f"{cluster.name}: between {cluster.between[0].ranks} hosts, medians (quartiles)"
+    rows = [
+        [
+            calls.executor,
+            *(
+                _spread(seconds, quartiles, show_seconds)
+                for (_, seconds), quartiles in zip(calls.points, calls.spread, strict=True)
+            ),
+        ]
+        for calls in cluster.between
+    ]
+    yield plain_table(title, heads, rows, left=1)
+    choice = choose_between(cluster.between)
+    if choice is not None:
+        yield f"shoal run --cluster takes {choice.executor}: {choice.why}"
+    elif GLOO not in {calls.executor for calls in cluster.between}:
+        yield f"Gloo was not measured, so runs take TCP: {_GLOO_NEEDS}"
+
+
+def with_measured_transport(config: RunConfig, cluster: Cluster, on: str) -> RunConfig:
+    """The faster of TCP and Gloo between hosts, where both were measured; a line says so."""
+    choice = choose_between(cluster.between)
+    if choice is None or config.between is not None:
+        return config
+    choice = _allowed(choice, config, on)
+    say(f"hosts are joined by {choice.executor}: {choice.why} (cluster {cluster.name})")
+    return replace(config, between=choice.executor)
+
+
+def _allowed(choice: BetweenChoice, config: RunConfig, on: str) -> BetweenChoice:
+    if choice.executor == TCP:
+        return choice
+    if not config.tls.trusted_network and not is_private(on):
+        return BetweenChoice(TCP, f"{choice.why}, but {_GLOO_NEEDS}")
+    if as_strategy(config.strategy or "single").is_elastic:
+        return BetweenChoice(TCP, f"{choice.why}, but elastic groups need TCP")
+    return choice
+
+
+def calibrate_command(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The cluster file to write.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="The most workers at the same time.", show_default="the cores"
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    device: options.Device = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="ENGINE", help="Measure between the hosts of an engine instead."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With --on: the cluster file that it is added to."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure this machine, in about a minute; with --on the network between hosts.
+
+    Products by size, memory, launches, updates and collectives, with 1, 2, 4, … workers at the
+    same time. The figures are medians; their spread is that between quartiles. They are also kept
+    for `-s auto`.
+
+    Between hosts: all-reduces over Shoal's TCP and over Gloo. `shoal run --on ENGINE --cluster
+    FILE` takes the one that was faster.
+    """
+    check_folder(output, "a cluster file")
+    check_seconds(seconds)
+    if on is not None:
+        measure_between(on, cluster, output, workers, seconds, as_json)
+        return
+    if cluster is not None:
+        raise BadInput("--cluster is the file that figures between hosts are added to: give --on")
+    _calibrate_here(output, workers, seconds, device, as_json)
+
+
+def _calibrate_here(
+    output: Path | None, workers: int | None, seconds: float, device: str | None, as_json: bool
+) -> None:
+    cluster = calibrate(CalibrationOptions(workers, seconds, device), say)
+    text = cluster_text(cluster)
+    kept = keep(cluster, device) if workers is None else None
+    if output is not None:
+        write_text(output, text)
+    if kept is None and output is None and not as_json:
+        raise BadInput("the cache folder cannot be written: name a file with -o")
+    written = [str(path) for path in (output, kept) if path is not None]
+    document = {"files": written, "cluster": msgspec.toml.decode(text)}
+    show_parts(document, [*_figures(cluster), f"written to {' and '.join(written)}"], as_json)
+
+
+def _figures(cluster: Cluster) -> Iterator[Part]:
+    known = cluster.node.crowded or ((1, cluster.device),)
+    heads = ["figure", *(f"{n} worker{'s'[: n > 1]}" for n, _ in known)]
+    rows = [[name, *values] for name, values in _rows([device for _, device in known])]
+    yield plain_table(f"{cluster.name}: medians (quartiles)", heads, rows, left=1)
+    if cluster.node.measured:
+        heads = ["executor", "call", "ranks", *map(show_bytes, _SHOWN_BYTES), "large"]
+        rows = [_call_row(one) for one in cluster.node.measured]
+        yield plain_table("\ncalls between workers", heads, rows, left=3)
+
+
+def _rows(devices: list[Device]) -> Iterator[tuple[str, list[str]]]:
+    yield "threads of a worker", [str(device.threads or "–") for device in devices]
+    for dtype in devices[0].peak_flops:
+        key = f"peak_flops.{dtype}"
+        rates = [_spread(d.peak_flops[dtype], d.spread.get(key), _flops) for d in devices]
+        yield f"products, {dtype}", rates
+    for size in (1e6, 1e8):
+        shares = [f"{device.matmul_efficiency.at(size):.0%}" for device in devices]
+        yield f"  of it with {size:.0e} operations", shares
+    for name, key, form in _FIGURES:
+        yield name, [_spread(getattr(d, key), d.spread.get(key), form) for d in devices]
+
+
+def _flops(value: float) -> str:
+    return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
+
+
+def _bytes(value: float) -> str:
+    return f"{show_bytes(value)}/s"
+
+
+_FIGURES: tuple[tuple[str, str, Any], ...] = (
+    ("memory", "memory_bytes_per_s", _bytes),
+    ("launch, forward", "launch_s", show_seconds),
+    ("launch, backward", "backward_launch_s", show_seconds),
+    ("update", "update_bytes_per_s", _bytes),
+    ("update, one kernel", "update_launch_s", show_seconds),
+    ("hand over to the next stage", "wait_s", show_seconds),
+    ("meet in a call", "meet_s", show_seconds),
+    ("fixed cost of a step", "step_s", show_seconds),
+    ("  more with a server", "served_step_s", show_seconds),
+    ("  of it the server's", "request_s", show_seconds),
+    ("asynchronous pushes", "served_bytes_per_s", show_rate),
+)
+
+
+def _spread(value: float | None, spread: tuple[float, float] | None, form: Any) -> str:
+    if value is None:
+        return "–"
+    around = "" if spread is None else f" ({form(spread[0])}–{form(spread[1])})"
+    return f"{form(value)}{around}"
+
+
+_SHOWN_BYTES = (1 << 10, 1 << 20, 1 << 24)
+
+
+def _call_row(calls: MeasuredCalls) -> list[str]:
+    (size, seconds) = calls.points[-1]
+    times = [show_seconds(calls.seconds(shown)) for shown in _SHOWN_BYTES]
+    call = [calls.executor, calls.kind, str(calls.ranks)]
+    return [*call, *times, show_rate(size / seconds)]
+
 
 app = typer.Typer(help="Clusters: drawn, discovered, measured.", no_args_is_help=True)
 app.command("calibrate")(calibrate_command)

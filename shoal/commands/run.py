@@ -57,7 +57,7 @@ def with_cluster(config: RunConfig, name: str | None, on: str | None = None) -> 
     config = replace(config, hosts_per_rack=cluster.nodes_per_rack)
     if on is None:
         return config
-    from shoal.commands.cluster_calibrate import with_measured_transport  # only where needed
+    from shoal.commands.cluster import with_measured_transport  # only where needed
 
     return with_measured_transport(config, cluster, on)
 
