@@ -1,4 +1,4 @@
-"""Bytes and values between ranks."""
+"""Bytes, values and pytrees of tensors between ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.object_format import describe
 from shoal.comm.objects import (
+    PytreeChannel,
     all_equal,
     all_gather_bytes,
     all_gather_object,
@@ -21,8 +24,9 @@ from shoal.comm.objects import (
     encode,
 )
 from shoal.errors import BadInput, ShoalError
-from tests.conftest import World
+from tests.conftest import World, run_world
 
+CPU = torch.device("cpu")
 WORDS = [b"12 7 99", b"", b"a word that fills the room: 0123"]
 
 
@@ -46,36 +50,38 @@ def test_ranks_compare_their_bytes(world: World) -> None:
     assert other == [False] * 3
 
 
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
-shapes = st.lists(st.integers(0, 3), max_size=3)
-tensors = st.builds(lambda shape, dtype: torch.ones(shape, dtype=dtype), shapes, dtypes)
-leaves = (
-    st.none() | st.booleans() | st.integers()
-    | st.floats(allow_nan=False) | st.text() | st.binary()
-)  # fmt: skip
-values = st.recursive(
-    leaves,
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+tensors = st.builds(
+    lambda shape, dtype: (torch.arange(int(torch.Size(shape).numel())) % 7).to(dtype).view(shape),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(DTYPES),
+)
+values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values |= st.binary()
+trees = st.recursive(
+    tensors | values,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
     ),
-    max_leaves=8,
+    max_leaves=6,
 )
 
 
-@given(values)
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return bool(a == b) and type(a) is type(b)
+
+
+@given(trees)
 def test_values_come_back_as_they_went(value: Any) -> None:
-    decoded = decode(encode(value))
-    assert decoded == value
-    assert type(decoded) is type(value)
-
-
-@given(tensors)
-def test_tensors_come_back_as_they_went(tensor: torch.Tensor) -> None:
-    decoded = decode(encode([tensor]))[0]
-    assert decoded.dtype == tensor.dtype
-    assert torch.equal(decoded, tensor)
+    assert same(value, decode(encode(value)))
 
 
 @given(st.binary(max_size=64))
@@ -113,3 +119,134 @@ def test_values_of_another_length_are_refused(damage: bytes) -> None:
     damaged = whole[:-1] if not damage else damage + whole if damage[0] == 255 else whole + damage
     with pytest.raises(ShoalError, match="arrived damaged"):
         decode(damaged)
+
+
+# ------------------------------------------------------------------ from rank to rank
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
+    """On one tag, so that descriptions are repeated and replaced."""
+
+    def body(group: Group) -> list[Any]:
+        channel = PytreeChannel(group, CPU)
+        if group.rank == 0:
+            for tree in sent:
+                channel.send(tree, 1, tag=3).wait()
+            return []
+        return [channel.recv(0, tag=3) for _ in sent]
+
+    got = run_world(2, body)[1]
+    assert all(map(same, sent, got))
+
+
+def test_a_description_is_sent_once(world: World) -> None:
+    def body(group: Group) -> int:
+        channel = PytreeChannel(group, CPU)
+        if group.rank == 1:
+            for _ in range(3):
+                channel.recv(0, 0)
+            return 0
+        return sum(len(channel.send(torch.zeros(n), 1, 0).works) for n in (4, 4, 5))
+
+    assert world(2, body)[0] == 3 + 2 + 3  # length, description, tensor
+
+
+def test_what_had_a_gradient_requires_one_again(world: World) -> None:
+    def body(group: Group) -> Any:
+        channel = PytreeChannel(group, CPU)
+        if group.rank == 0:
+            channel.send((torch.ones(2, requires_grad=True) * 2, torch.ones(2)), 1, 0).wait()
+            return None
+        first, second = channel.recv(0, 0)
+        return first.requires_grad, first.is_leaf, second.requires_grad
+
+    assert world(2, body)[1] == (True, True, False)
+
+
+def test_messages_are_distinguished_by_their_tags(world: World) -> None:
+    def body(group: Group) -> Any:
+        channel = PytreeChannel(group, CPU)
+        if group.rank == 0:
+            for tag in (1, 2):
+                channel.send(torch.full((tag,), tag), 1, tag).wait()
+            return None
+        return [channel.recv(0, tag).tolist() for tag in (2, 1)]
+
+    assert world(2, body)[1] == [[2, 2], [1]]
+
+
+def test_what_is_no_tree_is_refused(world: World) -> None:
+    def body(group: Group) -> None:
+        PytreeChannel(group, CPU).send([object()], 1 - group.rank, 0)
+
+    with pytest.raises(BadInput, match="a object cannot be sent to another worker"):
+        world(2, body)
+
+
+def header(dtype: str, shape: list[Any], requires_grad: bool = False) -> bytes:
+    """The description of one tensor."""
+    return msgpack.encode(msgpack.Ext(1, msgpack.encode([dtype, shape, requires_grad])))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"nonsense",
+        describe([1])[0] + b"more",
+        header("float32", [-1]),
+        header("float32", [1e3]),
+        header("float32", [1 << 60]),
+        header("os", [1]),
+        header("qint8", [1]),
+        header("int64", [1], requires_grad=True),
+        header("float64", [1 << 40, 4]),
+        msgpack.encode(msgpack.Ext(1, b"")),
+        msgpack.encode(msgpack.Ext(2, msgpack.encode({}))),
+        msgpack.encode(msgpack.Ext(3, msgpack.encode([-1]))),
+        msgpack.encode(msgpack.Ext(4, b"os")),
+        msgpack.encode(msgpack.Ext(4, b"\xff")),
+        msgpack.encode(msgpack.Ext(99, b"import os")),
+        b"\x81" + msgpack.encode(msgpack.Ext(2, msgpack.encode([[1]]))) + b"\x01",
+        b"\x91" * 100_000,
+    ],
+)
+def test_a_damaged_description_is_refused(world: World, text: bytes) -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(torch.tensor([len(text)]), 1, 0).wait()
+            group.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 1, 0).wait()
+        else:
+            PytreeChannel(group, CPU).recv(0, 0)
+
+    with pytest.raises(ShoalError, match=r"rank 1 got .* from rank 0"):
+        world(2, body)
+
+
+def test_types_of_torch_arrive_too(world: World) -> None:
+    """A device becomes that of the receiver."""
+    sent = {"shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": CPU, 7: b"raw"}
+
+    def body(group: Group) -> Any:
+        channel = PytreeChannel(group, CPU)
+        if group.rank == 0:
+            channel.send(sent, 1, 0).wait()
+            return sent
+        return channel.recv(0, 0)
+
+    received = world(2, body)[1]
+    assert received == sent
+    assert type(received["shape"]) is torch.Size
+
+
+@pytest.mark.parametrize("length", [-1, 0, 1 << 40])
+def test_a_wrong_length_is_refused(world: World, length: int) -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            group.send(torch.tensor([length]), 1, 0).wait()
+        else:
+            PytreeChannel(group, CPU).recv(0, 0)
+
+    with pytest.raises(ShoalError, match=r"rank 1 got a (description|message)"):
+        world(2, body)
