@@ -206,16 +206,14 @@ class NetworkBoard:
 
 
 def open_board(config: RunConfig, me: GroupMember, run_number: int) -> NetworkBoard:
-    """That of SHOAL_BOARD; BadInput where it is no address, or there is no key."""
+    """That of SHOAL_BOARD; BadInput where there is no key."""
     return NetworkBoard(*board_of(config), me, run_number)
 
 
 def board_of(config: RunConfig) -> tuple[tuple[str, int], bytes]:
-    """The address of the board and the key that it asks for; BadInput where one is missing."""
+    """The address of the board, as the launcher gives it, and the key that it asks for."""
     host, _, port = (config.board or "").rpartition(":")
     secret = config.read_secret()
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise BadInput(f"SHOAL_BOARD is {config.board!r}: HOST:PORT is expected")
     if secret is None:
         raise BadInput("SHOAL_BOARD is set, and there is no key of the run (SHOAL_SECRET_FILE)")
     return (host.strip("[]"), int(port)), secret

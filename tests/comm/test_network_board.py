@@ -12,9 +12,8 @@ import pytest
 from shoal.comm.board import GroupMember
 from shoal.comm.guarded_store.service import StoreService
 from shoal.comm.guarded_store.session import AT_THE_END, StoreRequest
-from shoal.comm.network_board import LOG, BoardLog, NetworkBoard, ServedBoard, board_of
+from shoal.comm.network_board import LOG, BoardLog, NetworkBoard, ServedBoard
 from shoal.errors import BadInput, PeerLost
-from shoal.runtime.config import RunConfig
 
 SECRET = b"k" * 32
 
@@ -102,10 +101,3 @@ def test_a_board_that_breaks_is_the_loss_of_this_worker(service: StoreService) -
 def test_a_process_without_the_key_cannot_use_it(service: StoreService) -> None:
     with pytest.raises(BadInput, match="another key"):
         NetworkBoard(("127.0.0.1", service.port), b"x" * 32, GroupMember(0, 0), 1)
-
-
-@pytest.mark.parametrize("text", ["here", "here:port", ":1", "here:70000"])
-def test_an_address_of_a_board_is_checked(text: str) -> None:
-    config = RunConfig.from_environment({"SHOAL_BOARD": text, "SHOAL_SECRET": "00" * 32})
-    with pytest.raises(BadInput, match=r"SHOAL_BOARD is '.*': HOST:PORT is expected"):
-        board_of(config)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
-from shoal.errors import Desync, ShoalError
+from shoal.errors import Desync, PeerLost, ShoalError
 from shoal.observe.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, kinds
-from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
 from shoal.transport.shm.segment import is_built
 from tests.comm.cases import call, cases, check, group_for
 from tests.comm.hosts import on_hosts
@@ -207,3 +208,65 @@ def test_a_collective_leaves_a_span_and_so_does_waiting_for_it(
 
     for spans in run(work):
         assert spans == [f"reduce {detail}", f"wait {detail}"]
+
+
+# ------------------------------------------------------------------ messages that are late
+
+LARGE = 1 << 20  # more than a ring holds
+
+
+def test_after_a_send_that_timed_out_half_way_nothing_is_received_in_its_place() -> None:
+    timed_out = threading.Event()
+
+    def work(group: Group) -> None:
+        transport = memory_of(group).transport
+        if group.rank == 0:
+            half_sent = transport.send(torch.zeros(LARGE), 1, 7)
+            with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+                half_sent.wait(0.01)
+            with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+                transport.send(torch.ones(LARGE), 1, 7).wait()
+            timed_out.set()
+        else:
+            timed_out.wait(60)
+            with pytest.raises(PeerLost, match="rank 1 lost rank"):
+                transport.recv(torch.empty(LARGE), 0, 7).wait()
+        raise _Over
+
+    with pytest.raises(_Over):
+        on_shm_threads(2, work)
+
+
+class _Over(Exception):
+    """The group is broken: its last barrier is left out."""
+
+
+def test_a_deadline_is_noticed_while_other_messages_keep_arriving() -> None:
+    over = threading.Event()
+
+    def flood(transport: ShmTransport) -> None:
+        for _ in range(500_000):
+            if over.is_set():
+                break
+            transport.send(torch.ones(1), 0, 2).wait()
+        transport.send(torch.zeros(1), 0, 2).wait()
+
+    def drain(transport: ShmTransport) -> None:
+        number = torch.ones(1)
+        while number:
+            transport.recv(number, 1, 2).wait()
+
+    def work(group: Group) -> None:
+        transport = memory_of(group).transport
+        if group.rank == 1:
+            flood(transport)
+            return
+        drainer = threading.Thread(target=drain, args=(transport,))
+        drainer.start()
+        with pytest.raises(PeerLost, match="recv from 1"):
+            transport.recv(torch.empty(1), 1, 1).wait(0.3)
+        assert drainer.is_alive(), "it was noticed only after the last message"
+        over.set()
+        drainer.join()
+
+    on_shm_threads(2, work)
