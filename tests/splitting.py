@@ -137,32 +137,48 @@ def assert_own_loop_equal(
     together = world(size, lambda g: train_own(g, strategy, models[g.rank]))
     for losses, _ in together:
         assert losses == pytest.approx(alone[0], abs=2e-5)
-    for name, tensor in alone[1].items():
-        torch.testing.assert_close(together[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+    assert_close(together[0][1], alone[1])
+
+
+def trained(
+    world: World,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    data: Any,
+    steps: int,
+    load: Path | None = None,
+    save: Path | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The whole model after so many steps, from a checkpoint or the start."""
+    usual = 1 if strategy == "single" else 4 if "+" in strategy or "4" in strategy else 2
+    size = options.pop("size", usual)
+    models = [make() for _ in range(size)]
+
+    def go(group: Group) -> dict[str, Tensor]:
+        with job_of(group, strategy, models[group.rank], **options) as (job, step):
+            if load is not None:
+                job.load(load)
+            for batch in job.batches(data, 8, steps=steps):
+                step(batch)
+            if save is not None:
+                job.save(save)
+            return whole(step)
+
+    found: dict[str, Tensor] = world(size, go)[0]
+    return found
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 def assert_another_goes_on(
     world: World, path: Path, first: str, second: str, make: Callable[[], nn.Module]
 ) -> None:
     """Two steps under one strategy and two more under another are four steps of one worker."""
-
-    def go(group: Group, strategy: str, model: nn.Module, steps: int, load: bool) -> Any:
-        options = {"loss": next_token_loss, "optimizer": ADAMW}
-        with job_of(group, strategy, model, **options) as (job, step):
-            if load:
-                job.load(path)
-            for batch in job.batches(texts(32), 8, steps=steps):
-                step(batch)
-            if not load:
-                job.save(path)
-            return whole(step)
-
-    def run(strategy: str, steps: int, load: bool = False) -> Any:
-        size = 1 if strategy == "single" else 4 if "+" in strategy or "4" in strategy else 2
-        models = [make() for _ in range(size)]
-        return world(size, lambda g: go(g, strategy, models[g.rank], steps, load))[0]
-
-    run(first, 2)
-    resumed = run(second, 4, load=True)
-    for name, tensor in run("single", 4).items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+    options = {"loss": next_token_loss, "optimizer": ADAMW}
+    trained(world, first, make, texts(32), 2, save=path, **options)
+    resumed = trained(world, second, make, texts(32), 4, load=path, **options)
+    assert_close(resumed, trained(world, "single", make, texts(32), 4, **options))

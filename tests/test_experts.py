@@ -15,7 +15,15 @@ from torch.utils.data import TensorDataset
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from tests.conftest import World
-from tests.splitting import ADAMW, assert_equal, assert_own_loop_equal, job_of, train, whole
+from tests.splitting import (
+    ADAMW,
+    assert_close,
+    assert_equal,
+    assert_own_loop_equal,
+    job_of,
+    train,
+    trained,
+)
 
 WIDTH = 6
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5}
@@ -183,26 +191,16 @@ def test_zero_3_gathers_the_experts_of_a_list_together(world: World) -> None:
 def test_checkpoints_go_to_one_worker_and_back(
     world: World, tmp_path: Path, kind: type[nn.Module]
 ) -> None:
-    def go(group: Group, strategy: str, model: nn.Module, steps: int, load: str | None) -> Any:
-        with job_of(group, strategy, model, **OPTIONS) as (job, step):
-            if load is not None:
-                job.load(tmp_path / load)
-            for batch in job.batches(samples(24), 6, steps=steps):
-                step(batch)
-            job.save(tmp_path / str(steps))
-            return whole(step)
+    def run(strategy: str, steps: int, **paths: Path) -> dict[str, Tensor]:
+        make = partial(mixture, kind)
+        return trained(world, strategy, make, samples(24), steps, **paths, **OPTIONS)
 
-    def run(size: int, strategy: str, steps: int, load: str | None = None) -> Any:
-        models = [mixture(kind) for _ in range(size)]
-        return world(size, lambda g: go(g, strategy, models[g.rank], steps, load))[0]
-
-    expected = run(1, "single", 3)
-    run(2, "ep(2)", 1)
-    run(1, "single", 2, "1")
-    resumed = run(2, "ep(2)", 3, "2")
+    expected = run("single", 3)
+    run("ep(2)", 1, save=tmp_path / "1")
+    run("single", 2, load=tmp_path / "1", save=tmp_path / "2")
+    resumed = run("ep(2)", 3, load=tmp_path / "2")
     assert list(resumed) == list(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_close(resumed, expected)
 
 
 @pytest.mark.parametrize(

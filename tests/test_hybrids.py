@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.embedding.module import Embedding
 from shoal.errors import NotBuilt
@@ -28,6 +27,7 @@ from tests.server.helpers import launched
 from tests.splitting import (
     ADAMW,
     SGD,
+    assert_close,
     assert_equal,
     gpt,
     job_of,
@@ -35,7 +35,7 @@ from tests.splitting import (
     normed,
     texts,
     train,
-    whole,
+    trained,
 )
 
 GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
@@ -69,9 +69,9 @@ def test_servers_that_all_parts_share(
 
 
 @pytest.mark.whole
-def test_served_parts_in_three_dimensions(world: World) -> None:
-    strategy = 'ps(placement="rank0") + tp(2) + pp(2)'
-    assert_equal(world, 8, strategy, gpt, texts(16), **GPT_OPTIONS)
+@pytest.mark.parametrize("sync", ['ps(placement="rank0")', "zero(3)"])
+def test_parts_in_three_dimensions(world: World, sync: str) -> None:
+    assert_equal(world, 8, f"{sync} + tp(2) + pp(2)", gpt, texts(16), **GPT_OPTIONS)
 
 
 def test_one_replica_with_servers(world: World) -> None:
@@ -79,11 +79,10 @@ def test_one_replica_with_servers(world: World) -> None:
     assert_equal(world, 2, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
-def test_served_stages_give_the_same_bits(world: World, placement: str) -> None:
+@pytest.mark.parametrize("sync", ['ps(placement="rank0")', 'ps(placement="workers")', "zero(3)"])
+def test_stages_give_the_same_bits(world: World, sync: str) -> None:
     options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
-    strategy = f'ps(placement="{placement}") + pp(2)'
-    assert_equal(world, 4, strategy, gpt, texts(16), exactly=True, **options)
+    assert_equal(world, 4, f"{sync} + pp(2)", gpt, texts(16), exactly=True, **options)
 
 
 # ---- sharded parts ------------------------------------------------------------------------------
@@ -103,16 +102,6 @@ def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
     options = {**GPT_OPTIONS, "optimizer": optimizer}
     assert_equal(world, 4, strategy, gpt, texts(22), **options)
     assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1, optimizer=optimizer)
-
-
-@pytest.mark.whole
-def test_sharded_parts_in_three_dimensions(world: World) -> None:
-    assert_equal(world, 8, "zero(3) + tp(2) + pp(2)", gpt, texts(16), **GPT_OPTIONS)
-
-
-def test_sharded_stages_give_the_same_bits(world: World) -> None:
-    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
-    assert_equal(world, 4, "zero(3) + pp(2)", gpt, texts(16), exactly=True, **options)
 
 
 @pytest.mark.whole
@@ -179,26 +168,13 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
 def test_each_goes_on_from_what_another_has_saved(
     world: World, tmp_path: Path, chain: list[str]
 ) -> None:
-    def go(group: Group, strategy: str, model: nn.Module, number: int) -> dict[str, Tensor]:
-        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
-            if number:
-                job.load(tmp_path / "saved")
-            for batch in job.batches(texts(64), 8, steps=2 * number + 2):
-                step(batch)
-            job.save(tmp_path / "saved")
-            return whole(step)
-
     found: dict[str, Tensor] = {}
-    for number, strategy in enumerate(chain):
-        size = 1 if strategy == "single" else 4
-        models = [gpt(2) for _ in range(size)]
-        found = world(size, lambda g, s=strategy, m=models, n=number: go(g, s, m[g.rank], n))[0]
-    with job_of(solo_group(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
-        for batch in job.batches(texts(64), 8, steps=2 * len(chain)):
-            step(batch)
-        straight = whole(step)
-    for name, tensor in straight.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+    for n, strategy in enumerate(chain):
+        options = {**GPT_OPTIONS, "size": 1 if strategy == "single" else 4}
+        options |= {"load": tmp_path if n else None, "save": tmp_path}
+        found = trained(world, strategy, partial(gpt, 2), texts(64), 2 * n + 2, **options)
+    steps = 2 * len(chain)
+    assert_close(found, trained(world, "single", partial(gpt, 2), texts(64), steps, **GPT_OPTIONS))
 
 
 # ---- replicas that do not exchange every gradient in full ---------------------------------------
@@ -262,22 +238,10 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
 def test_a_continued_run_is_the_run_without_a_break(
     world: World, tmp_path: Path, sync: str, split: str
 ) -> None:
-    def go(group: Group, model: nn.Module, first: int, last: int) -> dict[str, Tensor]:
-        with job_of(group, f"{sync} + {split}", model, **GPT_OPTIONS) as (job, step):
-            if first:
-                job.load(tmp_path / "saved")
-            for batch in job.batches(texts(64), 8, steps=last):
-                step(batch)
-            job.save(tmp_path / "saved")
-            return whole(step)
-
-    def run(first: int, last: int) -> dict[str, Tensor]:
-        models = [gpt(2) for _ in range(4)]
-        return world(4, lambda g: go(g, models[g.rank], first, last))[0]
-
-    straight = run(0, 6)
-    run(0, 3)
-    continued = run(3, 6)
+    run = partial(trained, world, f"{sync} + {split}", partial(gpt, 2), texts(64), **GPT_OPTIONS)
+    straight = run(6)
+    run(3, save=tmp_path)
+    continued = run(6, load=tmp_path)
     for name, tensor in straight.items():
         assert torch.equal(continued[name], tensor), name
 
@@ -287,28 +251,15 @@ def test_a_continued_run_is_the_run_without_a_break(
 def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: str) -> None:
     """Saved between two agreements; whole or split, replicas go on from it alike."""
 
-    def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
+    def run(split: str, steps: int = 9, **path: Path) -> dict[str, Tensor]:
+        options = {**GPT_OPTIONS, "accumulate": 4, "size": 4 if split else 2, **path}
         strategy = f"localsgd(every=3{outer}){split}"
-        options = {**GPT_OPTIONS, "accumulate": 4}
-        with job_of(group, strategy, model, **options) as (job, step):  # of the same samples each
-            if load:
-                job.load(tmp_path / "saved")
-            for batch in job.batches(texts(96), 8, steps=9 if load else 4):
-                step(batch)
-            if not load:
-                job.save(tmp_path / "saved")
-            return whole(step)
+        return trained(world, strategy, partial(gpt, 2), texts(96), steps, **options)
 
-    def run(split: str, load: bool = True) -> dict[str, Tensor]:
-        size = 4 if split else 2
-        models = [gpt(2) for _ in range(size)]
-        return world(size, lambda g: go(g, split, models[g.rank], load))[0]
-
-    run(" + pp(2)", load=False)
-    found = run("")
+    run(" + pp(2)", 4, save=tmp_path)
+    found = run("", load=tmp_path)
     for split in (" + pp(2)", " + tp(2)"):
-        for name, tensor in run(split).items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+        assert_close(found, run(split, load=tmp_path))
 
 
 @pytest.mark.whole
@@ -397,8 +348,7 @@ def test_batchnorm_in_stages_that_train_alone(world: World) -> None:
     split = world(
         4, lambda g: train(g, "localsgd(every=2) + pp(2)", models[2 + g.rank], data, 16, **options)
     )
-    for name, tensor in together[0][1].items():
-        torch.testing.assert_close(split[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+    assert_close(split[0][1], together[0][1])
 
 
 def test_rows_on_servers_are_refused_in_a_split_model(world: World) -> None:
