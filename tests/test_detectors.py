@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.group import Group
 from tests.conftest import World
 from tests.models import samples
 from tests.seeds import seeded
-from tests.splitting import assert_equal, job_of
+from tests.splitting import assert_equal
 
 
 class Convolution(nn.Conv2d):
@@ -64,13 +63,3 @@ def test_losses_in_training_alone(world: World, size: int, strategy: str) -> Non
     data = samples(12, (3, 8, 8))
     named = [{"images": image, "targets": target} for image, target in data]
     assert_equal(world, size, strategy, Losses, named, 6, loss=None)
-
-
-def test_a_convolution_of_a_class_of_its_own_is_split(world: World) -> None:
-    shapes = world(2, _shape_of_first)
-    assert shapes == [(6, 3, 3, 3)] * 2
-
-
-def _shape_of_first(group: Group) -> tuple[int, ...]:
-    with job_of(group, "tp(2)", Losses(), loss=None) as (_, step):
-        return tuple(step.model.detector.first.weight.shape)

@@ -21,7 +21,7 @@ from shoal.plan.step.relaxed_rules import queue_cycle_s
 _HALVINGS = 50
 
 
-class Served(NamedTuple):
+class ServerCost(NamedTuple):
     """Fields of a device."""
 
     step_s: float = 0.0
@@ -30,10 +30,10 @@ class Served(NamedTuple):
     efficiency: Curve = Curve()
 
 
-def served(found: Found) -> Served:
+def served(found: Found) -> ServerCost:
     """`found` is what one worker has written, while so many measured at the same time."""
     if "served" not in found:
-        return Served()
+        return ServerCost()
     own_s = found["step"]["median_s"]
     cycle_s = found["served"]["async"]["median_s"]
     lockstep_s = found["served"]["lockstep"]["median_s"]
@@ -43,7 +43,7 @@ def served(found: Found) -> Served:
     if rates:
         peak = max(rates.values())
         curve = Curve(tuple((size, rate / peak) for size, rate in sorted(rates.items())))
-    return Served(max(0.0, lockstep_s - own_s), request_s, peak, curve)
+    return ServerCost(max(0.0, lockstep_s - own_s), request_s, peak, curve)
 
 
 def _rates(found: Found, own_s: float, request_s: float) -> dict[float, float]:

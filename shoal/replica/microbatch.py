@@ -38,7 +38,7 @@ class MicroBatch(NamedTuple):
     seed: int = 0
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """How a module is called."""
 
     args: tuple[Any, ...]

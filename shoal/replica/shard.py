@@ -13,7 +13,7 @@ from shoal.comm.group import Group
 from shoal.pytree import Tree
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import Call, Loss, MicroBatch, call_arguments
+from shoal.replica.microbatch import Loss, MicroBatch, ModuleCall, call_arguments
 from shoal.replica.token_axes import TokenAxes
 from shoal.schedules.pipelines.actions import accumulate
 
@@ -211,7 +211,7 @@ class ReplicaShard:
             micro = microbatches[0]
             with engine.flat.full_params(), self.precision():
                 args, kwargs = call_arguments(micro.inputs)
-                self.compare(Call(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
+                self.compare(ModuleCall(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
 
     @property
     def is_compared_at_first(self) -> bool:
@@ -219,7 +219,7 @@ class ReplicaShard:
         is_split = self.tensor is not None and bool(self.tensor.roles)
         return is_split or (self.experts is not None and not self.experts.drops)
 
-    def compare(self, call: Call, with_gradients: bool) -> None:
+    def compare(self, call: ModuleCall, with_gradients: bool) -> None:
         """`check` for arguments of the model's forward; all parameters are here."""
         from shoal.replica.split_check import SplitModel, check_split
 

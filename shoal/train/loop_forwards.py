@@ -14,7 +14,7 @@ from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.mapping import in_torch_func
-from shoal.replica.microbatch import Call, default_generators, seed_generators
+from shoal.replica.microbatch import ModuleCall, default_generators, seed_generators
 from shoal.replica.shard import ReplicaShard
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class LoopForwards:
                 stack.enter_context(part.flat.full_params())
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
-            shard.compare(Call(given[0], given[1], 0), with_gradients)
+            shard.compare(ModuleCall(given[0], given[1], 0), with_gradients)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import hosts
 from shoal.errors import BadInput
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 FEW = ["--rounds", "2"]
@@ -19,7 +20,7 @@ FEW = ["--rounds", "2"]
 
 def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return forked.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def document_of(*words: str) -> Any:

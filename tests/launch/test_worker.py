@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+from shoal.launch import environment, local, remote, rendezvous
 from tests.launch.helpers import DIE_WITH_LAUNCHER, ROOT
 
 
@@ -27,9 +28,8 @@ def test_a_worker_whose_launcher_has_exited_ends() -> None:
 
 
 def test_the_launcher_does_not_load_torch() -> None:
-    names = "environment failures local lost_workers output process_config processes "
-    names += "rendezvous report supervisor"
-    script = f"import sys\nfor n in {names.split()}: __import__('shoal.launch.' + n)\n"
+    names = [environment, local, remote, rendezvous]
+    script = f"import sys\nfor n in {[name.__name__ for name in names]}: __import__(n)\n"
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
