@@ -31,7 +31,7 @@ from shoal.replica.deferred_init import full_name
 from shoal.replica.expert.routing import tell_what_differs
 from shoal.replica.expert.split import ExpertSplit
 from shoal.replica.microbatch import (
-    Call,
+    ModuleCall,
     Quiet,
     evaluate_leaves,
     fork_rng,
@@ -117,7 +117,7 @@ class SplitModel(NamedTuple):
 
 
 def check_split(
-    split: SplitModel, call: Call, with_gradients: bool, say: Callable[[str], None]
+    split: SplitModel, call: ModuleCall, with_gradients: bool, say: Callable[[str], None]
 ) -> None:
     """Raise `BadInput` on all ranks unless the split model computes what the model does."""
     if split.experts is not None:
@@ -147,7 +147,7 @@ def _repeatable(split: SplitModel, quiet: Quiet) -> Iterator[None]:
         yield
 
 
-def _check_layers(split: SplitModel, call: Call, with_gradients: bool) -> None:
+def _check_layers(split: SplitModel, call: ModuleCall, with_gradients: bool) -> None:
     assert split.tensor is not None
     calls = {"": call}
     if split.tensor.full_bytes() > LARGEST_COMPARED_BYTES:
@@ -159,7 +159,7 @@ def _check_layers(split: SplitModel, call: Call, with_gradients: bool) -> None:
 def _check_experts(
     split: SplitModel,
     experts: ExpertSplit,
-    call: Call,
+    call: ModuleCall,
     with_gradients: bool,
     say: Callable[[str], None],
 ) -> None:
@@ -174,15 +174,15 @@ def _check_experts(
 
 @torch.no_grad()
 def _noted_calls(
-    split: SplitModel, names: Sequence[str], call: Call
-) -> tuple[list[Tensor], dict[str, Call]]:
+    split: SplitModel, names: Sequence[str], call: ModuleCall
+) -> tuple[list[Tensor], dict[str, ModuleCall]]:
     """Outputs of the split model, and how it calls modules of these names first."""
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = map_tensors(lambda t: t.detach().clone(), full_activations((args, kwargs)))
-            calls.setdefault(name, Call(given[0], given[1], call.seed))
+            calls.setdefault(name, ModuleCall(given[0], given[1], call.seed))
 
         return hook
 
@@ -207,7 +207,7 @@ def _noted_calls(
 # ------------------------------------------------------------------ a module, whole and split
 
 
-def _compare(split: SplitModel, name: str, call: Call, with_gradients: bool) -> None:
+def _compare(split: SplitModel, name: str, call: ModuleCall, with_gradients: bool) -> None:
     part = split.outer.model.get_submodule(name)
     whole = split.outer.original.get_submodule(name)
     function, leaves = _whole_function(split, name)
@@ -259,7 +259,7 @@ class _Run(NamedTuple):
     """One forward, and one backward from a combination of all outputs."""
 
     device: torch.device
-    call: Call
+    call: ModuleCall
     with_gradients: bool
     has_leaf_inputs: bool  # gradients of inputs are compared, too
 
@@ -336,7 +336,7 @@ def _open_column(part: nn.Module, order: list[str]) -> str | None:
 def _compare_outputs(
     split: SplitModel,
     experts: ExpertSplit,
-    call: Call,
+    call: ModuleCall,
     outputs: list[Tensor],
     say: Callable[[str], None],
 ) -> None:
@@ -355,7 +355,7 @@ def _compare_outputs(
     tell_what_differs(experts, run, (call.args, call.kwargs), expected, say)
 
 
-def _has_shared_loss(experts: ExpertSplit, call: Call) -> bool:
+def _has_shared_loss(experts: ExpertSplit, call: ModuleCall) -> bool:
     """Whether the model returns a loss over the router logits of all workers."""
     config = getattr(experts.model, "config", None)
     name = "output_router_logits"
