@@ -263,11 +263,8 @@ def _shape(strategy: Strategy, settings: PlanSettings) -> PipelineShape:
 
 
 def _with_activations(memory: DeviceMemory, replica: ReplicaPrice) -> DeviceMemory:
-    return DeviceMemory(
-        memory.parameters,
-        memory.gradients,
-        memory.optimizer,
-        memory.activations + replica.activation_bytes,
-        memory.buffers + replica.recompute_bytes,
-        memory.servers,
+    return replace(
+        memory,
+        activations=memory.activations + replica.activation_bytes,
+        buffers=memory.buffers + replica.recompute_bytes,
     )

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.discover import discover, spec_of
-from shoal.cluster.host import Host, Nic, memory_bytes, numa_nodes, read_nics
-from shoal.cluster.nvidia import GpuTopology, parse_gpus, parse_topology
+from shoal.cluster.host import (
+    GpuTopology,
+    Host,
+    Nic,
+    memory_bytes,
+    numa_nodes,
+    parse_gpus,
+    parse_topology,
+    read_nics,
+)
 
 A100_QUERY = "NVIDIA A100-SXM4-80GB, 81920, 4, 16\n" * 8
 LEGEND = """

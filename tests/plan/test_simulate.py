@@ -9,8 +9,8 @@ import pytest
 from shoal.cluster.cluster import Noise
 from shoal.errors import BadInput
 from shoal.observe.time_shares import time_shares, write_chrome
-from shoal.plan.simulator.simulate import StepRun, simulate_step
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
+from shoal.plan.simulator.strategies import StepRun, simulate_step
 from shoal.plan.sync_price.base import Agreeing
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build
