@@ -190,7 +190,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
     Over TCP where ranks are on several hosts and all of them can.
     """
     from shoal.transport.tcp.transport import TcpTransport
-    from shoal.transport.torch_p2p import TorchTransport
+    from shoal.transport.transport import TorchTransport
 
     if spec.config is None or spec.is_one_host or spec.backend != "gloo":
         return TorchTransport(world), tuple(range(spec.size))
