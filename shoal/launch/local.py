@@ -188,7 +188,8 @@ def enter(
     """
     strategy = spec.config.strategy or "single"
     hosts = hosts or [socket.gethostname()] * spec.workers
-    facts = RunFacts(strategy, spec.workers, spec.servers, spec.command, hosts, session)
+    counts = (spec.workers, spec.servers)
+    facts = RunFacts(strategy, *counts, tuple(spec.command), tuple(hosts), tuple(session))
     name = enter_run(run_dir, facts)
     if spec.shows_name:
         write(f"shoal: run {name} (shoal stop {name} ends it)\n", True)

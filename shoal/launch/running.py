@@ -14,11 +14,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+from msgspec.structs import asdict, replace
+
 from shoal.errors import BadInput
 from shoal.runtime.files import remove_abandoned
 from shoal.runtime.run_dir import RunDir, running_runs
 from shoal.runtime.waits import Backoff
 
+_MAX_WORKERS = 1_000_000
 # fmt: off
 _NAMES = (  # none is the name of an engine or launcher
     "anchovy", "anthias", "barbel", "bass", "betta", "bleak", "blenny",
@@ -36,20 +40,24 @@ _NAMES = (  # none is the name of an engine or launcher
 # fmt: on
 
 
-@dataclass(frozen=True)
-class RunEntry:
-    """One run, as its launcher has described it."""
+class RunFacts(msgspec.Struct, frozen=True):
+    """What a launcher says of its run; the last three are written when it is entered."""
 
-    name: str
-    run_dir: RunDir
-    launcher_pid: int
-    started: float  # seconds since the epoch
     strategy: str
     workers: int
     servers: int
     command: tuple[str, ...]
     hosts: tuple[str, ...]  # of the workers, by rank
     session: tuple[int, ...] = ()  # the workers' processes, where the launcher is a notebook
+    name: str = ""
+    launcher_pid: int = 0
+    started: float = 0.0  # seconds since the epoch
+
+
+class RunEntry(RunFacts, frozen=True, kw_only=True):
+    """One run, as its launcher has described it."""
+
+    run_dir: RunDir
 
     @property
     def steps(self) -> int | None:
@@ -89,34 +97,11 @@ class RunEntry:
         }
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What a launcher says of its run."""
-
-    strategy: str
-    workers: int
-    servers: int
-    command: Sequence[str]
-    hosts: Sequence[str]
-    session: Sequence[int] = ()
-
-
 def enter_run(run_dir: RunDir, facts: RunFacts) -> str:
     """Write the entry of a run that begins; returns its name."""
     name = _free_name(entry.name for entry in entries())
-    run_dir.write_entry(
-        {
-            "name": name,
-            "launcher_pid": os.getpid(),
-            "started": time.time(),
-            "strategy": facts.strategy,
-            "workers": facts.workers,
-            "servers": facts.servers,
-            "command": list(facts.command),
-            "hosts": list(facts.hosts),
-            "session": list(facts.session),
-        }
-    )
+    entered = replace(facts, name=name, launcher_pid=os.getpid(), started=time.time())
+    run_dir.write_entry(asdict(entered))
     return name
 
 
@@ -158,24 +143,13 @@ def _free_name(taken: Iterable[str]) -> str:
 
 def _read(run_dir: RunDir) -> RunEntry | None:
     """None where there is no entry, or none that this version has written."""
-    document = run_dir.read_entry()
-    if document is None:
-        return None
     try:
-        return RunEntry(
-            name=str(document["name"]),
-            run_dir=run_dir,
-            launcher_pid=int(document["launcher_pid"]),
-            started=float(document["started"]),
-            strategy=str(document["strategy"]),
-            workers=min(int(document["workers"]), 1_000_000),
-            servers=int(document["servers"]),
-            command=tuple(map(str, document["command"])),
-            hosts=tuple(map(str, document["hosts"])),
-            session=tuple(map(int, document["session"])),
-        )
-    except (KeyError, TypeError, ValueError):
+        facts = msgspec.convert(run_dir.read_entry(), RunFacts, strict=False)
+    except msgspec.ValidationError:
         return None
+    if not facts.name or facts.workers > _MAX_WORKERS:
+        return None
+    return RunEntry(run_dir=run_dir, **asdict(facts))
 
 
 _FIRST_PAUSE_S = 0.02
