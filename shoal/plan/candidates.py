@@ -12,9 +12,10 @@ that sends everything to all), and recompute of what fits without.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
@@ -140,36 +141,25 @@ def _strategy(
     shape: Shape, sync: SyncTerm | None, schedule: str, chunks: int, recompute: bool
 ) -> Strategy:
     layout = shape.layout
-    looped = chunks if chunks > 1 else None
+    pipeline = {
+        "schedule": schedule,
+        "microbatches": shape.microbatches,
+        "chunks": chunks if chunks > 1 else None,
+        "recompute": recompute,
+    }
     return Strategy(
         sync,
-        _tp(layout.tp, shape.sequence) if layout.tp > 1 else None,
-        _pp(layout.pp, schedule, shape.microbatches, looped, recompute) if layout.pp > 1 else None,
-        _ep(layout.ep) if layout.ep > 1 else None,
-        _cp(layout.cp) if layout.cp > 1 else None,
+        _term(Tp, layout.tp, sequence=shape.sequence),
+        _term(Pp, layout.pp, **pipeline),
+        _term(Ep, layout.ep),
+        _term(Cp, layout.cp),
     )
-
-
-@lru_cache(maxsize=1000)
-def _tp(size: int, sequence: bool) -> Tp:
-    return Tp(size, sequence=sequence)
 
 
 @lru_cache(maxsize=10_000)
-def _pp(size: int, schedule: str, microbatches: int, chunks: int | None, recompute: bool) -> Pp:
-    return Pp(
-        size, schedule=schedule, microbatches=microbatches, chunks=chunks, recompute=recompute
-    )
-
-
-@lru_cache(maxsize=1000)
-def _ep(size: int) -> Ep:
-    return Ep(size)
-
-
-@lru_cache(maxsize=1000)
-def _cp(size: int) -> Cp:
-    return Cp(size)
+def _term(kind: Callable[..., Any], size: int, **options: Any) -> Any:
+    """A term that splits replicas; None where it splits nothing."""
+    return kind(size, **options) if size > 1 else None
 
 
 # ------------------------------------------------------------------------- ways to synchronize
