@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
@@ -193,20 +192,6 @@ def test_without_error_feedback_topk_does_not_learn(world: World) -> None:
     kept, lost = (train('ddp(compress="topk(0.005)")', feedback) for feedback in (True, False))
     assert kept < full + 0.25
     assert lost > full + 0.75
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "sentence"),
-    [
-        ('ddp(compress="int8")', {"exact": True}, "exact=True adds up every gradient in full"),
-        ("localsgd", {"exact": True}, "exact=True adds up every gradient in full"),
-    ],
-)
-def test_exact_and_compressed_exclude_each_other(
-    text: str, options: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(BadInput, match=sentence):
-        start(solo_group(), text, mlp(), **options)
 
 
 def test_scaled_gradients_are_not_compressed() -> None:

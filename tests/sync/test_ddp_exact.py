@@ -16,10 +16,11 @@ from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, children, full_subtrees, tree_sum
 from shoal.strategy.strategy import parse
-from shoal.sync.base import Replica
+from shoal.sync.base import Replica, plan_for
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job
+from shoal.train.options import StepOptions
 from tests.conftest import World
 from tests.models import mlp
 
@@ -173,3 +174,16 @@ def test_exact_and_accumulate_are_refused_together() -> None:
             exact=True,
             accumulate=2,
         )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *('ddp(compress="int8")', 'ps(placement="rank0", compress="int8")'),
+        *("hogwild", "gossip", "localsgd", "mapreduce"),
+    ],
+)
+def test_what_does_not_add_up_in_full_is_refused(strategy: str) -> None:
+    term = parse(strategy).sync
+    with pytest.raises(BadInput, match=r"exact=True .*take ddp"):
+        plan_for(term).check(StepOptions(exact=True), 2)

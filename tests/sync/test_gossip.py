@@ -345,7 +345,6 @@ def test_a_graph_that_differs_between_ranks_is_refused(world: World, tmp_path: P
 @pytest.mark.parametrize(
     ("strategy", "options", "error", "sentence"),
     [
-        ("gossip", {"exact": True}, BadInput, "exact=True adds up every gradient"),
         ('gossip(graph="edges:0-1,2-3")', {}, StrategyError, r"parts are the workers \{0, 1\}"),
     ],
 )

@@ -130,21 +130,6 @@ def test_sparse_gradients_write_the_rows_that_they_name_and_no_others(world: Wor
         assert changed == [5, 6, 7, 8]
 
 
-def test_adagrad_adds_up_the_gradients_of_all_workers(world: World) -> None:
-    models = [mlp(), mlp()]
-
-    def body(group: Group) -> Tensor:
-        job = job_of(group)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=ADAGRAD)
-        one_by_one(group, step, job.batches(samples(16), 8))
-        sums: Tensor = step.update.optimizer.state[step.flat.params[0]]["sum"]
-        return sums.clone()
-
-    first, second = world(2, body)
-    assert torch.equal(first, second)
-    assert float(first.sum()) > 0
-
-
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild(momentum=True)"])
 def test_momentum_is_off_by_default(world: World, capsys: Any, strategy: str) -> None:
     kept = "momentum=True" in strategy
@@ -260,12 +245,3 @@ def test_alone_it_is_single(world: World) -> None:
         return [float(step(batch)) for batch in job.batches(samples(40), 8)]
 
     assert body(solo_group(), "hogwild") == body(solo_group(), "single")
-
-
-def test_exact_is_refused(world: World) -> None:
-    models = [mlp(), mlp()]
-    with pytest.raises(BadInput, match="exact=True"):
-        world(
-            2,
-            lambda g: job_of(g).step(models[g.rank], F.cross_entropy, optimizer=SGD, exact=True),
-        )

@@ -263,11 +263,6 @@ def test_nesterov_by_hand(world: World, settings: str, momenta: list[float]) -> 
     world(2, body)
 
 
-def test_an_outer_adam_runs(world: World) -> None:
-    moved = weights_after(world, 'localsgd(every=2, outer="adam(lr=0.01)")', 4)
-    assert moved.isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("outer", "sentence"),
     [

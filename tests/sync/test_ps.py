@@ -24,7 +24,14 @@ from shoal.train.step import Step
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.server.helpers import launched
-from tests.test_equal import ADAMW, SGD, Halting, assert_equal_to_single, train
+from tests.test_equal import (
+    ADAMW,
+    SGD,
+    Halting,
+    assert_equal_to_single,
+    assert_same_bits,
+    train,
+)
 
 CPU = torch.device("cpu")
 
@@ -80,16 +87,7 @@ def test_a_parameter_without_gradient_is_left_alone(world: World, placement: str
 def test_exact_gives_the_same_bits(
     world: World, size: int, microbatches: int, placement: str
 ) -> None:
-    options = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
-    data = samples(64, (1, 4, 4))
-    alone = train(solo_group(), "single", convnet(), data, 24, **options)
-    models = [convnet() for _ in range(size)]
-    strategy = f'ps(placement="{placement}")'
-    together = world(size, lambda g: train(g, strategy, models[g.rank], data, 24, **options))
-    for losses, state in together:
-        assert losses == alone[0]
-        for name, tensor in alone[1].items():
-            assert torch.equal(state[name], tensor), name
+    assert_same_bits(world, size, f'ps(placement="{placement}")', microbatches)
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -260,18 +258,7 @@ def test_quorum_of_all_workers_equals_one_device(world: World) -> None:
     alone = train(solo_group(), "single", mlp(), samples(50), 12)
     models = [mlp(), mlp()]
     strategy = 'ps(quorum=1, placement="rank0")'
-
-    def body(group: Group) -> dict[str, Tensor]:
-        job = Job(parse(strategy), group, device=CPU, seed=3)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(50), 12):
-            step(batch)
-        with step.sync.full_weights():
-            state = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
-        job.close()
-        return state
-
-    for state in world(2, body):
+    for _, state in world(2, lambda g: train(g, strategy, models[g.rank], samples(50), 12)):
         for name, tensor in alone[1].items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
 

@@ -17,7 +17,7 @@ from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.compress.catalog import BLOCK
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.server.consistency import Rule
 from shoal.server.model.compression import PushCompression
 from shoal.server.protocol.frames import FrameKind
@@ -292,11 +292,6 @@ def test_a_checkpoint_without_the_lost_worker(
 
 
 # ---- what is refused ----------------------------------------------------------------------------
-
-
-def test_exact_and_compressed_exclude_each_other() -> None:
-    with pytest.raises(BadInput, match="exact=True adds up every gradient in full"):
-        start(solo_group(), 'ps(placement="rank0", compress="int8")', mlp(), exact=True)
 
 
 def damaged(method: str) -> tuple[Tensor, Tensor]:

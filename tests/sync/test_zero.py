@@ -20,8 +20,8 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step import Step
 from tests.conftest import World
-from tests.models import convnet, mlp, samples
-from tests.test_equal import ADAMW, SGD, assert_equal_to_single, train
+from tests.models import mlp, samples
+from tests.test_equal import ADAMW, SGD, assert_equal_to_single, assert_same_bits
 
 STAGES = ["zero(1)", "zero(2)", "zero(3)"]
 
@@ -110,22 +110,8 @@ def test_recomputing_and_sharing(
 
 
 @pytest.mark.parametrize("strategy", STAGES)
-def test_batchnorm_sees_the_global_batch(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 3, strategy, convnet, samples(44, (1, 4, 4)), 20)
-
-
-@pytest.mark.parametrize("strategy", STAGES)
 def test_exact_gives_the_same_bits(world: World, strategy: str) -> None:
-    options: dict[str, Any] = {"exact": True, "microbatches": 6, "clip_norm": 0.1}
-    data = samples(64, (1, 4, 4))
-    alone = train(solo_group(), "single", convnet(), data, 24, **options)
-    models = [convnet() for _ in range(3)]
-    for losses, state in world(
-        3, lambda g: train(g, strategy, models[g.rank], data, 24, **options)
-    ):
-        assert losses == alone[0]
-        for name, tensor in alone[1].items():
-            assert torch.equal(state[name], tensor), name
+    assert_same_bits(world, 3, strategy, 6)
 
 
 MINI = Size(layers=3, width=16, heads=2, context=8, lr=1e-3)
