@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
+from shoal.replica.attributes import copy_structure
 from shoal.replica.batchnorm import (
     ForwardState,
     GlobalBatchNorm,
@@ -405,3 +406,22 @@ def test_noted_rows_that_stand_in_leave_no_trace() -> None:
     update_running_statistics(net, solo_group())
     assert net[0].num_batches_tracked == 0
     assert not net[0].running_mean.any()
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(input))
+
+
+def test_a_batchnorm_with_a_forward_of_its_own_keeps_it_in_the_copy() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), NormAndActivation(4))
+    use_global_batchnorm(model, solo_group())
+    twin = copy_structure(model)
+    x = torch.ones(2, 1, 3, 3)
+    expected = twin.eval()(x)
+    norm = model[1]
+    for name, tensor in norm.named_parameters():
+        setattr(norm, name, nn.Parameter(tensor[:2]))
+    for name, tensor in norm.named_buffers():
+        setattr(norm, name, tensor if tensor.dim() == 0 else tensor[:2])
+    torch.testing.assert_close(twin(x), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from shoal.replica.tensor.planning.roles import HeadSplit
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World
+from tests.models import samples
 from tests.splitting import assert_equal, train
 
 
@@ -278,11 +280,6 @@ def test_a_plan_goes_before_what_is_found() -> None:
     }
 
 
-def look_at(x: Tensor) -> None:
-    """A forward that looks at values is not traced, so its layers are known by name only."""
-    assert float(x.detach().sum()) < 1e9
-
-
 class Misleading(nn.Module):
     """Looks like an MLP; between its layers the features are not on their own."""
 
@@ -292,7 +289,6 @@ class Misleading(nn.Module):
         self.fc2 = nn.Linear(12, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        look_at(x)
         result: Tensor = self.fc2(self.fc1(x).softmax(-1))
         return result
 
@@ -301,7 +297,6 @@ class CrossHead(Attention):
     """Adds up its heads, which are on two ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        look_at(x)
         batch, time, _ = x.shape
         q = self.wq(x).view(batch, time, self.n_heads, -1)
         mixed = (q + q.mean(2, keepdim=True)).reshape(batch, time, -1)
@@ -345,3 +340,27 @@ def test_a_wrong_guess_is_refused_before_the_first_step(
     kept = 'tp(2, plan={"0": "whole", "1": "column"})'
     models = [nn.Sequential(wrong(), nn.Linear(width, 3)) for _ in range(2)]
     world(2, lambda g: train(g, kept, models[g.rank], data, 4, loss=F.mse_loss))
+
+
+class Normed(nn.Module):
+    """Between its layers all features are needed, which their names and shapes do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.LSTM(6, 6, batch_first=True)
+        self.up = nn.Linear(6, 16)
+        self.down = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.first(x[:, None])[0][:, 0])
+        logits: Tensor = self.down(F.layer_norm(h, (16,)))
+        return logits
+
+
+def test_the_layer_whose_features_were_spread_is_named(world: World) -> None:
+    models = [Normed() for _ in range(4)]
+    with pytest.raises(BadInput, match=re.escape('plan={"up": "whole"}')):
+        world(2, lambda g: train(g, "tp(2)", models[g.rank], samples(8), 4))
+    kept = 'tp(2, plan={"up": "whole"})'
+    world(2, lambda g: train(g, kept, models[2 + g.rank], samples(8), 4))
