@@ -113,7 +113,7 @@ class OtherOptimizers:
         _here.others = weakref.ref(self)
 
     def end(self) -> None:
-        if _here.others() is self:
+        if getattr(_here, "others", lambda: None)() is self:  # or a later job has ended
             del _here.others
 
     def deliver(self) -> None:

@@ -324,3 +324,9 @@ def test_a_trace_has_steps_batches_and_the_injected_sleep_as_spans_of_their_own(
     shares = time_shares(tracer.spans)
     assert shares.injected > 0
     assert shares.seconds < (tracer.spans[-1].end_ns - tracer.spans[0].start_ns) / 1e9
+
+
+def test_a_later_job_of_a_process_may_end_first() -> None:
+    first, later = job_of(), job_of()
+    later.close()
+    first.close()
