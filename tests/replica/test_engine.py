@@ -94,29 +94,22 @@ def test_a_weight_may_be_a_function_that_is_asked_after_forward() -> None:
     assert events == ["forward", "weight"]
 
 
-def test_buckets_are_reported_in_the_last_microbatch_only() -> None:
-    engine = engine_of(linear(), 2)
+@pytest.mark.parametrize(
+    ("every", "losses", "gradients"),
+    [(False, [0.5 * 1 + 0.5 * 16], [[5.0, 12.0]]), (True, [0.5, 8.0], [[1.0, 0.0], [4.0, 12.0]])],
+)
+def test_buckets_are_reported_in_the_last_microbatch_or_in_each(
+    every: bool, losses: list[float], gradients: list[list[float]]
+) -> None:
+    engine = engine_of(linear(), 2, every_microbatch=every)
     engine.flat.grads.watch(engine.flat.buckets(1 << 20))
     seen: list[list[float]] = []
     engine.run(
         [micro([1.0, 0.0], 0.5), micro([1.0, 3.0], 0.5)],
         lambda bucket: seen.append(engine.flat.grads.buffer[bucket].tolist()),
     )
-    (bucket,) = seen
-    assert bucket[:2] == [0.5 * 1 + 0.5 * 16, 1.0], "the loss and the flag of the weight"
-    assert bucket[16:18] == [0.5 * 2 + 0.5 * 8, 0.5 * 24]
-
-
-def test_every_microbatch_is_reported_by_itself_when_asked_for() -> None:
-    engine = engine_of(linear(), 2, every_microbatch=True)
-    engine.flat.grads.watch(engine.flat.buckets(1 << 20))
-    seen: list[list[float]] = []
-    engine.run(
-        [micro([1.0, 0.0], 0.5), micro([1.0, 3.0], 0.5)],
-        lambda bucket: seen.append(engine.flat.grads.buffer[bucket].tolist()),
-    )
-    assert [b[0] for b in seen] == [0.5, 8.0]
-    assert [b[16:18] for b in seen] == [[1.0, 0.0], [4.0, 12.0]]
+    assert [b[:2] for b in seen] == [[loss, 1.0] for loss in losses], "and flags of the weight"
+    assert [b[16:18] for b in seen] == gradients
 
 
 def test_the_scale_of_a_loss_multiplies_gradients_and_not_the_loss() -> None:
@@ -239,15 +232,6 @@ def test_a_step_with_dropout_leaves_the_global_random_state_alone() -> None:
         engine.run(noise([step, 10 + step]), ignore)
         got.append(torch.rand(1))
     assert torch.equal(torch.cat(got), wanted)
-
-
-def test_a_model_without_randomness_leaves_the_global_random_state_alone() -> None:
-    engine = engine_of(linear())
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    for _ in range(2):
-        engine.run([micro([1.0, 0.0], 1.0)], ignore)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_step_that_fails_leaves_the_global_random_state_alone() -> None:
