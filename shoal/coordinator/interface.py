@@ -1,6 +1,5 @@
 """What servers ask of a coordinator, whichever one it is.
 
-    LocalCoordinator     in this process, for tests (local.py)
     RemoteCoordinator    the process that the launcher starts (client.py, service.py)
     EtcdCoordinator      an etcd cluster (etcd/)
 

@@ -56,7 +56,7 @@ class ChainRoute:
         self.view = ChainView(len(addresses), dialer.header.worker)
         self.interruptions = Interruptions(self.view)
         self.find_head_s = FIND_HEAD_S
-        self._dialer = dialer
+        self.dialer = dialer
         self._viewing = threading.Lock()
         self._led: dict[Channel, _Led] = {}
         self._unreachable: set[int] = set()  # readers, in this epoch
@@ -228,7 +228,7 @@ class ChainRoute:
 
     def _reach(self, copy: int, channel: Channel, timeout_s: float) -> Connection:
         try:
-            return self._dialer.dial(self.addresses[copy], channel, timeout_s)
+            return self.dialer.dial(self.addresses[copy], channel, timeout_s)
         except (OSError, Broken):
             if isinstance(self.addresses, CopyAddresses):
                 self.addresses.look_again()
@@ -311,12 +311,12 @@ class ChainRoute:
         """A control connection to a copy that knows this worker and its memory."""
         connection = self._reach(copy, "control", timeout_s)
         sequence, step = self._acknowledged
-        header = self._dialer.header._replace(
+        header = self.dialer.header._replace(
             kind=FrameKind.SETUP, sequence=sequence, argument=step, epoch=self.view.epoch
         )
         try:
             connection.send(header, self._spec, descriptor=self._descriptor)
-            _, meta = self._dialer.receive(connection, FrameKind.SETUP)
+            _, meta = self.dialer.receive(connection, FrameKind.SETUP)
             self._answer = decode(meta, SetUp)
             connection.sock.settimeout(None)
         except BaseException:
@@ -335,9 +335,9 @@ class ChainRoute:
 
     def ask(self, connection: Connection, request: Request) -> bytes:
         """The metadata of the answer on such a connection; its payload is skipped."""
-        header = self._dialer.header._replace(kind=request.kind, epoch=self.view.epoch)
+        header = self.dialer.header._replace(kind=request.kind, epoch=self.view.epoch)
         connection.send(header, request.meta)
-        answer, meta = self._dialer.receive(connection, request.kind)
+        answer, meta = self.dialer.receive(connection, request.kind)
         connection.skip(answer.payload_bytes)
         return meta
 
@@ -349,5 +349,5 @@ class ChainRoute:
     def _not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
         after_s = round(time.monotonic() - began_s, 1)
         why = reason.doing if isinstance(reason, PeerLost) else reason or "no copy answers"
-        doing = f"looking for the head of {self._dialer.whom} ({why})"
-        return PeerLost(self._dialer.rank, None, doing, after_s)
+        doing = f"looking for the head of {self.dialer.whom} ({why})"
+        return PeerLost(self.dialer.rank, None, doing, after_s)

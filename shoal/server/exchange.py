@@ -153,7 +153,7 @@ def _meta(asked: Asked, answer: bytes | int, payload_bytes: int = 0) -> bytes:
     verify(answer, meta, header)
     connection.received_bytes += len(answer) + header.payload_bytes
     connection.requests += 1
-    link.check_answer(header, meta, request.kind)
+    link.dialer.check_answer(header, meta, request.kind)
     if header.payload_bytes != payload_bytes:
         raise connection.break_off(link.wrong_size(request.kind, payload_bytes, header))
     return meta

@@ -118,7 +118,7 @@ class ServerLink:
         self.rank = dialer.rank
         self.route = route
         self.shares_memory = False
-        self._dialer = dialer
+        self.dialer = dialer
         self._connections = route.connections.current
         self._tracer = tracer
         self._queues: dict[Channel, WorkQueue] = {}
@@ -229,16 +229,16 @@ class ServerLink:
         def give_up(seconds: float) -> None:
             self.give_up(connection, request.kind, seconds)
 
-        who, whom = f"rank {self.rank}", self._dialer.whom
+        who, whom = f"rank {self.rank}", self.dialer.whom
         return waiting(who, whom, request.kind.name, give_up, PATIENCE)
 
     def give_up(self, connection: Connection, kind: FrameKind, seconds: float) -> None:
-        doing = f"{self._dialer.doing(kind)} (no answer)"
+        doing = f"{self.dialer.doing(kind)} (no answer)"
         self.route.connections.fail(PeerLost(self.rank, None, doing, round(seconds, 1)))
         connection.break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
 
     def header_of(self, request: Request) -> Header:
-        return self._dialer.header._replace(
+        return self.dialer.header._replace(
             kind=request.kind,
             sequence=request.sequence,
             argument=request.argument,
@@ -248,7 +248,7 @@ class ServerLink:
     def receive(self, connection: Connection, request: Request) -> Reply:
         if not request.is_answered:
             return _NO_REPLY
-        header, meta = self._dialer.receive(connection, request.kind)
+        header, meta = self.dialer.receive(connection, request.kind)
         payload = bytearray()
         views = request.into
         if views is None:
@@ -267,17 +267,13 @@ class ServerLink:
             f"{self.index} to {kind.name}, got {header.payload_bytes}"
         )
 
-    def check_answer(self, header: Header, meta: bytes, kind: FrameKind) -> None:
-        """Raises what the server says."""
-        self._dialer.check_answer(header, meta, kind)
-
     def why_broken(
         self, channel: Channel, kind: FrameKind, error: Exception, is_sent: bool
     ) -> Broken:
         """Why a request has no answer; raises what the server said before it closed."""
         if not is_sent:
             try:
-                self._dialer.receive(self._connections[channel], kind)
+                self.dialer.receive(self._connections[channel], kind)
             except MovedAway as moved:
                 return moved
             except Closed:
@@ -291,4 +287,4 @@ class ServerLink:
             self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
 
     def broken(self, kind: FrameKind, error: Exception) -> Broken:
-        return Broken(self.rank, None, f"{self._dialer.doing(kind)} ({error})")
+        return Broken(self.rank, None, f"{self.dialer.doing(kind)} ({error})")

@@ -255,10 +255,10 @@ def copies_of(client: Client, replicas: int) -> list[bytes]:
 
 
 def _weights_at(route: ChainRoute, copy: int) -> bytes:
-    header = route._dialer.header._replace(kind=FrameKind.PULL, epoch=route.view.epoch)
+    header = route.dialer.header._replace(kind=FrameKind.PULL, epoch=route.view.epoch)
     with closing(route.connect_reader(copy, START_S)) as connection:
         connection.send(header, encode(Pull(None, 0)))
-        answer, _ = route._dialer.receive(connection, FrameKind.PULL)
+        answer, _ = route.dialer.receive(connection, FrameKind.PULL)
         payload = bytearray(answer.payload_bytes)
         connection.read_into(memoryview(payload))
     assert payload
