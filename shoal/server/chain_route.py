@@ -230,7 +230,7 @@ class ChainRoute:
         try:
             return self.dialer.dial(self.addresses[copy], channel, timeout_s)
         except (OSError, Broken):
-            if isinstance(self.addresses, CopyAddresses):
+            if isinstance(self.addresses, CopyAddresses) and not self.connections.is_closing:
                 self.addresses.look_again()
             raise
 
