@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.errors import BadInput
 from shoal.server.chain.state import ChainConsistency
 from tests.conftest import World
 from tests.sync.replicas.chained import (
@@ -185,3 +186,8 @@ def test_rows_are_the_same_when_a_head_ends(world: World, monkeypatch: pytest.Mo
         with launched_chains(monkeypatch, 1, replicas=2) as made:
             found.append(train(world, SOME_ROWS, "ps(replicas=2)", 2, made, crash))
     assert equal(*found)
+
+
+def test_exact_sums_need_strong_consistency(world: World) -> None:
+    with pytest.raises(BadInput, match=r'exact=True needs every push .* use consistency="strong"'):
+        train(world, EXACT, 'ps(replicas=2, consistency="eventual")', 1)
