@@ -27,7 +27,8 @@ def num_rows(tree: Tree) -> int:
     lengths = {len(t) for t in _leaves(tree) if isinstance(t, Tensor) and t.dim() > 0}
     if len(lengths) == 1:
         return lengths.pop()
-    fitting = [n for n in sorted(set(_list_lengths(tree))) if _fits(tree, n)]
+    list_lengths = {len(items) for items in _lists(tree)}
+    fitting = [n for n in sorted(list_lengths) if _fits(tree, n)]
     if len(fitting) == 1:
         return fitting[0]
     if lengths:
@@ -35,7 +36,8 @@ def num_rows(tree: Tree) -> int:
             f"the tensors of a batch have different numbers of samples: {sorted(lengths)}; what "
             "has one size per sample goes into a list of samples"
         )
-    counts = {_object_rows(leaf) for leaf in _leaves(tree) if _has_rows(leaf)}
+    objects = [leaf for leaf in _leaves(tree) if _has_rows(leaf)]
+    counts = {int(getattr(leaf, "num_graphs", len(leaf))) for leaf in objects}
     if len(counts) == 1:
         return counts.pop()
     raise BadInput("a batch holds no tensor with a dimension for samples")
@@ -137,14 +139,11 @@ def _whole(tensor: Tensor, count: int) -> Tensor:
 
 def _is_ragged(items: Sequence[Any], count: int) -> bool:
     """One item per sample: not all tensors in it have a row per sample."""
-    if len(items) != count or len({item.dim() > 0 for item in items if _is_tensor(item)}) > 1:
+    have_rows = {item.dim() > 0 for item in items if isinstance(item, Tensor)}
+    if len(items) != count or len(have_rows) > 1:
         return False
     tensors = tensors_of(list(items))
     return not tensors or not all(t.dim() and len(t) == count for t in tensors)
-
-
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, Tensor)
 
 
 def _fits(tree: Tree, count: int, is_top: bool = True) -> bool:
@@ -175,10 +174,6 @@ def _lists(tree: Tree, is_top: bool = True) -> Iterator[Sequence[Any]]:
             yield from _lists(value, False)
 
 
-def _list_lengths(tree: Tree) -> Iterator[int]:
-    return (len(items) for items in _lists(tree))
-
-
 def _leaves(tree: Tree) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
@@ -204,10 +199,6 @@ def _has_rows(leaf: Any) -> bool:
     """Whether an object holds samples that can be counted and sliced."""
     is_plain = isinstance(leaf, (str, bytes, Tensor))
     return not is_plain and hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")
-
-
-def _object_rows(leaf: Any) -> int:
-    return int(leaf.num_graphs) if hasattr(leaf, "num_graphs") else len(leaf)
 
 
 def _like(rows: Any, piece: Any) -> Any:

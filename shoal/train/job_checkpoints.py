@@ -104,15 +104,19 @@ class JobCheckpoints:
             ema.load(tensors)
         for prepared, tensors in zip(self._loop.untrained, untrained, strict=False):
             copy_into(prepared.model, tensors)
-        self._tell_bare([name for state in states for name in state.bare])
+        if names := [name for state in states for name in state.bare]:
+            self._say(
+                f"the checkpoint has no optimizer state of {len(names)} parameters, such as "
+                f"{names[0]}: the optimizer starts there as in step 0"
+            )
         self._loop.take_settings()
         document = saved.document
         self._state.go_on_after(document["steps"], document["batches"], positions)
         if self._meetings.takes_returns:
             self._agreement.run(lambda: (None, ""))  # none trains before the last one has loaded
         self._loaded += 1
-        names = ("about", "position", "batches", "steps")
-        return {name: document.get(name, {}) for name in names}
+        keys = ("about", "position", "batches", "steps")
+        return {key: document.get(key, {}) for key in keys}
 
     def _read(self, path: Path) -> tuple[tuple[checkpoint.Checkpoint, list[FittingState]], str]:
         """A checkpoint that fits, and its digest; nothing is changed."""
@@ -124,13 +128,6 @@ class JobCheckpoints:
         if saved is None:
             saved = checkpoint.read(path)
         return (saved, fit(self._state.models, saved, path)), saved.digest
-
-    def _tell_bare(self, names: list[str]) -> None:
-        if names:
-            self._say(
-                f"the checkpoint has no optimizer state of {len(names)} parameters, such as "
-                f"{names[0]}: the optimizer starts there as in step 0"
-            )
 
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""

@@ -157,8 +157,6 @@ class LoopRows:
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Job.gather`."""
-        if x.dim() == 0:
-            raise BadInput("job.gather takes a tensor with a dimension for samples, not a number")
         if self.has_whole_batch:
             return x
         if self._group is None:  # with an order of operations of its own

@@ -145,18 +145,18 @@ class OwnLoop:
             )
         first = len(self.parts)
         self._taken = self._taken or Taken()
-        made = set_up(models, optimizers, self._context, self._taken, self.parts)
-        self._prepared += made.prepared
-        for prepared in made.prepared:
+        made, updates = set_up(models, optimizers, self._context, self._taken, self.parts)
+        self._prepared += made
+        for prepared in made:
             self._forwards.watch(prepared.model, prepared.shard)
-        for optimizer, parts in zip(made.optimizers, made.parts_of, strict=True):
+        for optimizer, parts in updates:
             self.optimizers.append(
                 LoopOptimizer(optimizer, parts, lambda: self._global_loss, self._after_update)
             )
         self._leader = None
         if self.mesh.world.size > 1:
             clip_for(self)
-        replaced = {id(o): m for o, m in zip(optimizers, made.optimizers, strict=True)}
+        replaced = {id(o): m for o, (m, _) in zip(optimizers, updates, strict=True)}
         returned = [replaced.get(id(o), o) for o in objects]
         steps = [part.step for part in self.parts[first:]]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
@@ -335,6 +335,4 @@ def _params_in(given: Any) -> list[nn.Parameter]:
         return [p for group in given.param_groups for p in group["params"]]
     if isinstance(given, Tensor):
         return [given]  # type: ignore[list-item]
-    if not isinstance(given, Iterable):
-        raise BadInput("job.clip_grad_norm_ takes parameters, a model or an optimizer")
     return list(given)

@@ -182,7 +182,12 @@ def _share_batchnorm(
         return ForwardState()
     is_shared = dp.size > 1 or context.strategy.is_elastic
     if is_shared and not term.lockstep:
-        context.say(_local_statistics(term))
+        statistics = (
+            "running statistics are shared like the weights"
+            if term.batches is Batches.IN_TURNS
+            else "the mean of the running statistics is tested and saved"
+        )
+        context.say(f"BatchNorm uses each replica's own samples under {term.name}; {statistics}")
         return ForwardState()
     if context.mesh.pp.size > 1 and options.accumulate == 1 and not options.exact:
         context.say(
@@ -197,15 +202,6 @@ def _share_batchnorm(
     if options.exact:
         return use_microbatch_norm(model)
     return use_global_batchnorm(model, dp.duplicate()) if is_shared else ForwardState()
-
-
-def _local_statistics(term: SyncTerm) -> str:
-    statistics = (
-        "running statistics are shared like the weights"
-        if term.batches is Batches.IN_TURNS
-        else "the mean of the running statistics is tested and saved"
-    )
-    return f"BatchNorm uses each replica's own samples under {term.name}; {statistics}"
 
 
 def _make_deterministic(device: torch.device) -> None:

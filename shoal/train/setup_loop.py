@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.embedding.module import Embedding
@@ -71,15 +71,6 @@ class LoopFunctions(StepFunctions):
         return None  # LBFGS may be used
 
 
-@dataclass(frozen=True)
-class LoopSetup:
-    """What `set_up` has made of models and optimizers."""
-
-    prepared: list[PreparedModel]
-    optimizers: list[torch.optim.Optimizer]
-    parts_of: list[list[LoopPart]]  # of each optimizer
-
-
 def loop_term(context: StepContext) -> SyncTerm:
     """The term of a loop of the user's own; BadInput where the strategy splits the loop itself."""
     strategy = context.strategy
@@ -100,8 +91,11 @@ def set_up(
     context: Callable[[], StepContext],
     taken: Taken,
     parts: list[LoopPart],
-) -> LoopSetup:
-    """All ranks call it together. `taken` and `parts` are those of earlier calls; they grow."""
+) -> tuple[list[PreparedModel], list[tuple[torch.optim.Optimizer, list[LoopPart]]]]:
+    """What was made of models, and of optimizers. All ranks call it together.
+
+    `taken` and `parts` are those of earlier calls; they grow.
+    """
     term = loop_term(context())
     _check_models(models)
     made = _make_optimizers(models, optimizers)
@@ -124,12 +118,14 @@ def set_up(
     taken.add(models)
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
-    builder = _PartBuilder(prepared, parts, context)
-    parts_of = [builder.build(o, names_of) for o, names_of in zip(made, names, strict=True)]
+    updates = [
+        (o, _build_parts(o, names_of, prepared, parts, context))
+        for o, names_of in zip(made, names, strict=True)
+    ]
     trained = [p for part in parts for p in part.params]
     for model in models:
         broadcast_start(model, trained, context().mesh.dp)
-    return LoopSetup(prepared, made, parts_of)
+    return prepared, updates
 
 
 class Taken:
@@ -187,52 +183,48 @@ def _prepared(
         term = term.with_whole_parameters()
         strategy = replace(context.strategy, sync=term, tp=None)  # it has no layers
         context = replace(context, strategy=strategy)
-    return prepare_model(model, term, StepOptions(), context, _no_optimizer)
+    return prepare_model(model, term, StepOptions(), context, _by_the_script)
 
 
-class _PartBuilder:
-    """Builds the parts of optimizers, each of some parameters of one model."""
+def _build_parts(
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[int, str]],
+    prepared: list[PreparedModel],
+    parts: list[LoopPart],
+    context: Callable[[], StepContext],
+) -> list[LoopPart]:
+    """The parts of one optimizer, each of some parameters of one model; added to `parts`."""
+    factory = PartOptimizers(optimizer)
+    first = len(parts)
+    for i, model in enumerate(prepared):
+        wanted = {name for index, name in names if index == i}
+        named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
+        for some in _divided(named):
+            parts.append(_part(model, some, factory, parts, context()))
+    factory.is_building = False
+    if len(parts) == first:
+        raise BadInput("an optimizer of job.setup has no parameter of its models")
+    return parts[first:]
 
-    def __init__(
-        self,
-        prepared: list[PreparedModel],
-        parts: list[LoopPart],
-        context: Callable[[], StepContext],
-    ):
-        self._prepared = prepared
-        self._parts = parts
-        self._context = context
 
-    def build(
-        self, optimizer: torch.optim.Optimizer, names: list[tuple[int, str]]
-    ) -> list[LoopPart]:
-        factory = PartOptimizers(optimizer)
-        first = len(self._parts)
-        for i, model in enumerate(self._prepared):
-            wanted = {name for index, name in names if index == i}
-            named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
-            for some in _divided(named):
-                self._parts.append(self._part(model, some, factory))
-        factory.is_building = False
-        if len(self._parts) == first:
-            raise BadInput("an optimizer of job.setup has no parameter of its models")
-        return self._parts[first:]
-
-    def _part(self, model: PreparedModel, named: Named, factory: PartOptimizers) -> LoopPart:
-        context = self._context()
-        is_first = all(part.step.model is not model.model for part in self._parts)
-        if self._parts and context.mesh.dp.size > 1:  # gradients of parts come in any order
-            mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
-            context = replace(context, mesh=mesh)
-        shard = copy.copy(model.shard)
-        shard.named = named
-        functions = LoopFunctions(_no_loss, factory)
-        with _all_trained([p for _, p in named]):
-            step = assemble_step(
-                replace(model, shares_statistics=is_first), shard, functions, context
-            )
-        step.saves_model = is_first
-        return LoopPart(step)
+def _part(
+    model: PreparedModel,
+    named: Named,
+    factory: PartOptimizers,
+    others: list[LoopPart],
+    context: StepContext,
+) -> LoopPart:
+    is_first = all(part.step.model is not model.model for part in others)
+    if others and context.mesh.dp.size > 1:  # gradients of parts come in any order
+        mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
+        context = replace(context, mesh=mesh)
+    shard = copy.copy(model.shard)
+    shard.named = named
+    functions = LoopFunctions(_by_the_script, factory)
+    with _all_trained([p for _, p in named]):
+        step = assemble_step(replace(model, shares_statistics=is_first), shard, functions, context)
+    step.saves_model = is_first
+    return LoopPart(step)
 
 
 def _divided(named: Named) -> list[Named]:
@@ -262,17 +254,7 @@ def _make_optimizers(
             "of several optimizers job.setup cannot tell which parameters a factory is for: pass "
             "torch.optim instances"
         )
-    made = []
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(_pairs_of(models))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise BadInput(
-                "job.setup takes models (nn.Module) and optimizers: torch.optim instances, or one "
-                "function from (name, parameter) pairs to an optimizer"
-            )
-        made.append(optimizer)
-    return made
+    return [o(_pairs_of(models)) if factories else o for o in optimizers]
 
 
 def _pairs_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -286,12 +268,6 @@ def _loose_models(
 ) -> list[nn.Module]:
     known = {id(p) for model in models for p in model.parameters()}
     loose = [p for o in optimizers for p in params_of(o) if id(p) not in known]
-    for p in loose:
-        if not isinstance(p, nn.Parameter):
-            raise BadInput(
-                f"an optimizer of job.setup updates a tensor of shape {tuple(p.shape)} that is in "
-                "none of its models: make it an nn.Parameter, and pass its module"
-            )
     return [LooseParameters(loose)] if loose else []
 
 
@@ -314,9 +290,7 @@ def _take_params(
     for group in optimizer.param_groups:
         for k, old in enumerate(group["params"]):
             i, name = next(source)
-            new = present[i].get(name)
-            if new is None:
-                raise BadInput(f"the strategy has no parameter {name!r} in place of the model's")
+            new = present[i][name]
             if new is not old:
                 group["params"][k] = new
                 if old in optimizer.state:
@@ -336,9 +310,5 @@ def _all_trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
             p.requires_grad_(requires_grad)
 
 
-def _no_loss(outputs: Any, targets: Any) -> Tensor:
-    raise BadInput("the script computes the loss itself")
-
-
-def _no_optimizer(named: Any) -> torch.optim.Optimizer:
-    raise BadInput("the script calls the optimizer itself")
+def _by_the_script(*given: Any) -> Any:
+    raise BadInput("the script computes the loss, and calls the optimizer, itself")

@@ -76,9 +76,8 @@ class ShardedState:
         numbers = torch.tensor([_numbers(progress) for progress in mine]).view(-1)
         gathered = numbers.new_empty(self._group.size, numbers.numel())
         self._group.all_gather(gathered, numbers).wait()
-        rows = [
-            [_progress(row) for row in ranks] for ranks in zip(*_by_model(gathered), strict=True)
-        ]
+        by_rank = gathered.view(len(gathered), -1, _NUMBERS).tolist()
+        rows = [[_progress(row) for row in ranks] for ranks in zip(*by_rank, strict=True)]
         if all(progress.is_new for progress in rows[0]):
             if self._group.membership.has_begun:
                 raise RunOver(self._group.membership.me.worker)
@@ -140,12 +139,6 @@ def _sender(rows: Sequence[ShardProgress]) -> int:
 def _numbers(progress: ShardProgress) -> list[int]:
     flags = (int(progress.is_new), int(progress.is_open))
     return [*flags, progress.steps, *progress.layout, *progress.staged]
-
-
-def _by_model(gathered: Tensor) -> list[list[list[int]]]:
-    """For each rank the numbers of each model."""
-    found: list[list[list[int]]] = gathered.view(len(gathered), -1, _NUMBERS).tolist()
-    return found
 
 
 def _progress(numbers: Sequence[int]) -> ShardProgress:
