@@ -9,7 +9,6 @@ UpdateOnWorkers   ps(update="worker"): the sum of the gradients, to which a work
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -23,28 +22,9 @@ from shoal.sync.residuals import synchronize_copies
 Tell = Callable[[str], list[str]]
 
 
-class Updates(Protocol):
+class Updates:
     """Chosen once, when the worker is built."""
 
-    @property
-    def served_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose state the servers keep."""
-        ...
-
-    def learning_rate(self, step: int) -> float | None:
-        """What the servers update with in this step; None: as before."""
-        ...
-
-    def take(self, result: PullResult) -> None:
-        """Use what a pull has brought."""
-        ...
-
-    def finish_step(self) -> None:
-        """The step was pushed."""
-        ...
-
-
-class UpdateOnServers(Updates):
     def __init__(
         self, flat: FlatParams, update: OptimizerStep, client: Client, copies: Copies | None = None
     ):
@@ -54,6 +34,25 @@ class UpdateOnServers(Updates):
         self.client = client
         self.copies = copies
 
+    @property
+    def served_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose state the servers keep."""
+        return None
+
+    def learning_rate(self, step: int) -> float | None:
+        """What the servers update with in this step; None: as before."""
+        return None
+
+    def take(self, result: PullResult) -> None:
+        """Use what a pull has brought."""
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """The step was pushed."""
+        raise NotImplementedError
+
+
+class UpdateOnServers(Updates):
     @property
     def served_optimizer(self) -> torch.optim.Optimizer:
         return self.update.optimizer
@@ -85,21 +84,6 @@ class UpdateInPlace(UpdateOnServers):
 
 
 class UpdateOnWorkers(Updates):
-    def __init__(
-        self, flat: FlatParams, update: OptimizerStep, client: Client, copies: Copies | None
-    ):
-        self.flat = flat
-        self.update = update
-        self.client = client
-        self.copies = copies
-
-    @property
-    def served_optimizer(self) -> None:
-        return None
-
-    def learning_rate(self, step: int) -> float | None:
-        return None
-
     def take(self, result: PullResult) -> None:
         grads = self.flat.grads
         with self.update.tracer.span(WAIT, f"copy gradients of version {result.version}"):
