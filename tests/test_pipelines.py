@@ -59,39 +59,25 @@ def test_a_gpt_with_tied_embedding_under_every_schedule(
     assert_equal(world, size, strategy, make, texts(16), 8, **options)
 
 
+@pytest.mark.product
+@pytest.mark.parametrize(
+    "sync", ["ddp(bucket_mb=0.0001)", "zero(1)", "zero(2)", 'gossip(graph="complete")']
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
-def test_replicas_of_pipelines(world: World, schedule: str) -> None:
-    strategy = f'ddp(bucket_mb=0.0001) + pp(2, schedule="{schedule}")'
-    options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
+def test_replicas_of_pipelines(world: World, sync: str, schedule: str) -> None:
+    strategy = f'{sync} + pp(2, schedule="{schedule}")'
+    options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
     assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)  # the last batch is short
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("sync", ["zero(1)", "zero(2)", 'gossip(graph="complete")'])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
-def test_other_syncs_of_pipelines(world: World, sync: str, schedule: str) -> None:
-    strategy = f'{sync} + pp(2, schedule="{schedule}")'
-    options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
-    assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)
-
-
-@pytest.mark.parametrize("schedule", schedules())
-def test_exact_gives_the_same_bits(world: World, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [*((2, f'pp(2, schedule="{schedule}")') for schedule in schedules()), (4, "ddp + pp(2)")],
+)
+def test_exact_gives_the_same_bits(world: World, size: int, strategy: str) -> None:
     options = {"exact": True, "microbatches": 4, "optimizer": ADAMW, "clip_norm": 0.5}
-    strategy = f'pp(2, schedule="{schedule}")'
-    assert_equal(
-        world, 2, strategy, gpt, texts(16), 8, exactly=True, loss=next_token_loss, **options
-    )
-
-
-def test_exact_with_replicas_of_pipelines(world: World) -> None:
-    options = {"exact": True, "microbatches": 4, "optimizer": ADAMW, "clip_norm": 0.5}
-    assert_equal(
-        *(world, 4, "ddp + pp(2)", gpt, texts(14), 8),
-        exactly=True,
-        loss=next_token_loss,
-        **options,
-    )
+    options["loss"] = next_token_loss
+    assert_equal(world, size, strategy, gpt, texts(14), 8, exactly=True, **options)
 
 
 def dropping() -> nn.Module:
