@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.embedding.module import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
-    from shoal.launch.run import run as run
+    from shoal.launch.rank.run import run as run
     from shoal.planning import predict as predict
     from shoal.planning import rank_strategies as rank_strategies
     from shoal.strategy.strategy import Strategy as Strategy
@@ -38,7 +38,7 @@ _HOME = {
     "map_reduce": "train.map_reduce",
     "predict": "planning",
     "rank_strategies": "planning",
-    "run": "launch.run",
+    "run": "launch.rank.run",
     "Step": "train.step",
     "Strategy": "strategy.strategy",
     "parse": "strategy.strategy",

@@ -21,7 +21,7 @@ from typing import IO, NamedTuple, TypeVar
 
 import torch
 
-from shoal.comm.board import GroupMember
+from shoal.comm.members.board import GroupMember
 from shoal.train import checkpoint
 from tests import forked
 from tests.elastic_recipes import BATCH, SAMPLES

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.board import Board, GroupMember, RunDirBoard
 from shoal.comm.call import Call
-from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.membership import GroupMembership
+from shoal.comm.members.board import Board, GroupMember, RunDirBoard
+from shoal.comm.members.elastic_group import ElasticGroup
+from shoal.comm.members.membership import GroupMembership
 from shoal.comm.network import HostSpec
 from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig

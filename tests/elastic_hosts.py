@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shoal.comm.board import Board, GroupMember
-from shoal.comm.guarded_store.service import StoreService
+from shoal.comm.members.board import Board, GroupMember
+from shoal.comm.members.network_board import NetworkBoard, ServedBoard
 from shoal.comm.network import HostSpec
-from shoal.comm.network_board import NetworkBoard, ServedBoard
+from shoal.comm.store.service import StoreService
 from tests.elastic import Workers
 
 SECRET = b"k" * 32

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.group import Group
-from shoal.comm.meetings import Meetings
+from shoal.comm.members.elastic_sum import ElasticSum
+from shoal.comm.members.meetings import Meetings
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse

@@ -42,7 +42,7 @@ LAYERS = [
     ["observe.memory_estimate"],
     ["observe.workload_profile", "observe.workload_trace"],
     ["observe.memory_probe"],
-    ["launch.auto", "launch.run", "launch.worker"],
+    ["launch.rank"],
     ["integrations"],
     ["examples"],
     ["commands"],

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.comm.guarded_store.service import StoreService
-from shoal.comm.guarded_store.session import NO_KEY
 from shoal.comm.network import HostNetwork
+from shoal.comm.store.service import StoreService
+from shoal.comm.store.session import NO_KEY
 from shoal.coordinator.core import Core
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.store import Store
@@ -27,12 +27,12 @@ LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_pr
 LISTENERS = {
     "comm/executors/hierarchical/gloo_links.py": "HostNetwork.check_gloo",
     "comm/executors/torch.py": "Gloo and NCCL: Worker._check_network",
-    "comm/guarded_store/service.py": "asks for a key, or listens at loopback",
+    "comm/store/service.py": "asks for a key, or listens at loopback",
     "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",
     "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
     "lab/machines.py": "the same",
-    "launch/ray_machines.py": "the same",
-    "launch/remote.py": "the same",
+    "launch/ray/ray_machines.py": "the same",
+    "launch/hosts/remote.py": "the same",
     "server/protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",
     "transport/tcp/connect.py": "HostNetwork.key",
 }

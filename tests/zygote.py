@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shoal.cli import COMMANDS, build_app
-from shoal.launch.python_fork import be_python
+from shoal.launch.here.python_fork import be_python
 
 REQUEST_BYTES = 1 << 20
 _PRELOADED = (
@@ -36,7 +36,7 @@ _PRELOADED = (
     "numpy",
     "networkx",
     "safetensors.torch",
-    "shoal.launch.run",
+    "shoal.launch.rank.run",
     "shoal.server.server",
 )
 _RealPopen = subprocess.Popen

@@ -26,9 +26,9 @@ from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.network import BETWEEN, HostNetwork, in_ring_order, open_links
 from shoal.comm.select import exchange_over, shared_store
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.local import LaunchSpec
-from shoal.launch.machines import Machines
-from shoal.launch.remote import run_remote
+from shoal.launch.here.local import LaunchSpec
+from shoal.launch.hosts.machines import Machines
+from shoal.launch.hosts.remote import run_remote
 from shoal.runtime.config import RunConfig
 from shoal.runtime.wording import counted
 from shoal.transport.shm.memfd import Exchange

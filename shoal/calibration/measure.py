@@ -23,8 +23,8 @@ from shoal.cluster.discover import this_machine
 from shoal.cluster.toml_file import read_cluster
 from shoal.cluster.toml_writer import cluster_text
 from shoal.errors import BadInput
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.output import discard_lines
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.output import discard_lines
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
 from shoal.runtime.files import scratch_folder

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.authenticated_store import generation_name, own_generation
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
@@ -34,6 +33,7 @@ from shoal.comm.network import (
     open_links,
     share_on_hosts,
 )
+from shoal.comm.store.authenticated import generation_name, own_generation
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
@@ -42,9 +42,9 @@ from shoal.transport.shm.segment import NOT_BUILT, is_built
 from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
-    from shoal.comm.authenticated_store import Refusals
     from shoal.comm.executors.hierarchical.executor import Hierarchical
     from shoal.comm.executors.scheduled.selection import Algorithm
+    from shoal.comm.store.authenticated import Refusals
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -103,7 +103,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
             return own_generation(store, rank, size)
 
-        from shoal.comm.authenticated_store import heeding_refusals
+        from shoal.comm.store.authenticated import heeding_refusals
 
         with heeding_refusals(store, spec.secret, rank) as refusals:
             return _prove(spec, store, refusals, stores)
@@ -112,7 +112,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         if spec.store is not None:
             return spec.store
 
-        from shoal.comm.guarded_store.client import meet_at
+        from shoal.comm.store.client import meet_at
 
         stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
         return stores[0]
@@ -134,14 +134,14 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
 
 def _prove(spec: GroupSpec, store: Store, refusals: Refusals, kept: list[Store]) -> Store:
     """What all ranks have met in, from a store of torch's that strangers can write to."""
-    from shoal.comm.authenticated_store import HeedingStore, authenticated
+    from shoal.comm.store.authenticated import HeedingStore, authenticated
 
     heeding = HeedingStore(store, refusals)
     kept.append(heeding)
     proven = authenticated(heeding, spec.secret, spec.rank, spec.size)
     kept.append(proven)
     if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
-        from shoal.comm.guarded_store.client import move_to_own_service
+        from shoal.comm.store.client import move_to_own_service
 
         own = move_to_own_service(proven, spec.rank, spec.secret, spec.hostname)
         kept.append(own)

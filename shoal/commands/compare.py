@@ -22,9 +22,9 @@ from shoal.commands import options
 from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.output import Part, plain_table, show
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.output import discard_lines
-from shoal.launch.process_config import replication_of
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.output import discard_lines
+from shoal.launch.here.process_config import replication_of
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores

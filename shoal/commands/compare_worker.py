@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import BadInput
-from shoal.launch.environment import Placement, detect
-from shoal.launch.run import replaced_run, run
-from shoal.launch.worker import Train, Worker
+from shoal.launch.rank.environment import Placement, detect
+from shoal.launch.rank.run import replaced_run, run
+from shoal.launch.rank.worker import Train, Worker
 from shoal.observe.comparison import ComparedRun
 from shoal.observe.progress import open_progress
 from shoal.runtime.config import RunConfig

@@ -13,7 +13,7 @@ import typer
 
 from shoal.commands import options
 from shoal.errors import BadInput, CheckFailed
-from shoal.launch.certificates import HostNames, make_certificates
+from shoal.launch.hosts.certificates import HostNames, make_certificates
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.secret import fingerprint, make_key_file, mode_warning
 

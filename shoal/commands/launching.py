@@ -15,14 +15,18 @@ from pathlib import Path
 from shoal.commands import options
 from shoal.commands.output import say
 from shoal.errors import BadInput
-from shoal.launch.checkpoint_option import saying_latest, with_checkpoint, with_server_checkpoint
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.lost_workers import taking_back, tolerance_of
-from shoal.launch.machines import Machines
-from shoal.launch.output import OnProgress, Write, discard_lines, print_lines
-from shoal.launch.process_config import replication_of
-from shoal.launch.processes import Forks
-from shoal.launch.report import RunResult, run_report
+from shoal.launch.here.checkpoint_option import (
+    saying_latest,
+    with_checkpoint,
+    with_server_checkpoint,
+)
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.output import OnProgress, Write, discard_lines, print_lines
+from shoal.launch.here.process_config import replication_of
+from shoal.launch.here.processes import Forks
+from shoal.launch.here.report import RunResult, run_report
+from shoal.launch.hosts.machines import Machines
+from shoal.launch.losses.lost_workers import taking_back, tolerance_of
 from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
@@ -35,7 +39,7 @@ from shoal.strategy.strategy import Strategy, as_strategy
 def _ray(address: str, config: RunConfig) -> Machines:
     # Ray reads them when it is imported
     set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
-    from shoal.launch.ray_machines import RayMachines
+    from shoal.launch.ray.ray_machines import RayMachines
 
     return RayMachines(address, config)
 
@@ -208,7 +212,7 @@ def resolve_auto(
     """The strategy that `-s auto` stands for; any other text as it is."""
     if text != "auto":
         return text
-    from shoal.launch.auto import choose_strategy  # only where it is needed
+    from shoal.launch.rank.auto import choose_strategy  # only where it is needed
 
     config = config_for(as_strategy("single"), device=device)
     run = partial(run_quietly, command)
@@ -311,7 +315,7 @@ def _launch(
         losses = (config.restarts, config.start, config.min_workers)
         spec = replace(spec, tolerance=tolerance_of(strategy, workers, *losses))
     if on is not None:
-        from shoal.launch.remote import run_attempts  # only where it is needed
+        from shoal.launch.hosts.remote import run_attempts  # only where it is needed
 
         with open_engine(on, spec.config) as machines:
             return run_attempts(machines, spec, write, on_progress)

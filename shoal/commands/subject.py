@@ -18,7 +18,7 @@ from shoal.cluster.units import parse_bytes, parse_s_per_byte
 from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, check_trained, command_for, config_for, run_quietly
 from shoal.errors import BadInput
-from shoal.launch.auto import measure_profile
+from shoal.launch.rank.auto import measure_profile
 from shoal.plan.predict import PlanSettings
 from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload

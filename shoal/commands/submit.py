@@ -18,7 +18,7 @@ import typer
 from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, command_for, strategy_for
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.checkpoint_option import OPTION_NAME, read_folder
+from shoal.launch.here.checkpoint_option import OPTION_NAME, read_folder
 from shoal.launch.submit.kubernetes import KubernetesOptions, checkpoint_warning, manifest
 from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
 from shoal.launch.submit.spec import MARK, SubmitSpec, name_of, read_variables

@@ -22,8 +22,8 @@ from shoal.commands.launching import (
 )
 from shoal.commands.output import show
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.processes import Forks
-from shoal.launch.python_fork import can_fork, load, modules_to_load
+from shoal.launch.here.processes import Forks
+from shoal.launch.here.python_fork import can_fork, load, modules_to_load
 from shoal.runtime.config import CaptureConfig, RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from shoal.errors import BadInput
 from shoal.lab.lab import find_lab
 from shoal.lab.namespaces import require
-from shoal.launch.machines import HostProcess, Machine, ServerHosts, servers_in_turn
-from shoal.launch.process_config import Replication
+from shoal.launch.here.process_config import Replication
+from shoal.launch.hosts.machines import HostProcess, Machine, ServerHosts, servers_in_turn
 from shoal.runtime.cores import cores
 
 

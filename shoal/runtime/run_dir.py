@@ -2,21 +2,21 @@
 
     lock                 locked while the process that made the directory, or a fork of it, runs
     secret               32 random bytes in hexadecimal; processes of the run prove it to each other
-    store/               rendezvous of the workers (launch/rendezvous.py)
+    store/               rendezvous of the workers (launch/rank/rendezvous.py)
     all-joined           every worker has joined the group
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
     training-0           worker 0 is in a call of shoal.run, maybe after one that it has finished
     exited-2.json        the process of worker 2 has exited, written by the launcher
     joins/               requests of `shoal join`; join-….json is the answer of the launcher
-    run.json             what runs here, for `shoal ps` and `shoal stop` (launch/running.py)
+    run.json             what runs here, for `shoal ps` and `shoal stop` (launch/here/running.py)
     steps-2              how many steps worker 2 has done
     started-2            how often worker 2 was started again; then exited-2.1.json …
     back-2.1.json        how it took its place among the others
     late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
-    meetings-1           what all workers did together (comm/meetings.py)
-    members-1            generations of the group of an elastic run (comm/membership.py)
+    meetings-1           what all workers did together (comm/members/meetings.py)
+    members-1            generations of the group of an elastic run (comm/members/membership.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
@@ -25,7 +25,7 @@
                          .pid the number of its process
     killed-server-0-50   a worker has killed server 0 at step 50 (--kill)
     coordinator.sock     the coordinator's socket; .address holds its TCP address, .log its records
-    start-1/ tally-1/    files of comm/elastic.py, for the first shoal.run of the workers
+    start-1/ tally-1/    of comm/members/elastic_sum.py, for the first shoal.run of the workers
     spans-0.json         the trace of worker 0 (in the folder of a trace or of a compared run)
     begun                a compared run has begun (in its folder)
 
@@ -264,7 +264,7 @@ class RunDir:
     # ------------------------------------------------------------------ workers that come back
 
     def open_joins(self) -> None:
-        """The launcher starts workers that are asked for (launch/joining.py)."""
+        """The launcher starts workers that are asked for (launch/losses/joining.py)."""
         self.joins.mkdir(mode=0o700)
 
     def takes_joins(self) -> bool:

@@ -94,7 +94,7 @@ class Returning:
         return None
 
     def meet(self, number: int, generations: Sequence[int]) -> None:
-        """What follows is done by these processes: see `comm/meetings.py`."""
+        """What follows is done by these processes: see `comm/members/meetings.py`."""
         return None
 
 

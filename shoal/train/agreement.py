@@ -24,8 +24,8 @@ from shoal.sync.base import Comeback
 from shoal.train.job_state import JobState
 
 if TYPE_CHECKING:
-    from shoal.comm.elastic import ElasticSum
-    from shoal.comm.meetings import Meeting
+    from shoal.comm.members.elastic_sum import ElasticSum
+    from shoal.comm.members.meetings import Meeting
     from shoal.train.elastic_training import ElasticTraining
 
 T = TypeVar("T")

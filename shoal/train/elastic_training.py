@@ -1,7 +1,7 @@
 """Training that goes on when workers leave and join, without a restart of the others.
 
     step 41    worker 2 is killed; workers 0, 1 and 3 lose it in an all-reduce
-    regroup    they form the next generation (`comm/membership.py`) and compare their steps: one of
+    regroup    they form the next generation (`comm/members`) and compare their steps: one of
                them may have ended step 41. It sends its state to those that have not
     step 41    where none has ended it, its global batch is split over 3 workers and done again
     step 60    worker 2, started again, is admitted: it gets the state and goes on with step 60
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.comm.elastic_group import ElasticGroup
+from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
 from shoal.data.batch import AnyBatch, BatchPart
 from shoal.data.sources import Recall

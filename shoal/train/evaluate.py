@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.elastic import ElasticSum
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.data.batch import AnyBatch
 from shoal.data.rows import move_to
 from shoal.data.sampling import BatchSplit, Collate, DatasetBatches, Loading

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.elastic_group import ElasticGroup
 from shoal.comm.group import Group
+from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.mesh import Mesh
 from shoal.data.batch import AnyBatch
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix

@@ -20,8 +20,8 @@ from shoal.runtime.preemption import Preemption
 from shoal.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from shoal.comm.elastic import ElasticSum
-    from shoal.comm.meetings import Meetings
+    from shoal.comm.members.elastic_sum import ElasticSum
+    from shoal.comm.members.meetings import Meetings
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.elastic_group import ElasticGroup
+from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
 from shoal.errors import RunOver
 from shoal.sync.movable_shards import MovableShards, ShardProgress, settled

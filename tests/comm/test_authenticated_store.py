@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.authenticated_store import (
+from shoal.comm.store.authenticated import (
     AuthenticatedStore,
     HeedingStore,
     OtherRankRefused,

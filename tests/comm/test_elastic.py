@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.elastic import ElasticSum, SurvivorSum
+from shoal.comm.members.elastic_sum import ElasticSum, SurvivorSum
 from shoal.errors import Desync, PeerLost
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.authenticated_store import own_generation
+from shoal.comm.store.authenticated import own_generation
 from shoal.errors import ShoalError
 from shoal.transport.shm.segment import is_built
 from tests.comm.torch_ranks import forked_ranks

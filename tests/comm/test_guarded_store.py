@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal.comm.authenticated_store import own_generation
-from shoal.comm.guarded_store import service as service_module
-from shoal.comm.guarded_store.client import GuardedStore
-from shoal.comm.guarded_store.service import StoreService, StoreTable
-from shoal.comm.guarded_store.session import (
+from shoal.comm.store import service as service_module
+from shoal.comm.store.authenticated import own_generation
+from shoal.comm.store.client import GuardedStore
+from shoal.comm.store.service import StoreService, StoreTable
+from shoal.comm.store.session import (
     ANSWER_BYTES,
     GREETING_BYTES,
     MAGIC,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.comm.meetings import Meeting, Meetings
+from shoal.comm.members.meetings import Meeting, Meetings
 from shoal.errors import CheckpointError, PeerLost
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shoal.comm.board import GroupMember
-from shoal.comm.guarded_store.service import StoreService
-from shoal.comm.guarded_store.session import AT_THE_END, StoreRequest
-from shoal.comm.network_board import LOG, BoardLog, NetworkBoard, ServedBoard
+from shoal.comm.members.board import GroupMember
+from shoal.comm.members.network_board import LOG, BoardLog, NetworkBoard, ServedBoard
+from shoal.comm.store.service import StoreService
+from shoal.comm.store.session import AT_THE_END, StoreRequest
 from shoal.errors import BadInput, PeerLost
 
 SECRET = b"k" * 32

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 from torch.distributed import HashStore
 
-from shoal.comm import store_board
-from shoal.comm.store_board import StoreBoard
+from shoal.comm.members import store_board
+from shoal.comm.members.store_board import StoreBoard
 from shoal.runtime.preemption import Preemption
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.errors import BadInput
-from shoal.launch.certificates import HostNames
+from shoal.launch.hosts.certificates import HostNames
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.protocol.endpoint import connect
@@ -115,6 +115,6 @@ def test_certificates_of_one_authority_let_hosts_in_and_others_not(
 def test_without_openssl_one_sentence_says_so(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.launch.certificates.shutil.which", lambda _: None)
+    monkeypatch.setattr("shoal.launch.hosts.certificates.shutil.which", lambda _: None)
     assert shoal("keys", "tls", str(home / "tls"), "--host", "a") == 2
     assert "the program openssl, which is not installed" in capsys.readouterr().err

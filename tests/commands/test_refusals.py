@@ -13,7 +13,7 @@ from shoal.calibration.measure import check_seconds
 from shoal.cli import main
 from shoal.commands.launching import WorkersOptions
 from shoal.errors import BadInput
-from shoal.launch.running import RunFacts, enter_run, find_run
+from shoal.launch.here.running import RunFacts, enter_run, find_run
 from shoal.runtime.run_dir import new_run_dir
 from tests import scripts
 from tests.commands.terminal import shoal

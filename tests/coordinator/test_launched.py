@@ -18,7 +18,7 @@ from shoal.coordinator.alive import Alive
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
-from shoal.launch.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
+from shoal.launch.here.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster

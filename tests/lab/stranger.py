@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shoal.comm.guarded_store.link import StoreLink
-from shoal.comm.guarded_store.session import BadFrame, StoreRequest
+from shoal.comm.store.link import StoreLink
+from shoal.comm.store.session import BadFrame, StoreRequest
 from shoal.errors import ShoalError
 from shoal.server.protocol.connection import Connection
 from shoal.server.protocol.frames import FrameKind, Header, pack

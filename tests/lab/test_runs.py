@@ -18,8 +18,8 @@ from shoal.cluster.toml_writer import cluster_text
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import build_lab, remove_lab
 from shoal.lab.machines import LabMachines
-from shoal.launch.local import LaunchSpec
-from shoal.launch.remote import run_remote
+from shoal.launch.here.local import LaunchSpec
+from shoal.launch.hosts.remote import run_remote
 from shoal.runtime.config import RunConfig
 from tests.launch.helpers import Screen
 from tests.namespaces import why_not

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.output import OnProgress
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.output import OnProgress
 from shoal.runtime.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ def launcher(
     script: str, workers: int, rope: Rope, before: str = ""
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A launcher in a process of its own, to be hit with signals."""
-    main = "import sys; from shoal.launch.local import LaunchSpec, launch\n"
+    main = "import sys; from shoal.launch.here.local import LaunchSpec, launch\n"
     main += "from shoal.runtime.config import RunConfig\n" + before
     main += "launch(LaunchSpec(sys.argv[2:], int(sys.argv[1]), RunConfig.from_environment()))"
     process = subprocess.Popen(

@@ -6,8 +6,8 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from shoal.launch.machines import HostProcess, Machine, ServerHosts, servers_in_turn
-from shoal.launch.process_config import Replication
+from shoal.launch.here.process_config import Replication
+from shoal.launch.hosts.machines import HostProcess, Machine, ServerHosts, servers_in_turn
 
 
 class HostsHere:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch import auto
+from shoal.launch.rank import auto
 from shoal.runtime.config import RunConfig
 from tests.plan.test_search import MODEL, cluster, found
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch import environment
-from shoal.launch.environment import Placement, first_host, tasks_on_node
-from shoal.launch.process_config import worker_config
+from shoal.launch.here.process_config import worker_config
+from shoal.launch.rank import environment
+from shoal.launch.rank.environment import Placement, first_host, tasks_on_node
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput, PeerLost, StrategyError, WorkersFailed
-from shoal.launch.failures import (
+from shoal.launch.losses.failures import (
     FailureReport,
     ProcessFailure,
     first_failure,

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.environment import Placement
-from shoal.launch.host_ranks import RankHost, ask_hosts, meet, place
+from shoal.launch.rank.environment import Placement
+from shoal.launch.rank.host_ranks import RankHost, ask_hosts, meet, place
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_secret
 from tests import namespaces

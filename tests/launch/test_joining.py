@@ -14,11 +14,16 @@ import pytest
 
 from shoal.commands.runs import join
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.joining import StartedWorker, ask_to_join, wait_for_answer, wait_until_joined
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.lost_workers import Tolerance
-from shoal.launch.report import RunResult
-from shoal.launch.running import RunFacts, enter_run, entries
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.report import RunResult
+from shoal.launch.here.running import RunFacts, enter_run, entries
+from shoal.launch.losses.joining import (
+    StartedWorker,
+    ask_to_join,
+    wait_for_answer,
+    wait_until_joined,
+)
+from shoal.launch.losses.lost_workers import Tolerance
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir
 from tests.launch.helpers import ROOT, Screen, python

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.failures import FailureReport, write_failure
-from shoal.launch.lost_servers import ServerPolicy
-from shoal.launch.lost_workers import LossPolicy
-from shoal.launch.output import LineForwarder, print_lines
-from shoal.launch.process_config import SINGLE_COPY
-from shoal.launch.processes import ProcessExit, Role
-from shoal.launch.supervisor import Supervisor
+from shoal.launch.here.output import LineForwarder, print_lines
+from shoal.launch.here.process_config import SINGLE_COPY
+from shoal.launch.here.processes import ProcessExit, Role
+from shoal.launch.here.supervisor import Supervisor
+from shoal.launch.losses.failures import FailureReport, write_failure
+from shoal.launch.losses.lost_servers import ServerPolicy
+from shoal.launch.losses.lost_workers import LossPolicy
 from shoal.runtime.run_dir import RunDir
 from tests import forked
 from tests.scripts import HEAD

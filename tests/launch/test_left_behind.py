@@ -44,7 +44,7 @@ def test_workers_die_with_a_launcher_that_is_killed_while_they_start(rope: Rope)
 def test_notebook_workers_die_with_the_session(rope: Rope) -> None:
     session = f"""
 import os, time
-from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.here.local import LaunchSpec, launch
 from shoal.runtime.config import RunConfig
 def body(config):
     {HOLD.strip()}

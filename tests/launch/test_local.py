@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from shoal.errors import BadInput, WorkersFailed
-from shoal.launch.local import LaunchSpec, launch
+from shoal.launch.here.local import LaunchSpec, launch
 from shoal.runtime.config import RunConfig
 from tests.launch.helpers import HOLD, Rope, run
 
 IMPORT = """
 from pathlib import Path
 from shoal.errors import BadInput
-from shoal.launch import failures
+from shoal.launch.losses import failures
 from shoal.runtime.run_dir import RunDir
 def report_failure(error): failures.report_failure(RunDir(Path(run_dir)), rank, error)
 """
@@ -88,8 +88,8 @@ def test_the_environment_of_a_worker() -> None:
 
 def test_workers_that_meet_twice_meet_at_two_files() -> None:
     script = """
-        from shoal.launch.environment import detect
-        from shoal.launch.rendezvous import open_rendezvous
+        from shoal.launch.rank.environment import detect
+        from shoal.launch.rank.rendezvous import open_rendezvous
         from shoal.runtime.config import RunConfig
         for visit in range(2):
             with open_rendezvous(detect(RunConfig.from_environment())) as where:

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.launch import agent
-from shoal.launch.agent import LauncherUnreachable, Presence
-from shoal.launch.remote_workers import LostHosts
+from shoal.launch.hosts import agent
+from shoal.launch.hosts.agent import LauncherUnreachable, Presence
+from shoal.launch.hosts.remote_workers import LostHosts
 
 
 def test_where_a_worker_gave_up_the_launcher_waits_until_it_notices_that_its_host_is_cut_off() -> (

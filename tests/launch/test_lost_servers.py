@@ -14,10 +14,10 @@ import pytest
 from shoal.commands.launching import WorkersOptions
 from shoal.coordinator.alive import Alive, forget
 from shoal.errors import BadInput, ShardLost
-from shoal.launch.chain_members import ChainMembers, follow
-from shoal.launch.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
-from shoal.launch.process_config import SERVER_RESTARTS, Replication, replication_of
-from shoal.launch.processes import ProcessExit
+from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
+from shoal.launch.here.processes import ProcessExit
+from shoal.launch.losses.chain_members import ChainMembers, follow
+from shoal.launch.losses.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
 from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
 from shoal.runtime.faults import (

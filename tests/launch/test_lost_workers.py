@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import BadInput, PeerLost, WorkersFailed
-from shoal.launch.failures import report_failure
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
-from shoal.launch.processes import ProcessExit
-from shoal.launch.report import RunResult, run_report
-from shoal.launch.worker_losses import (
-    LostWorker,
-    SampleShares,
-    losses_at_end,
-)
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.processes import ProcessExit
+from shoal.launch.here.report import RunResult, run_report
+from shoal.launch.losses.failures import report_failure
+from shoal.launch.losses.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
+from shoal.launch.losses.worker_losses import LostWorker, SampleShares, losses_at_end
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir
@@ -34,7 +30,7 @@ from tests.launch.helpers import ROOT, Screen, python
 QUORUM = Tolerance("ps(quorum=0.75)")
 IMPORT = (
     "from shoal.errors import BadInput, PeerLost\n"
-    "from shoal.launch.failures import report_failure\n"
+    "from shoal.launch.losses.failures import report_failure\n"
     "from pathlib import Path\n"
     "from shoal.runtime.run_dir import RunDir\n"
     "run_dir = RunDir(Path(run_dir))\n"
@@ -376,8 +372,8 @@ def test_where_all_workers_are_waited_for_those_that_are_there_are(
 
 FORKED = """
 import os, signal, sys, time
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.lost_workers import Tolerance
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.losses.lost_workers import Tolerance
 from shoal.runtime.config import RunConfig
 
 def body(config):

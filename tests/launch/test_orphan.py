@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.launch import rendezvous
-from shoal.launch.environment import Placement
+from shoal.launch.rank import rendezvous
+from shoal.launch.rank.environment import Placement
 from tests.launch.helpers import ROOT
 from tests.launch.resuming import free_port
 
 RANK = """
 import os, time
-from shoal.launch.rendezvous import ending_with_agent
+from shoal.launch.rank.rendezvous import ending_with_agent
 with ending_with_agent(3, {"TORCHELASTIC_RUN_ID": "7"}):
     parent = os.getppid()
     print("ready", flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.output import LineForwarder, OutputPump, ProgressReader, print_lines
+from shoal.launch.here.output import LineForwarder, OutputPump, ProgressReader, print_lines
 from tests.launch.helpers import Screen
 
 

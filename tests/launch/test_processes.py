@@ -6,7 +6,7 @@ import os
 import queue
 import sys
 
-from shoal.launch.processes import Processes, ProcessExit
+from shoal.launch.here.processes import Processes, ProcessExit
 
 
 def test_the_data_loaders_of_a_killed_worker_end_with_it() -> None:

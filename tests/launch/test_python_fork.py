@@ -16,9 +16,9 @@ STARTS = """
 import json, sys
 from pathlib import Path
 from shoal.errors import ShoalError
-from shoal.launch.local import LaunchSpec, launch
-from shoal.launch.processes import Forks
-from shoal.launch.python_fork import can_fork, load
+from shoal.launch.here.local import LaunchSpec, launch
+from shoal.launch.here.processes import Forks
+from shoal.launch.here.python_fork import can_fork, load
 from shoal.runtime.config import RunConfig
 
 load()
@@ -117,7 +117,7 @@ def test_installed_modules_are_noted_unless_the_environment_was_changed(tmp_path
 REFUSES = """
 import sys, threading
 from pathlib import Path
-from shoal.launch.python_fork import can_fork, load
+from shoal.launch.here.python_fork import can_fork, load
 load()
 Path("script.py").write_text("")
 command = [sys.executable, "script.py"]

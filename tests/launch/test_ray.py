@@ -14,7 +14,7 @@ import pytest
 
 from shoal.commands.launching import open_engine
 from shoal.errors import BadInput
-from shoal.launch.running import entries, stop_run
+from shoal.launch.here.running import entries, stop_run
 from shoal.runtime.config import RunConfig
 from tests.coordinator.helpers import until
 from tests.launch.ray_nodes import RayNodes, ray_nodes
@@ -43,7 +43,7 @@ def test_what_is_not_a_head_node_is_refused_in_time(
     monkeypatch: pytest.MonkeyPatch, answer: bytes | None
 ) -> None:
     """It accepts connections, and is silent (None), ends them, or speaks another protocol."""
-    from shoal.launch import ray_cluster
+    from shoal.launch.ray import ray_cluster
 
     monkeypatch.setattr(ray_cluster, "_REACH_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -67,7 +67,7 @@ def answer_once(listener: socket.socket, answer: bytes | None) -> None:
 @needs_ray
 @pytest.mark.whole
 def test_another_version_of_ray_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.launch import ray_cluster
+    from shoal.launch.ray import ray_cluster
 
     def init(**_: object) -> None:
         os.write(2, b"Ray warns\n")
@@ -189,7 +189,7 @@ def test_a_script_of_another_folder_is_shown_logged_and_stopped_and_stores_no_te
 @needs_ray
 @pytest.mark.whole
 def test_an_address_of_ray_client_is_refused_in_one_sentence() -> None:
-    from shoal.launch import ray_cluster
+    from shoal.launch.ray import ray_cluster
 
     environ = {"RAY_ADDRESS": "ray://10.0.0.1:10001"}
     with pytest.raises(BadInput, match="Ray Client lends no hosts"):
@@ -201,7 +201,7 @@ def test_an_address_of_ray_client_is_refused_in_one_sentence() -> None:
 def test_servers_that_a_cluster_has_no_memory_for_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.launch import ray_cluster, ray_machines
+    from shoal.launch.ray import ray_cluster, ray_machines
 
     monkeypatch.setattr(ray_cluster.ray, "available_resources", lambda: {"memory": 3 << 20})
     nodes = [ray_cluster.RayNode("1", "h1", {"CPU": 2, "memory": 100 << 20})]

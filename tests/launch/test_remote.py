@@ -18,12 +18,12 @@ import pytest
 
 from shoal.commands.launching import check_engine
 from shoal.errors import BadInput, WorkersFailed
-from shoal.launch.agent import check_files
-from shoal.launch.local import LaunchSpec
-from shoal.launch.machines import Machine, place, place_evenly
-from shoal.launch.output import Write
-from shoal.launch.remote import run_attempts, run_remote
-from shoal.launch.running import RunEntry, entries
+from shoal.launch.here.local import LaunchSpec
+from shoal.launch.here.output import Write
+from shoal.launch.here.running import RunEntry, entries
+from shoal.launch.hosts.agent import check_files
+from shoal.launch.hosts.machines import Machine, place, place_evenly
+from shoal.launch.hosts.remote import run_attempts, run_remote
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
 from tests.launch.helpers import Screen

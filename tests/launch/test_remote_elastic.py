@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.launch.joining import ask_to_join
-from shoal.launch.local import LaunchSpec
-from shoal.launch.lost_workers import tolerance_of
-from shoal.launch.output import Write
-from shoal.launch.remote import run_attempts
-from shoal.launch.report import RunResult
+from shoal.launch.here.local import LaunchSpec
+from shoal.launch.here.output import Write
+from shoal.launch.here.report import RunResult
+from shoal.launch.hosts.remote import run_attempts
+from shoal.launch.losses.joining import ask_to_join
+from shoal.launch.losses.lost_workers import tolerance_of
 from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import parse
 from tests.launch.helpers import Screen

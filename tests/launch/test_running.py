@@ -17,10 +17,10 @@ import pytest
 from shoal.cli import main
 from shoal.commands.launching import ENGINES
 from shoal.errors import BadInput
-from shoal.launch.local import LaunchSpec, enter
-from shoal.launch.log_files import LogFiles
-from shoal.launch.output import LineForwarder, discard_lines
-from shoal.launch.running import _NAMES, RunFacts, enter_run, entries, find_run
+from shoal.launch.here.local import LaunchSpec, enter
+from shoal.launch.here.log_files import LogFiles
+from shoal.launch.here.output import LineForwarder, discard_lines
+from shoal.launch.here.running import _NAMES, RunFacts, enter_run, entries, find_run
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir, new_run_dir
@@ -57,7 +57,7 @@ def shoal(*words: str) -> int:
 def test_runs_have_names_of_their_own_and_are_found_by_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shoal.launch.running._NAMES", ("cod", "eel"))
+    monkeypatch.setattr("shoal.launch.here.running._NAMES", ("cod", "eel"))
     with ExitStack() as stack:
         runs = dict(stack.enter_context(run_of()) for _ in range(4))
         assert len(runs) == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput, ShardLost
-from shoal.launch.checkpoint_option import saying_latest, with_server_checkpoint
+from shoal.launch.here.checkpoint_option import saying_latest, with_server_checkpoint
 from shoal.runtime.checkpoint_folders import WORKER_FILE, shard_name, version_of
 from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import parse

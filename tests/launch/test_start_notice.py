@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from shoal.launch.watches import StartNotice, starting
+from shoal.launch.here.watches import StartNotice, starting
 from tests.launch.helpers import Screen
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shoal.comm.guarded_store.client import GuardedStore
+from shoal.comm.store.client import GuardedStore
 from shoal.errors import ShoalError
 from shoal.runtime.secret import new_secret
 from tests.chaos.two_hosts import free_port, pieces_of

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shoal.errors import BadInput
-from shoal.launch.failures import end_with_sentence
+from shoal.launch.losses.failures import end_with_sentence
 
 
 @pytest.mark.parametrize("has_group", [False, True])

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
-from shoal.launch import environment, local, remote, rendezvous
+from shoal.launch.here import local
+from shoal.launch.hosts import remote
+from shoal.launch.rank import environment, rendezvous
 from tests.launch.helpers import DIE_WITH_LAUNCHER, ROOT
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.launch.auto import measure_profile
+from shoal.launch.rank.auto import measure_profile
 from shoal.observe.workload_profile import profile_workload
 from shoal.runtime.config import RunConfig, WorkloadTraceConfig
 from shoal.strategy.strategy import as_strategy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.failures import ProcessFailure, launch_error
+from shoal.launch.losses.failures import ProcessFailure, launch_error
 from shoal.runtime import memory_limit
 from shoal.runtime.memory_limit import MemoryLeft, OutOfMemoryKills, memory_left
 from shoal.transport.shm import memfd

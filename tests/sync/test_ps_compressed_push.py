@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.compress.catalog import BLOCK
 from shoal.errors import ShoalError
 from shoal.server.consistency import Rule

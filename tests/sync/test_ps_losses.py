@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import PeerLost
 from shoal.server.consistency import Rule
 from shoal.server.protocol.messages import ReplicaSplit

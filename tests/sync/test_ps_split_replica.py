@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.examples.gpt import next_token_loss
 from shoal.server.model.served_model import ServedModel
 from shoal.server.protocol.messages import PushDecided

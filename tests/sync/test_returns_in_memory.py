@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost, RunOver
-from shoal.launch.watches import kept_memory
+from shoal.launch.here.watches import kept_memory
 from shoal.runtime.run_dir import RunDir
 from shoal.train.job import Job
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone

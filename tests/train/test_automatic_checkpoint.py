@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
-from shoal.launch.checkpoint_option import with_checkpoint
+from shoal.launch.here.checkpoint_option import with_checkpoint
 from shoal.runtime.config import CheckpointConfig, RunConfig
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.train import checkpoint

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.group import Group
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import BadInput, CheckpointError
 from shoal.strategy.strategy import parse
 from shoal.train import checkpoint

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from shoal.comm.board import GroupMember
+from shoal.comm.members.board import GroupMember
 from shoal.errors import BadInput
 from shoal.train import checkpoint
 from shoal.train.job import Job

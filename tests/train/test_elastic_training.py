@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from shoal.comm.board import GroupMember
+from shoal.comm.members.board import GroupMember
 from shoal.observe.progress import ProgressSender
 from shoal.train.job import Job
 from tests.elastic import (

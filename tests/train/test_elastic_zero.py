@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.comm.membership import GroupMember
+from shoal.comm.members.membership import GroupMember
 from shoal.errors import ShoalError
 from shoal.train import checkpoint
 from shoal.train.job import Job

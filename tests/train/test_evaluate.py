@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.elastic import ElasticSum
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.comm.objects import encode
 from shoal.errors import BadInput, ShoalError
 from shoal.strategy.strategy import parse

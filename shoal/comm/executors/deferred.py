@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.call import Call
-from shoal.comm.elastic import FIRST_LOOK_S, LONGEST_LOOK_S
 from shoal.comm.executor import Executor
+from shoal.comm.members.elastic_sum import FIRST_LOOK_S, LONGEST_LOOK_S
 from shoal.errors import Desync
 from shoal.runtime.files import write_atomically
 from shoal.runtime.waits import Backoff

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
-from shoal.comm.authenticated_store import own_generation
 from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
+from shoal.comm.store.authenticated import own_generation
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
 from shoal.runtime.waits import waiting
 from shoal.transport.transport import Work

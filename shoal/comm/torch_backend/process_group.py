@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.comm.authenticated_store import own_generation
 from shoal.comm.call import TORCH_OPS, Op
 from shoal.comm.executors.hierarchical.executor import Hierarchical
 from shoal.comm.executors.hierarchical.point_to_point import reserved_tag
@@ -25,6 +24,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork, HostSpec
 from shoal.comm.select import share_memory
+from shoal.comm.store.authenticated import own_generation
 from shoal.comm.torch_backend.work import BackendWork, not_compiled
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig

@@ -1,0 +1,145 @@
+"""A group whose ranks change: lost ones leave it, and others are added, between two steps.
+
+Before it was formed for the first time, each worker is alone in it. So a worker builds its model
+and its optimizer without waiting for others, whether it comes at the start or late.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal.comm.executor import Executor
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.executors.solo import Solo
+from shoal.comm.group import Group
+from shoal.errors import PeerLost, ShoalError
+from shoal.runtime.cores import cores
+from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.segment import NOT_BUILT, is_built, join
+
+if TYPE_CHECKING:
+    from shoal.comm.members.board import GroupMember
+    from shoal.comm.members.membership import Generation, GroupMembership
+    from shoal.comm.network import HostSpec
+    from shoal.transport.tcp.transport import TcpEngine
+
+
+class ElasticGroup(Group):
+    """Also the groups that were duplicated from it change with it."""
+
+    def __init__(
+        self, membership: GroupMembership, timeout_s: float, hosts: HostSpec | None = None
+    ):
+        """`hosts`: its members are on several."""
+        super().__init__(Solo())
+        self.membership = membership
+        self._hosts = hosts
+        self._connecting = threading.Lock()
+        self._engine: TcpEngine | None = None  # between hosts
+        self._formed: tuple[GroupMember, ...] = ()
+        self.wrap: Callable[[Executor], Executor] = lambda executor: executor
+        self._timeout_of_operations_s = timeout_s
+        self._copies: list[Group] = []
+        self._could_not_share: tuple[GroupMember, ...] = ()
+        membership.board.watch(self._lose)
+
+    @property
+    def has_formed(self) -> bool:
+        return self.membership.generation.number > 0
+
+    def duplicate(self) -> Group:
+        copy = super().duplicate()
+        self._copies.append(copy)
+        return copy
+
+    def regroup(self, admits: bool, can_send: bool = True) -> None:
+        """Leave the group, and return in the next one: see `GroupMembership.regroup`.
+
+        Members that wait for this one get a PeerLost, and come as well.
+        """
+        self._connected(None, ())
+        self.executor.close()
+        executor = self.wrap(self.membership.regroup(admits, can_send, self._form))
+        self.bind(executor)
+        for copy in self._copies:
+            split = executor.split(range(executor.size))
+            assert split is not None
+            copy.bind(split)
+
+    def close(self) -> None:
+        self._connected(None, ())
+        super().close()
+        self.membership.board.close()
+
+    def _form(self, generation: Generation, exchange: Exchange) -> Executor:
+        members = generation.members
+        size = len(members)
+        if size == 1:
+            return Solo()
+        rank = members.index(self.membership.me)
+        if self._hosts is not None:
+            return self._form_over_hosts(self._hosts, exchange, rank, members)
+        segment = join(exchange, rank, size, self._timeout_of_operations_s, explains=False)
+        if segment is None:
+            raise self._not_shared(members)
+        return SharedMemory(segment, size * torch.get_num_threads() >= cores())
+
+    def _form_over_hosts(
+        self, hosts: HostSpec, exchange: Exchange, rank: int, members: tuple[GroupMember, ...]
+    ) -> Executor:
+        """Memory inside hosts, TCP between. Every wait ends when the board tells of a loss."""
+        from shoal.comm.executors.hierarchical.topology import Topology, host_id
+        from shoal.comm.network import in_ring_order, open_engine, share_on_hosts
+
+        topology = Topology.of(exchange(host_id(hosts.host_id)), rank)
+        topology = in_ring_order(topology, hosts.network, exchange)
+        limit_s = self._timeout_of_operations_s
+        local = share_on_hosts(topology, exchange, limit_s, explains=False)
+        if local is None:
+            raise self._not_shared(members)
+        if len(topology.hosts) == 1:
+            return local
+
+        from shoal.comm.executors.hierarchical.executor import Hierarchical
+        from shoal.comm.executors.hierarchical.tcp_links import TcpLinks
+
+        check = self.membership.check_forming
+        executor: Executor = local
+        try:
+            engine = open_engine(topology, exchange, limit_s, hosts.network, check)
+            links = TcpLinks(engine, topology, limit_s)
+            executor = Hierarchical(topology, local, links, limit_s)
+            self._connected(engine, members)
+            check()  # what was lost before the engine was known
+        except BaseException:
+            self._connected(None, ())
+            executor.close()
+            raise
+        return executor
+
+    def _connected(self, engine: TcpEngine | None, members: tuple[GroupMember, ...]) -> None:
+        with self._connecting:
+            self._engine, self._formed = engine, members
+
+    def _lose(self, member: GroupMember) -> None:
+        """From a thread: a process has exited, or its host is silent, or this one is cut off."""
+        with self._connecting:
+            engine, formed = self._engine, self._formed
+            if engine is None or member not in formed:
+                return
+            is_own = member == self.membership.me
+            for rank, _ in enumerate(formed):
+                if is_own or formed[rank] == member:
+                    engine.lose(rank)
+
+    def _not_shared(self, members: tuple[GroupMember, ...]) -> ShoalError:
+        """One of them may have been lost meanwhile; the same ones a second time cannot."""
+        if members != self._could_not_share and is_built():
+            self._could_not_share = members
+            return PeerLost(self.membership.me.worker, None, "sharing memory")
+        why = "these workers cannot share memory" if is_built() else NOT_BUILT
+        return ShoalError(f"an elastic group is one of shared memory: {why}")

@@ -1,0 +1,160 @@
+"""The calls that all workers of a job make together, where lost workers may come back.
+
+A meeting is a `job.evaluate`, `job.save` or `job.load`. It is known by the step at which it is
+called, and by its number among those of that step. Who takes part is decided when the first worker
+arrives, and stays so:
+
+    worker 0   step 50: evaluate ────────────────────> 0.93
+    worker 1   step 50: evaluate ────────────────────> 0.93
+    worker 2   killed at step 41; comes back as another process at step 50, and takes part in
+               meetings of later steps. If its script calls this one, it gets the result: 0.93
+
+Decisions and results are lines of one file, written under a lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.comm.members.board import CallResults, Key, RecordFile
+from shoal.errors import PeerLost
+from shoal.runtime.waits import Backoff, waiting
+
+_FIRST_LOOK_S = 0.001
+_LONGEST_LOOK_S = 0.05
+
+
+class Meeting(NamedTuple):
+    """`incarnations` has that of every rank that takes part, -1 for the others."""
+
+    key: Key
+    attempt: int  # all that took part in an earlier one were lost
+    incarnations: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, (*self.key, self.attempt)))
+
+    @property
+    def number(self) -> int:
+        """Grows with every meeting; there are 256 numbers from one to the next."""
+        steps, ordinal = self.key
+        return (steps + 1 << 30) + (ordinal << 14) + (self.attempt << 8)
+
+
+class Seat(NamedTuple):
+    """Which process of a rank takes part, and in the meetings after which step."""
+
+    incarnation: int = 0
+    after: int = -1
+
+
+class Meetings:
+    """One worker's view. `has_exited(rank, incarnation)` tells whether that process has ended."""
+
+    def __init__(
+        self,
+        file: Path,
+        rank: int,
+        size: int,
+        incarnation: int,
+        has_exited: Callable[[int, int], bool],
+        patience_s: float = float("inf"),
+    ):
+        self._records = RecordFile(file, self._take)
+        self._rank = rank
+        self._incarnation = incarnation
+        self._has_exited = has_exited
+        self._patience_s = patience_s
+        self.is_away = incarnation > 0  # it has not taken its place yet
+        self._seats = [Seat()] * size
+        self._held: dict[Key, Meeting] = {}
+        self._results = CallResults(self._records)
+        self._current: Meeting | None = None
+
+    def take_place(self, enter: Callable[[], int]) -> int:
+        """Come back: `enter()` returns the step that this worker goes on with, or -1 at the start.
+
+        It takes part in the meetings of later steps. No meeting begins meanwhile.
+        """
+        step = -1
+
+        def write() -> dict[str, Any]:
+            nonlocal step
+            step = enter()
+            return {"back": [self._rank, self._incarnation, step]}
+
+        self._records.append(write)
+        self.is_away = False
+        return step
+
+    def hold(self, steps: int, act: Callable[[Meeting], Any]) -> Any:
+        """What `act` returns, which has to be JSON; or what it returned to those who took part."""
+        key = self._results.next_key(steps)
+        meeting = self._begin(key)
+        if meeting is None:
+            return self._results.get(key)
+        self._current = meeting
+        return self._results.share(key, lambda: act(meeting))
+
+    def is_missing(self, rank: int) -> bool:
+        """Whether nothing more comes from this rank in the present meeting."""
+        incarnation = -1 if self._current is None else self._current.incarnations[rank]
+        return incarnation < 0 or self._has_exited(rank, incarnation)
+
+    # ------------------------------------------------------------------ beginning
+
+    def _begin(self, key: Key) -> Meeting | None:
+        """None where others hold it, or have held it, without this worker."""
+        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        start_s = time.monotonic()
+        with waiting(f"rank {self._rank}", "the other workers", f"a meeting at step {key[0]}"):
+            while True:
+                self._records.append(lambda: self._decide(key))
+                meeting = self._held.get(key)
+                if meeting is not None and meeting.incarnations[self._rank] == self._incarnation:
+                    return meeting
+                if key in self._results:
+                    return None
+                if time.monotonic() - start_s > self._patience_s:
+                    raise PeerLost(
+                        self._rank, None, f"a meeting at step {key[0]}", self._patience_s
+                    )
+                pause()
+
+    def _decide(self, key: Key) -> dict[str, Any] | None:
+        """Who takes part, where that is not known and this worker may say it."""
+        held = self._held.get(key)
+        if key in self._results or (held is not None and not self._is_deserted(held.incarnations)):
+            return None
+        attempt = 0 if held is None else held.attempt + 1
+        incarnations = self._choose(key[0])
+        if incarnations[self._rank] != self._incarnation:
+            return None
+        return {"at": key, "attempt": attempt, "incarnations": incarnations}
+
+    def _choose(self, steps: int) -> tuple[int, ...]:
+        """Those that were there before this step; if none of them is left, all that are here."""
+        chosen = tuple(p.incarnation if p.after < steps else -1 for p in self._seats)
+        if self._is_deserted(chosen):
+            chosen = tuple(seat.incarnation for seat in self._seats)
+        return chosen
+
+    def _is_deserted(self, incarnations: tuple[int, ...]) -> bool:
+        return all(g < 0 or self._has_exited(rank, g) for rank, g in enumerate(incarnations))
+
+    # ------------------------------------------------------------------ the file
+
+    def _take(self, document: dict[str, Any]) -> None:
+        if "back" in document:
+            rank, incarnation, after = document["back"]
+            self._seats[rank] = Seat(incarnation, after)
+            return
+        key = (document["at"][0], document["at"][1])
+        if "incarnations" in document:
+            self._held[key] = Meeting(key, document["attempt"], tuple(document["incarnations"]))
+        else:
+            self._results.take(document)

@@ -1,0 +1,163 @@
+"""A torch store of one rank whose keys and values are in the service of rank 0."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from shoal.comm.store.link import StoreLink, connect
+from shoal.comm.store.service import StoreService
+from shoal.comm.store.session import NO_KEY, BadFrame, Operation, StoreReply, StoreRequest
+
+
+class GuardedStore(Store):
+    """Keep a reference: torch does not.
+
+    A call that waits has a connection to itself, so that others of this process go on.
+    """
+
+    timeout: timedelta  # of torch's
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout_s: float = 1800.0):
+        """Connects; as long as no service listens there, it is tried again."""
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._address = (host, port)
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._clones: list[Store] = []
+        self._free = [connect(self._address, secret, timeout_s)]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._wait("get", [key], self.timeout).value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._wait("wait", keys, timeout or self.timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys).number)
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask("add", [key], number=value).number
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask("compare_set", [key], _bytes(desired), _bytes(expected)).value
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key]).number)
+
+    def num_keys(self) -> int:
+        return self._ask("count", []).number
+
+    def clone(self) -> Store:
+        seconds = self.timeout.total_seconds()
+        self._clones.append(GuardedStore(*self._address, self._secret, seconds))
+        return self._clones[-1]
+
+    def close(self) -> None:
+        with self._lock:
+            links, self._free = self._free, []
+        for link in links:
+            link.close()
+
+    def _wait(self, operation: Operation, keys: list[str], limit: timedelta) -> StoreReply:
+        request = StoreRequest(operation, keys)
+        try:
+            return self._send(request, limit.total_seconds())
+        except TimeoutError as error:
+            raise DistStoreError(
+                f"timed out waiting {limit.total_seconds():g} s for {', '.join(keys)} in the "
+                f"rendezvous at {self._name}"
+            ) from error
+
+    def _ask(
+        self,
+        operation: Operation,
+        keys: list[str],
+        value: bytes = b"",
+        expected: bytes = b"",
+        number: int = 0,
+    ) -> StoreReply:
+        request = StoreRequest(operation, keys, value, expected, number)
+        return self._send(request, self.timeout.total_seconds())
+
+    def _send(self, request: StoreRequest, limit_s: float) -> StoreReply:
+        link = self._take()
+        try:
+            reply = link.ask(request, limit_s)
+        except TimeoutError:
+            link.close()
+            raise
+        except (OSError, BadFrame) as error:
+            link.close()
+            raise DistStoreError(
+                f"the rendezvous at {self._name}: the connection was closed: {error}"
+            ) from error
+        except BaseException:  # an answer would come to the next request
+            link.close()
+            raise
+        with self._lock:
+            self._free.append(link)
+        if reply.refusal:
+            raise DistStoreError(f"the rendezvous at {self._name}: {reply.refusal}")
+        return reply
+
+    def _take(self) -> StoreLink:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return connect(self._address, self._secret, self.timeout.total_seconds())
+
+    @property
+    def _name(self) -> str:
+        return f"{self._address[0]}:{self._address[1]}"
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+_LOOPBACK = "127.0.0.1"
+_services: dict[tuple[str, int], StoreService] = {}
+_starting = threading.Lock()
+
+
+def meet_at(rendezvous: str, rank: int, secret: bytes | None, is_one_host: bool) -> GuardedStore:
+    """The store of all ranks at tcp://HOST:PORT, which rank 0 serves.
+
+    Without a key it is for ranks of one host, and listens at loopback only.
+    """
+    parts = urlsplit(rendezvous)
+    host, port = parts.hostname or "", parts.port or 0
+    assert is_one_host or secret
+    host = _LOOPBACK if is_one_host else host
+    if rank == 0:
+        serve(host, port, secret or NO_KEY)
+    return GuardedStore(host, port, secret or NO_KEY)
+
+
+def move_to_own_service(store: Store, rank: int, secret: bytes, host: str) -> GuardedStore:
+    """From a store that others can disturb, whose values are proven, to one that they cannot.
+
+    `host`: by which other ranks reach this one, where it is rank 0.
+    """
+    if rank == 0:
+        service = serve(host, 0, secret)
+        store.set("service", f"{host} {service.port}")
+    address, _, port = store.get("service").decode().partition(" ")
+    return GuardedStore(address, int(port), secret)
+
+
+def serve(host: str, port: int, secret: bytes) -> StoreService:
+    """The service of this process at this address; port 0: at any one."""
+    with _starting:
+        if (host, port) not in _services:
+            _services[host, port] = StoreService(host, port, secret)
+        return _services[host, port]

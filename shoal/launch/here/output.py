@@ -1,0 +1,205 @@
+"""The output of workers: read by one thread, forwarded in complete lines.
+
+A chunk of up to 64 KiB is read, split at its last newline, decoded, prefixed and written in
+one call, so the cost is per chunk and not per line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shoal.launch.here.log_files import Log, no_log
+
+Write = Callable[[str, bool], None]  # complete lines, each with its newline; is it stderr?
+OnProgress = Callable[[dict[str, Any]], None]
+
+_CHUNK_BYTES = 64 * 1024
+_LINE_BYTES = 1024 * 1024  # a longer line is forwarded in pieces
+_RECORD_BYTES = 64 * 1024  # a longer record is dropped
+_TAIL_LINES = 100
+_LEFTOVER_CHUNKS = 16  # a pipe holds one chunk; an enlarged pipe holds up to 16
+
+
+def discard_lines(text: str, is_stderr: bool) -> None:
+    """A `Write` that shows nothing."""
+
+
+def print_lines(text: str, is_stderr: bool) -> None:
+    """Write the output of workers to stdout and stderr."""
+    stream = sys.stderr if is_stderr else sys.stdout
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # a terminal that is not UTF-8
+        encoding = stream.encoding
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+class Sink(Protocol):
+    """Receives the bytes of one pipe."""
+
+    def feed(self, data: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+class LineForwarder:
+    """One output stream of one worker."""
+
+    def __init__(self, write: Write, prefix: str, is_stderr: bool, log: Log = no_log):
+        self._write = write
+        self._prefix = prefix
+        self._is_stderr = is_stderr
+        self._log = log
+        self._partial = b""
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+
+    def feed(self, data: bytes) -> None:
+        lines, newline, self._partial = (self._partial + data).rpartition(b"\n")
+        if newline:
+            self._forward(lines)
+        if len(self._partial) > _LINE_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """A last line without a newline gets one."""
+        if self._partial:
+            self._forward(self._partial)
+            self._partial = b""
+
+    def tail(self) -> str:
+        """The last 100 lines."""
+        return _decode(b"\n".join(self._tail))
+
+    def _forward(self, lines: bytes) -> None:
+        self._tail.extend(lines.rsplit(b"\n", _TAIL_LINES)[-_TAIL_LINES:])
+        self._log(lines + b"\n")
+        text = _decode(lines)
+        if self._prefix:
+            text = self._prefix + text.replace("\n", "\n" + self._prefix)
+        self._write(text + "\n", self._is_stderr)
+
+
+class ProgressReader:
+    """The progress that a worker sends: one JSON object a line; other lines are ignored."""
+
+    def __init__(self, on_progress: OnProgress):
+        self._on_progress = on_progress
+        self._partial = b""
+        self._skipping = False
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._partial) > _RECORD_BYTES:
+            self._partial = b""
+            self._skipping = True
+
+    def close(self) -> None:
+        self._partial = b""  # a record without its newline is incomplete
+
+    def _take(self, line: bytes) -> None:
+        skipping = self._skipping
+        self._skipping = False
+        if skipping or len(line) > _RECORD_BYTES:
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(record, dict):
+            self._on_progress(record)
+
+
+class OutputPump:
+    """A thread that copies bytes from pipes to sinks until the block ends.
+
+    When a sink raises, `on_error` is called once, and the rest is read and discarded: a worker
+    must not block on a pipe that is full.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]):
+        self._on_error = on_error
+        self._failed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> OutputPump:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Forward what the pipes still hold, and close them."""
+        os.close(self._wake_write)
+        if self._thread is None:
+            self._finish()
+        else:
+            self._thread.join(timeout=5.0)  # it is late only when a sink blocks
+
+    def add(self, pipe: int, sink: Sink) -> None:
+        """Copy from this pipe, which the pump closes; call it before `start`."""
+        os.set_blocking(pipe, False)
+        self._selector.register(pipe, selectors.EVENT_READ, sink)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        awake = True
+        while awake:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    awake = False
+                else:
+                    self._copy(key.fd, key.data)
+        self._finish()
+
+    def _finish(self) -> None:
+        self._selector.unregister(self._wake_read)
+        os.close(self._wake_read)
+        for key in list(self._selector.get_map().values()):
+            for _ in range(_LEFTOVER_CHUNKS):
+                if not self._copy(key.fd, key.data):
+                    break
+            if key.fd in self._selector.get_map():
+                self._end(key.fd, key.data)
+        self._selector.close()
+
+    def _copy(self, pipe: int, sink: Sink) -> bool:
+        """Copy one chunk; False when there is none, now or ever."""
+        try:
+            data = os.read(pipe, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._call_sink(lambda: sink.feed(data))
+        else:
+            self._end(pipe, sink)
+        return bool(data)
+
+    def _end(self, pipe: int, sink: Sink) -> None:
+        self._selector.unregister(pipe)
+        os.close(pipe)
+        self._call_sink(sink.close)
+
+    def _call_sink(self, act: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            act()
+        except Exception as error:
+            self._failed = True
+            self._on_error(error)
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")

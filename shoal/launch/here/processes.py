@@ -1,0 +1,232 @@
+"""The processes of one role in a run: started together, signalled as groups, all reaped.
+
+Each process leads a session of its own, so Ctrl-C in the terminal reaches the launcher alone.
+A signal to the process group also reaches its children, such as data loaders.
+
+A thread for each process waits for its exit. The process stays unreaped until the block ends:
+while the zombie exists, the system gives the number of its process group to no other process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from shoal.errors import BadInput
+from shoal.launch.here.python_fork import PythonFork, can_fork, fork
+from shoal.runtime.parent_death import in_child
+
+Role = Literal["worker", "server"]
+_KILL_S = 2.5  # after SIGKILL only a process that hangs in the kernel is still there
+
+
+class ProcessExit(NamedTuple):
+    """A worker or a server has exited."""
+
+    rank: int
+    returncode: int  # as in Popen: -9 for SIGKILL
+    noticed_ns: int
+    role: Role = "worker"
+
+
+class FunctionFork:
+    """A function in a fork of an interactive session, waited for as a Popen."""
+
+    def __init__(self, body: Callable[..., None], args: tuple[Any, ...]):
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_lead_session, args=(body, args))
+        self._process.start()
+        self.pid = self._process.pid or 0
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self._process.join(0)
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self) -> int:
+        self._process.join()
+        self.returncode = self._process.exitcode
+        return self.returncode or 0
+
+
+def _lead_session(body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.setsid()
+    body(*args)
+
+
+class Forks(NamedTuple):
+    """Processes are forks of the launcher; the first one that ends writes what it has imported."""
+
+    modules_file: Path | None = None
+
+
+Process = subprocess.Popen[bytes] | PythonFork | FunctionFork
+_Processes = TypeVar("_Processes", bound="Processes")
+
+
+class Processes:
+    """Use as a block: at its end every process and the rest of its group are killed."""
+
+    def __init__(
+        self,
+        on_exit: Callable[[ProcessExit], None],
+        role: Role = "worker",
+        forks: Forks | None = None,
+    ):
+        """With `forks`, Python programs are forks of this process, where it can be forked."""
+        self._on_exit = on_exit
+        self._role = role
+        self._forks = forks
+        self._processes: list[Process] = []
+        self._ranks: list[int] = []
+        self._is_watched = False
+        self._waiters: list[threading.Thread] = []
+
+    def __enter__(self: _Processes) -> _Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_S
+        for waiter in self._waiters:
+            waiter.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if self._waiters:
+                process.poll()
+            else:
+                process.wait()
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        inherited: Sequence[int] = (),
+        rank: int | None = None,
+    ) -> tuple[int, int]:
+        """Start the next process; returns the pipes of its stdout and stderr.
+
+        `inherited` are descriptors that the process keeps open. `rank`: start this one again.
+        """
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        try:
+            process = self._start(command, env, (out_end, err_end), inherited)
+        except OSError as error:
+            os.close(out)
+            os.close(err)
+            raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        self._add(process, rank)
+        return out, err
+
+    def fork(self, body: Callable[..., None], *args: Any) -> None:
+        """Start the next process as a fork of this one, which has one thread, and calls `body`."""
+        self._add(FunctionFork(body, args))
+
+    def _add(self, process: Process, rank: int | None = None) -> None:
+        self._ranks.append(len(self._ranks) if rank is None else rank)
+        self._processes.append(process)
+        if self._is_watched:
+            self._watch(self._ranks[-1], process)
+
+    def _start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        streams: tuple[int, int],
+        inherited: Sequence[int],
+    ) -> Process:
+        if self._forks is not None and not self._is_watched and can_fork(command):
+            return fork(command, env, streams, inherited, self._forks.modules_file)
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=streams[0],
+            stderr=streams[1],
+            pass_fds=inherited,
+            start_new_session=True,
+            preexec_fn=in_child(os.getpid()),
+        )
+
+    def watch(self) -> None:
+        """From now on `on_exit` is called, from a thread, for each process that exits."""
+        self._is_watched = True
+        for rank, process in zip(self._ranks, self._processes, strict=True):
+            self._watch(rank, process)
+
+    def _watch(self, rank: int, process: Process) -> None:
+        waiter = threading.Thread(
+            target=self._wait,
+            args=(rank, process),
+            name=f"shoal-wait-{self._role}-{rank}",
+            daemon=True,
+        )
+        waiter.start()
+        self._waiters.append(waiter)
+
+    def pid_of(self, rank: int) -> int:
+        """The process that was started last for this rank."""
+        return self._processes[max(i for i, r in enumerate(self._ranks) if r == rank)].pid
+
+    def running(self) -> list[tuple[int, int]]:
+        """Ranks and ids of the processes that have not been reaped."""
+        return [
+            (rank, process.pid)
+            for rank, process in zip(list(self._ranks), list(self._processes), strict=False)
+            if process.returncode is None
+        ]
+
+    def host_of(self, rank: int) -> str:
+        """Empty: all are on this host."""
+        return ""
+
+    def note_exit(self, rank: int) -> None:
+        """Processes of this host see in the run directory which others have exited."""
+
+    def signal_alone(self, number: signal.Signals) -> None:
+        """Send it to the processes themselves: their data loaders go on."""
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to all processes and their children, also where the process has exited."""
+        for process in self._processes:
+            _signal_group(process, number)
+
+    def _wait(self, rank: int, process: Process) -> None:
+        """The others of a run may go on without a process that was killed; its children do not."""
+        returncode = _wait_unreaped(process)
+        if returncode < 0:
+            _signal_group(process, signal.SIGKILL)
+        self._on_exit(ProcessExit(rank, returncode, time.monotonic_ns(), self._role))
+
+
+def _signal_group(process: Process, number: signal.Signals) -> None:
+    if process.returncode is None:  # unreaped: the process group is still ours
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def _wait_unreaped(process: Process) -> int:
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.wait()
+    try:
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # multiprocessing reaps its processes whenever it starts another one
+        return process.wait()
+    assert end is not None  # None comes with WNOHANG only
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

@@ -1,0 +1,373 @@
+"""A new Python process as a fork of this one, which has loaded torch already.
+
+Importing torch takes seconds, and a fork milliseconds. The fork behaves as `python SCRIPT ARGS`
+and `python -m MODULE ARGS` do: it has its own session, environment, streams, path, arguments,
+signal handlers and functions to call at exit; nothing of a script has run in it; and generators of
+random numbers are in the state in which a new interpreter has them.
+
+    can_fork    not with a second thread, nor where a file of the script shadows a loaded module
+    fork        PythonFork, which is waited for as a Popen
+    load        also what the script imports, as far as it is installed (`modules_to_load`)
+
+A fork server (multiprocessing) would not do: what the script imports is known after its first run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from shoal.runtime.config import environment_of_process, replace_environment
+from shoal.runtime.parent_death import in_child
+from shoal.runtime.seeding import seed_launched_worker
+
+TORCH = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "safetensors.torch",
+    "shoal.launch.rank.run",
+)
+_NOT_LOADED = ("shoal.", "torch._inductor", "triton")  # they start processes, or are programs
+_NO_SOURCE = (".pyc", ".pyz", ".zip")
+_TASKS = Path("/proc/self/task")
+_fork_safe = 0  # threads that end before a fork: those of numpy's OpenBLAS, which sees to it
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+class PythonFork:
+    """What `Processes` uses of a Popen."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        status = self._reap(0)
+        assert status is not None
+        return status
+
+    def _reap(self, flags: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, flags)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def load(names: Sequence[str] = TORCH) -> None:
+    """Import these modules, silently, and as they would be without Shoal's own threads."""
+    global _fork_safe
+    with _silent():
+        if not _fork_safe:
+            importlib.import_module("numpy")
+            _fork_safe = _threads()
+        for name in names:
+            with suppress(Exception):  # the script will report it, if it needs the module
+                importlib.import_module(name)
+        sys.modules["torch"].set_num_threads(1)  # a fork has no use for a pool of its parent
+    gc.collect()
+    gc.freeze()  # what is loaded stays, and forks need not look through it
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """Whether a fork of this process would do what a new one does."""
+    if sys.platform != "linux" or len(command) < 2 or command[0] != sys.executable:
+        return False
+    if command[1].endswith(_NO_SOURCE):
+        return False
+    return _threads() <= max(1, _fork_safe) and not _shadows(command)
+
+
+def _threads() -> int:
+    """Also those that are not Python's."""
+    return len(list(_TASKS.iterdir())) if _TASKS.is_dir() else threading.active_count()
+
+
+def fork(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    streams: tuple[int, int],
+    inherited: Sequence[int],
+    modules_file: Path | None,
+) -> PythonFork:
+    """Start it; `streams` become its stdout and stderr."""
+    die_with_parent = in_child(os.getpid())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: see can_fork
+        pid = os.fork()
+    if pid:
+        return PythonFork(pid)
+
+    def before() -> None:
+        if die_with_parent is not None:
+            die_with_parent()
+
+    def after() -> None:
+        if modules_file is not None and environment_of_process() == dict(env):
+            with suppress(OSError):
+                modules_file.write_text(json.dumps(list(_installed_modules())))
+
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    be_python(command[1:], env, (nothing, *streams), inherited, before, after)
+
+
+def modules_to_load(modules_file: Path) -> list[str]:
+    """What a script has imported of what is installed.
+
+    Nothing where it changes its environment, which modules may look at, and beside a GPU: a module
+    that looks for one leaves it in a state that forks cannot use.
+    """
+    if any(Path(gpu).exists() for gpu in _GPUS):
+        return []
+    try:
+        names = json.loads(modules_file.read_text())
+    except (OSError, ValueError):
+        return []
+    return [name for name in names if name not in sys.modules]
+
+
+# ------------------------------------------------------------------ in the new process
+
+
+def be_python(
+    args: Sequence[str],
+    env: Mapping[str, str],
+    streams: Sequence[int],
+    inherited: Sequence[int],
+    before: Callable[[], None],
+    after: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """In a fork: be `python ARGS`, with these standard streams.
+
+    `before` and `after` are called around the program, which sees all as in a new process. The
+    stack above is never returned to.
+    """
+    status = 1
+    try:
+        _become_new(env, streams, inherited)
+        before()
+        status = _exit_status(args)
+        _finish()
+        after()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Sequence[int]) -> None:
+    for number, stream in enumerate([os.dup(stream) for stream in streams]):
+        os.dup2(stream, number)
+    _close_all_but({0, 1, 2, *inherited})
+    replace_environment(env)
+    _open_streams("PYTHONUNBUFFERED" in env)
+    _reset_signals()
+    _forget_exit_functions()
+    sys.excepthook = sys.__excepthook__
+    threads, _, _ = env.get("OMP_NUM_THREADS", "").partition(",")
+    if threads.isdigit():
+        sys.modules["torch"].set_num_threads(int(threads))
+    _seed_by_chance()
+    if "shoal" in sys.modules:  # else this is a fork of a fork that has not imported it
+        sys.meta_path.insert(0, _SeedWhenImported(sys.modules.pop("shoal")))
+
+
+class _SeedWhenImported(MetaPathFinder, Loader):
+    """Finds shoal, which was loaded before the fork: `import shoal` acts as the first one does.
+
+    That seeds the generators of a worker, and what a script draws before it does not follow from
+    the seed. So the module was taken out, and the import puts the same one back.
+    """
+
+    def __init__(self, module: ModuleType):
+        self._module = module
+        self._spec = module.__spec__
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name == "shoal" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)
+        module.__spec__ = self._spec
+        seed_launched_worker()
+
+
+def _seed_by_chance() -> None:
+    """As a new interpreter does; `random` sees to it itself."""
+    sys.modules["torch"].default_generator.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _close_all_but(keep: set[int]) -> None:
+    """Close the descriptors that a new process would not have."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in keep:
+            with suppress(OSError):  # the descriptor of the listing
+                os.close(int(name))
+
+
+def _open_streams(unbuffered: bool) -> None:
+    """Standard streams on descriptors 0 to 2, as the interpreter makes them."""
+    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        before = getattr(sys, f"__{name}__")
+        encoding = before.encoding if before is not None else "utf-8"
+        raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=encoding,
+            errors=errors,
+            line_buffering=number == 2,
+            write_through=unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _reset_signals() -> None:
+    """As exec does: handlers go, and what is ignored stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _forget_exit_functions() -> None:
+    """Those of the parent, such as the removal of its temporary folders."""
+    atexit._clear()
+    finalize: Any = weakref.finalize
+    finalize._registry.clear()
+    finalize._registered_with_atexit = False
+
+
+def _exit_status(args: Sequence[str]) -> int:
+    """Run the program, and return what the interpreter makes of its end."""
+    try:
+        _run(args)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        _show(error)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        return _show(error)
+    return 0
+
+
+def _show(error: BaseException) -> int:
+    """Without the frames that a new interpreter would not have."""
+    trace = error.__traceback__
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except SystemExit as end:  # the hook of launch/failures.py
+        return end.code if isinstance(end.code, int) else 1
+    return 1
+
+
+def _run(args: Sequence[str]) -> None:
+    kind = args[0] if args[0] in ("-m", "-c") else ""
+    sys.argv = [kind, *args[2:]] if kind == "-c" else list(args[1:] if kind else args)
+    if not getattr(sys.flags, "safe_path", False):
+        folder = str(Path(args[0]).resolve().parent)
+        sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(kind, folder)
+    if kind == "-m":
+        sys.modules.pop(args[1], None)
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+        return
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if kind == "-c":
+        code = compile(args[1], "<string>", "exec")
+    else:
+        main.__file__ = os.path.abspath(args[0])
+        code = compile(Path(args[0]).read_bytes(), main.__file__, "exec")
+    exec(code, main.__dict__)
+
+
+def _finish() -> None:
+    """What the interpreter does at its end."""
+    threads: Any = threading
+    threads._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+# ------------------------------------------------------------------ modules
+
+
+def _installed_modules() -> Iterator[str]:
+    """Those of the library and of packages; a script's own files stay its own."""
+    folders = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+        if origin.startswith(folders) and not name.startswith(_NOT_LOADED):
+            yield name
+
+
+def _shadows(command: Sequence[str]) -> bool:
+    """Whether the script's folder has a module of its own by the name of one that is loaded."""
+    folder = Path.cwd() if command[1] == "-m" else Path(command[1]).resolve().parent
+    names = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
+    for name in (names & set(sys.modules)) - {"__main__"}:
+        file = getattr(sys.modules[name], "__file__", None)
+        is_module = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+        if is_module and file is not None and not Path(file).resolve().is_relative_to(folder):
+            return True
+    return False
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What modules print when they are imported is said by the script already."""
+    kept = [os.dup(1), os.dup(2)]
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nothing, number)
+        yield
+    finally:
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(nothing)

@@ -1,0 +1,443 @@
+"""The agent of a host: `python -m shoal.launch.hosts.agent` starts processes and reports on them.
+
+    stdin    a HostTask (workers) or a ServerTask (one server, or the coordinator)
+    stdout   AgentMessages: output, progress, exits, where a server listens
+    SIGUSR1  workers get SIGTERM alone: a preemption, after which they save and exit
+    SIGTERM  the processes get SIGTERM, 2 s, and SIGKILL; the agent exits
+
+Workers have the variables of torchrun, so that a script may use them, too. The secret and the
+reports of workers are in a directory of this host that only this user can read. If the agent is
+killed, the kernel kills its processes. A coordinator that dies is started again from its log, at
+the same address. A server is not: its state is lost, and the launcher decides where another one
+starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+
+from shoal.comm.members.network_board import board_of
+from shoal.comm.store.link import StoreLink, connect
+from shoal.comm.store.session import BadFrame, StoreRequest
+from shoal.errors import BadInput, ShoalError
+from shoal.launch.here.coordinator import EmbeddedCoordinator
+from shoal.launch.here.local import check_script
+from shoal.launch.here.output import LineForwarder, OutputPump, ProgressReader, Write
+from shoal.launch.here.process_config import SERVER_COMMAND
+from shoal.launch.here.processes import Processes, ProcessExit
+from shoal.launch.here.supervisor import TERM_S
+from shoal.launch.here.watches import StoppedProcesses
+from shoal.launch.hosts.agent_messages import (
+    AgentPipe,
+    AgentTask,
+    ChainsChanged,
+    FoundPort,
+    HostCutOff,
+    HostRefused,
+    HostTask,
+    ProcessOutput,
+    ServerExited,
+    ServerListens,
+    ServerTask,
+    StepsDone,
+    Task,
+    WorkerExited,
+    WorkerProgress,
+    WorkerReturned,
+    read_task,
+)
+from shoal.launch.losses.failures import read_failure
+from shoal.runtime.config import RunConfig
+from shoal.runtime.cores import cores, threads_of
+from shoal.runtime.run_dir import RunDir, host_run_dir, new_server_dir
+from shoal.runtime.secret import parse_secret
+
+_CONNECT_S = 15.0  # the launcher listens before it starts an agent
+_ANSWER_S = 10.0
+_NEVER = "the end of the run"  # a key that is not written
+
+
+class LauncherUnreachable(ShoalError):
+    """This host is cut off from that of the launcher."""
+
+    def __init__(self, address: tuple[str, int]):
+        where = f"{address[0]}:{address[1]}"
+        super().__init__(f"it did not reach the launcher at {where} in {_CONNECT_S:g} s")
+
+
+class Presence:
+    """Use as a block: at its end the launcher knows that this agent ends by itself."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, name: str, on_lost: Callable[[], None]
+    ):
+        """`on_lost` is called, from a thread, when the launcher cannot be reached any more."""
+        self._address = address
+        self._secret = secret
+        self._name = name
+        self._on_lost = on_lost
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._wait, name="shoal-presence", daemon=True)
+
+    def __enter__(self) -> Presence:
+        self._shown = self._connect()
+        self._watched = self._connect()
+        self._shown.ask(StoreRequest("present", [self._name]), _ANSWER_S)
+        self._thread.start()
+        return self
+
+    def _connect(self) -> StoreLink:
+        try:
+            link = connect(self._address, self._secret, _CONNECT_S)
+        except BadInput:
+            raise
+        except ShoalError:
+            raise LauncherUnreachable(self._address) from None
+        link.notice_silence()
+        return link
+
+    def _wait(self) -> None:
+        with suppress(OSError, BadFrame):
+            self._watched.ask(StoreRequest("wait", [_NEVER]), None)
+        if not self._is_closed:
+            self._on_lost()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed = True
+        with suppress(OSError, BadFrame):
+            self._shown.ask(StoreRequest("present"), _ANSWER_S)
+        self._watched.interrupt()
+        self._thread.join()
+        self._shown.close()
+        self._watched.close()
+
+
+MAX_TASK_BYTES = 16 << 20
+_SIOCGIFADDR = 0x8915
+_STEPS_S = 2.0  # how often the launcher hears how far workers are
+
+
+class Agent:
+    """Processes of one role on this host, from their start to the exit of the last one."""
+
+    def __init__(self, task: AgentTask, run_dir: RunDir, pipe: AgentPipe):
+        self.run_dir = run_dir
+        self.send = pipe.send
+        self._events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
+            queue.SimpleQueue()
+        )
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda got, _: self._events.put(signal.Signals(got)))
+        own = RunConfig.from_environment().environ
+        config = RunConfig.from_environment({**own, **task.variables})
+        self.config = replace(config, hostname=task.address).with_environ(PYTHONUNBUFFERED="1")
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def _writer(self, rank: int) -> Write:
+        return lambda text, is_stderr: self.send(ProcessOutput(rank, is_stderr, text))
+
+    def _forward(self, pipes: tuple[int, int], rank: int, pump: OutputPump) -> None:
+        for pipe, is_stderr in zip(pipes, (False, True), strict=True):
+            pump.add(pipe, LineForwarder(self._writer(rank), "", is_stderr))
+
+    def _supervise(self, processes: Processes, left: int) -> None:
+        """Until all have exited; after SIGTERM for 2 s, and the end of the block kills the rest."""
+        deadline_s: float | None = None
+        while left:
+            left_s = _STEPS_S if deadline_s is None else deadline_s - time.monotonic()
+            try:
+                event = self._events.get(timeout=max(0.0, min(left_s, _STEPS_S)))
+            except queue.Empty:
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    return
+                self._look()
+                continue
+            if isinstance(event, ProcessExit):
+                left -= 1
+                self._report(event)
+            elif event == signal.SIGUSR1:
+                processes.signal_alone(signal.SIGTERM)
+            elif event == signal.SIGTERM and deadline_s is None:
+                deadline_s = time.monotonic() + TERM_S
+                processes.signal(signal.SIGTERM)
+
+    def _look(self) -> None:
+        """Called again and again while processes run."""
+
+    def _report(self, exit: ProcessExit) -> None:
+        raise NotImplementedError
+
+
+class WorkerAgent(Agent):
+    """The workers of this host."""
+
+    def __init__(self, task: HostTask, run_dir: RunDir, pipe: AgentPipe):
+        super().__init__(task, run_dir, pipe)
+        self.task = task
+        self._sent_steps: dict[int, int] = {}
+        ranks = range(task.first_rank, task.first_rank + task.workers)
+        self._not_returned = list(ranks) if self.config.generation else []
+
+    def run(self) -> None:
+        check_files(self.task.command)
+        port = self.task.master_port
+        if port is None:
+            port = free_port()
+            self.send(FoundPort(port))
+        config = self._config(port)
+        with (
+            self._presence(config),
+            Processes(self._events.put) as workers,
+            OutputPump(self._events.put) as pump,
+        ):
+            for index in range(self.task.workers):
+                self._start(index, config, workers, pump)
+            pump.start()
+            workers.watch()
+            with self._noticing_stopped(config, workers):
+                self._supervise(workers, self.task.workers)
+
+    def _presence(self, config: RunConfig) -> AbstractContextManager[object]:
+        """In an elastic run: without the launcher these workers are lost, and end."""
+        if config.board is None:
+            return nullcontext()
+        address, secret = board_of(config)
+        return Presence(address, secret, self.task.name, lambda: self._events.put(signal.SIGTERM))
+
+    def _noticing_stopped(
+        self, config: RunConfig, workers: Processes
+    ) -> AbstractContextManager[None]:
+        first = self.task.first_rank
+
+        def running() -> list[tuple[str, int]]:
+            return [(f"worker {first + index}", pid) for index, pid in workers.running()]
+
+        def say(sentence: str) -> None:
+            self._writer(first)(f"shoal: {sentence}\n", True)
+
+        return StoppedProcesses(config.wait, running, say).watched()
+
+    # ------------------------------------------------------------------ starting
+
+    def _config(self, port: int) -> RunConfig:
+        task = self.task
+        config = replace(self.config, host_dir=self.run_dir, secret_file=self.run_dir.secret)
+        local_size = task.local_size or task.workers
+        threads = task.threads or max(1, (task.cores or cores()) // local_size)
+        given = config.environ
+        return config.with_environ(
+            MASTER_ADDR=task.master,
+            MASTER_PORT=str(port),
+            WORLD_SIZE=str(task.size),
+            LOCAL_WORLD_SIZE=str(local_size),
+            OMP_NUM_THREADS=str(threads),
+            PYTHONHASHSEED=given.get("PYTHONHASHSEED", "0"),
+            **{name: text for name, text in _interfaces(task.address).items() if name not in given},
+        )
+
+    def _start(self, index: int, config: RunConfig, workers: Processes, pump: OutputPump) -> None:
+        task = self.task
+        rank = task.first_rank + index
+        config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
+        with self._progress_pipe(rank == 0 or config.board is not None, pump) as pipe:
+            inherited = () if pipe is None else (pipe,)
+            environ = replace(config, progress_fd=pipe).to_environment()
+            pipes = workers.start(_command(task), environ, inherited)
+        self._forward(pipes, rank, pump)
+
+    @contextmanager
+    def _progress_pipe(self, may_be_first: bool, pump: OutputPump) -> Iterator[int | None]:
+        """The worker's end, open while the worker is started.
+
+        In an elastic run each worker may be the first one left.
+        """
+        if not may_be_first or not self.task.shows_progress:
+            yield None
+            return
+        pipe, worker_end = os.pipe()
+        pump.add(pipe, ProgressReader(lambda record: self.send(WorkerProgress(record))))
+        try:
+            yield worker_end
+        finally:
+            os.close(worker_end)
+
+    def _look(self) -> None:
+        """How far the workers are, for `shoal ps`."""
+        self._send_returns()
+        first = self.task.first_rank
+        done = {
+            rank: self.run_dir.steps_done(rank) for rank in range(first, first + self.task.workers)
+        }
+        steps = {rank: count for rank, count in done.items() if count is not None}
+        if steps and steps != self._sent_steps:
+            self._sent_steps = steps
+            self.send(StepsDone(steps))
+
+    def _send_returns(self) -> None:
+        """Which workers that were started later have taken their places."""
+        for rank in self._not_returned[:]:
+            document = self.run_dir.read_return(rank, self.config.generation)
+            if document is None:
+                continue
+            self._not_returned.remove(rank)
+            age_ns = time.monotonic_ns() - int(document["time_ns"])
+            step = int(document["step"])
+            self.send(WorkerReturned(rank, self.config.generation, step, age_ns))
+
+    def _report(self, exit: ProcessExit) -> None:
+        self._send_returns()
+        rank = self.task.first_rank + exit.rank
+        failure = read_failure(self.run_dir, rank)
+        now_ns = time.monotonic_ns()
+        self.send(
+            WorkerExited(
+                rank=rank,
+                returncode=exit.returncode,
+                age_ns=now_ns - exit.noticed_ns,
+                has_finished=self.run_dir.finished(rank).exists(),
+                report=self.run_dir.read_report(rank),
+                failure=failure,
+                failure_age_ns=0 if failure is None else now_ns - failure.time_ns,
+                steps=self.run_dir.steps_done(rank) or 0,
+                came_too_late=self.run_dir.late(rank, self.config.generation).exists(),
+            )
+        )
+
+
+class ServerAgent(Agent):
+    """One server, or the coordinator."""
+
+    def __init__(self, task: ServerTask, run_dir: RunDir, pipe: AgentPipe):
+        super().__init__(task, run_dir, pipe)
+        self.task = task
+        self._remote = f"tcp:{task.address}:{free_port()}"
+        config = replace(self.config, run_dir=run_dir, launcher_pid=os.getpid())
+        self.config = config.with_environ(**threads_of(task.servers))
+
+    def run(self) -> None:
+        if self.task.role == "coordinator":
+            self._run_coordinator()
+            return
+        index = self.task.index
+        role = replace(self.config.server, index=index, beyond=self._remote)
+        config = replace(self.config, server=role)
+        with (
+            Processes(self._events.put, "server") as processes,
+            OutputPump(self._events.put) as pump,
+        ):
+            pipes = processes.start(SERVER_COMMAND, config.to_environment())
+            self._forward(pipes, index, pump)
+            pump.start()
+            processes.watch()
+            socket = self.run_dir.socket(index)
+            self.send(ServerListens(processes.pid_of(0), socket, self._remote))
+            self._supervise(processes, 1)
+
+    def _report(self, exit: ProcessExit) -> None:
+        self.send(ServerExited(exit.returncode))
+
+    def _run_coordinator(self) -> None:
+        """Until SIGTERM; the launcher is told what it holds, whenever it changes."""
+        write = self._writer(0)
+        config = replace(self.config, coordinator_beyond=self._remote)
+        coordinator = EmbeddedCoordinator(
+            config, self.run_dir, lambda line: write(f"{line}\n", True)
+        )
+        try:
+            local = self.run_dir.coordinator
+            self.send(ServerListens(coordinator.pid, local, self._remote))
+            coordinator.watch(lambda listing: self.send(ChainsChanged(listing)))
+            while self._events.get() != signal.SIGTERM:
+                pass
+        finally:
+            coordinator.close()
+
+
+def check_files(command: Sequence[str]) -> None:
+    """BadInput where this host does not have the script that the launcher has."""
+    try:
+        check_script(command)
+    except BadInput as error:
+        raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
+
+
+def _command(task: HostTask) -> list[str]:
+    is_python = task.command[0] == task.python
+    return [sys.executable if is_python else task.command[0], *task.command[1:]]
+
+
+def free_port() -> int:
+    """Of this host."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def _interfaces(address: str) -> dict[str, str]:
+    """Variables that let Gloo and NCCL use the interface which has this address.
+
+    By themselves they take the one to which the name of the host leads, which others may not reach.
+    """
+    with suppress(OSError):
+        wanted = socket.gethostbyname(address)
+        for _, name in socket.if_nameindex():
+            if _address_of(name) == wanted:
+                return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
+
+
+def _address_of(interface: str) -> str | None:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24])
+    return None
+
+
+@contextmanager
+def _folder(task: Task) -> Iterator[RunDir]:
+    """A directory of this host for the processes of the task."""
+    secret = parse_secret(task.secret, "the task of the agent")
+    if isinstance(task, HostTask):
+        with host_run_dir(secret) as run_dir:
+            yield run_dir
+        return
+    run_dir = new_server_dir()
+    try:
+        run_dir.write_secret(secret)
+        yield run_dir
+    finally:
+        run_dir.remove()
+
+
+def main() -> None:
+    task = read_task(sys.stdin.buffer.read(MAX_TASK_BYTES))
+    pipe = AgentPipe()
+    with suppress(OSError):
+        os.chdir(task.folder)
+    try:
+        with _folder(task) as run_dir:
+            if isinstance(task, HostTask):
+                WorkerAgent(task, run_dir, pipe).run()
+            else:
+                ServerAgent(task, run_dir, pipe).run()
+    except BadInput as error:
+        pipe.send(HostRefused(str(error)))
+    except LauncherUnreachable as error:
+        pipe.send(HostCutOff(str(error)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What a launcher gives to the agent of a host, and what the agent reports: JSON, one a line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.coordinator.interface import Listing
+from shoal.launch.losses.failures import FailureReport
+from shoal.runtime.decoders import lax_json_decoder
+
+
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes of all roles are given."""
+
+    folder: str  # where the launcher runs
+    variables: dict[str, str]
+    secret: str  # in hexadecimal
+    address: str  # of this host
+
+
+class HostTask(AgentTask, frozen=True, kw_only=True, tag="workers"):
+    """The workers of one host."""
+
+    command: list[str]
+    python: str  # the launcher's interpreter, for which a host may have another
+    first_rank: int
+    workers: int  # on this host
+    size: int  # of all workers
+    threads: int | None
+    cores: int | None
+    master: str
+    master_port: int | None  # None: this is the first host, which finds a free one
+    shows_progress: bool
+    local_rank: int = 0  # of the first of these workers
+    local_size: int = 0  # of all workers of this host; 0: these
+    name: str = ""  # of the agent, in an elastic run
+
+
+class ServerTask(AgentTask, frozen=True, kw_only=True, tag="server"):
+    """One server, or the coordinator of replicated ones."""
+
+    role: Literal["server", "coordinator"]
+    index: int  # of the server
+    servers: int  # of the run; those of a host share its cores
+
+
+class FoundPort(msgspec.Struct, frozen=True, tag="port"):
+    """A port of the first host that is free, for the rendezvous."""
+
+    port: int
+
+
+class ProcessOutput(msgspec.Struct, frozen=True, tag="output"):
+    """Complete lines, each with its newline."""
+
+    rank: int  # of a worker, or the number of a server
+    is_stderr: bool
+    text: str
+
+
+class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
+    record: dict[str, Any]
+
+
+class StepsDone(msgspec.Struct, frozen=True, tag="steps"):
+    """By rank, of workers that have done any."""
+
+    steps: dict[int, int]
+
+
+class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
+    """Hosts have different clocks, so times are ages at the moment of this report."""
+
+    rank: int
+    returncode: int
+    age_ns: int
+    has_finished: bool  # it has come to the end of shoal.run
+    report: dict[str, Any] | None  # of what it has done
+    failure: FailureReport | None
+    failure_age_ns: int
+    steps: int = 0  # that it has done
+    came_too_late: bool = False  # it was started later, and the others had finished
+
+
+class WorkerReturned(msgspec.Struct, frozen=True, tag="returned"):
+    """A worker that was started later has taken its place."""
+
+    rank: int
+    generation: int
+    step: int  # the steps that had been done before
+    age_ns: int
+
+
+class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The host cannot run the workers; a sentence for the user."""
+
+    sentence: str
+
+
+class HostCutOff(msgspec.Struct, frozen=True, tag="cut off"):
+    """The host does not reach the launcher, and has started no worker."""
+
+    sentence: str
+
+
+class ServerListens(msgspec.Struct, frozen=True, tag="listens"):
+    """Where it is going to listen: it loads for seconds, and clients try again."""
+
+    pid: int
+    local: str  # a Unix socket of its host
+    remote: str
+
+
+class ChainsChanged(msgspec.Struct, frozen=True, tag="chains"):
+    """What the coordinator holds now."""
+
+    listing: Listing
+
+
+class ServerExited(msgspec.Struct, frozen=True, tag="server exited"):
+    """For good; the agent ends."""
+
+    returncode: int
+
+
+WorkerMessage = FoundPort | WorkerProgress | StepsDone | WorkerReturned | WorkerExited | HostCutOff
+ServerMessage = ServerListens | ChainsChanged | ServerExited
+AgentMessage = WorkerMessage | ServerMessage | ProcessOutput | HostRefused
+Task = HostTask | ServerTask
+
+
+def read_message(line: str) -> AgentMessage:
+    """msgspec.DecodeError where it is none."""
+    decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
+    return decoder.decode(line)
+
+
+def read_task(given: bytes) -> Task:
+    decoder: msgspec.json.Decoder[Task] = lax_json_decoder(Task)  # type: ignore[arg-type]
+    return decoder.decode(given)
+
+
+class AgentPipe:
+    """The stdout of an agent: messages of several threads, each complete in a line of its own."""
+
+    def __init__(self) -> None:
+        self._sending = threading.Lock()
+
+    def send(self, message: AgentMessage) -> None:
+        """A launcher that is gone cannot read it: then this agent is killed soon."""
+        data = msgspec.json.encode(message) + b"\n"
+        with self._sending, suppress(BrokenPipeError):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()

@@ -1,0 +1,266 @@
+"""Hosts that an engine lends: the seam between a run and the lab, Ray, or another engine.
+
+    run_remote ── Machines.hosts(8)            which hosts, and how many workers each takes
+               ── Machines.server_hosts(…)     a host for each server, and for the coordinator
+               ── Machines.start(host, …)      agents on them (launch/hosts/agent.py)
+                        │ stdin    what to run, and the secret of the run
+                        └ on_line  what the agent reports: output, progress, exits
+
+An engine is a class with these methods, and a line in `commands/engines.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from shoal.errors import BadInput
+from shoal.launch.here.process_config import Replication
+from shoal.runtime.parent_death import in_child
+from shoal.runtime.wording import counted
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One host that an engine lends."""
+
+    name: str  # as shown in output and errors
+    address: str  # by which the others reach it
+    slots: int  # workers that it takes at most
+    cores: int | None = None  # of which its workers get equal shares; None: all that it has
+    rack: str = ""  # by any name; empty where the engine does not know
+    reserved: str = ""  # what the engine has reserved there for one server, by its own name
+
+
+@dataclass(frozen=True)
+class ServerHosts:
+    """Where servers run, by their number, and their coordinator, if they have replicas."""
+
+    servers: tuple[Machine, ...]
+    coordinator: Machine | None = None
+
+
+def servers_in_turn(
+    hosts: Sequence[Machine], servers: int, replication: Replication
+) -> ServerHosts:
+    """On hosts in turn, copies of a shard on different ones; the coordinator on the first."""
+    copies = replication.replicas
+    numbers = [sum(divmod(server, copies)) % len(hosts) for server in range(servers)]
+    chosen = tuple(hosts[number] for number in numbers)
+    return ServerHosts(chosen, hosts[0] if replication.is_on else None)
+
+
+class MachineProcess(Protocol):
+    """One process that was started on a host."""
+
+    def wait(self) -> int:
+        """Its exit status, as in Popen: -9 for SIGKILL; after its last line was handed over.
+
+        One thread calls it. A host that is gone counts as -9.
+        """
+        ...
+
+    def preempt(self) -> None:
+        """SIGUSR1, on which an agent lets its workers save and end; nothing if it has exited."""
+        ...
+
+    def terminate(self) -> None:
+        """SIGTERM, on which an agent ends its workers; nothing if it has exited."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL to it and to what it has started, at once."""
+        ...
+
+
+class Machines(Protocol):
+    """A block: at its end every process that it started is gone, and what it made is removed."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other user can read what its hosts send to each other."""
+        ...
+
+    def hosts(self, workers: int) -> Sequence[Machine]:
+        """Hosts with slots for so many workers, in the order in which ranks are placed.
+
+        BadInput where there are not enough.
+        """
+        ...
+
+    def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
+        """After `hosts`: copies of a shard are on different hosts where that is possible."""
+        ...
+
+    def find_again(self, machine: Machine, over: threading.Event) -> Machine:
+        """Where a server of this host, which may be lost, is to start again.
+
+        Waits for the engine to find one, but not once the run is over.
+        """
+        ...
+
+    def listen(self) -> socket.socket:
+        """A socket that listens where processes on the hosts reach this one; for elastic runs."""
+        ...
+
+    def replacement(
+        self, machine: Machine, lost: Collection[str], over: threading.Event
+    ) -> Machine:
+        """A host for one worker that was on `machine`; waits until there is one, or it is `over`.
+
+        `lost` has the names of all hosts that are lost. BadInput where there is no other one.
+        """
+        ...
+
+    def start(
+        self,
+        machine: Machine,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        on_line: Callable[[str], None],
+    ) -> MachineProcess:
+        """Start a Python program: `command[0]` is the interpreter of this process.
+
+        It reads `given` at its stdin, up to the end. No other user may read those bytes, so they
+        do not go through arguments, variables or files that others can open. Every line of its
+        stdout and stderr is handed to `on_line`, in order, without its newline, from one thread.
+        `environ` are the variables of this process; another computer may have its own instead.
+        """
+        ...
+
+    def __enter__(self) -> Machines: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlacedRanks:
+    """Neighbouring ranks on one host."""
+
+    machine: Machine
+    first: int
+    count: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+def place(machines: Sequence[Machine], workers: int) -> list[PlacedRanks]:
+    """Fill the hosts one after the other; BadInput where there are more workers than slots."""
+    counts: list[int] = []
+    for machine in machines:
+        counts.append(min(machine.slots, workers - sum(counts)))
+    if sum(counts) < workers:
+        room = f"{counted(sum(counts), 'worker')} on {counted(len(machines), 'host')}"
+        raise BadInput(f"there is room for {room}, not for {workers}")
+    return _blocks(machines, counts)
+
+
+def place_evenly(machines: Sequence[Machine], started: int, workers: int) -> list[PlacedRanks]:
+    """The first workers evenly over the hosts; those that come later, in the slots that are left.
+
+    For 3 of 6 workers on 3 hosts: ranks 0 | 1 | 2, later 3 | 4 | 5. BadInput as for `place`.
+    """
+    filled = place(machines, workers)
+    if started == workers:
+        return filled
+    slots = [machine.slots for machine in machines]
+    early = _evenly(slots, started)
+    late = [most - few for most, few in zip(_evenly(slots, workers), early, strict=True)]
+    return [*_blocks(machines, early), *_blocks(machines, late, started)]
+
+
+def _evenly(slots: Sequence[int], workers: int) -> list[int]:
+    """One worker at a time, where the fewest are."""
+    counts = [0] * len(slots)
+    for _ in range(workers):
+        hosts = [host for host, most in enumerate(slots) if counts[host] < most]
+        counts[min(hosts, key=lambda host: counts[host])] += 1
+    return counts
+
+
+def _blocks(
+    machines: Sequence[Machine], counts: Sequence[int], first: int = 0
+) -> list[PlacedRanks]:
+    placed: list[PlacedRanks] = []
+    for machine, count in zip(machines, counts, strict=True):
+        if count > 0:
+            placed.append(PlacedRanks(machine, first, count))
+            first += count
+    return placed
+
+
+class HostProcess:
+    """It leads a session of its own, and is killed when this process ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        given: bytes,
+        on_line: Callable[[str], None],
+    ):
+        """Its stdin is `given`. Call it from a thread that lives as long as the process may."""
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=in_child(os.getpid()),
+            )
+        except OSError as error:
+            raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
+        self._on_line = on_line
+        self._reader = threading.Thread(target=self._read, name="shoal-host-output", daemon=True)
+        self._reader.start()
+        self._give(given)
+
+    def _give(self, given: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # it has exited: `wait` says how
+            stdin.write(given)
+        with suppress(BrokenPipeError):
+            stdin.close()
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            for line in stdout:
+                self._on_line(line.decode("utf-8", "backslashreplace").removesuffix("\n"))
+
+    def wait(self) -> int:
+        """After its last line."""
+        self._reader.join()
+        return self._process.wait()
+
+    def preempt(self) -> None:
+        self._process.send_signal(signal.SIGUSR1)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """It and its group; what it has started in other groups dies with it, if it asked for."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,260 @@
+"""Which worker failed first, and the error that the launcher raises for it.
+
+When one worker fails, the others soon lose their connection to it and fail as well. Their errors
+are consequences. The first failure is the earliest one that is no consequence:
+
+    the worker left                   its time is
+    a report (`report_failure`)       when the error was caught
+    nothing: it was killed            when noticed, less 0.3 s: nothing in the job causes a kill,
+                                      and peers may report its loss before the launcher notices it
+    nothing: it crashed or exited     when noticed
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import shoal
+from shoal.errors import (
+    BadInput,
+    PeerLost,
+    ServerFailed,
+    ShardLost,
+    ShoalError,
+    WorkersFailed,
+    tells_of_lost_peer,
+)
+from shoal.runtime.files import write_atomically
+from shoal.runtime.run_dir import RunDir, signal_name
+
+if TYPE_CHECKING:
+    from shoal.launch.here.processes import Role
+
+_HEAD_START_NS = 300_000_000
+_CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+
+_OUT_OF_MEMORY = (
+    ", of the kernel's out-of-memory killer: take fewer workers, a smaller batch, or more memory"
+)
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """What a worker writes about its own failure, in `failure-{rank}.json`."""
+
+    time_ns: int  # time.monotonic_ns(), one clock for all processes of a host
+    exit_status: int
+    sentence: str  # the message of an error of Shoal, for the user; empty for other errors
+    traceback: str
+    lost_peer: bool = False  # a consequence of another worker's failure
+
+
+@dataclass(frozen=True)
+class ProcessFailure:
+    """A worker that exited with an error, or a server that exited, as the launcher knows it."""
+
+    rank: int
+    returncode: int  # as in Popen: -9 for SIGKILL
+    noticed_ns: int
+    report: FailureReport | None = None
+    stderr_tail: str = ""
+    role: Role = "worker"
+    out_of_memory: bool = False  # the kernel has killed for memory while the run was going on
+    sentence: str = ""  # of a server: what its loss means, instead of how it ended
+    host: str = ""  # its name, where workers are on several
+
+    @property
+    def who(self) -> str:
+        """ "worker 3", or "worker 3 on h2"."""
+        return f"{self.role} {self.rank}" + (f" on {self.host}" if self.host else "")
+
+    @property
+    def ending(self) -> str:
+        """ "was killed by SIGKILL", for a process that was."""
+        number = -self.returncode
+        struck = self.out_of_memory and number == signal.SIGKILL
+        return f"was killed by {signal_name(number)}{_OUT_OF_MEMORY if struck else ''}"
+
+    @property
+    def is_loss(self) -> bool:
+        """Killed, or it lost its peers; not an error of its own code."""
+        return self.returncode < 0 if self.report is None else self.report.lost_peer
+
+
+def when_lost(age_s: float, is_again: bool) -> str:
+    """When a process was lost, counted from its own start."""
+    return f"{age_s:.1f} s after it was started again" if is_again else f"after {age_s:.1f} s"
+
+
+def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
+    """Write why this worker failed; call it where the error is caught, at the top.
+
+    The first report of a worker stays.
+    """
+    if run_dir.failure(rank).exists():
+        return
+    report = FailureReport(
+        time_ns=time.monotonic_ns(),
+        exit_status=_exit_status(error),
+        sentence=str(error) if isinstance(error, ShoalError) else "",
+        traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        lost_peer=_is_lost_peer(error),
+    )
+    write_failure(run_dir, rank, report)
+
+
+def write_failure(run_dir: RunDir, rank: int, report: FailureReport) -> None:
+    with suppress(OSError):  # a full disk must not hide the error that is being reported
+        write_atomically(run_dir.failure(rank), json.dumps(asdict(report)))
+
+
+def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:
+    """The worker's own report; None when there is none, or none that can be read."""
+    try:
+        document = json.loads(run_dir.failure(rank).read_bytes())
+        return FailureReport(
+            time_ns=int(document["time_ns"]),
+            exit_status=int(document["exit_status"]),
+            sentence=str(document["sentence"]),
+            traceback=str(document["traceback"]),
+            lost_peer=bool(document.get("lost_peer", False)),
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
+    """The failure that caused the others; `failures` must not be empty."""
+    return min(
+        failures, key=lambda failure: (_is_consequence(failure), _time_ns(failure), failure.rank)
+    )
+
+
+def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> ShoalError:
+    """What the launcher raises for it; a mistake of the user comes without a traceback.
+
+    `finished` are the workers that had finished by then.
+    """
+    if failure.role == "server":
+        return _server_failed(failure)
+    if finished and _is_consequence(failure):
+        return WorkersFailed(
+            failure.rank,
+            1,
+            f"{failure.who} was still running when worker {finished[0]} had finished: all "
+            "workers have to take the same steps and make the same calls",
+        )
+    report = failure.report
+    rank = failure.rank
+    if report is not None:
+        if report.exit_status == 2 and report.sentence:
+            return BadInput(report.sentence)
+        return WorkersFailed(rank, report.exit_status, _failed(failure, report), failure.is_loss)
+    if failure.returncode < 0:
+        return WorkersFailed(rank, 128 - failure.returncode, _killed(failure), failure.is_loss)
+    report = FailureReport(failure.noticed_ns, failure.returncode, "", failure.stderr_tail)
+    return WorkersFailed(rank, failure.returncode, _failed(failure, report))
+
+
+def _server_failed(failure: ProcessFailure) -> ServerFailed:
+    code = failure.returncode
+    how = f"ended with exit status {code}" if code >= 0 else failure.ending
+    tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
+    if failure.sentence:
+        of_last = "" if _is_kill(failure) else f"\nserver {failure.rank} {how}{tail}"
+        return ShardLost(failure.rank, f"{failure.sentence}{of_last}")
+    where = f"on {failure.host} " if failure.host else ""
+    text = f"{where}{how} while workers needed it{tail}"
+    return ServerFailed(failure.rank, text, is_loss=code < 0)
+
+
+def _failed(failure: ProcessFailure, report: FailureReport) -> str:
+    text = report.traceback.rstrip("\n") or "it wrote nothing to stderr"
+    return f"{failure.who} failed (exit status {report.exit_status}):\n{text}"
+
+
+def _killed(failure: ProcessFailure) -> str:
+    number = -failure.returncode
+    tail = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
+    return f"{failure.who} {failure.ending}{tail}"
+
+
+def _time_ns(failure: ProcessFailure) -> int:
+    if failure.report is not None:
+        return failure.report.time_ns
+    return failure.noticed_ns - (_HEAD_START_NS if _is_kill(failure) else 0)
+
+
+def _is_kill(failure: ProcessFailure) -> bool:
+    """Killed by a signal that does not come from its own code."""
+    return failure.returncode < 0 and -failure.returncode not in _CRASHES
+
+
+def _is_consequence(failure: ProcessFailure) -> bool:
+    if failure.report is not None:
+        return failure.report.lost_peer
+    last_lines = "\n".join(failure.stderr_tail.splitlines()[-10:])
+    return not _is_kill(failure) and tells_of_lost_peer(last_lines)
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """The error, or one that it was raised from or while handling, is a lost connection."""
+    seen: set[int] = set()  # `raise error from error` makes a cycle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, (PeerLost, ConnectionError)):
+            return True
+        if isinstance(error, (RuntimeError, OSError)) and tells_of_lost_peer(str(error)):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _exit_status(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 2 if isinstance(error, BadInput) else 1
+
+
+def end_with_sentence() -> None:
+    """From now on; a hook of the script's own stays."""
+    if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+        sys.excepthook = _hook
+
+
+def add_line_of_script(error: BaseException) -> None:
+    """Add the line of the script to a mistake that is reported in one sentence."""
+    package = str(Path(shoal.__file__).parent)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename
+        and not f.filename.startswith((package, sys.base_prefix, "<"))
+    ]
+    if isinstance(error, BadInput) and frames:
+        error.args = (f"{error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})",)
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, BadInput):
+        sys.__excepthook__(kind, error, trace)
+        return
+    add_line_of_script(error)
+    sys.stdout.flush()
+    # torch's hook around this one, once there is a process group, keeps what is written to
+    # sys.stderr and forgets it at an exit
+    stream = sys.stderr if sys.excepthook is _hook else sys.__stderr__ or sys.stderr
+    print(f"shoal: {error}", file=stream, flush=True)
+    sys.exit(2)

@@ -1,0 +1,169 @@
+"""Rendezvous through a file, for ranks of one host under mpirun or Shoal's own launcher.
+
+A script may call `shoal.run` twice, and `mpirun -n 2 sh -c 'python a.py; python b.py'` gives
+both programs the same variables. Rank 0 may then be at the second rendezvous while rank 1 is
+still at the first, and two of them in one file hang. So each visit gets a file of its own:
+every rank counts its visits with marks in the job's directory. The last rank to leave removes it.
+
+    /tmp/shoal-1000/               mode 0700, owned by this user; locked while marks change
+        mpi-5e1f.../               Placement.rendezvous of one mpirun
+            in-0-0  out-0-0        rank 0 entered (the file holds its pid) and left: visit 0
+            in-1-0
+            store-0                torch's FileStore of visit 0
+
+Under Shoal's own launcher the two directories are the run directory and `store/` in it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shoal.errors import BadInput, ShoalError
+from shoal.launch.rank.environment import Placement
+from shoal.runtime.waits import Backoff
+
+
+@contextmanager
+def open_rendezvous(placement: Placement) -> Iterator[str]:
+    """The init_method for torch.distributed; its files exist while the block runs."""
+    if not placement.rendezvous.startswith("file://"):
+        yield placement.rendezvous
+        return
+    job = Path(placement.rendezvous.removeprefix("file://"))
+    visit = _enter(job, placement.rank)
+    try:
+        yield f"{placement.rendezvous}/store-{visit}"
+    finally:
+        _leave(job, placement, visit)
+
+
+def _enter(job: Path, rank: int) -> int:
+    _make_private(job.parent)
+    with _locked(job.parent):
+        if _is_abandoned(job):
+            shutil.rmtree(job)
+        job.mkdir(mode=0o700, exist_ok=True)
+        visit = len(list(job.glob(f"in-{rank}-*")))
+        (job / f"in-{rank}-{visit}").write_text(str(os.getpid()))
+        return visit
+
+
+def _leave(job: Path, placement: Placement, visit: int) -> None:
+    with suppress(FileNotFoundError), _locked(job.parent):
+        (job / f"out-{placement.rank}-{visit}").touch()
+        entered = len(list(job.glob("in-*")))
+        left = len(list(job.glob("out-*")))
+        if entered == left == placement.size * (visit + 1):
+            shutil.rmtree(job)
+
+
+def _is_abandoned(job: Path) -> bool:
+    """Whether a crashed job of the same name left marks: ranks that never left and have exited."""
+    inside = [
+        mark for mark in job.glob("in-*") if not mark.with_name(f"out{mark.name[2:]}").exists()
+    ]
+    return bool(inside) and not any(_is_alive(int(mark.read_text())) for mark in inside)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def _make_private(directory: Path) -> None:
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or status.st_mode & 0o077:
+        raise BadInput(
+            f"{directory} is not a directory that only you can use: remove it, "
+            "or set TMPDIR to a directory of your own"
+        )
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # and with it the lock
+
+
+_POLL_S = 1.0
+_CONNECT_S = 20.0  # agents listen before they start ranks
+_ANSWER_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+@contextmanager
+def ending_with_agent(rank: int, environ: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs under torchrun, this process ends with its parent."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        yield  # a script that was started in a shell may survive it
+        return
+    is_over = threading.Event()
+    parent = os.getppid()
+    watch = threading.Thread(
+        target=_watch, args=(rank, parent, is_over), name="shoal-agent", daemon=True
+    )
+    watch.start()
+    try:
+        yield
+    except (ShoalError, RuntimeError):  # another rank has seen it before, and is lost for this one
+        _end_without(parent, rank)
+        raise
+    finally:
+        is_over.set()
+        watch.join()
+
+
+def _watch(rank: int, parent: int, is_over: threading.Event) -> None:
+    while not is_over.wait(_POLL_S):
+        _end_without(parent, rank)
+
+
+def _end_without(parent: int, rank: int) -> None:
+    """End this process with a sentence, if its parent has ended."""
+    if os.getppid() != parent:
+        print(
+            f"shoal: rank {rank} ends: torchrun, which has started it, was killed",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+def require_agent_store(placement: Placement, environ: Mapping[str, str]) -> None:
+    """ShoalError where torchrun was killed while this rank was starting; torch waits for long."""
+    if placement.rendezvous != "env://":
+        return
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    deadline_s = time.monotonic() + _CONNECT_S
+    pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    while True:
+        try:
+            socket.create_connection(address, _ANSWER_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise ShoalError(
+                    f"rank {placement.rank}: torchrun's agent does not answer at {address[0]}:"
+                    f"{address[1]} ({error.strerror or error}): it was killed, or its host is gone"
+                ) from error
+        pause()

@@ -1,0 +1,343 @@
+"""The life of a worker process: device, group, job, training, and the end of it.
+
+    Worker.run
+      ├─ die_with_launcher
+      ├─ WorkerGroup.open   one rank, or comm.select after the rendezvous of all ranks
+      ├─ tracer, progress, seed
+      ├─ Job                handed to the training function
+      └─ report             what happened, in the run directory; a failure too
+
+Under Shoal's own launcher a worker that fails writes a report and exits at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from shoal.comm.executor import Executor
+from shoal.comm.group import Group
+from shoal.comm.members.elastic_group import ElasticGroup
+from shoal.comm.select import shared_store
+from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StopTraining
+from shoal.launch.losses.failures import add_line_of_script, report_failure
+from shoal.launch.rank.environment import Placement
+from shoal.launch.rank.rendezvous import ending_with_agent
+from shoal.launch.rank.worker_group import WorkerGroup
+from shoal.launch.rank.worker_place import WorkerPlace
+from shoal.observe.progress import for_worker, open_progress
+from shoal.observe.trace import OFF, Recorder, Tracer
+from shoal.runtime.config import RunConfig
+from shoal.runtime.faults import faults_of
+from shoal.runtime.files import StepCount
+from shoal.runtime.parent_death import die_with_launcher
+from shoal.runtime.preemption import EXIT_STATUS, Preemption
+from shoal.runtime.seeding import seed_python
+from shoal.runtime.waits import Watcher
+from shoal.strategy.strategy import Strategy
+from shoal.train.job import Job
+from shoal.train.run_services import RunServices
+
+if TYPE_CHECKING:
+    from shoal.comm.members.elastic_sum import ElasticSum
+    from shoal.comm.members.meetings import Meetings
+    from shoal.observe.capture import Capture
+    from shoal.observe.memory_probe import Probe
+
+
+@contextmanager
+def ending_forks() -> Iterator[None]:
+    """A fork that the script made ends here: connections and threads are its parent's."""
+    own_pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() != own_pid:
+            _end_fork(error)
+        raise
+    if os.getpid() != own_pid:
+        _end_fork(None)
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """As the interpreter would end it, without what the parent has to close."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        is_number = error.code is None or isinstance(error.code, int)
+        status = int(error.code or 0) if is_number else 1
+        if not is_number:
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
+Train = Callable[[Job], Any]
+
+
+class Worker:
+    """One rank of a run. `number` tells the runs of one process apart."""
+
+    def __init__(
+        self, strategy: Strategy, placement: Placement | None, config: RunConfig, number: int
+    ):
+        self.strategy = strategy
+        self.config = replace(config, checkpoint=config.checkpoint.of_call(number))
+        self.number = number
+        self.seed = config.seed or 0
+        strategy.require_built()
+        strategy.layout(placement.size if placement else 1)
+        self._place = WorkerPlace(strategy, placement, self.config)
+        self.size = self._place.size
+        self.rank = self._place.rank
+        self.run_dir = self._place.run_dir
+        self.report_dir = self._place.report_dir
+        self._group = WorkerGroup(strategy, self.config, self._place, number, self.fail)
+
+    def run(self, train: Train) -> Any:
+        """Call `train(job)`, and return what it returns."""
+        die_with_launcher(self.config.launcher_pid)
+        if self.report_dir is not None:
+            self.report_dir.mark_training(self.rank)
+        with ExitStack() as stack:
+            stack.enter_context(ending_with_agent(self.rank, self.config.environ))
+            stack.enter_context(Watcher(self.config.wait))
+            preemption = Preemption(self.run_dir, self.rank, self.size)
+            stack.enter_context(preemption)
+            group = stack.enter_context(self._group.open())
+            stack.enter_context(self._agreeing(preemption, group))
+            tracer = self._make_tracer(group)
+            send = open_progress(self.config.progress_fd)
+            progress = for_worker(self.rank, self.size, send, isinstance(group, ElasticGroup))
+            stack.callback(progress.close)
+            if isinstance(group, ElasticGroup):
+                group.wrap = lambda executor: _traced(executor, tracer)
+            elif tracer.enabled:
+                group = Group(_traced(group.executor, tracer))
+
+            meetings = self._make_meetings()
+            step_count = self._make_step_count()
+            if step_count is not None:
+                stack.callback(step_count.close)
+
+            def make_job(kind: type[Job]) -> Job:
+                return kind(
+                    self.strategy,
+                    group,
+                    device=self._place.device,
+                    seed=self.seed,
+                    services=RunServices(
+                        progress=progress,
+                        tracer=tracer,
+                        faults=faults_of(self.config, self.rank, self.size),
+                        elastic_sum=self._make_elastic_sum(meetings),
+                        meetings=meetings,
+                        preemption=preemption,
+                        step_count=step_count,
+                        local_rank=self._place.local_rank,
+                        local_size=self._place.local_size,
+                        config=self.config,
+                    ),
+                )
+
+            torch.manual_seed(self.seed)
+            seed_python(self.seed)
+            if isinstance(tracer, Recorder) and self.config.trace_dir is not None:
+                stack.callback(tracer.write, self.config.trace_dir)
+            return self._run_to_its_end(train, make_job)
+
+    def _run_to_its_end(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
+        """The launcher learns how it ended."""
+        try:
+            return self._run_job(train, make_job)
+        except SystemExit as end:
+            if not end.code:
+                self.mark_finished()
+            raise
+        except RunOver as over:
+            self._check_finished(over)
+            if self.report_dir is None:
+                print(f"shoal: {over}", file=sys.stderr, flush=True)
+            else:  # the launcher knows whether it was there before, and says so
+                self.report_dir.mark_too_late(self.rank, self.config.generation)
+            return None
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def _check_finished(self, over: RunOver) -> None:
+        """PeerLost where the others have not finished, but were lost."""
+        run_dir = self.config.run_dir
+        have_finished = run_dir is None or bool(run_dir.finished_ranks())
+        if self._group.membership is not None:
+            have_finished = self._group.membership.has_finished
+        if not have_finished:
+            doing = "coming back: all workers were lost, and with them what they had trained"
+            error: ShoalError = PeerLost(self.rank, None, doing)
+            if self.strategy.is_elastic:  # no worker that is started again could do better
+                error = ShoalError(f"worker {self.rank}, {doing}")
+            self.fail(error)
+            raise error from over
+
+    def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
+        if self._only_looks(train, make_job):
+            self.mark_finished()
+            return None
+        job = make_job(Job)
+        self.prepare(job)
+        return self._train(train, job)
+
+    def _only_looks(self, train: Train, make_job: Callable[[type[Job]], Job]) -> bool:
+        """Whether this run estimates, profiles or traces a step, which is then done."""
+        estimate = self.config.memory_estimate
+        asked = self.config.workload_trace
+        if estimate.folder is not None:
+            from shoal.observe.memory_estimate import estimate_memory
+
+            return estimate_memory(estimate, train, make_job)
+        if asked.folder is None:
+            return False
+        from shoal.observe.workload_profile import profile_workload
+        from shoal.observe.workload_trace import trace_workload
+
+        return profile_workload(asked, train, make_job) or trace_workload(asked, train, make_job)
+
+    def _observers(self, job: Job) -> list[Capture | Probe]:
+        """What records this run, for `shoal verify` and `shoal memory`."""
+        observers: list[Capture | Probe | None] = []
+        if self.config.capture.folder is not None:
+            from shoal.observe.capture import Capture
+
+            observers.append(Capture.start(self.config.capture, job, self.number))
+        if self.config.memory_probe.folder is not None:
+            from shoal.observe.memory_probe import Probe
+
+            observers.append(Probe.start(self.config.memory_probe, job))
+        return [observer for observer in observers if observer is not None]
+
+    def _train(self, train: Train, job: Job) -> Any:
+        observers = self._observers(job)
+        result = None
+        end: SystemExit | None = None
+        with suppress(StopTraining), ending_forks():
+            try:
+                result = train(job)
+            except SystemExit as exit:
+                if exit.code or self.config.capture.folder is None:
+                    raise
+                end = exit  # what was trained until then is compared
+        for observer in observers:
+            observer.write()
+        job.close()
+        self.report(job)
+        self.mark_finished()
+        if job.is_preempted:
+            raise SystemExit(EXIT_STATUS)
+        if end is not None:
+            raise end
+        return result
+
+    # ------------------------------------------------------------------ hooks for `shoal compare`
+
+    def prepare(self, job: Job) -> None:
+        """Called before training."""
+
+    def report(self, job: Job) -> None:
+        """Called after training: writes the report for the launcher."""
+        if self.report_dir is not None:
+            self.report_dir.write_report(self.rank, job.report())
+
+    def mark_finished(self) -> None:
+        """Called at the end of a run that succeeded."""
+        if self.report_dir is not None:
+            self.report_dir.mark_finished(self.rank)
+
+    def fail(self, error: Exception) -> None:
+        """Under Shoal's own launcher: write a report and exit at once.
+
+        Closing the group may wait for a peer that waits for this rank; the launcher ends the
+        other workers and reports the first failure.
+        """
+        if self.report_dir is not None:
+            add_line_of_script(error)
+            report_failure(self.report_dir, self.rank, error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2 if isinstance(error, BadInput) else 1)
+
+    # ------------------------------------------------------------------ group, tracer, sums
+
+    @contextmanager
+    def _agreeing(self, preemption: Preemption, group: Group) -> Iterator[None]:
+        """Other launchers have no run directory: ranks agree on where to stop in the store."""
+        if self.run_dir is not None or group.size == 1:
+            yield
+            return
+        store = shared_store(f"preemption of run {self.number}", group.rank, group.size)
+
+        from shoal.comm.members.store_board import StoreBoard
+
+        with (
+            StoreBoard(store, group.rank, group.size, preemption.ask) as board,
+            preemption.agreeing(board),
+        ):
+            yield
+
+    def _make_tracer(self, group: Group) -> Tracer:
+        if self.config.trace_dir is None:
+            return OFF
+        origin = torch.tensor([time.monotonic_ns()], device=self._place.device)
+        if self._place.local_size == self.size:
+            group.broadcast(origin).wait()
+        else:  # hosts have different clocks: the end of the barrier is zero on each
+            group.barrier().wait()
+            origin.fill_(time.monotonic_ns())
+        return Recorder(self.rank, int(origin))
+
+    def _make_elastic_sum(self, meetings: Meetings | None) -> ElasticSum | None:
+        """None where no launcher notes exits; other launchers end the run with a lost worker."""
+        run_dir = self.run_dir
+        if run_dir is None or not self.strategy.survives_loss or self.strategy.is_elastic:
+            return None
+        folder = run_dir.tally_folder(self.number)
+        has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
+
+        from shoal.comm.members.elastic_sum import ElasticSum
+
+        return ElasticSum(folder, self.rank, has_exited, self._place.patience_s)
+
+    def _make_step_count(self) -> StepCount | None:
+        """None where no launcher of Shoal reads it."""
+        return None if self.report_dir is None else StepCount(self.report_dir.steps(self.rank))
+
+    def _make_meetings(self) -> Meetings | None:
+        """None where lost workers do not come back."""
+        run_dir = self.run_dir
+        if run_dir is None or not self._place.comes_back:
+            return None
+        file = run_dir.meetings(self.number)
+        generation = self.config.generation
+
+        from shoal.comm.members.meetings import Meetings
+
+        return Meetings(
+            file, self.rank, self.size, generation, run_dir.has_ended, self._place.patience_s
+        )
+
+
+def _traced(executor: Executor, tracer: Tracer) -> Executor:
+    if not tracer.enabled:
+        return executor
+    from shoal.comm.tracing import Traced
+
+    return Traced(executor, tracer)

@@ -1,0 +1,208 @@
+"""The group of all ranks of a run, as one worker opens it.
+
+one rank, or no collectives   alone
+elastic                       formed when the model is built, again after each change
+starts apart, or comes back   formed at the first collective
+all others                    after the rendezvous of all ranks
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from shoal.comm.executor import Executor
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
+from shoal.comm.members.elastic_group import ElasticGroup
+from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.select import DEFAULT_TIMEOUT_S, GroupSpec, open_group
+from shoal.errors import BadInput, PeerLost
+from shoal.launch.rank.environment import Placement, is_one_host
+from shoal.launch.rank.rendezvous import open_rendezvous, require_agent_store
+from shoal.launch.rank.worker_place import WorkerPlace, choose_backend
+from shoal.runtime.config import RunConfig
+from shoal.runtime.run_dir import RunDir
+from shoal.runtime.trust import require_protected, require_trusted_network
+from shoal.runtime.waits import waiting
+from shoal.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shoal.comm.members.board import Board
+    from shoal.comm.members.membership import GroupMembership
+
+_POLL_S = 0.5
+_UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up
+
+
+class WorkerGroup:
+    """Opens it. `fail` is called from another thread when a rank exits before it has joined."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        config: RunConfig,
+        place: WorkerPlace,
+        number: int,
+        fail: Callable[[Exception], None],
+    ):
+        self.membership: GroupMembership | None = None  # of an elastic run
+        self._strategy = strategy
+        self._config = config
+        self._place = place
+        self._rank = place.rank
+        self._size = place.size
+        self._run_dir = place.run_dir
+        self._number = number
+        self._fail = fail
+
+    @contextmanager
+    def open(self) -> Iterator[Group]:
+        run_dir = self._run_dir
+        if self._place.placement is None or not self._strategy.sync_for(self._size).communicates:
+            yield solo_group()
+        elif self._strategy.is_elastic and (run_dir is not None or self._config.board is not None):
+            with closing(self._make_elastic_group(run_dir)) as elastic:
+                yield elastic
+        elif run_dir is not None and (self._strategy.starts_apart or self._place.comes_back):
+            from shoal.comm.executors.deferred import Deferred
+
+            folder = run_dir.start_folder(self._number)
+            with ExitStack() as stack:
+                later = self._open_full_group(self._place.placement)
+
+                def make() -> Executor:
+                    if self._config.generation:
+                        raise BadInput(
+                            f"worker {self._rank} was started again, and the script exchanges "
+                            "tensors between all workers, who met without it: run it without "
+                            "--restart"
+                        )
+                    return stack.enter_context(later).executor
+
+                keeps = self._place.comes_back
+                has_exited = run_dir.has_exited
+                yield Group(Deferred(folder, self._rank, self._size, has_exited, make, keeps))
+        else:
+            with self._open_full_group(self._place.placement) as group:
+                if run_dir is not None:
+                    run_dir.mark_all_joined()
+                yield group
+
+    def _make_elastic_group(self, run_dir: RunDir | None) -> ElasticGroup:
+        """A group that is formed when this worker has built its model."""
+        from shoal.comm.members.board import GroupMember, RunDirBoard
+        from shoal.comm.members.membership import GroupMembership
+
+        me = GroupMember(self._rank, self._config.generation)
+        hosts = None
+        board: Board
+        if run_dir is not None:
+            board = RunDirBoard(run_dir, self._number)
+        else:
+            from shoal.comm.members.network_board import open_board
+
+            hosts = HostSpec(self._config.host_id, network=HostNetwork(self._config))
+            hosts.network.require_tcp()
+            board = open_board(self._config, me, self._number)
+        patience_s = self._place.patience_s + _UNTIL_KILLED_S
+        membership = GroupMembership(board, me, self._size, patience_s)
+        self.membership = membership
+        limit_s = self._config.wait.limit_s or DEFAULT_TIMEOUT_S
+        return ElasticGroup(membership, limit_s + _UNTIL_KILLED_S, hosts)
+
+    @contextmanager
+    def _open_full_group(self, placement: Placement) -> Iterator[Group]:
+        """A group of all ranks; all of them have joined when the block begins."""
+        require_agent_store(placement, self._config.environ)
+        store: Store | None = None
+        if self._place.asks_hosts:
+            from shoal.launch.rank.host_ranks import ask_hosts, meet
+
+            with waiting(f"rank {self._rank}", "the other workers", "the rendezvous"):
+                store = meet(placement, self._config, self._place.device.type == "cuda")
+                placement = ask_hosts(placement, self._config, self._number, store)
+            self._place.settle(placement)
+        with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
+            spec = GroupSpec(
+                rank=self._rank,
+                size=self._size,
+                init_method=init_method,
+                backend=choose_backend(self._place.device, placement),
+                name=f"run {self._number}",
+                algorithm=self._strategy.sync_for(self._size).collective_algorithm,
+                replicas=self._strategy.layout(self._size).replicas,
+                host_id=self._config.host_id,
+                run_dir=self._config.run_dir,
+                secret=self._check_network(placement),
+                hostname=self._own_host(),
+                is_one_host=is_one_host(placement, self._config),
+                timeout_s=self._config.wait.limit_s or DEFAULT_TIMEOUT_S,
+                config=self._config,
+                store=store,
+            )
+            with ExitStack() as stack:
+                with waiting(f"rank {self._rank}", "the other workers", "the rendezvous"):
+                    group = stack.enter_context(open_group(spec))
+                joined()
+                yield group
+
+    def _check_network(self, placement: Placement) -> bytes | None:
+        """The key of the run; BadInput where hosts that are not trusted would reach it.
+
+        The others may have a key, and would wait for this rank.
+        """
+        try:
+            return self._key_of_hosts(placement)
+        except BadInput as error:
+            if placement.launcher == "torchrun" and placement.rendezvous == "env://":
+                from shoal.comm.store.authenticated import leave_with_agent
+
+                leave_with_agent(self._rank, self._size, f"run {self._number}", str(error))
+            raise BadInput(f"rank {self._rank}: {error}") from error
+
+    def _key_of_hosts(self, placement: Placement) -> bytes | None:
+        if is_one_host(placement, self._config) or dist.is_initialized():
+            return self._config.read_secret()
+        says = self._rank == 0
+        backend = "NCCL" if choose_backend(self._place.device, placement) == "nccl" else "Gloo"
+        secret = require_protected(self._config, "the rendezvous of several hosts", says)
+        if backend == "NCCL" or HostNetwork(self._config).between == "gloo":
+            require_trusted_network(self._config, f"{backend} between hosts", says)
+        return secret
+
+    def _own_host(self) -> str | None:
+        """By which other hosts reach this one; under torchrun rank 0 is at MASTER_ADDR."""
+        return self._config.hostname or self._config.environ.get("MASTER_ADDR")
+
+    @contextmanager
+    def _fail_when_peers_exit(self) -> Iterator[Callable[[], None]]:
+        """Until the yielded function is called: fail when a worker exits before it has joined."""
+        run_dir = self._run_dir
+        has_joined = threading.Event()
+        if run_dir is None:
+            yield has_joined.set
+            return
+
+        def watch() -> None:
+            while not has_joined.wait(_POLL_S):
+                exited = [rank for rank in range(self._size) if run_dir.has_exited(rank)]
+                if exited and not has_joined.wait(_POLL_S):  # or it had joined and finished
+                    self._fail(PeerLost(self._rank, exited[0], "the rendezvous of all workers"))
+
+        watcher = threading.Thread(target=watch, name="shoal-rendezvous", daemon=True)
+        watcher.start()
+
+        def stop() -> None:
+            has_joined.set()
+            watcher.join()
+
+        try:
+            yield stop
+        finally:
+            stop()
