@@ -26,10 +26,11 @@ _ELSEWHERE_ELEMENTWISE = (
     *("SparseAdam", "Lion", "AdaBelief", "Adan"),
     *("SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"),
 )
+_OF_A_PARAMETER = ("Adafactor", "LAMB", "Lamb", "LARS", "Muon", "Shampoo", "SOAP")
 # one step size, or one norm, of all parameters
 _OF_THE_MODEL = (
     *("Prodigy", "DAdaptSGD", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptAdaGrad"),
-    *("SAM", "FusedLAMB"),
+    *("SAM", "FusedLAMB", "LBFGS"),
 )
 
 
@@ -41,16 +42,19 @@ class LooksAt(IntEnum):
     MODEL = 2
 
 
-def looks_at(optimizer: torch.optim.Optimizer) -> LooksAt:
-    """An optimizer that is not known looks at whole parameters, each alone."""
+def looks_at(optimizer: torch.optim.Optimizer) -> LooksAt | None:
+    """None for an optimizer that is not known."""
     said = getattr(optimizer, "looks_at", None)
     if said is not None:
         return LooksAt[said.upper()]
     kind = type(optimizer)
     names = {base.__name__ for base in kind.__mro__ if _step(base) is _step(kind)}
-    if names & {*ELEMENTWISE, *_ELSEWHERE_ELEMENTWISE}:
-        return LooksAt.ELEMENT
-    return LooksAt.MODEL if names & set(_OF_THE_MODEL) else LooksAt.PARAMETER
+    known = {
+        LooksAt.ELEMENT: {*ELEMENTWISE, *_ELSEWHERE_ELEMENTWISE},
+        LooksAt.PARAMETER: {*_OF_A_PARAMETER},
+        LooksAt.MODEL: {*_OF_THE_MODEL},
+    }
+    return next((what for what, kinds in known.items() if names & kinds), None)
 
 
 def _step(kind: type) -> Any:

@@ -64,11 +64,18 @@ def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContex
         return
     found = torch.zeros((), device=context.device)
     looks = looks_at(update.optimizer) if update.named else LooksAt.ELEMENT
+    name = type(update.optimizer).__name__
+    if looks is None:
+        looks = LooksAt.PARAMETER
+        context.say(
+            f"{name} is not known: under {context.strategy} it updates each parameter alone; if "
+            f'one update looks at several parameters, set {name}.looks_at = "model"'
+        )
     if looks is LooksAt.MODEL or shard.cut_dims():  # whole parameters are enough for others
         found += looks
     for group in groups:
         group.all_reduce(found, Op.MAX).wait()
-    refuse(LooksAt(int(found)), type(update.optimizer).__name__, str(context.strategy))
+    refuse(LooksAt(int(found)), name, str(context.strategy))
 
 
 def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:

@@ -24,6 +24,7 @@ from shoal.launch.here.running import RunEntry, entries
 from shoal.launch.hosts.agent import check_files
 from shoal.launch.hosts.machines import Machine, place, place_evenly
 from shoal.launch.hosts.remote import run_attempts, run_remote
+from shoal.launch.hosts.remote_processes import AGENT_COMMAND
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
 from tests.launch.helpers import Screen
@@ -352,7 +353,7 @@ def test_the_secret_is_in_no_argument_environment_log_or_entry(
     with HostsHere([1, 1]) as machines:
         run_remote(machines, LaunchSpec(command, 2, config, logs=tmp_path / "logs"), write)
     pieces = (secret, secret.hex().encode(), base64.b64encode(secret)[:40])
-    assert any(b"shoal.launch.agent" in text for text in looked.values())
+    assert any(AGENT_COMMAND[-1].encode() in text for text in looked.values())
     assert any(path.endswith("rank-1.log") for path in looked)
     where = [path for path, text in looked.items() if any(piece in text for piece in pieces)]
     assert where == []

@@ -17,6 +17,7 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples
+from tests.splitting import job_of
 
 
 class Renamed(torch.optim.SGD):
@@ -46,11 +47,11 @@ class ByGlobalNorm(Own):
         (Elementwise, LooksAt.ELEMENT),
         (torch.optim.Adafactor, LooksAt.PARAMETER),
         (torch.optim.Muon, LooksAt.PARAMETER),
-        (Own, LooksAt.PARAMETER),
+        (Own, None),
         (ByGlobalNorm, LooksAt.MODEL),
     ],
 )
-def test_a_class_is_known_or_says_what_it_looks_at(kind: Any, expected: LooksAt) -> None:
+def test_a_class_is_known_or_says_what_it_looks_at(kind: Any, expected: LooksAt | None) -> None:
     assert looks_at(kind([nn.Parameter(torch.ones(4, 4))], lr=0.1)) is expected
 
 
@@ -90,3 +91,14 @@ def test_an_optimizer_of_whole_parameters_trains_under_zero(world: World) -> Non
     alone = world(1, lambda g: body(g, "ddp", models[2]))
     together = world(2, lambda g: body(g, "zero(2)", models[g.rank]))
     assert together == pytest.approx([alone[0]] * 2, abs=1e-5)
+
+
+def test_one_that_is_not_known_is_named_where_workers_have_some_parameters(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def body(group: Group) -> None:
+        with job_of(group, "zero(2)", mlp(), optimizer=partial(Own, lr=0.1)):
+            pass
+
+    world(2, body)
+    assert capfd.readouterr().err.count('Own.looks_at = "model"') == 1
