@@ -20,6 +20,6 @@ setup(
         native("shoal/transport/shm", "_shm"),
         native("shoal/transport/tcp", "_tcp", *TCP, headers=("engine.h",)),
         native("shoal/embedding", "_rows"),
-        native("shoal/server/protocol", "_frames"),
+        native("shoal/protocol", "_frames"),
     ]
 )

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from benchmarks.harness import say
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
-from shoal.observe.trace import Recorder, Span
 from shoal.plan.timeline import Times, simulate
+from shoal.runtime.trace import Recorder, Span
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.pipelines.actions import Pipeline
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy, parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
 from shoal.transport.threads import Mailboxes, ThreadTransport
 
 SCHEDULES = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1")

@@ -28,14 +28,14 @@ from benchmarks.harness import Timing, options_of_worker, write_result
 from benchmarks.ps_peers import LR
 from shoal.comm import objects
 from shoal.errors import ShoalError
-from shoal.replica.flat_params import FlatParams
+from shoal.protocol.connection import Connection
+from shoal.protocol.frames import FrameKind, decode, encode
+from shoal.replica.flat.params import FlatParams
 from shoal.runtime.config import RunConfig
-from shoal.server.chain_route import ChainRoute
-from shoal.server.link import ServerLink
-from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.frames import FrameKind, decode, encode
-from shoal.server.protocol.messages import Commit, Pull, Pulled
-from shoal.server.request import Request
+from shoal.server.client.chain_route import ChainRoute
+from shoal.server.client.link import ServerLink
+from shoal.server.client.request import Request
+from shoal.server.messages import Commit, Pull, Pulled
 from shoal.sync.base import Replica, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.worker import PsWorker

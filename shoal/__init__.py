@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.strategy.terms import *  # noqa: F403
     from shoal.train.job import Job as Job
     from shoal.train.map_reduce import map_reduce as map_reduce
-    from shoal.train.step import Step as Step
+    from shoal.train.step.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _HOME = {
     "predict": "planning",
     "rank_strategies": "planning",
     "run": "launch.rank.run",
-    "Step": "train.step",
+    "Step": "train.step.step",
     "Strategy": "strategy.strategy",
     "parse": "strategy.strategy",
 }

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
-from shoal.train.checkpoint import digest_of
+from shoal.train.checkpoints.files import digest_of
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.models import mlp, samples
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from typing import IO, NamedTuple, TypeVar
 import torch
 
 from shoal.comm.members.board import GroupMember
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from tests import forked
 from tests.elastic_recipes import BATCH, SAMPLES
 
@@ -223,14 +223,14 @@ class DisturbedRun:
 
     def bits(self) -> str:
         """A digest of the weights, averages and optimizer state that it has saved."""
-        saved = checkpoint.read(self.folder / "saved")
+        saved = files.read(self.folder / "saved")
         tensors = sorted({**saved.model, **saved.optimizer}.items())
         parts = [name.encode() + tensor.numpy().tobytes() for name, tensor in tensors]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def trains_each_sample_once(self) -> bool:
         """In each epoch; the model counts them."""
-        counts = -checkpoint.read(self.folder / "saved").model["0:counts"]
+        counts = -files.read(self.folder / "saved").model["0:counts"]
         epochs = torch.full_like(counts, self.steps * BATCH / SAMPLES)
         return torch.allclose(counts, epochs, rtol=0, atol=0.1)
 

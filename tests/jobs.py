@@ -14,7 +14,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
 from tests.models import mlp
 
 CPU = torch.device("cpu")

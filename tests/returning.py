@@ -22,7 +22,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
 from tests.models import mlp
 from tests.numbered import Killed, numbered_samples
 

@@ -19,9 +19,9 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.strategy.strategy import parse
+from shoal.train.checkpoints.state import gather_model
 from shoal.train.job import Job
-from shoal.train.state import gather_model
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.seeds import seeded
 

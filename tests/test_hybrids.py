@@ -19,7 +19,7 @@ from shoal.strategy.strategy import parse
 from shoal.sync.ddp_compressed import CompressedReduce
 from shoal.sync.ps.push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import samples
 from tests.products import few_or_all

@@ -17,10 +17,10 @@ from shoal.coordinator.core import Core
 from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput
+from shoal.protocol.endpoint import Listener
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
-from shoal.server.protocol.endpoint import Listener
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 
 PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
@@ -33,7 +33,7 @@ LISTENERS = {
     "lab/machines.py": "the same",
     "launch/ray/ray_machines.py": "the same",
     "launch/hosts/remote.py": "the same",
-    "server/protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",
+    "protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",
     "transport/tcp/connect.py": "HostNetwork.key",
 }
 NO_SECRET_HERE = {"XDG_CONFIG_HOME": "/nonexistent", "SHOAL_HOST": "10.0.0.1"}

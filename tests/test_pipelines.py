@@ -19,11 +19,11 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.stage_shard import StageShard
+from shoal.replica.split.stage_shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.options import StepOptions
+from shoal.train.step.options import StepOptions
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import (

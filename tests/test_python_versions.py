@@ -99,7 +99,7 @@ from pathlib import Path
 
 for path in sorted(Path(root, "shoal").rglob("*.py")):
     compile(path.read_text(), str(path), "exec")
-for folder in ("strategy", "runtime", "schedules/pipelines", "server/protocol"):
+for folder in ("strategy", "runtime", "schedules/pipelines", "protocol"):
     for path in sorted(Path(root, "shoal", folder).glob("*.py")):
         try:
             import_module(".".join(path.relative_to(root).with_suffix("").parts))

@@ -19,7 +19,7 @@ from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import convnet, samples
 from tests.seeds import seeded

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.replica.tensor.planning.plan import plan_of
+from shoal.replica.tensor.plan import plan_of
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.models.catalog import CATALOG

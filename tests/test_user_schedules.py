@@ -13,7 +13,7 @@ from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.schedules.collectives.cost import Link
-from shoal.train.prepare_model import check_same
+from shoal.train.step.prepare_model import check_same
 from shoal.transport.threads import ThreadTransport
 from tests.comm.threads import on_threads
 from tests.conftest import World

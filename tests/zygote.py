@@ -37,7 +37,7 @@ _PRELOADED = (
     "networkx",
     "safetensors.torch",
     "shoal.launch.rank.run",
-    "shoal.server.server",
+    "shoal.server.process.server",
 )
 _RealPopen = subprocess.Popen
 

@@ -26,12 +26,12 @@ from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.run import replaced_run, run
 from shoal.launch.rank.worker import Train, Worker
 from shoal.observe.comparison import ComparedRun
-from shoal.observe.progress import open_progress
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.progress import open_progress
+from shoal.train.step.step import Step
 
 
 @dataclass(frozen=True)

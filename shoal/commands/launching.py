@@ -27,13 +27,13 @@ from shoal.launch.here.processes import Forks
 from shoal.launch.here.report import RunResult, run_report
 from shoal.launch.hosts.machines import Machines
 from shoal.launch.losses.lost_workers import taking_back, tolerance_of
-from shoal.observe.progress import ProgressBar
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
+from shoal.train.progress import ProgressBar
 
 
 def _ray(address: str, config: RunConfig) -> Machines:
@@ -343,7 +343,7 @@ def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
     with scratch_folder("trace") as folder:
         yield replace(config, trace_dir=folder)
         from shoal.observe.time_shares import print_shares, write_chrome
-        from shoal.observe.trace import read_spans
+        from shoal.runtime.trace import read_spans
 
         spans = read_spans(folder)
         write_chrome(spans, file)

@@ -93,7 +93,7 @@ def evaluate(
     """Test a trained example on data that it has not seen."""
     if not (checkpoint / MANIFEST).exists():
         raise CheckpointError(f"there is no checkpoint at {checkpoint} (no {MANIFEST} in it)")
-    from shoal.train.checkpoint import read_manifest  # torch: only where there is something
+    from shoal.train.checkpoints.files import read_manifest  # torch: only where there is something
 
     start_s = time.monotonic()
     about = read_manifest(checkpoint).get("about")

@@ -19,13 +19,13 @@ from shoal.coordinator.interface import Unavailable
 from shoal.coordinator.records import Answer, Request, TimeLeft, Watch
 from shoal.coordinator.requester import Requester, describe
 from shoal.errors import BadInput
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import PLAIN, connect
+from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.protocol.handshake import AuthenticationError, authenticate
+from shoal.protocol.hello import ErrorReply
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.waits import Backoff, waiting
-from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.endpoint import PLAIN, connect
-from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.handshake import AuthenticationError, authenticate
-from shoal.server.protocol.hello import ErrorReply
 
 CALL_S = 3.0
 START_S = 30.0  # a coordinator that has not been reached before may be starting

@@ -15,12 +15,12 @@ import msgspec
 from shoal.coordinator.core import Core
 from shoal.coordinator.log import LogBroken
 from shoal.coordinator.records import MAX_NUMBER, Request, RequestId
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.endpoint import PLAIN
+from shoal.protocol.frames import FrameKind, Header, Refused, encode
+from shoal.protocol.hello import Hello
+from shoal.protocol.service import JOIN_S, ConnectionService
 from shoal.runtime.config import TlsConfig
-from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
-from shoal.server.protocol.hello import Hello
-from shoal.server.protocol.service import JOIN_S, ConnectionService
 
 MAX_REQUEST_BYTES = 96 << 10
 MAX_CLIENT_CONNECTIONS = 2048

@@ -28,13 +28,13 @@ from shoal.errors import StopTraining
 from shoal.observe.double_precision import compute_in_double, convert
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
-from shoal.replica.tensor.layers.attention import ParallelAttention
+from shoal.replica.tensor.attention import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.base import Batches
+from shoal.train.checkpoints.state import gather_model, gather_optimizer_state
 from shoal.train.job import Job
-from shoal.train.state import gather_model, gather_optimizer_state
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 
 _CONFIGURED = ("drop", "jitter")  # in names of rates: attention_dropout, layerdrop, jitter_noise
 

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from shoal.observe.time_shares import TimeShares, time_shares_within
-from shoal.observe.trace import read_spans
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.trace import read_spans
 from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import as_strategy

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 
 
 def grouped_mm(

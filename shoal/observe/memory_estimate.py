@@ -45,8 +45,8 @@ from shoal.sync.base import plan_for
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.train.job import Job
-from shoal.train.options import StepOptions
-from shoal.train.setup_loop import loop_term
+from shoal.train.own_loop.setup import loop_term
+from shoal.train.step.options import StepOptions
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shoal.runtime.config import MemoryProbeConfig
 from shoal.sync.compressed_sum import CompressedSum
 from shoal.sync.memory import MemoryCounter, SyncMemory, tensors_held_by
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 
 
 class Probe:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.observe.trace import COMMUNICATE, COMPUTE, INJECTED, TRAINING, WAIT, Span, chrome_events
+from shoal.runtime.trace import COMMUNICATE, COMPUTE, INJECTED, TRAINING, WAIT, Span, chrome_events
 
 Interval = tuple[int, int]
 

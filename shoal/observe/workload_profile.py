@@ -24,16 +24,16 @@ from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows
 from shoal.errors import StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_step
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.strategy import as_strategy
 from shoal.sync.ddp_compressed import ddp_buckets
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
-from shoal.train.cut_batch import ForwardSignature
 from shoal.train.job import Job
-from shoal.train.options import StepOptions
+from shoal.train.step.cut_batch import ForwardSignature
+from shoal.train.step.options import StepOptions
 
 _FEWEST = 8
 _MOST = 2000

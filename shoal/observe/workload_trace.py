@@ -27,15 +27,15 @@ from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.fsdp.wrapping import wrap_modules
 from shoal.replica.microbatch import Loss, call_model
-from shoal.replica.tensor.planning.plan import plan_of
-from shoal.replica.tensor.planning.roles import Role
+from shoal.replica.tensor.plan import plan_of
+from shoal.replica.tensor.roles import Role
 from shoal.runtime.config import WorkloadTraceConfig
 from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import as_strategy
 from shoal.sync.optimizer_step import OptimizerFactory
-from shoal.train.cut_batch import ForwardSignature
 from shoal.train.job import Job
-from shoal.train.options import StepOptions
+from shoal.train.step.cut_batch import ForwardSignature
+from shoal.train.step.options import StepOptions
 
 _KINDS = {
     "attention": "whole",

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.flat_params import FlatParams
-from shoal.replica.grad_buckets import OnBucket
+from shoal.replica.flat.grad_buckets import OnBucket
+from shoal.replica.flat.params import FlatParams
 from shoal.schedules.pipelines.actions import Action, ActionKind
 
 # the gradients of the weights are complete afterwards

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import BadInput
-from shoal.observe.trace import OFF, Tracer
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import Accumulation, NoAccumulation, StepAccumulation
 from shoal.replica.batchnorm import ForwardState
-from shoal.replica.flat_params import FlatParams
-from shoal.replica.grad_buckets import OnBucket
+from shoal.replica.flat.grad_buckets import OnBucket
+from shoal.replica.flat.params import FlatParams
 from shoal.replica.loss import StepNumbers, split_numbers
 from shoal.replica.microbatch import (
     Loss,
@@ -36,6 +35,7 @@ from shoal.replica.microbatch import (
     fork_rng,
 )
 from shoal.replica.stage import Stage, WholeModel
+from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines.actions import Action, ActionKind
 
 if TYPE_CHECKING:

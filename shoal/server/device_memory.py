@@ -18,8 +18,8 @@ import secrets
 import torch
 from torch import Tensor
 
+from shoal.server.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.server.model.shard import DTYPES, partial_sums
-from shoal.server.protocol.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.transport import cuda_ipc
 
 _ANCESTRY = secrets.token_hex(8)  # that of forks, too

@@ -30,8 +30,8 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
-    from shoal.server.replicas.start import ChainSettings
-    from shoal.server.server import Server
+    from shoal.server.member.start import ChainSettings
+    from shoal.server.process.server import Server
 
 _STOP = {signal.SIGTERM, signal.SIGINT}
 
@@ -60,7 +60,7 @@ def _load() -> None:
         signal.signal(number, signal.SIG_DFL)
     import torch  # noqa: F401
 
-    import shoal.server.server  # noqa: F401
+    import shoal.server.process.server  # noqa: F401
 
 
 def _catch_stop() -> int:
@@ -80,8 +80,8 @@ def _catch_stop() -> int:
 def _open_server(config: RunConfig) -> Server:
     import torch
 
-    from shoal.server.saving.background import ShardSaver
-    from shoal.server.server import Server
+    from shoal.server.process.background import ShardSaver
+    from shoal.server.process.server import Server
 
     most_threads = config.num_threads or 1
     torch.set_num_threads(most_threads)
@@ -115,8 +115,8 @@ def _chain_settings(config: RunConfig, run_dir: RunDir) -> ChainSettings | None:
     """The place of this server in the chain of its shard; None if it has no copies."""
     from shoal.comm.executors.hierarchical.topology import host_id
     from shoal.coordinator.connect import lease_ttl_s, open_coordinator
-    from shoal.server.replicas.place import ChainPlace
-    from shoal.server.replicas.start import ChainSettings
+    from shoal.server.member.place import ChainPlace
+    from shoal.server.member.start import ChainSettings
 
     of_server = config.server
     if of_server.replicas == 1:

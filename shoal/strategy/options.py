@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import StrategyError
+from shoal.schedules import graphs as edges
 from shoal.schedules import user
-from shoal.schedules.gossip import graphs as edges
 
 MAX_NUMBER = 10**9  # bounds every option, so that what was accepted can be printed and read back
 

@@ -24,14 +24,14 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 
 if TYPE_CHECKING:
-    from shoal.replica.shard import ReplicaShard
+    from shoal.replica.split.shard import ReplicaShard
     from shoal.sync.movable_shards import MovableShards
     from shoal.sync.ps.saves import ServerSaves
 

@@ -22,8 +22,8 @@ from shoal.compress.catalog import TopK, make_compressor
 from shoal.compress.compressor import Compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import BadInput
-from shoal.replica.flat_layout import FlatLayout
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.layout import FlatLayout
+from shoal.replica.flat.params import FlatParams
 from shoal.strategy.base import SyncTerm
 from shoal.sync.base import Copies, StepSettings
 from shoal.sync.memory import ModelSizes

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat.layout import FlatLayout
 from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES
 from shoal.sync.base import Replica, Sync
 from shoal.sync.memory import ModelSizes, SyncMemory

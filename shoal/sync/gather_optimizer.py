@@ -16,7 +16,7 @@ from shoal.comm.group import Group
 from shoal.comm.objects import PytreeChannel
 from shoal.errors import ShoalError
 from shoal.pytree import map_tensors
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
 
 _TAG = 0

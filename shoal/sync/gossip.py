@@ -29,10 +29,10 @@ from torch import Tensor
 from shoal.comm.group import Group, Op
 from shoal.comm.objects import all_equal, broadcast_bytes
 from shoal.errors import BadInput
-from shoal.observe.trace import WAIT
+from shoal.runtime.trace import WAIT
 from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
-from shoal.schedules.gossip.mixing import Mixing, mixing_for
+from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms.gossip import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan, runs
 from shoal.sync.gossip_async import AsyncGossip, async_memory

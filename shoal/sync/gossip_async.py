@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shoal.observe.trace import WAIT
-from shoal.schedules.gossip.mixing import Mixing
+from shoal.runtime.trace import WAIT
+from shoal.schedules.mixing import Mixing
 from shoal.sync.base import Comeback, Replica
 from shoal.sync.lasting import InRankMemory
 from shoal.sync.memory import ModelSizes, SyncMemory

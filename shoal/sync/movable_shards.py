@@ -21,7 +21,7 @@ from shoal.comm.group import Group
 from shoal.comm.objects import PytreeChannel
 from shoal.errors import BadInput, ShoalError
 from shoal.pytree import map_tensors
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.schedules.shard_copies import shard_transfers, surviving_holders

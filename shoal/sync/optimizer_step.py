@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.comm.group import Group, Op
 from shoal.errors import BadInput
-from shoal.observe.trace import OFF, Tracer
-from shoal.replica.optimizers import ratios
+from shoal.replica.flat.optimizers import ratios
+from shoal.runtime.trace import OFF, Tracer
 
 if TYPE_CHECKING:
-    from shoal.replica.shard import ReplicaGradNorm
+    from shoal.replica.split.shard import ReplicaGradNorm
 
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.comm.counting import SentBytes, all_reduce_bytes
 from shoal.comm.group import Group
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 
 
 class StepTraffic(SentBytes):

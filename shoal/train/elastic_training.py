@@ -29,7 +29,7 @@ from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of
 from shoal.train.job_state import JobState
 from shoal.train.sharded_state import Interrupted, ShardedState
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 
 OptimizerValues = dict[Tensor, dict[str, Any]]  # by parameter
 

@@ -19,10 +19,10 @@ from shoal.data.batch import AnyBatch
 from shoal.data.rows import move_to
 from shoal.data.sampling import BatchSplit, Collate, DatasetBatches, Loading
 from shoal.errors import BadInput
-from shoal.observe.trace import OFF, Tracer
 from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch import preserve_modes
-from shoal.train.step import Step
+from shoal.runtime.trace import OFF, Tracer
+from shoal.train.step.step import Step
 
 
 @dataclass(frozen=True)

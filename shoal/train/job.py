@@ -20,22 +20,22 @@ from shoal.data.batch import AnyBatch
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
-from shoal.observe.throughput import LossWatch, Throughput
-from shoal.observe.trace import LOAD, traced_items
 from shoal.replica.loss import LossFunction
 from shoal.replica.microbatch import Precision
+from shoal.runtime.trace import LOAD, traced_items
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory
 from shoal.train.agreement import Agreement, JobMeetings
-from shoal.train.build_step import build_step
-from shoal.train.job_checkpoints import JobCheckpoints
+from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
-from shoal.train.loop_methods import LoopMethods
-from shoal.train.options import Count, StepFunctions, StepOptions
-from shoal.train.own_loop import OwnLoop
-from shoal.train.run_services import RunServices, StepContext
-from shoal.train.step import AfterStep, Step
-from shoal.train.torch_hooks import OtherOptimizers
+from shoal.train.own_loop.loop import OwnLoop
+from shoal.train.own_loop.methods import LoopMethods
+from shoal.train.own_loop.torch_hooks import OtherOptimizers
+from shoal.train.step.build import build_step
+from shoal.train.step.options import Count, StepFunctions, StepOptions
+from shoal.train.step.run_services import RunServices, StepContext
+from shoal.train.step.step import AfterStep, Step
+from shoal.train.throughput import LossWatch, Throughput
 
 if TYPE_CHECKING:
     from shoal.train.elastic_training import ElasticTraining

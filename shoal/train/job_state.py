@@ -14,14 +14,14 @@ from torch import Tensor
 from shoal.data.position import Positions
 from shoal.data.stream import BatchStream
 from shoal.errors import ShoalError
-from shoal.observe.throughput import Throughput
 from shoal.sync.base import Comeback
-from shoal.train import checkpoint
-from shoal.train.run_services import StepContext
-from shoal.train.step import Step
+from shoal.train.checkpoints import files
+from shoal.train.step.run_services import StepContext
+from shoal.train.step.step import Step
+from shoal.train.throughput import Throughput
 
 if TYPE_CHECKING:
-    from shoal.train.ema import Ema
+    from shoal.train.checkpoints.averages import Ema
 
 Averages = list[tuple[dict[str, Tensor], dict[str, str]]]
 
@@ -83,9 +83,9 @@ class JobState:
         document: dict[str, Any],
         averages: Averages,
         states: list[dict[str, Tensor]] | None = None,
-    ) -> checkpoint.Checkpoint:
+    ) -> files.Checkpoint:
         """The state of this replica; `states` of the syncs, if all ranks have computed them."""
-        from shoal.train.state import snapshot
+        from shoal.train.checkpoints.state import snapshot
 
         document = {**document, "averages": [tied for _, tied in averages]}
         saved = snapshot(self.models, states or [{} for _ in self.models], document)
@@ -93,8 +93,8 @@ class JobState:
             saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
         return saved
 
-    def fit_averages(self, saved: checkpoint.Checkpoint, where: Path) -> list[dict[str, Tensor]]:
-        from shoal.train.state import fit_others
+    def fit_averages(self, saved: files.Checkpoint, where: Path) -> list[dict[str, Tensor]]:
+        from shoal.train.checkpoints.state import fit_others
 
         emas = [(ema.model, ema.steps[0].shard) for ema in self.emas]
         return fit_others(emas, "ema", saved, where)
@@ -116,9 +116,9 @@ class JobState:
 
     def unpack(self, state: dict[str, Any], is_new: bool) -> None:
         """Take that of another worker; `is_new`: this worker has not trained before."""
-        from shoal.train.state import fit
+        from shoal.train.checkpoints.state import fit
 
-        saved = checkpoint.Checkpoint(state["model"], state["optimizer"], state["document"])
+        saved = files.Checkpoint(state["model"], state["optimizer"], state["document"])
         source = Path("another worker")
         states = fit(self.models, saved, source)
         averages = self.fit_averages(saved, source)

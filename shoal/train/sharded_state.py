@@ -22,7 +22,7 @@ from shoal.comm.objects import broadcast_object
 from shoal.errors import RunOver
 from shoal.sync.movable_shards import MovableShards, ShardProgress, settled
 from shoal.train.job_state import JobState
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 
 _NUMBERS = 9  # of one `ShardProgress`
 

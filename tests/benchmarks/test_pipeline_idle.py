@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks.pipeline_idle import Slow, compare, idle_fraction
-from shoal.observe.trace import Span
 from shoal.replica.pipeline.split_backward import SplitBackward
+from shoal.runtime.trace import Span
 
 
 def span(kind: str, start: int, end: int) -> Span:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.checkpoints import file_of, manifest_of, places, save_some, start, write_manifest
 from tests.models import mlp
 

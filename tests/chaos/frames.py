@@ -23,13 +23,13 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ShoalError
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.endpoint import PLAIN, connect
+from shoal.protocol.frames import FrameKind, Header, Refused, encode, pack
+from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import fresh_nonce
-from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import PLAIN, connect
-from shoal.server.protocol.frames import FrameKind, Header, Refused, encode, pack
-from shoal.server.protocol.handshake import authenticate
-from shoal.server.protocol.messages import Channel, Hello
+from shoal.server.messages import Channel, Hello
 from tests.server.attacked import DESCRIPTORS, PATIENCE_S, Attacked, Training, server
 from tests.server.floods import dripping_flood, hasty_flood, silent_flood
 from tests.server.helpers import SECRET

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from shoal.train import checkpoint
-from shoal.train.checkpoint import Checkpoint
+from shoal.train.checkpoints import files
+from shoal.train.checkpoints.files import Checkpoint
 
 SAVERS = 3
 READERS = 2
@@ -40,7 +40,7 @@ def version(number: int) -> Checkpoint:
 
 def check_whole(path: Path) -> int:
     """The number of the version at `path`; all of it has to say the same."""
-    saved = checkpoint.read(path)
+    saved = files.read(path)
     number: int = saved.document["steps"]
     for tensor in (saved.model["w"], saved.optimizer["w/m"]):
         if not torch.equal(tensor, torch.full((NUMBERS,), float(number))):
@@ -79,7 +79,7 @@ class Round:
         step = 1000 * self.number + 100 * saver
         while True:
             os.write(self._begin, b".")
-            checkpoint.write(self.path, version(step))
+            files.write(self.path, version(step))
             step += 1
 
     def _keep_reading(self) -> None:
@@ -119,17 +119,17 @@ class Round:
 def attack(path: Path, number: int, kills: int, chance: random.Random) -> Counter[str]:
     """One round; what was seen."""
     seen: Counter[str] = Counter(kills=kills)
-    checkpoint.write(path, version(number))
+    files.write(path, version(number))
     round_ = Round(path, number)
     round_.kill(kills, chance)
     seen["reads"], seen["reads that failed"] = round_.end()
     seen["folders with leftovers of kills"] = len(list(path.iterdir())) > 3
     try:
         check_whole(path)
-    except (AssertionError, checkpoint.CheckpointError) as error:
+    except (AssertionError, files.CheckpointError) as error:
         print(f"after the kills: {error}")
         seen["checkpoints that are not whole"] += 1
-    checkpoint.write(path, version(number))
+    files.write(path, version(number))
     left = sorted(file.name for file in path.iterdir())
     if len(left) != 3 or check_whole(path) != number:
         print(f"after the next save: {left}")

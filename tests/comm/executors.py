@@ -11,7 +11,7 @@ from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.tracing import Traced
-from shoal.observe.trace import Recorder
+from shoal.runtime.trace import Recorder
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.shm.segment import is_built
 from shoal.transport.tcp.transport import is_built as is_tcp_built

@@ -12,7 +12,7 @@ from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost
 from shoal.observe.time_shares import time_shares
-from shoal.observe.trace import Recorder
+from shoal.runtime.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.collective import Collective, Transfer
 from shoal.schedules.collectives.cost import Link, cheapest

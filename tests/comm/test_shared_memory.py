@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
 from shoal.errors import Desync, PeerLost, ShoalError
-from shoal.observe.trace import Recorder
+from shoal.runtime.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, kinds
 from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
 from shoal.transport.shm.segment import is_built

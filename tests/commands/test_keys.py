@@ -13,10 +13,10 @@ import pytest
 from shoal.cli import main
 from shoal.errors import BadInput
 from shoal.launch.hosts.certificates import HostNames
+from shoal.protocol.endpoint import connect
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.consistency import Rule
-from shoal.server.protocol.endpoint import connect
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from tests.server.helpers import SECRET, client_of, fill
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

@@ -13,7 +13,7 @@ from shoal.commands.memory import COLUMNS, FURTHER
 from shoal.commands.memory import _tables as memory_tables
 from shoal.observe import time_shares
 from shoal.observe.comparison import RunOutcome
-from shoal.observe.trace import Span
+from shoal.runtime.trace import Span
 from shoal.schedules.collectives.catalog import kinds
 from tests.commands.terminal import shoal
 

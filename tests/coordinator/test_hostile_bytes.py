@@ -18,12 +18,12 @@ from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.records import Get, PutIf
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import ShoalError
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import connect
+from shoal.protocol.frames import FrameKind, Header, encode, pack
+from shoal.protocol.handshake import AuthenticationError, authenticate
 from shoal.runtime.secret import new_secret
 from shoal.runtime.strangers import MAX_UNAUTHENTICATED
-from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.endpoint import connect
-from shoal.server.protocol.frames import FrameKind, Header, encode, pack
-from shoal.server.protocol.handshake import AuthenticationError, authenticate
 from tests.coordinator.helpers import SECRET, service, until
 
 CLIENT = 99

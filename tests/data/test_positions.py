@@ -16,7 +16,7 @@ from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from tests.jobs import losses
 from tests.models import samples
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_by_its_count(tmp_path: Path)
     whole = losses(two_after_each_other, tmp_path, save_at=5)
     document = json.loads((tmp_path / "manifest.json").read_text())
     del document["position"]
-    document["sha256"] = checkpoint.digest_of(document)
+    document["sha256"] = files.digest_of(document)
     (tmp_path / "manifest.json").write_text(json.dumps(document))
     assert losses(two_after_each_other, tmp_path, 6, load=True) == whole[5:]
     assert losses(two_after_each_other, tmp_path, None, load=True) == whole[6:]

@@ -1,7 +1,7 @@
 /* Runs the native parts of rows under sanitizers: random ids, wrong ids, answers in pieces. */
 #define SHOAL_WITHOUT_PYTHON
 #include "../../shoal/embedding/_rows.c"
-#include "../../shoal/server/protocol/_frames.c"
+#include "../../shoal/protocol/_frames.c"
 
 #include <pthread.h>
 #include <stdio.h>

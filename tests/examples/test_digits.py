@@ -14,7 +14,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.examples import clicks, digits
 from shoal.strategy.strategy import parse
-from shoal.train.checkpoint import read_manifest
+from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
 from tests.conftest import World
 

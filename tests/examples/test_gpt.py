@@ -14,7 +14,7 @@ from torch import nn
 from shoal.errors import BadInput
 from shoal.examples import gpt
 from shoal.examples.gpt import GPT, SIZES, Size, warm_up_then_cosine
-from shoal.train.checkpoint import read_manifest
+from shoal.train.checkpoints.files import read_manifest
 from tests.examples.test_digits import make_job
 
 MINI = Size(layers=2, width=16, heads=2, context=8, lr=1e-3)

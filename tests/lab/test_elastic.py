@@ -17,7 +17,7 @@ import torch
 
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import Lab, build_lab, remove_lab
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from tests.chaos.elastic_kills import sweep
 from tests.disturbed import Disturbances
 from tests.namespaces import why_not
@@ -229,13 +229,13 @@ def test_workers_join_and_come_back_on_their_host_and_on_others(
     assert "worker 3 joined at step" in text
     for worker in range(4):
         assert re.search(rf"worker {worker} was lost at step \d+ and came back", text), text
-    saved = checkpoint.read(tmp_path / "saved")
+    saved = files.read(tmp_path / "saved")
     if not is_exact:
         counts = -saved.model["0:counts"]
         torch.testing.assert_close(counts, torch.full_like(counts, STEPS // 4))
         return
     alone = ["train.py", str(tmp_path / "alone"), *script[3:]]
     subprocess.run([sys.executable, *alone], cwd=tmp_path, capture_output=True, check=True)
-    wanted = checkpoint.read(tmp_path / "alone" / "saved")
+    wanted = files.read(tmp_path / "alone" / "saved")
     for name, tensor in {**wanted.model, **wanted.optimizer}.items():
         assert torch.equal({**saved.model, **saved.optimizer}[name], tensor), name

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from tests import forked
 from tests.chaos.elastic_kills import sweep
 from tests.disturbed import Disturbances
@@ -91,7 +91,7 @@ def bits(process: forked.Popen, folder: Path) -> tuple[str, str]:
     """The digest of the checkpoint that a run ended with, and what it wrote."""
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
-    saved = checkpoint.read(folder / "saved")
+    saved = files.read(folder / "saved")
     tensors = [*saved.model.values(), *saved.optimizer.values()]
     bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(bits).hexdigest(), out + err
@@ -100,7 +100,7 @@ def bits(process: forked.Popen, folder: Path) -> tuple[str, str]:
 def counts(process: forked.Popen, folder: Path) -> tuple[Tensor, str]:
     """How often each sample has counted, and what the run wrote."""
     _, err = bits(process, folder)
-    return -checkpoint.read(folder / "saved").model["0:counts"], err
+    return -files.read(folder / "saved").model["0:counts"], err
 
 
 def log_of(folder: Path) -> list[tuple[float, int, int]]:

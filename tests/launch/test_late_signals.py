@@ -26,7 +26,7 @@ SCRIPT = (
     HEAD
     + """
 import signal, time
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files as checkpoint
 
 when = sys.argv[1]
 is_first_start = not os.path.exists("struck")

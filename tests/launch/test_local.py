@@ -106,7 +106,7 @@ def test_workers_that_meet_twice_meet_at_two_files() -> None:
 
 def test_progress_of_rank_0() -> None:
     script = """
-        from shoal.observe.progress import open_progress
+        from shoal.train.progress import open_progress
         from shoal.runtime.config import RunConfig
         send = open_progress(RunConfig.from_environment().progress_fd)
         assert (send is None) == (rank != 0)

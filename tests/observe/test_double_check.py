@@ -29,7 +29,7 @@ from shoal.observe.verify import judge
 from shoal.runtime.config import CaptureConfig
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, resnet18, samples
 from tests.splitting import gpt, texts

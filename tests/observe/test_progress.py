@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.observe import progress
-from shoal.observe.progress import (
+from shoal.train import progress
+from shoal.train.progress import (
     Progress,
     ProgressBar,
     ProgressLines,

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.observe.throughput import Throughput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
+from shoal.train.throughput import Throughput
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s = 100.0
         monkeypatch.setattr(
-            "shoal.observe.throughput.time.monotonic_ns", lambda: int(self.now_s * 1e9)
+            "shoal.train.throughput.time.monotonic_ns", lambda: int(self.now_s * 1e9)
         )
 
 

@@ -21,7 +21,7 @@ from shoal.observe.time_shares import (
     union,
     write_chrome,
 )
-from shoal.observe.trace import Span
+from shoal.runtime.trace import Span
 
 quick = settings(deadline=None, max_examples=100)
 interval = st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda p: (p[0], p[0] + p[1]))

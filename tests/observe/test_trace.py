@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.observe import trace
-from shoal.observe.trace import OFF, Recorder, Span, chrome_events
+from shoal.runtime import trace
+from shoal.runtime.trace import OFF, Recorder, Span, chrome_events
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.attributes import copy_structure
 from shoal.replica.batchnorm import (
     ForwardState,
     GlobalBatchNorm,
@@ -26,6 +25,7 @@ from shoal.replica.batchnorm import (
     use_global_batchnorm,
     use_microbatch_norm,
 )
+from shoal.replica.split.attributes import copy_structure
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World

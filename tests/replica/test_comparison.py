@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shoal.replica.comparison import gradients_of, is_close
+from shoal.replica.split.comparison import gradients_of, is_close
 
 
 def test_nan_in_the_same_places_is_equal_and_hides_no_difference() -> None:

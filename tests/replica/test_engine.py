@@ -14,11 +14,11 @@ from shoal.comm.call import Call
 from shoal.comm.executors.solo import Solo, solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.observe.trace import Recorder
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import MicroBatch, call_model
+from shoal.runtime.trace import Recorder
 from shoal.schedules.pipelines.actions import accumulate
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job

@@ -16,7 +16,7 @@ from shoal.replica.expert.listed import ListedExperts
 from shoal.replica.expert.mixtures import ListedMixture, mixtures_for, mixtures_of
 from shoal.replica.expert.router_losses import gather_rows
 from shoal.replica.expert.split import keep_first_experts
-from shoal.replica.tensor.activations.shard_spec import even_ranges
+from shoal.replica.tensor.shard_spec import even_ranges
 from shoal.strategy.split_terms import Ep
 from tests.conftest import World
 

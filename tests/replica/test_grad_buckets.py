@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 
 sizes = st.lists(st.integers(1, 70), min_size=1, max_size=12)
 quick = settings(deadline=None, max_examples=50)

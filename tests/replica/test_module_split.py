@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
+from shoal.replica.pipeline.replay.units import find_units
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.pipeline.units import find_units
 from tests.conftest import World
 from tests.models import samples
 from tests.scripts import shoal

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.optimizers import LooksAt, looks_at
+from shoal.replica.flat.optimizers import LooksAt, looks_at
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.observe.trace import Recorder
 from shoal.replica.pipeline.stage_io import PipelineStage
+from shoal.runtime.trace import Recorder
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
 from tests.conftest import World
 from tests.models import samples
 

@@ -13,14 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.activations.sequence_parallel import (
-    SequenceParallelTensor,
-    pack,
-    unpack,
-)
-from shoal.replica.tensor.activations.shard_spec import ShardSpec
 from shoal.replica.tensor.mappings import gather_sequence, reduce_scatter
 from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor, pack, unpack
+from shoal.replica.tensor.shard_spec import ShardSpec
 from tests.conftest import World, run_world
 
 Function = Callable[[Tensor, Tensor, nn.Module], Tensor]

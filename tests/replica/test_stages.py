@@ -18,7 +18,7 @@ from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.pipeline.balance import balanced_split
 from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.stage_check import StageCheck
+from shoal.replica.split.stage_check import StageCheck
 from tests.conftest import World
 from tests.models import samples
 from tests.splitting import assert_equal, train

@@ -9,8 +9,8 @@ import pytest
 
 import shoal
 from shoal.errors import StrategyError
-from shoal.schedules.gossip import graphs as edges
-from shoal.schedules.gossip.graphs import Edge, read_edges, write_edges
+from shoal.schedules import graphs as edges
+from shoal.schedules.graphs import Edge, read_edges, write_edges
 from shoal.strategy.strategy import parse
 
 

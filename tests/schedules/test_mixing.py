@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import StrategyError
-from shoal.schedules.gossip.graphs import write_edges
-from shoal.schedules.gossip.mixing import Mixing, mixing_for
+from shoal.schedules.graphs import write_edges
+from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.options import GRAPHS
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import gossip

@@ -20,10 +20,10 @@ import torch
 
 from shoal.runtime.config import RunConfig, ServerConfig, TlsConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.protocol.messages import Commit
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.helpers import SECRET, flat_of
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from shoal.server.protocol.connection import Closed, Connection
-from shoal.server.protocol.endpoint import Listener
-from shoal.server.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused, encode
-from shoal.server.protocol.handshake import authenticate_peer
-from shoal.server.protocol.hello import ErrorReply, Moved
-from shoal.server.protocol.messages import Ack, LowestSurvivor, Pulled, SetUp
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.endpoint import Listener
+from shoal.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused, encode
+from shoal.protocol.handshake import authenticate_peer
+from shoal.protocol.hello import ErrorReply, Moved
+from shoal.server.messages import Ack, LowestSurvivor, Pulled, SetUp
 from tests.folders import socket_folder
 from tests.server.helpers import SECRET
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.flat_params import FlatParams
+from shoal.protocol.endpoint import PLAIN
+from shoal.replica.flat.params import FlatParams
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.secret import new_secret
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.protocol.messages import Commit
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.folders import socket_folder
 

@@ -14,11 +14,11 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shoal.errors import ShoalError
+from shoal.protocol.endpoint import connect
+from shoal.protocol.frames import FrameKind, Header
+from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.secret import new_secret
-from shoal.server.protocol.endpoint import connect
-from shoal.server.protocol.frames import FrameKind, Header
-from shoal.server.protocol.handshake import authenticate
 from tests.cluster import Cluster
 from tests.namespaces import Host
 

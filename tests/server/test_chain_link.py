@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 
 from shoal.errors import PeerLost
-from shoal.server.chain_route import ChainRoute
-from shoal.server.chain_view import ChainView
-from shoal.server.client import Client
+from shoal.protocol.frames import FrameKind, encode
+from shoal.protocol.hello import Moved
+from shoal.server.client.chain_route import ChainRoute
+from shoal.server.client.chain_view import ChainView
+from shoal.server.client.client import Client
+from shoal.server.client.request import Request
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.protocol.frames import FrameKind, encode
-from shoal.server.protocol.hello import Moved
-from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.fake_chain import (

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
+from shoal.protocol.frames import FrameKind
 from shoal.server import device_memory
-from shoal.server.client import Client
+from shoal.server.client.client import Client
+from shoal.server.client.device_exchange import DeviceExchange
 from shoal.server.consistency import Rule
-from shoal.server.device_exchange import DeviceExchange
-from shoal.server.protocol.frames import FrameKind
-from shoal.server.protocol.messages import DeviceAsked
+from shoal.server.messages import DeviceAsked
 from shoal.transport import cuda_ipc
 from tests.server.helpers import client_of, fill, servers, weights
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.runtime.secret import new_secret
-from shoal.server import introduction
+from shoal.server.client import introduction
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job

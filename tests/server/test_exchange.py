@@ -13,13 +13,14 @@ import torch
 
 from shoal.embedding.spec import TableSpec
 from shoal.errors import PeerLost, ShoalError
-from shoal.server import exchange, peer
-from shoal.server.client import Client
+from shoal.protocol.frames import FrameKind, Header, Refused, encode, pack
+from shoal.server.client import exchange
+from shoal.server.client.client import Client
+from shoal.server.client.request import Request
 from shoal.server.consistency import Rule
-from shoal.server.protocol.frames import FrameKind, Header, Refused, encode, pack
-from shoal.server.protocol.messages import HeatRequest
-from shoal.server.request import Request
-from shoal.server.row_client import ServerStore
+from shoal.server.messages import HeatRequest
+from shoal.server.process import peer
+from shoal.server.rows.client import ServerStore
 from tests.server.helpers import client_of, servers
 
 if exchange._native is None:

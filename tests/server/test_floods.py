@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.protocol.endpoint import PLAIN, Listener
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.strangers import MAX_UNAUTHENTICATED, Strangers
 from shoal.server.consistency import Rule
-from shoal.server.protocol.endpoint import PLAIN, Listener
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from tests.descriptors import no_descriptors
 from tests.server.helpers import SECRET, client_of, fill, weights
 from tests.server.test_tls import certificate, needs_openssl
@@ -115,7 +115,7 @@ def test_a_listener_without_descriptors_sheds_connections_and_goes_on() -> None:
 
 
 def test_a_hello_that_comes_byte_by_byte_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.protocol.handshake.HANDSHAKE_S", 0.3)
+    monkeypatch.setattr("shoal.protocol.handshake.HANDSHAKE_S", 0.3)
     over = threading.Event()
     with Server("tcp:127.0.0.1:0", SECRET) as server, silent(server) as sock:
 

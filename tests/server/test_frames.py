@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.server import session
-from shoal.server.peer import HANDLERS
-from shoal.server.protocol.connection import Closed, Connection, TimedOut
-from shoal.server.protocol.frames import FrameKind, Header
+from shoal.protocol.connection import Closed, Connection, TimedOut
+from shoal.protocol.frames import FrameKind, Header
+from shoal.server.process import session
+from shoal.server.process.peer import HANDLERS
 
 MEET = """
 import sys, threading
 import msgspec
-from shoal.server.protocol.frames import decode
+from shoal.protocol.frames import decode
 
 sys.setswitchinterval(1e-6)
 

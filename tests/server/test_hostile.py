@@ -16,15 +16,9 @@ import pytest
 import torch
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce
-from shoal.runtime.secret import new_secret
-from shoal.runtime.strangers import MAX_UNAUTHENTICATED
-from shoal.server import shared_memory as segment
-from shoal.server.client import Client
-from shoal.server.consistency import Rule
-from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.endpoint import connect
-from shoal.server.protocol.frames import (
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import connect
+from shoal.protocol.frames import (
     HEADER_BYTES,
     FrameKind,
     Header,
@@ -34,12 +28,15 @@ from shoal.server.protocol.frames import (
     unpack,
     verify,
 )
-from shoal.server.protocol.handshake import (
-    AuthenticationError,
-    authenticate,
-    claim_of,
-)
-from shoal.server.protocol.messages import (
+from shoal.protocol.handshake import AuthenticationError, authenticate, claim_of
+from shoal.protocol.service import MAX_REASONS
+from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce
+from shoal.runtime.secret import new_secret
+from shoal.runtime.strangers import MAX_UNAUTHENTICATED
+from shoal.server import shared_memory as segment
+from shoal.server.client.client import Client
+from shoal.server.consistency import Rule
+from shoal.server.messages import (
     Challenge,
     Channel,
     Commit,
@@ -49,9 +46,8 @@ from shoal.server.protocol.messages import (
     ShardState,
     StateTensor,
 )
-from shoal.server.protocol.service import MAX_REASONS
-from shoal.server.row_client import ServerStore
-from shoal.server.server import Server
+from shoal.server.process.server import Server
+from shoal.server.rows.client import ServerStore
 from shoal.transport.shm import memfd
 from tests.products import few_or_all
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights

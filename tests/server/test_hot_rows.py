@@ -15,11 +15,11 @@ from torch import Tensor
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
+from shoal.protocol.frames import Refused
 from shoal.server.model import hot_table
 from shoal.server.model.hot_table import HotTable
-from shoal.server.protocol.frames import Refused
-from shoal.server.row_cache import RowCache
-from shoal.server.row_routing import fill, hottest_rows, spread
+from shoal.server.rows.cache import RowCache
+from shoal.server.rows.routing import fill, hottest_rows, spread
 
 SGD = RowOptimizer("sgd", 1.0)
 SPEC = TableSpec("t", 40, 2, "zeros", optimizer=SGD, placement="range", hot_share=0.1)

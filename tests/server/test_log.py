@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
+from shoal.protocol.frames import Refused, decode, encode
 from shoal.server.consistency import Rule
-from shoal.server.model import log as log_module
-from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.model.push_buffer import RowPush
-from shoal.server.model.served_model import ServedModel
-from shoal.server.model.snapshot import TableSnapshot
-from shoal.server.protocol.frames import Refused, decode, encode
-from shoal.server.protocol.messages import (
+from shoal.server.messages import (
     Commit,
     LogEntry,
     ModelSpec,
@@ -28,6 +23,11 @@ from shoal.server.protocol.messages import (
     StepApplied,
     WorkerLeft,
 )
+from shoal.server.model import log as log_module
+from shoal.server.model.named_optimizer import NamedOptimizer
+from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.snapshot import TableSnapshot
 
 SIZE = 12
 TABLE = TableSpec("t", 10, 2, optimizer=RowOptimizer("adam", 0.1))

@@ -8,8 +8,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.server.messages import ParameterSlice
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
-from shoal.server.protocol.messages import ParameterSlice
 
 shapes = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8

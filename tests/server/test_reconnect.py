@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
+from shoal.protocol.connection import Closed
+from shoal.server.client.route import DirectRoute
 from shoal.server.consistency import Rule
-from shoal.server.protocol.connection import Closed
-from shoal.server.route import DirectRoute
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
@@ -83,7 +83,7 @@ def test_rows_of_tables_are_trained_once_when_connections_break(
 
 
 def test_a_server_that_has_ended_is_reported_once_and_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.route.RECONNECT_S", 0.2)
+    monkeypatch.setattr("shoal.server.client.route.RECONNECT_S", 0.2)
     with servers(2, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
         found[1].close()
@@ -97,7 +97,7 @@ def test_a_server_that_has_ended_is_reported_once_and_soon(monkeypatch: pytest.M
 
 
 def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.peer.RECONNECT_S", 0.2)
+    monkeypatch.setattr("shoal.server.process.peer.RECONNECT_S", 0.2)
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(2))
         other = client_of(found, 1, Rule(2))

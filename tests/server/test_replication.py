@@ -11,13 +11,10 @@ import msgspec
 import pytest
 import torch
 
+from shoal.protocol.connection import Connection
+from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.consistency import Rule
-from shoal.server.log_stream import Followers
-from shoal.server.model.membership import ModelFailure
-from shoal.server.model.served_model import ServedModel
-from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.protocol.messages import (
+from shoal.server.messages import (
     Commit,
     Follow,
     LogEntry,
@@ -27,6 +24,9 @@ from shoal.server.protocol.messages import (
     StepApplied,
     WorkerLeft,
 )
+from shoal.server.model.membership import ModelFailure
+from shoal.server.model.served_model import ServedModel
+from shoal.server.process.log_stream import Followers
 from tests.server.test_log import OPTIMIZERS, SIZE, Push, model_of, send, spec_of
 
 

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import RunOver, ShoalError
+from shoal.protocol.hello import generation_of, new_incarnation
 from shoal.runtime import waits
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Ledger, Rule
+from shoal.server.messages import Commit, LogEntry
 from shoal.server.model.served_model import ServedModel
-from shoal.server.protocol.hello import generation_of, new_incarnation
-from shoal.server.protocol.messages import Commit, LogEntry
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL, client_of, fill, servers, weights
 

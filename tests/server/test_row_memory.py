@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from shoal.server.protocol.frames import Refused
-from shoal.server.row_memory import RowMemories, attach
+from shoal.protocol.frames import Refused
+from shoal.server.rows.memory import RowMemories, attach
 from shoal.transport.shm import memfd
 
 

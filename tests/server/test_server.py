@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError
+from shoal.protocol.endpoint import Listener, connect
 from shoal.runtime.config import TlsConfig
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.protocol.endpoint import Listener, connect
-from shoal.server.protocol.messages import Commit
+from shoal.server.messages import Commit
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.protocol.frames import Refused
 from shoal.server.consistency import Rule
+from shoal.server.messages import ShardState, StateTensor
 from shoal.server.model.named_optimizer import NamedOptimizer, step_without_hooks
 from shoal.server.model.shard import Shard
 from shoal.server.model.shard_state import check_state
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import ShardState, StateTensor
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.helpers import flat_of
 

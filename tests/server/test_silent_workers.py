@@ -7,8 +7,8 @@ import pytest
 from shoal.errors import PeerLost
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.waits import Watcher
+from shoal.server.client.link import ServerLink
 from shoal.server.consistency import Rule
-from shoal.server.link import ServerLink
 from tests.server.helpers import client_of, fill, servers
 
 LIMITED = WaitConfig(notice_s=1e6, limit_s=0.1)
@@ -17,7 +17,7 @@ LIMITED = WaitConfig(notice_s=1e6, limit_s=0.1)
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker waits for its server longer than any test runs: the server is what gives up."""
-    monkeypatch.setattr("shoal.server.link.PATIENCE", 1e6)
+    monkeypatch.setattr("shoal.server.client.link.PATIENCE", 1e6)
 
 
 def test_an_update_that_misses_a_worker_names_it(patient: None) -> None:
@@ -43,7 +43,9 @@ def test_a_barrier_that_misses_a_worker_names_it(patient: None) -> None:
 
 @pytest.mark.parametrize("tcp", [False, True])
 def test_a_server_that_does_not_answer_is_named(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.server.link.PATIENCE", 0.5)  # the server keeps its silence longer
+    monkeypatch.setattr(
+        "shoal.server.client.link.PATIENCE", 0.5
+    )  # the server keeps its silence longer
     with servers(1, tcp=tcp) as found:
         client = client_of(found, 0, Rule(2))
         silent = client_of(found, 1, Rule(2))

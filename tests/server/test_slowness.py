@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.server import model_host
 from shoal.server.consistency import Rule
-from shoal.server.model_host import Slowness
-from shoal.server.server import Server
+from shoal.server.process import model_host
+from shoal.server.process.model_host import Slowness
+from shoal.server.process.server import Server
 from tests.server.helpers import client_of, fill, servers, weights
 from tests.server.replicas.world import push_one_hot, world
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
-from shoal.train.step import Step
+from shoal.train.step.run_services import RunServices
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
 

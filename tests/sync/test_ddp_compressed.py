@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.base import plan_for
 from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
-from shoal.train.checkpoint import read
-from shoal.train.step import Step, StepOptions
+from shoal.train.checkpoints.files import read
+from shoal.train.step.step import Step, StepOptions
 from tests.conftest import World
 from tests.models import Partly, mlp, samples
 from tests.sync.compressing import (

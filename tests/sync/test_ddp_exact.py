@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, children, full_subtrees, tree_sum
+from shoal.replica.flat.ordered_sum import Node, children, full_subtrees, tree_sum
+from shoal.replica.flat.params import FlatParams
 from shoal.strategy.strategy import parse
 from shoal.sync.base import Replica, plan_for
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job
-from shoal.train.options import StepOptions
+from shoal.train.step.options import StepOptions
 from tests.conftest import World
 from tests.models import mlp
 

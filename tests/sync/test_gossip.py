@@ -15,14 +15,14 @@ from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput, StrategyError
 from shoal.examples import digits
-from shoal.observe.trace import Recorder
-from shoal.schedules.gossip.mixing import mixing_for
+from shoal.runtime.trace import Recorder
+from shoal.schedules.mixing import mixing_for
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip
 from shoal.sync.gossip import MixGradients, MixWeights, Neighbours
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
-from shoal.train.step import Step
+from shoal.train.step.run_services import RunServices
+from shoal.train.step.step import Step
 from shoal.transport.threads import Mailboxes
 from tests.comm.test_counting import Metered
 from tests.conftest import World

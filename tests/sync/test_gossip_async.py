@@ -18,7 +18,7 @@ from shoal.examples import digits
 from shoal.strategy.strategy import parse
 from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from shoal.transport.shm.rank_memory import RankMemory
 from tests.conftest import World
@@ -78,7 +78,7 @@ def test_when_rank_0_is_killed_the_first_that_is_left_tests_and_saves(
     assert done.returncode == 0, done.stderr
     assert "shoal: finished by workers 1 and 2, without worker 0" in done.stderr
     assert "[1] test accuracy" in done.stdout and "[2] test accuracy" not in done.stdout
-    assert checkpoint.read(tmp_path / "saved").document["steps"] == 24
+    assert files.read(tmp_path / "saved").document["steps"] == 24
 
 
 def alone(group: Group, model: nn.Module) -> AsyncGossip:

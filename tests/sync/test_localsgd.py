@@ -16,9 +16,9 @@ from shoal.comm.group import Group, Op
 from shoal.errors import StrategyError
 from shoal.strategy.strategy import parse
 from shoal.sync.localsgd import LocalSgdSync
-from shoal.train.checkpoint import read
+from shoal.train.checkpoints.files import read
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import Partly, convnet, mlp, samples
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.observe.trace import Recorder
+from shoal.runtime.trace import Recorder
 from shoal.strategy.strategy import parse
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job

@@ -20,7 +20,7 @@ from shoal.errors import BadInput, PeerLost
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
 from tests.server.helpers import launched

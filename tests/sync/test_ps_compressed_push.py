@@ -18,16 +18,16 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.compress.catalog import BLOCK
 from shoal.errors import ShoalError
+from shoal.protocol.frames import FrameKind
+from shoal.server.client.request import Request
 from shoal.server.consistency import Rule
 from shoal.server.model.compression import PushCompression
-from shoal.server.protocol.frames import FrameKind
-from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.ps.push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
-from shoal.train.checkpoint import read
-from shoal.train.run_services import RunServices
-from shoal.train.step import Step
+from shoal.train.checkpoints.files import read
+from shoal.train.step.run_services import RunServices
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.products import few_or_all
@@ -313,7 +313,7 @@ def pushed(packed: Tensor) -> Request:
 
 @pytest.mark.parametrize("damage", ["an index", "too short", "too long"])
 def test_a_push_that_names_other_elements_is_refused_and_others_go_on(damage: str) -> None:
-    from shoal.server.protocol.messages import Commit
+    from shoal.server.messages import Commit
 
     good, bad = damaged("topk(0.5)")
     payload = {"an index": bad, "too short": good[:-4], "too long": torch.cat([good, good])}
@@ -336,7 +336,7 @@ def test_a_push_that_names_other_elements_is_refused_and_others_go_on(damage: st
 
 
 def test_a_commit_without_its_gradients_is_refused() -> None:
-    from shoal.server.protocol.messages import Commit
+    from shoal.server.messages import Commit
 
     with servers() as found:
         client = client_of(found, 0, Rule(1), compress="int8")

@@ -18,11 +18,11 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import PeerLost
 from shoal.server.consistency import Rule
-from shoal.server.protocol.messages import ReplicaSplit
+from shoal.server.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
 from tests import forked
 from tests.conftest import World
 from tests.models import mlp, samples

@@ -11,7 +11,7 @@ import torch
 
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
-from shoal.server import started
+from shoal.server.client import started
 from shoal.strategy.strategy import parse
 from shoal.sync.ps import connect
 from shoal.train.job import Job

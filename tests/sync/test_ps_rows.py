@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.server.row_client import ServerStore
-from shoal.server.server import Server
+from shoal.server.process.server import Server
+from shoal.server.rows.client import ServerStore
 from shoal.strategy.strategy import parse
-from shoal.train.checkpoint import read_manifest
+from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.seeds import seeded

@@ -19,15 +19,15 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.examples.gpt import next_token_loss
+from shoal.server.messages import PushDecided
 from shoal.server.model.served_model import ServedModel
-from shoal.server.protocol.messages import PushDecided
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.consistency import RelaxedPs
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
-from shoal.train.step import Step
+from shoal.train.step.run_services import RunServices
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.products import few_or_all

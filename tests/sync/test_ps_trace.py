@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.observe.trace import COMMUNICATE, COMPUTE, TRAINING, WAIT, Recorder, Span
+from shoal.runtime.trace import COMMUNICATE, COMPUTE, TRAINING, WAIT, Recorder, Span
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.step.run_services import RunServices
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.helpers import launched

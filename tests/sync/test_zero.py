@@ -18,7 +18,7 @@ from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single, assert_same_bits

@@ -17,7 +17,7 @@ from shoal.errors import BadInput, CheckpointError
 from shoal.launch.here.checkpoint_option import with_checkpoint
 from shoal.runtime.config import CheckpointConfig, RunConfig
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from tests import forked
 from tests.conftest import World
@@ -76,7 +76,7 @@ def test_after_a_save_on_a_full_disk_the_one_before_it_counts(
     with pytest.raises(Crash):
         losses_of(job_in(tmp_path), crash_at=4)
     with monkeypatch.context() as disk, pytest.raises(CheckpointError, match="No space left"):
-        disk.setattr(checkpoint, "save_file", full_disk)
+        disk.setattr(files, "save_file", full_disk)
         losses_of(job_in(tmp_path))
     assert steps_in(tmp_path) == 3
     assert losses_of(job_in(tmp_path)) == {n: whole[n] for n in range(4, 13)}

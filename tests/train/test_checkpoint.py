@@ -22,10 +22,10 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.runtime import checkpoint_folders
 from shoal.strategy.strategy import parse
-from shoal.train import checkpoint
-from shoal.train.checkpoint import Checkpoint
+from shoal.train.checkpoints import files
+from shoal.train.checkpoints.files import Checkpoint
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.checkpoints import (
     ADAM,
     CPU,
@@ -151,7 +151,7 @@ def test_a_trial_run_saves_nothing(tmp_path: Path) -> None:
 
 def test_the_manifest_tells_where_it_comes_from(saved: Path) -> None:
     document = manifest_of(saved)
-    assert document["format"] == checkpoint.FORMAT
+    assert document["format"] == files.FORMAT
     assert (document["steps"], document["batches"], document["workers"]) == (2, 2, 1)
     assert (document["seed"], document["strategy"]) == (3, "ddp")
     assert document["about"] == {"name": "test"}
@@ -283,7 +283,7 @@ def test_there_has_to_be_a_model_to_load_into(saved: Path) -> None:
 def test_a_crash_before_the_manifest_is_replaced_leaves_the_old_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    before = checkpoint.read(saved)
+    before = files.read(saved)
     job, step = start(mlp(seed=9))
     step((torch.ones(4, 6), torch.zeros(4, dtype=torch.long)))
 
@@ -294,12 +294,12 @@ def test_a_crash_before_the_manifest_is_replaced_leaves_the_old_checkpoint(
         patch.setattr(os, "replace", fail)
         with pytest.raises((CheckpointError, KeyboardInterrupt)):
             job.save(saved)
-    after = checkpoint.read(saved)
+    after = files.read(saved)
     assert after.document == before.document
     assert all(torch.equal(after.model[name], t) for name, t in before.model.items())
     job.save(saved)
     assert len(list(saved.iterdir())) == 3, "what the crash has left is gone"
-    assert checkpoint.read(saved).document["steps"] == 1
+    assert files.read(saved).document["steps"] == 1
 
 
 def test_files_of_the_user_stay(saved: Path) -> None:
@@ -323,7 +323,7 @@ def test_an_about_that_is_no_json_is_refused_and_changes_nothing(saved: Path) ->
     before = sorted(saved.iterdir())
     with pytest.raises(BadInput, match="about"):
         job.save(saved, about={"tensor": torch.ones(1)})
-    assert checkpoint.read(saved).document["steps"] == 2
+    assert files.read(saved).document["steps"] == 2
     assert sorted(saved.iterdir()) == before
 
 
@@ -336,7 +336,7 @@ def small(number: int) -> Checkpoint:
 
 def number_in(path: Path) -> int:
     """What the checkpoint says; all of it has to say the same."""
-    saved = checkpoint.read(path)
+    saved = files.read(path)
     number: int = saved.document["about"]["number"]
     assert saved.document["steps"] == number
     for tensor in (saved.model["w"], saved.optimizer["w/m"]):
@@ -362,8 +362,8 @@ def once_before(
 def test_a_saver_does_not_remove_the_files_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    once_before(monkeypatch, checkpoint, place, lambda: checkpoint.write(tmp_path, small(2)))
-    checkpoint.write(tmp_path, small(1))
+    once_before(monkeypatch, files, place, lambda: files.write(tmp_path, small(2)))
+    files.write(tmp_path, small(1))
     assert number_in(tmp_path) == 1
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -376,11 +376,11 @@ def test_a_saver_that_is_overtaken_leaves_the_newer_version(
 
     def overtaken(folder: Path) -> None:
         monkeypatch.setattr(checkpoint_folders, "_remove_others", remove)
-        checkpoint.write(tmp_path, small(2))
+        files.write(tmp_path, small(2))
         remove(folder)
 
     monkeypatch.setattr(checkpoint_folders, "_remove_others", overtaken)
-    checkpoint.write(tmp_path, small(1))
+    files.write(tmp_path, small(1))
     assert number_in(tmp_path) == 2
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -392,8 +392,8 @@ def test_a_reader_beside_a_saver_gets_a_whole_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, reads: int
 ) -> None:
     """The files that it is about to read are removed; those that it has opened stay readable."""
-    checkpoint.write(tmp_path, small(1))
-    once_before(monkeypatch, checkpoint, place, lambda: checkpoint.write(tmp_path, small(2)))
+    files.write(tmp_path, small(1))
+    once_before(monkeypatch, files, place, lambda: files.write(tmp_path, small(2)))
     assert number_in(tmp_path) == reads
 
 
@@ -402,7 +402,7 @@ def killed_while_saving(path: Path, place: str) -> None:
     child = os.fork()
     if child == 0:
         try:
-            module = checkpoint_folders if place == "sync_path" else checkpoint
+            module = checkpoint_folders if place == "sync_path" else files
 
             def kill(*args: Any) -> None:
                 if place == "save_file":  # as safetensors does
@@ -412,7 +412,7 @@ def killed_while_saving(path: Path, place: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             setattr(module, place, kill)
-            checkpoint.write(path, small(5))
+            files.write(path, small(5))
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -421,11 +421,11 @@ def killed_while_saving(path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", ["save_file", "digest_of", "sync_path"])
 def test_what_a_killed_save_leaves_is_removed_by_the_next(tmp_path: Path, place: str) -> None:
-    checkpoint.write(tmp_path, small(1))
+    files.write(tmp_path, small(1))
     killed_while_saving(tmp_path, place)
     assert number_in(tmp_path) == 1
     assert len(list(tmp_path.iterdir())) > 3
-    checkpoint.write(tmp_path, small(2))
+    files.write(tmp_path, small(2))
     assert number_in(tmp_path) == 2
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -438,11 +438,11 @@ def test_a_failed_save_leaves_nothing(
         file.write_bytes(b"half")
         raise kind("no space left")
 
-    checkpoint.write(tmp_path, small(1))
+    files.write(tmp_path, small(1))
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(files, "save_file", fail)
     with pytest.raises(CheckpointError, match="no space left"):
-        checkpoint.write(tmp_path, small(2))
+        files.write(tmp_path, small(2))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -458,7 +458,7 @@ def test_a_save_that_fails_after_its_rename_keeps_its_files(
 
     monkeypatch.setattr(checkpoint_folders, "sync_path", fail_at_last)
     with pytest.raises(CheckpointError, match="the disk is gone"):
-        checkpoint.write(tmp_path, small(1))
+        files.write(tmp_path, small(1))
     assert number_in(tmp_path) == 1
 
 
@@ -478,7 +478,7 @@ def test_files_and_folder_are_durable_before_and_after_the_rename(
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    checkpoint.write(tmp_path / "new" / "run", small(1))
+    files.write(tmp_path / "new" / "run", small(1))
     partial = events[4].split(".")
     assert partial[:2] == ["manifest", "json"]
     folder = tmp_path.name.split("-")[0]
@@ -516,9 +516,9 @@ def test_an_about_with_numbers_for_keys_can_be_read_again(tmp_path: Path) -> Non
 
 
 def test_a_file_that_would_block_a_reader_is_refused(tmp_path: Path) -> None:
-    checkpoint.write(tmp_path, small(1))
+    files.write(tmp_path, small(1))
     name = manifest_of(tmp_path)["files"]["model"]["name"]
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"damaged: {name}"):
-        checkpoint.read(tmp_path)
+        files.read(tmp_path)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import CheckpointError
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from tests.chaos import checkpoint_damage, save_kills
 from tests.checkpoints import (
     adamw_with_groups,
@@ -36,7 +36,7 @@ def saved(tmp_path: Path) -> Path:
 def refused(path: Path, match: str) -> None:
     """`read` and `job.load` say the same, in one sentence."""
     job, _ = start()
-    for load in (checkpoint.read, job.load):
+    for load in (files.read, job.load):
         with pytest.raises(CheckpointError, match=match) as caught:
             load(path)
         assert "\n" not in str(caught.value)
@@ -91,7 +91,7 @@ def test_a_manifest_of_a_gigabyte_is_not_read(saved: Path) -> None:
 def test_a_manifest_of_another_form_is_refused(saved: Path, document: Any) -> None:
     write_manifest(saved, document)
     with pytest.raises(CheckpointError, match="is not the manifest of a 'shoal checkpoint 2'"):
-        checkpoint.read(saved)
+        files.read(saved)
 
 
 @pytest.mark.parametrize(

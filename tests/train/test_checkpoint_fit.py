@@ -21,7 +21,7 @@ from shoal.comm.group import Group
 from shoal.errors import CheckpointError
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.checkpoints import (
     CPU,
     MOMENTUM,

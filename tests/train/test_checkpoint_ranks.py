@@ -16,10 +16,10 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import BadInput, CheckpointError
 from shoal.strategy.strategy import parse
-from shoal.train import checkpoint
 from shoal.train.agreement import Agreement
+from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from shoal.train.step import Step
+from shoal.train.step.step import Step
 from tests.checkpoints import CPU, MOMENTUM, file_of, save_some
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -72,9 +72,7 @@ def refusals(world: World, paths: list[Path]) -> list[str]:
 def test_workers_that_read_different_checkpoints_are_named(world: World, tmp_path: Path) -> None:
     save_some(tmp_path / "new", steps=3)
     save_some(tmp_path / "old", steps=2)
-    digests = {
-        name: checkpoint.read_manifest(tmp_path / name)["sha256"][:12] for name in ("new", "old")
-    }
+    digests = {name: files.read_manifest(tmp_path / name)["sha256"][:12] for name in ("new", "old")}
 
     for sentence in refusals(world, [tmp_path / name for name in ("new", "old", "new")]):
         assert "different checkpoints" in sentence

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shoal.comm.members.board import GroupMember
 from shoal.errors import BadInput
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Return, Workers
 from tests.numbered import Killed
@@ -69,7 +69,7 @@ def tally_step(job: Job) -> Any:
 
 def counts_of(path: Path, model: int = 0) -> Tensor:
     """How often each sample has counted, by the weights of a checkpoint."""
-    return -checkpoint.read(path).model[f"{model}:counts"]
+    return -files.read(path).model[f"{model}:counts"]
 
 
 def train(

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from shoal.comm.members.board import GroupMember
-from shoal.observe.progress import ProgressSender
 from shoal.train.job import Job
+from shoal.train.progress import ProgressSender
 from tests.elastic import (
     BATCH,
     EPOCHS,

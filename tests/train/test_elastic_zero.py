@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shoal.comm.members.membership import GroupMember
 from shoal.errors import ShoalError
-from shoal.train import checkpoint
+from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from tests.elastic import (
     BATCH,
@@ -48,7 +48,7 @@ def train_and_save(workers: Workers, job: Job) -> list[float]:
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
     """The weights, and the state of the optimizer."""
-    saved = checkpoint.read(folder / "saved")
+    saved = files.read(folder / "saved")
     return {**saved.model, **{f"optimizer {name}": t for name, t in saved.optimizer.items()}}
 
 

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, NotBuilt, StrategyError
-from shoal.observe.progress import ProgressLines
 from shoal.observe.time_shares import time_shares
-from shoal.observe.trace import Recorder
 from shoal.runtime.faults import Faults
+from shoal.runtime.trace import Recorder
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.progress import ProgressLines
+from shoal.train.step.run_services import RunServices
 from tests.conftest import World
 from tests.jobs import CPU, SGD, Shown, job_of
 from tests.models import convnet, mlp, samples

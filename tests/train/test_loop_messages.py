@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.observe.progress import ProgressLines
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.progress import ProgressLines
+from shoal.train.step.run_services import RunServices
 from tests.conftest import World
 
 DATA = TensorDataset(torch.ones(12, 3), torch.ones(12, 1))

@@ -24,7 +24,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.failpoints import armed
-from shoal.server.saving.shard_file import read_shard
+from shoal.server.process.shard_file import read_shard
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World

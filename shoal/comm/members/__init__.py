@@ -1,0 +1,1 @@
+"""Who takes part: boards, membership of elastic groups, meetings."""

@@ -1,0 +1,1 @@
+"""The store of the rendezvous, which asks for a key."""

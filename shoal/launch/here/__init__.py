@@ -1,0 +1,1 @@
+"""Processes of this host: started, supervised, shown, ended."""

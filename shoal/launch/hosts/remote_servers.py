@@ -35,9 +35,9 @@ from shoal.launch.hosts.machines import Machine, ServerHosts
 from shoal.launch.hosts.remote_processes import RemoteProcesses, RemoteRun
 from shoal.launch.losses.chain_members import ChainMembers
 from shoal.launch.losses.lost_servers import ServerPolicy
+from shoal.protocol.endpoint import require_encrypted
 from shoal.runtime.config import RunConfig
 from shoal.runtime.variables import LaunchedServer
-from shoal.server.protocol.endpoint import require_encrypted
 
 COORDINATOR = -1  # its number among the servers
 

@@ -1,0 +1,1 @@
+"""A worker process: its place among the others, its group, its life."""

@@ -33,18 +33,18 @@ from shoal.launch.rank.environment import Placement
 from shoal.launch.rank.rendezvous import ending_with_agent
 from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.launch.rank.worker_place import WorkerPlace
-from shoal.observe.progress import for_worker, open_progress
-from shoal.observe.trace import OFF, Recorder, Tracer
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
 from shoal.runtime.parent_death import die_with_launcher
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.seeding import seed_python
+from shoal.runtime.trace import OFF, Recorder, Tracer
 from shoal.runtime.waits import Watcher
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
-from shoal.train.run_services import RunServices
+from shoal.train.progress import for_worker, open_progress
+from shoal.train.step.run_services import RunServices
 
 if TYPE_CHECKING:
     from shoal.comm.members.elastic_sum import ElasticSum

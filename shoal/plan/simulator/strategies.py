@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
-from shoal.observe.trace import STEP, WAIT, Span
 from shoal.plan.predict import (
     PlanSettings,
     Predictor,
@@ -42,6 +41,7 @@ from shoal.plan.sync_price.overlap import idle_share
 from shoal.plan.sync_price.ps import push_bytes, server_update_s
 from shoal.plan.sync_price.ps_links import memory_s
 from shoal.plan.workloads.workload import Workload
+from shoal.runtime.trace import STEP, WAIT, Span
 from shoal.strategy.strategy import Strategy, as_strategy
 
 

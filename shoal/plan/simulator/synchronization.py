@@ -14,7 +14,7 @@ from shoal.plan.simulator.collectives import message_table
 from shoal.plan.simulator.task_graph import Task, TaskGraph
 from shoal.plan.sync_price.base import Agreeing
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.gossip.mixing import mixing_for
+from shoal.schedules.mixing import mixing_for
 
 
 def all_reduce(

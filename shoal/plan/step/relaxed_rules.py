@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Noise
 from shoal.plan.step.stragglers import Floats, expected_max, is_even, step_times
-from shoal.schedules.gossip.mixing import mixing_for
+from shoal.schedules.mixing import mixing_for
 
 _STEPS = 400
 _SETTLE = 80  # steps before the pace is taken

@@ -42,7 +42,7 @@ from shoal.plan.sync_price.base import (
 )
 from shoal.plan.sync_price.overlap import meetings_s
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
-from shoal.schedules.gossip.mixing import Mixing, mixing_for
+from shoal.schedules.mixing import Mixing, mixing_for
 
 _PAGE_BYTES = 64
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shoal.replica.context.ring import AttentionPlan, ring_attention
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.context.spec import SequenceSpec
-from shoal.replica.sharded_tensor import ShardedCall
+from shoal.replica.split.sharded_tensor import ShardedCall
 
 _PARAMETERS = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
 from shoal.replica.context.spec import SequenceSpec
-from shoal.replica.mapping import sum_over_ranks
-from shoal.replica.sharded_tensor import NotAligned, ShardedCall
+from shoal.replica.split.mapping import sum_over_ranks
+from shoal.replica.split.sharded_tensor import NotAligned, ShardedCall
 
 
 def _per_position(op: ShardedCall, x: Any, last_dims: int, others: list[Any]) -> Any:

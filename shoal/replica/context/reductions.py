@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
-from shoal.replica.mapping import sum_over_ranks
-from shoal.replica.sharded_tensor import NotAligned, ShardedCall, map_results
+from shoal.replica.split.mapping import sum_over_ranks
+from shoal.replica.split.sharded_tensor import NotAligned, ShardedCall, map_results
 
 
 def _dims(op: ShardedCall, x: SequenceShard) -> list[int]:

@@ -9,7 +9,7 @@ from shoal.replica.context import attention, products, reductions, views
 from shoal.replica.context.reductions import LOSSES
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.context.views import INDEXING
-from shoal.replica.sharded_tensor import ELEMENTWISE, METADATA, alike, drawn, on_itself
+from shoal.replica.split.sharded_tensor import ELEMENTWISE, METADATA, alike, drawn, on_itself
 
 _ITSELF = (
     "register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ __hash__ "

@@ -23,8 +23,8 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree, is_marked, map_leaves, tensors_of
 from shoal.replica.context.spec import SequenceSpec
-from shoal.replica.mapping import mapped
-from shoal.replica.sharded_tensor import Alignment, NotAligned, ShardedCall, ShardedTensor
+from shoal.replica.split.mapping import mapped
+from shoal.replica.split.sharded_tensor import Alignment, NotAligned, ShardedCall, ShardedTensor
 from shoal.replica.tensor.rng import TensorParallelRng
 
 _IN_WRITTEN_ATTENTION = ("matmul", "bmm", "baddbmm", "einsum", "softmax")

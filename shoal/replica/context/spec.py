@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.tensor.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)

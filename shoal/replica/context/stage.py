@@ -12,7 +12,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.microbatch import MicroBatch
-from shoal.replica.sharded_tensor import full_tensors
+from shoal.replica.split.sharded_tensor import full_tensors
 from shoal.replica.stage import WholeModel
 from shoal.schedules.pipelines.actions import Action
 

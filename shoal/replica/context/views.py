@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
-from shoal.replica.mapping import sum_over_ranks
-from shoal.replica.sharded_tensor import NotAligned, ShardedCall, map_results, reshaped
+from shoal.replica.split.mapping import sum_over_ranks
+from shoal.replica.split.sharded_tensor import NotAligned, ShardedCall, map_results, reshaped
 
 
 def _reshape(op: ShardedCall) -> Any:

@@ -25,7 +25,7 @@ from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.mixtures import ListedMixture
 from shoal.replica.microbatch import default_generators
-from shoal.replica.sharded_tensor import full_tensors
+from shoal.replica.split.sharded_tensor import full_tensors
 
 
 class _Call(NamedTuple):

@@ -39,7 +39,7 @@ def has_router_losses(model: nn.Module) -> bool:
 def share_router_losses(model: nn.Module, groups: Sequence[Group], state: ForwardState) -> None:
     """Let router losses of this model use the tokens of all ranks of `groups`."""
 
-    from shoal.replica.sharded_tensor import full_tensors
+    from shoal.replica.split.sharded_tensor import full_tensors
 
     def gather(rows: Tensor) -> Tensor:
         rows = rows if state.rows_are_real else rows[:0]
@@ -77,8 +77,8 @@ def refuse_router_losses(model: nn.Module) -> None:
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, in their order; a gradient is the sum of those of all ranks."""
-    from shoal.replica.tensor.activations.shard_spec import ShardSpec
     from shoal.replica.tensor.mappings import gather_sequence
+    from shoal.replica.tensor.shard_spec import ShardSpec
 
     counts = torch.zeros(group.size, dtype=torch.int64, device=rows.device)
     counts[group.rank] = len(rows)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.pytree import Tree, map_tensors, tensors_of
-from shoal.replica.comparison import is_close
 from shoal.replica.expert.split import ExpertSplit
+from shoal.replica.split.comparison import is_close
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]]
 _SAME = 0.99  # of the outputs: rounding may send a token to another expert

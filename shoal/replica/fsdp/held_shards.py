@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat.layout import FlatLayout
 from shoal.schedules.shard_copies import held_shards
 
 

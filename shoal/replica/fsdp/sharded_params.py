@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.hooks import UnitHooks
 from shoal.replica.fsdp.unit_gather import UnitGather
 from shoal.replica.fsdp.wrapping import wrap_modules
-from shoal.replica.state_dicts import refuse_released
+from shoal.replica.split.state_dicts import refuse_released
 
 
 class ShardedParams(FlatParams):

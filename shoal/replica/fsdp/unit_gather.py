@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.replica.flat_layout import ParamRange
+from shoal.replica.flat.layout import ParamRange
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.wrapping import WrappedModule
 from shoal.transport.transport import Work

@@ -20,8 +20,8 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
-from shoal.replica.attributes import BufferValues
 from shoal.replica.microbatch import tracing
+from shoal.replica.split.attributes import BufferValues
 
 _ATTEMPTS = 3
 _TYPES = (torch.Tensor, tuple, list, dict)  # what values of a forward may be

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from shoal.comm.objects import PytreeChannel, PytreeWork
-from shoal.observe.trace import Tracer
 from shoal.pytree import Tree
 from shoal.replica.context.stage import in_full
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
+from shoal.runtime.trace import Tracer
 from shoal.schedules.pipelines.actions import (
     Action,
     ActionKind,

@@ -18,7 +18,7 @@ from shoal.replica.microbatch import call_arguments, preserve_modes
 from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
 from shoal.replica.pipeline.kept_tensors import Slot, hide
-from shoal.replica.pipeline.module_split import ModuleSplit
+from shoal.replica.pipeline.replay.module_split import ModuleSplit
 from shoal.replica.pipeline.traced_forward import (
     optional_calls,
     required_arguments,

@@ -19,8 +19,8 @@ from functools import partial
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.replica.mapping import all_reduced, mapped
-from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.split.mapping import all_reduced, mapped
+from shoal.replica.tensor.shard_spec import ShardSpec
 
 
 def copy(x: Tensor, group: Group) -> Tensor:

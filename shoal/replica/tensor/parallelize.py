@@ -17,13 +17,11 @@ from torch.nn.modules.conv import _ConvNd
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.attributes import copy_structure
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
-from shoal.replica.tensor.activations.sequence_parallel import pack, unpack
-from shoal.replica.tensor.activations.shard_spec import ShardSpec
+from shoal.replica.split.attributes import copy_structure
 from shoal.replica.tensor.adapters import adapt, change_in_place
-from shoal.replica.tensor.layers.attention import ParallelAttention
-from shoal.replica.tensor.layers.linear import (
+from shoal.replica.tensor.attention import ParallelAttention
+from shoal.replica.tensor.linear import (
     ColumnLinear,
     PartialEmbedding,
     RowLinear,
@@ -32,8 +30,10 @@ from shoal.replica.tensor.layers.linear import (
     VocabularyEmbedding,
     linear_like,
 )
-from shoal.replica.tensor.planning.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
+from shoal.replica.tensor.sequence_parallel import pack, unpack
+from shoal.replica.tensor.shard_spec import ShardSpec
 
 
 class TensorSplit:

@@ -15,9 +15,9 @@ from torch import Tensor
 from shoal.compress.catalog import make_compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import ShoalError
+from shoal.protocol.frames import Refused
+from shoal.server.messages import ModelSpec
 from shoal.server.model.shard import DTYPES
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import ModelSpec
 from shoal.strategy.sync_terms.ps import Ps
 
 

@@ -21,8 +21,8 @@ from shoal.embedding.heat import Hottest, IdCounts, SpaceSaving
 from shoal.embedding.row_copy import Rows, copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import MAX_HOT_ROWS
+from shoal.protocol.frames import Refused
+from shoal.server.messages import MAX_HOT_ROWS
 
 try:
     from shoal.embedding._rows import gather as _native

@@ -17,12 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from shoal.protocol.frames import Refused
 from shoal.server.consistency import ImpossiblePush
-from shoal.server.model.membership import Membership
-from shoal.server.model.shard import DTYPES, clip_factor
-from shoal.server.model.state import ModelState, OpenStep, WaitingPush
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import (
+from shoal.server.messages import (
     Ack,
     Commit,
     Decision,
@@ -34,6 +31,9 @@ from shoal.server.protocol.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from shoal.server.model.membership import Membership
+from shoal.server.model.shard import DTYPES, clip_factor
+from shoal.server.model.state import ModelState, OpenStep, WaitingPush
 
 
 class Clipping:

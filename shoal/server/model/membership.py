@@ -10,13 +10,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.embedding.row_copy import Rows
+from shoal.protocol.frames import Refused
+from shoal.protocol.hello import generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.device_memory import DeviceSegment
+from shoal.server.messages import Channel, Entered
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.hello import generation_of
-from shoal.server.protocol.messages import Channel, Entered
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
 _POLL_S = 0.1  # how often to look for workers that exited before they joined

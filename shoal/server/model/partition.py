@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.server.protocol.messages import ParameterSlice
+from shoal.server.messages import ParameterSlice
 
 
 class FlatParameter(NamedTuple):

@@ -25,18 +25,10 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
+from shoal.protocol.frames import Refused
 from shoal.runtime.wording import counted
 from shoal.server.device_memory import DeviceSegment
-from shoal.server.model.compression import PushCompression
-from shoal.server.model.log import Clipping, Log
-from shoal.server.model.membership import Member, Membership, ModelFailure
-from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
-from shoal.server.model.shard_state import get_state, restore
-from shoal.server.model.snapshot import SavedWorker, Snapshot, take_snapshot
-from shoal.server.model.state import ModelState, Statistics
-from shoal.server.model.tables import Tables
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import (
+from shoal.server.messages import (
     Ack,
     Commit,
     Entered,
@@ -49,7 +41,15 @@ from shoal.server.protocol.messages import (
     ShardState,
     WorkerJoined,
 )
-from shoal.server.row_memory import RowTarget
+from shoal.server.model.compression import PushCompression
+from shoal.server.model.log import Clipping, Log
+from shoal.server.model.membership import Member, Membership, ModelFailure
+from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
+from shoal.server.model.shard_state import get_state, restore
+from shoal.server.model.snapshot import SavedWorker, Snapshot, take_snapshot
+from shoal.server.model.state import ModelState, Statistics
+from shoal.server.model.tables import Tables
+from shoal.server.rows.memory import RowTarget
 from shoal.server.shared_memory import WorkerSegment, attach_weights, file_of
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.optimizers import ratios
-from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
+from shoal.replica.flat.optimizers import ratios
+from shoal.replica.flat.ordered_sum import Node, full_subtrees, runs_of, tree_sum
+from shoal.server.messages import ModelSpec, ParameterSlice
 from shoal.server.model.named_optimizer import step_without_hooks
 from shoal.server.model.push_buffer import PushTensors
-from shoal.server.protocol.messages import ModelSpec, ParameterSlice
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)

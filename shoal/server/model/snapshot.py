@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
 from shoal.server.consistency import LedgerState
+from shoal.server.messages import PushDecided, ShardState
 from shoal.server.model.named_optimizer import options_of
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.shard import Shard
 from shoal.server.model.shard_state import get_state
 from shoal.server.model.state import ModelState
-from shoal.server.protocol.messages import PushDecided, ShardState
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from shoal.protocol.frames import Refused
 from shoal.server.consistency import Ledger, PushVerdict
-from shoal.server.model.membership import Membership
-from shoal.server.model.push_buffer import PushBuffer
-from shoal.server.model.shard import Shard
-from shoal.server.model.tables import Tables
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import (
+from shoal.server.messages import (
     Ack,
     Commit,
     Decision,
@@ -36,6 +32,10 @@ from shoal.server.protocol.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from shoal.server.model.membership import Membership
+from shoal.server.model.push_buffer import PushBuffer
+from shoal.server.model.shard import Shard
+from shoal.server.model.tables import Tables
 
 
 class OpenStep(NamedTuple):

@@ -15,11 +15,11 @@ from shoal.embedding.chunks import cursor_after
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
+from shoal.protocol.frames import Refused
+from shoal.server.messages import ModelSpec, RowsPulled
 from shoal.server.model.hot_table import HotTable
 from shoal.server.model.push_buffer import PushBuffer, RowPush
-from shoal.server.protocol.frames import Refused
-from shoal.server.protocol.messages import ModelSpec, RowsPulled
-from shoal.server.row_memory import RowTarget
+from shoal.server.rows.memory import RowTarget
 
 MAX_TABLES = 256
 COPY_WAIT_S = 0.05  # for copies of the version that a worker has

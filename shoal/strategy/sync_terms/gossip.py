@@ -66,7 +66,7 @@ class Gossip(ElasticOption):
         return self if self.mode == "async" else super().as_elastic()
 
     def check(self, replicas: int) -> None:
-        from shoal.schedules.gossip.mixing import mixing_for  # networkx: only where it is needed
+        from shoal.schedules.mixing import mixing_for  # networkx: only where it is needed
 
         mixing_for(self.graph, replicas)
 

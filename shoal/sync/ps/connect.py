@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shoal.errors import BadInput
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat.params import FlatParams
 from shoal.runtime.config import RunConfig
-from shoal.server.client import Client
+from shoal.server.client.client import Client
+from shoal.server.client.discovery import ServerSet, all_gather_text, find_or_start_servers
+from shoal.server.client.started import device_of_server
 from shoal.server.consistency import Rule, quorum_in_words
-from shoal.server.discovery import ServerSet, all_gather_text, find_or_start_servers
+from shoal.server.messages import UNSPLIT, ModelSpec, ReplicaSplit
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
-from shoal.server.protocol.messages import UNSPLIT, ModelSpec, ReplicaSplit
-from shoal.server.started import device_of_server
 from shoal.strategy.sync_terms.ps import Ps
 from shoal.sync.base import Copies, Replica
 from shoal.sync.lasting import kept_statistics

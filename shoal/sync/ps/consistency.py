@@ -21,8 +21,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.observe.trace import WAIT
-from shoal.server.protocol.messages import Ack, Commit
+from shoal.runtime.trace import WAIT
+from shoal.server.messages import Ack, Commit
 from shoal.sync.ps.push import GradientPush
 from shoal.sync.ps.updates import Updates
 from shoal.sync.ps.worker import Leader, Pending, PsContext, PsWorker, T

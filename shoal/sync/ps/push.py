@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
+from shoal.protocol.frames import FrameKind, decode
+from shoal.replica.flat.ordered_sum import Node, add_leaf, full_subtrees, runs_of
+from shoal.replica.flat.params import FlatParams
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
-from shoal.server.client import Client
-from shoal.server.link import PostedRequest
+from shoal.server.client.client import Client
+from shoal.server.client.link import PostedRequest
+from shoal.server.client.request import Request
+from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
-from shoal.server.protocol.frames import FrameKind, decode
-from shoal.server.protocol.messages import SavedResidual
-from shoal.server.request import Request
 from shoal.server.shared_memory import bytes_of
 from shoal.sync.base import Copies
 from shoal.sync.residuals import (

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.mesh import ReplicaGroup
-from shoal.server.client import Client, PendingPull, PullResult
-from shoal.server.protocol.messages import Ack, Commit
+from shoal.server.client.client import Client, PendingPull, PullResult
+from shoal.server.messages import Ack, Commit
 from shoal.sync.ps.worker import PsContext
 
 _VERDICTS = get_args(get_type_hints(Ack)["verdict"])

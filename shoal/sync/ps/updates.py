@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.observe.trace import WAIT
-from shoal.replica.flat_params import FlatParams
-from shoal.server.client import Client, PullResult
+from shoal.replica.flat.params import FlatParams
+from shoal.runtime.trace import WAIT
+from shoal.server.client.client import Client, PullResult
 from shoal.sync.base import Copies
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.residuals import synchronize_copies

@@ -29,22 +29,15 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import ShoalError
-from shoal.observe.trace import WAIT
-from shoal.replica.flat_params import FlatParams
-from shoal.server.client import Client, PullResult
+from shoal.replica.flat.params import FlatParams
+from shoal.runtime.trace import WAIT
+from shoal.server.client.client import Client, PullResult
+from shoal.server.client.discovery import ServerSet
 from shoal.server.consistency import Rule
-from shoal.server.discovery import ServerSet
+from shoal.server.messages import Ack, Commit, ModelSpec, ParameterSlice, ShardState, StateTensor
 from shoal.server.model.named_optimizer import Option, options_of
 from shoal.server.model.shard import NAMES
-from shoal.server.protocol.messages import (
-    Ack,
-    Commit,
-    ModelSpec,
-    ParameterSlice,
-    ShardState,
-    StateTensor,
-)
-from shoal.server.row_client import RowRules, ServerStore
+from shoal.server.rows.client import RowRules, ServerStore
 from shoal.sync.base import Comeback, Sync
 from shoal.sync.lasting import KeptStatistics
 from shoal.sync.memory import tensors_of_server

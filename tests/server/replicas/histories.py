@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.server.client import Client
-from shoal.server.protocol.messages import Commit
+from shoal.server.client.client import Client
+from shoal.server.messages import Commit
 from tests.server.chain.history import NEVER, Added, Observed, violation
 from tests.server.replicas.world import element_of, pulled
 

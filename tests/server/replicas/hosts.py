@@ -23,12 +23,12 @@ from shoal.coordinator.service import CoordinatorService
 from shoal.coordinator.store import Store
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.config import ChainConfig
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.member.place import ChainPlace
+from shoal.server.member.start import ChainSettings
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.replicas.place import ChainPlace
-from shoal.server.replicas.start import ChainSettings
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.namespaces import Host, Lan, lan, why_not
 from tests.server.helpers import MODEL, SECRET, flat_of

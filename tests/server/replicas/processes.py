@@ -19,7 +19,7 @@ from shoal.coordinator.interface import Unavailable
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig, ServerConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.sync.ps.connect import ServedOptions, specs_of

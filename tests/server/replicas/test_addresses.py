@@ -15,16 +15,16 @@ from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.core import Core
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import BadInput, PeerLost
+from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import RunConfig, TlsConfig
-from shoal.server.chain_route import ChainRoute
-from shoal.server.chain_view import CopyAddresses
-from shoal.server.client import Client
+from shoal.server.client.chain_route import ChainRoute
+from shoal.server.client.chain_view import CopyAddresses
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.member.place import AddressBook, ChainPlace, OwnAddress
+from shoal.server.member.start import ChainSettings
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.replicas.place import AddressBook, ChainPlace, OwnAddress
-from shoal.server.replicas.start import ChainSettings
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.helpers import until
 from tests.coordinator.local import LocalCoordinator

@@ -12,13 +12,13 @@ import pytest
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Acked, Append, At
-from shoal.server.model_host import ModelHost
-from shoal.server.replicas import core
-from shoal.server.replicas.operations import Left, Payload
-from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import ChainPlace
-from shoal.server.replicas.runtime import ChainRuntime
-from shoal.server.replicas.wire import Proposed
+from shoal.server.member import core
+from shoal.server.member.operations import Left, Payload
+from shoal.server.member.peer_link import PeerLink
+from shoal.server.member.place import ChainPlace
+from shoal.server.member.runtime import ChainRuntime
+from shoal.server.member.wire import Proposed
+from shoal.server.process.model_host import ModelHost
 from tests.server.helpers import SECRET
 
 LIMIT_S = 30.0

@@ -11,20 +11,20 @@ from typing import Any, cast
 import pytest
 import torch
 
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import PLAIN
+from shoal.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Ask, Confirm
 from shoal.server.consistency import Rule
-from shoal.server.model_host import ModelHost
-from shoal.server.protocol.connection import Connection
-from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.protocol.frames import FrameKind, Header, Refused, encode
-from shoal.server.replicas.peer_link import PeerLink
-from shoal.server.replicas.place import AddressBook, ChainPlace
-from shoal.server.replicas.runtime import ChainRuntime
-from shoal.server.replicas.snapshots import SnapshotHead
-from shoal.server.replicas.start import ChainSettings
-from shoal.server.server import Server
+from shoal.server.member.peer_link import PeerLink
+from shoal.server.member.place import AddressBook, ChainPlace
+from shoal.server.member.runtime import ChainRuntime
+from shoal.server.member.snapshots import SnapshotHead
+from shoal.server.member.start import ChainSettings
+from shoal.server.process.model_host import ModelHost
+from shoal.server.process.server import Server
 from tests.server.cutting import CuttingProxy
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, World, pulled, push_one_hot, world

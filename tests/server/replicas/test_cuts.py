@@ -125,8 +125,8 @@ def test_a_worker_that_is_cut_off_with_the_head_goes_on_after_the_cut() -> None:
 def test_a_worker_that_reaches_no_replica_gets_an_error_that_names_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shoal.server.protocol.endpoint.SILENT_PEER_MS", 1500)
-    monkeypatch.setattr("shoal.server.chain_route.FIND_HEAD_S", 1.0)
+    monkeypatch.setattr("shoal.protocol.endpoint.SILENT_PEER_MS", 1500)
+    monkeypatch.setattr("shoal.server.client.chain_route.FIND_HEAD_S", 1.0)
     with hosts_world() as made:
         pusher = Pusher(made)
         pusher.wait_more()

@@ -13,9 +13,9 @@ import torch
 
 from shoal.server.chain.node import ChainNode
 from shoal.server.consistency import Rule
-from shoal.server.replicas import peer_link
-from shoal.server.replicas.core import Outcome, Waiter, Waiters
-from shoal.server.replicas.peer_link import PeerLink
+from shoal.server.member import peer_link
+from shoal.server.member.core import Outcome, Waiter, Waiters
+from shoal.server.member.peer_link import PeerLink
 from shoal.sync.ps.summary import counts_of_shards
 from tests.server.helpers import MODEL
 from tests.server.replicas.processes import processes

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 from shoal.coordinator.records import Answer, KeepAlive, List, Request
-from shoal.server.replicas.place import ChainPlace
-from shoal.server.replicas.start import ChainSettings
-from shoal.server.server import Server
+from shoal.server.member.place import ChainPlace
+from shoal.server.member.start import ChainSettings
+from shoal.server.process.server import Server
 from tests.coordinator.local import LocalCoordinator
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, SharedCoordinator

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.server.chain_route import ChainRoute
-from shoal.server.client import Client
-from shoal.server.protocol.frames import FrameKind, encode
-from shoal.server.protocol.messages import Pull
-from shoal.server.request import MovedAway
+from shoal.protocol.frames import FrameKind, encode
+from shoal.server.client.chain_route import ChainRoute
+from shoal.server.client.client import Client
+from shoal.server.client.request import MovedAway
+from shoal.server.messages import Pull
 from tests.server.replicas.processes import (
     COORDINATOR,
     START_S,

@@ -15,7 +15,7 @@ import pytest
 
 from shoal.runtime.config import RunConfig, ServerConfig, TlsConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.sync.ps.connect import ServedOptions, specs_of

@@ -10,7 +10,7 @@ import torch
 
 from shoal.runtime.checkpoint_folders import shard_name, version_of
 from shoal.runtime.config import ServerCheckpointConfig
-from shoal.server.saving.shard_file import read_shard
+from shoal.server.process.shard_file import read_shard
 from tests.server.helpers import MODEL
 from tests.server.replicas.processes import processes, until
 from tests.server.replicas.world import pulled, push_one_hot

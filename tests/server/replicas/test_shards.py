@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.protocol.messages import Commit
+from shoal.server.messages import Commit
 from tests.server.replicas.world import World, pulled, push_one_hot, world
 
 

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from shoal.coordinator.alive import forget
 from shoal.coordinator.interface import Lease
+from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.state import ChainConsistency
-from shoal.server.client import Client
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
+from shoal.server.member import keeper
+from shoal.server.member.place import ChainPlace
+from shoal.server.member.start import ChainSettings
+from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.protocol.endpoint import PLAIN
-from shoal.server.protocol.messages import Commit
-from shoal.server.replicas import keeper
-from shoal.server.replicas.place import ChainPlace
-from shoal.server.replicas.start import ChainSettings
-from shoal.server.server import Server
+from shoal.server.process.server import Server
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.local import LocalCoordinator
 from tests.folders import socket_folder

@@ -1,0 +1,1 @@
+"""Authenticated connections that carry frames: of servers, of the coordinator."""

@@ -1,0 +1,257 @@
+"""Addresses of servers: listening at them, and connecting to them.
+
+    unix:/path/of/socket      one host (default)
+    tcp:host:port             several hosts
+
+Beyond loopback a listener requires TLS (SHOAL_TLS_CERT and SHOAL_TLS_KEY; with SHOAL_TLS_CA both
+sides show certificates), or the statement that the network is trusted (SHOAL_TRUSTED_NETWORK=1).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from shoal.errors import BadInput
+from shoal.protocol.connection import Closed, Connection
+from shoal.runtime.acceptor import Acceptor, no_room
+from shoal.runtime.config import TlsConfig
+from shoal.runtime.trust import is_loopback
+
+CONNECT_S = 30.0
+PLAIN = TlsConfig()  # for sockets of this host
+SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
+
+
+def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) -> Connection:
+    """Connect to a server that listens; an OSError if it does not."""
+    kind, _, path = address.partition(":")
+    if kind == "unix":
+        sock = _connect_unix(path, timeout_s)
+    else:
+        sock = _connect_tcp(address, tls, timeout_s)
+    sock.settimeout(None)
+    return Connection(sock, _certificate_of(sock))
+
+
+def _connect_unix(path: str, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socket:
+    host, port = _host_and_port(address)
+    if not tls.authority:
+        require_encrypted(host, tls)
+    sock = socket.create_connection((host, port), timeout_s)
+    _tune(sock)
+    return _secured(sock, host, address, tls) if tls.authority else sock
+
+
+def _secured(sock: socket.socket, host: str, address: str, tls: TlsConfig) -> ssl.SSLSocket:
+    """The connection under TLS, to a server whose certificate SHOAL_TLS_CA has signed."""
+    try:
+        context = _client_context(tls)
+    except BadInput:
+        sock.close()
+        raise
+    try:
+        return context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        reason = f"that SHOAL_TLS_CA does not vouch for ({error.verify_message})"
+        raise BadInput(f"the server at {address} shows a certificate {reason}") from error
+    except ssl.SSLEOFError as error:
+        raise Closed(str(error)) from error
+    except ssl.SSLError as error:
+        raise BadInput(
+            f"the server at {address} does not speak TLS, as SHOAL_TLS_CA asks it to ({error})"
+        ) from error
+    finally:
+        sock.close()  # has no effect if TLS has taken the descriptor over
+
+
+def _client_context(tls: TlsConfig) -> ssl.SSLContext:
+    """With the certificate of this host, if it has one: servers may ask for it."""
+    try:
+        context = ssl.create_default_context(cafile=tls.authority)
+    except OSError as error:
+        raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+    if tls.certificate:
+        _load_own(context, tls)
+    return context
+
+
+def _load_own(context: ssl.SSLContext, tls: TlsConfig) -> None:
+    assert tls.certificate is not None
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise BadInput(f"SHOAL_TLS_CERT {tls.certificate}: {error}") from error
+
+
+def remove_left_socket(address: str) -> None:
+    """Remove the socket of a process that was killed; has no effect if one listens there."""
+    kind, _, path = address.partition(":")
+    if kind != "unix" or not os.path.exists(path):
+        return
+    try:
+        _connect_unix(path, CONNECT_S).close()
+    except ConnectionRefusedError:
+        os.unlink(path)
+
+
+class Listener:
+    """Accepts connections at one address. `accept` returns None once it is closed."""
+
+    def __init__(self, address: str, tls: TlsConfig = PLAIN):
+        kind, _, path = address.partition(":")
+        self._path: str | None = None
+        self._context: ssl.SSLContext | None = None
+        self._certificate = b""
+        if kind == "unix":
+            sock = _bound(socket.AF_UNIX, path)
+            os.chmod(path, 0o600)
+            self._path = path
+            self.address = address
+        elif kind == "tcp":
+            host, port = _host_and_port(address)
+            self._context = _server_context(host, tls)
+            self._certificate = _first_certificate(tls) if self._context else b""
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sock = _bound(family, (host, port))
+            self.address = f"tcp:{host}:{sock.getsockname()[1]}"
+        else:
+            raise BadInput(f"a server listens at unix:PATH or tcp:HOST:PORT, not at {address!r}")
+        sock.listen(256)
+        self._acceptor = Acceptor(sock)
+
+    def accept(self, make_room: Callable[[], bool] = no_room) -> socket.socket | None:
+        """The next connection; under TLS before its handshake, which may take long.
+
+        `make_room`: see `Acceptor`.
+        """
+        while (sock := self._acceptor.accept(make_room)) is not None:
+            try:
+                return self._prepared(sock)
+            except OSError:  # it has ended
+                sock.close()
+        return None
+
+    def close(self) -> None:
+        self._acceptor.close()
+        if self._path is not None:
+            with suppress(OSError):
+                os.unlink(self._path)
+
+    def _prepared(self, sock: socket.socket) -> socket.socket:
+        if self._path is None:
+            _tune(sock)
+        if self._context is None:
+            return sock
+        return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def secure(self, sock: socket.socket) -> Connection:
+        """Under TLS, the handshake; for the thread of one connection."""
+        if isinstance(sock, ssl.SSLSocket):
+            sock.do_handshake()
+        return Connection(sock, self._certificate)
+
+
+def _certificate_of(sock: socket.socket) -> bytes:
+    """The server's, as a worker sees it under TLS."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return b""
+    return sock.getpeercert(binary_form=True) or b""
+
+
+def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise BadInput(f"a server cannot listen at {address}: {error}") from error
+    return sock
+
+
+def _tune(sock: socket.socket) -> None:
+    """Send small frames without delay; notice a host that does not respond."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set_options(sock, SILENT_PEER_MS, idle_s=10, interval_s=5)
+
+
+def expect_answers(sock: socket.socket, within_s: float) -> None:
+    """A connection whose other host acknowledges nothing for so long ends (TCP)."""
+    if sock.family != socket.AF_UNIX:
+        _set_options(sock, int(1000 * within_s), idle_s=1, interval_s=1)
+
+
+def _set_options(sock: socket.socket, silent_ms: int, idle_s: int, interval_s: int) -> None:
+    for option, value in (
+        ("TCP_USER_TIMEOUT", silent_ms),
+        ("TCP_KEEPIDLE", idle_s),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    kind, _, location = address.partition(":")
+    host, _, port = location.rpartition(":")
+    if kind != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+        raise BadInput(f"a server's address is unix:PATH or tcp:HOST:PORT, not {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _server_context(host: str, tls: TlsConfig) -> ssl.SSLContext | None:
+    """TLS with the server's certificate; None without one, where the network is trusted.
+
+    With SHOAL_TLS_CA those who connect have to show a certificate of that authority, too.
+    """
+    if not tls.certificate:
+        require_encrypted(host, tls)
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load_own(context, tls)
+    if tls.authority:
+        try:
+            context.load_verify_locations(tls.authority)
+        except OSError as error:
+            raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _first_certificate(tls: TlsConfig) -> bytes:
+    """The certificate that workers will see: the first of the file."""
+    assert tls.certificate is not None
+    text = Path(tls.certificate).read_text(encoding="utf-8", errors="replace")
+    begin = text.index(ssl.PEM_HEADER)
+    end = text.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[begin:end])
+
+
+def require_encrypted(host: str, tls: TlsConfig) -> None:
+    """BadInput where bytes would cross a network that is not trusted, and there is no TLS."""
+    if not tls.trusted_network and not is_loopback(host):
+        raise BadInput(
+            f"weights and gradients would cross the network to or from {host} in the clear: give "
+            "SHOAL_TLS_CERT, SHOAL_TLS_KEY and SHOAL_TLS_CA, or set SHOAL_TRUSTED_NETWORK=1 where "
+            "the network is trusted"
+        )

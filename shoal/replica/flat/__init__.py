@@ -1,0 +1,1 @@
+"""Parameters and gradients as views of one buffer."""

@@ -1,0 +1,287 @@
+"""Gradients in buckets of one flat buffer, reported while backward still runs.
+
+    buffer   [ header | p0 .. | p1 ...... | p2 . | p3 ........ ]
+               ^ the loss, and a flag per parameter: did it get a gradient on this rank?
+             [     bucket 2   |   bucket 1       |   bucket 0   ]
+
+Backward finishes the last parameters first, so buckets run from the end of the buffer to its
+start. The header travels with the bucket that goes out last, so it costs no message of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError
+from shoal.replica.flat.layout import FlatLayout
+
+OnBucket = Callable[[slice], None]
+Allocate = Callable[[slice], Tensor]
+SumGradients = Callable[[dict[nn.Parameter, Tensor], Tensor | None], None]
+BeforeFlush = Callable[[Sequence[nn.Parameter], Tensor], None]
+
+
+class GradBuckets:
+    """Collects the gradients of flat parameters.
+
+    It does nothing before `watch`. From then on gradients are copied into `buffer`, bucket by
+    bucket, during the backward that follows `arm`.
+    """
+
+    def __init__(self, layout: FlatLayout):
+        self.layout = layout
+        self.buffer = torch.zeros(0, dtype=layout.dtype, device=layout.device)
+        self.header = torch.zeros(
+            layout.header_size, dtype=layout.header_dtype, device=layout.device
+        )
+        self.records_loss = False  # whether the engine's loss is written to the header
+        self.buckets: list[slice] = []
+        # what to exchange for a bucket, by its start: as many tensors on every rank
+        self.tensors: dict[int, list[Tensor]] = {}
+        self._in_place: set[int] = set()
+        self._places: dict[int, tuple[list[Tensor], int]] = {}  # of these, in `tensors`
+        self.tied: set[int] = set()  # parameters whose gradient is not final before `flush`
+        self.on_copy: Callable[[], None] | None = None  # called when gradients are there twice
+        self.sum_gradients: SumGradients | None = None  # over workers of this replica
+        self.before_flush: BeforeFlush | None = None  # then nothing is reported before `flush`
+        self._on_bucket: OnBucket | None = None
+        self._allocate: Allocate | None = None
+        self._has_hooks = False
+
+    # ------------------------------------------------------------------ setting up
+
+    def watch(
+        self,
+        buckets: Sequence[slice],
+        in_place_bytes: int | None = None,
+        memory: Tensor | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """From now on gradients are collected in `buffer`, and `arm` reports full buckets.
+
+        A gradient of at least `in_place_bytes` is left in the tensor where backward has put it,
+        which saves a copy: `tensors` then has that tensor instead of the slice of `buffer`.
+        A header that does not fit into the buffer follows the bucket that goes out last.
+        `memory` of the same size, shared with another process, replaces the buffer's own.
+        With `allocate` there is no `buffer`: it is called for the memory of each full bucket.
+        """
+        self._allocate = allocate
+        if allocate is None:
+            self._make_buffer(memory)
+        self.records_loss = True
+        self.buckets = list(buckets)
+        self._members = [self.layout.params_in(bucket) for bucket in self.buckets]
+        self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
+        self._in_place = self._larger_than(in_place_bytes)
+        if allocate is None:
+            self._list_tensors()
+        if not self._has_hooks:  # it is called again when a group has changed
+            self._has_hooks = True
+            for i, p in enumerate(self.layout.params):
+                p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+
+    def _make_buffer(self, memory: Tensor | None) -> None:
+        layout = self.layout
+        if memory is None:
+            memory = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
+        self.buffer = memory
+        if layout.header_fits:
+            self.header = memory[: layout.header_size]
+        self._views = [layout.view(i, memory, 0) for i in range(len(layout.params))]
+
+    def _larger_than(self, num_bytes: int | None) -> set[int]:
+        if num_bytes is None:
+            return set()
+        params = enumerate(self.layout.params)
+        return {i for i, p in params if p.nbytes >= num_bytes and not p.is_complex()}
+
+    def _list_tensors(self) -> None:
+        self.tensors = {}
+        self._places = {}
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            runs = list(self._runs_of(bucket, [i for i in members if i in self._in_place]))
+            tensors = [
+                self.buffer[run] if isinstance(run, slice) else self._views[run] for run in runs
+            ]
+            self.tensors[bucket.start] = tensors
+            self._places |= {i: (tensors, at) for at, i in enumerate(runs) if isinstance(i, int)}
+        if self.buckets and not self.layout.header_fits:
+            self.tensors[self.buckets[-1].start].append(self.header)
+
+    def _runs_of(self, bucket: slice, in_place: list[int]) -> Iterator[slice | int]:
+        """Slices of `buffer` between the gradients that are left in place, and these."""
+        start = bucket.start
+        for i in in_place:
+            param = self.layout.ranges[i]
+            if param.start > start:
+                yield slice(start, param.start)
+            yield i
+            start = self.layout.round_up(param.stop)
+        if start < bucket.stop:
+            yield slice(start, bucket.stop)
+
+    # ------------------------------------------------------------------ what is exchanged
+
+    def exchanged_bytes(self) -> int:
+        """Bytes of gradients, flags and loss that a plain all-reduce sums in a step."""
+        separate_header = 0 if self.layout.header_fits else self.header.nbytes
+        return self.layout.size * self.layout.dtype.itemsize + separate_header
+
+    def held(self) -> list[Tensor]:
+        """The memory of gradients: the buffer, and those left where backward has put them."""
+        return [self.buffer, *(self._views[i] for i in self._in_place)]
+
+    def release(self) -> None:
+        """Free the gradients that were left where backward has put them."""
+        for i in self._in_place:
+            self._reset_view(i)
+
+    # ------------------------------------------------------------------ one step
+
+    def record_loss(self, loss: Tensor) -> None:
+        """The header leaves with the last bucket, so call this before the last backward."""
+        if self.records_loss:
+            self.header[0] = loss
+
+    def arm(self, on_bucket: OnBucket) -> None:
+        """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.
+
+        Buckets are reported in index order, the same on every rank, whatever order the
+        gradients come in.
+        """
+        if not self.buckets:
+            return
+        self._on_bucket = on_bucket
+        self._missing = [len(members) for members in self._members]
+        self._arrived = [False] * len(self.layout.params)
+        self._next = 0
+        self.header[1:] = 1.0
+
+    def flush(self) -> None:
+        """Backward is over: report the rest. A parameter without a gradient counts as zero."""
+        if self._on_bucket is None:
+            return
+        if self.before_flush is not None:
+            self.before_flush(self.layout.params, self.header[:1])
+        while self._next < len(self.buckets):
+            self._report(self._next)
+        self._on_bucket = None
+
+    def abandon(self) -> None:
+        """The step that is under way will be computed again from its start."""
+        self._on_bucket = None
+        for p in self.layout.params:
+            p.grad = None
+
+    def publish(self) -> None:
+        """Hand the reduced gradients to the parameters, for the optimizer.
+
+        A parameter that got no gradient on any rank keeps None, as on a single device: its
+        momentum and weight decay stay untouched.
+        """
+        for i, p in enumerate(self.layout.params):
+            p.grad = self._views[i] if self._arrived[i] or self.header[1 + i] > 0 else None
+
+    # ------------------------------------------------------------------ during backward
+
+    def _hook(self, i: int) -> Callable[[Tensor], None]:
+        """It does not keep the buckets alive: Python's collector does not see it in the tensor."""
+        weak = weakref.ref(self)
+
+        def collect(p: Tensor) -> None:
+            grads = weak()
+            if grads is None or grads._on_bucket is None:
+                return
+            if i in grads.tied or grads.before_flush is not None:
+                return
+            bucket = grads._bucket_of[i]
+            if bucket < grads._next:
+                raise ShoalError(
+                    f"parameter {grads.layout.ranges[i].name} got a second gradient after it was "
+                    "sent; use checkpoint(..., use_reentrant=False) in the model"
+                )
+            if not grads._arrived[i]:
+                grads._arrived[i] = True
+                grads._missing[bucket] -= 1
+            while grads._next < len(grads._missing) and grads._missing[grads._next] == 0:
+                grads._report(grads._next)
+
+        return collect
+
+    def _report(self, number: int) -> None:
+        """Copy the gradients of a bucket into its memory and report it."""
+        bucket = self.buckets[number]
+        memory = None if self._allocate is None else self._allocate(bucket)
+        targets = []
+        grads = []
+        for i in self._members[number]:
+            target = self._reset_view(i) if memory is None else self._view(i, memory, bucket)
+            grad = self.layout.params[i].grad
+            if self._is_to_copy(i, grad, target):
+                assert grad is not None
+                targets.append(target)
+                grads.append(grad.to_dense() if grad.is_sparse else grad)
+        if self.on_copy is not None:
+            self.on_copy()
+        if targets:
+            torch._foreach_copy_(targets, grads)
+        for i in self._members[number]:
+            self.layout.params[i].grad = None
+        if self.sum_gradients is not None:
+            self.sum_gradients(*self._filled(number, memory))
+        self._next = number + 1
+        assert self._on_bucket is not None
+        self._on_bucket(bucket)
+
+    def _filled(
+        self, number: int, memory: Tensor | None
+    ) -> tuple[dict[nn.Parameter, Tensor], Tensor | None]:
+        """The gradients of a bucket by parameter, and the header that goes out with it."""
+        bucket = self.buckets[number]
+        grads = {
+            self.layout.params[i]: self._views[i]
+            if memory is None
+            else self._view(i, memory, bucket)
+            for i in self._members[number]
+        }
+        return grads, self.header if number == len(self.buckets) - 1 else None
+
+    def _is_to_copy(self, i: int, grad: Tensor | None, target: Tensor) -> bool:
+        """False for a gradient that is zero, or stays where backward has put it."""
+        self._arrived[i] = grad is not None
+        if grad is None:
+            target.zero_()
+            self.header[1 + i] = 0.0
+            return False
+        if i in self._in_place and _is_plain(grad, self.layout.params[i]):
+            self._set_view(i, grad)
+            return False
+        return True
+
+    def _view(self, i: int, memory: Tensor, bucket: slice) -> Tensor:
+        return self.layout.view(i, memory, bucket.start)
+
+    def _reset_view(self, i: int) -> Tensor:
+        """The range of a gradient in `buffer`, where it is from now on."""
+        view = self.layout.view(i, self.buffer, 0)
+        self._set_view(i, view)
+        return view
+
+    def _set_view(self, i: int, view: Tensor) -> None:
+        self._views[i] = view
+        if i in self._places:
+            tensors, at = self._places[i]
+            tensors[at] = view
+
+
+def _is_plain(grad: Tensor, parameter: nn.Parameter) -> bool:
+    return (
+        grad.layout == torch.strided
+        and grad.is_contiguous()
+        and grad.dtype == parameter.dtype
+        and grad.shape == parameter.shape
+    )

@@ -1,0 +1,1 @@
+"""Stages of a model that cannot be traced: its forward runs, and calls outside are replayed."""

@@ -1,0 +1,115 @@
+"""This worker's shard of a replica, as the strategy splits the model.
+
+What a strategy does not use is not imported: most runs split nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh
+from shoal.errors import NotBuilt
+from shoal.pytree import Tree
+from shoal.replica.deferred_init import DeferredInit, TensorSlot, with_values_of_rank_0
+from shoal.replica.split.shard import ReplicaShard
+from shoal.replica.split.token_axes import TokenAxes, TokenAxis
+from shoal.strategy.split_terms import Ep, Tp
+from shoal.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shoal.replica.expert.mixtures import Mixture
+    from shoal.replica.tensor.roles import Roles
+
+Filled = Iterable[list[TensorSlot]]
+
+
+def build_shard(
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: Mesh,
+    device: torch.device,
+    deferred: DeferredInit,
+    example: Tree = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> ReplicaShard:
+    """This worker's shard of the model, which all have built; `example` are inputs of a batch.
+
+    Stages and split layers are chosen while the model is complete. Tensors whose initialization
+    is `deferred` are filled layer by layer, and those of other workers released.
+    """
+    _check_built(strategy)
+    pp = strategy.pp
+    ep = strategy.ep if mesh.ep.size > 1 else None
+    tp = strategy.tp if mesh.tp.size > 1 else None
+    mixtures = [] if ep is None else _mixtures(model, ep)
+    roles = {} if tp is None else _roles(model, tp, mixtures)
+    if pp is not None and mesh.pp.size > 1:
+        from shoal.replica.split.stage_shard import StageShard
+
+        shard: ReplicaShard = StageShard(model, pp, mesh, device, deferred, example)
+        filled: Filled = deferred.fill_in_turn(model, device)
+    else:
+        shard = ReplicaShard(model)
+        filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+    shard.say = say
+    expert_axis = TokenAxis(mesh.ep)
+    if ep is not None and mixtures:
+        from shoal.replica.expert.split import ExpertSplit
+
+        experts = ExpertSplit(model, mixtures, mesh.ep, device, ep.capacity)
+        shard.split_experts(experts)
+        filled = experts.take(filled)
+        expert_axis = TokenAxis(mesh.ep, experts.is_slice, has_slices=True)
+    if tp is not None:
+        from shoal.replica.tensor.parallelize import TensorSplit
+
+        shard.split_tensors(TensorSplit(model, roles, mesh.tp, device, filled, tp.sequence))
+    elif mesh.tp.size * mesh.ep.size * mesh.cp.size > 1:
+        deque(filled, maxlen=0)  # all workers hold the values of rank 0
+    if mesh.cp.size > 1:
+        _split_sequences(shard, mesh.cp, not mixtures, say)
+    shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
+    return shard
+
+
+def _mixtures(model: nn.Module, ep: Ep) -> list[Mixture]:
+    from shoal.replica.expert.mixtures import mixtures_for
+
+    return mixtures_for(model, ep)
+
+
+def _roles(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:
+    """Of layers that tp splits; experts of a list are complete on their worker."""
+    from shoal.replica.expert.mixtures import in_listed_expert
+    from shoal.replica.tensor.plan import plan_of
+
+    roles = plan_of(model, tp)
+    return {name: role for name, role in roles.items() if not in_listed_expert(name, mixtures)}
+
+
+def _split_sequences(
+    shard: ReplicaShard, group: Group, has_whole_experts: bool, say: Callable[[str], None]
+) -> None:
+    from shoal.replica.context.rules import sequence_context
+    from shoal.replica.expert.stacked import compute_positions_here
+
+    shard.split_sequences(sequence_context(group.duplicate(), say))
+    if has_whole_experts:
+        compute_positions_here(shard.model)
+
+
+def _check_built(strategy: Strategy) -> None:
+    cp = strategy.cp
+    if cp is None or cp.size == 1:
+        return
+    tp = strategy.tp
+    if tp is not None and tp.size > 1 and tp.sequence:
+        raise NotBuilt(
+            f"{tp} + {cp} is not built: both divide the positions of a sequence; omit sequence=True"
+        )

@@ -1,0 +1,226 @@
+"""What one worker has of a replica: the full model, or slices of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group
+from shoal.pytree import Tree
+from shoal.replica.engine import Engine, EngineOptions, engine_of_model
+from shoal.replica.flat.params import FlatParams
+from shoal.replica.microbatch import Loss, MicroBatch, ModuleCall, call_arguments
+from shoal.replica.split.token_axes import TokenAxes
+from shoal.schedules.pipelines.actions import accumulate
+
+if TYPE_CHECKING:
+    from shoal.replica.context.sequence_shard import SequenceContext
+    from shoal.replica.expert.split import ExpertSplit
+    from shoal.replica.tensor.parallelize import TensorSplit
+
+
+class ReplicaGradNorm:
+    """The norm of every tensor, at its index in the whole model, then the norm of these.
+
+    That is how torch computes the norm of a whole model, so the bits are the same. A tensor that
+    several stages hold counts on one of them. It costs an all-reduce of one number per parameter
+    over the replicas, where each has a shard; over tp and ep, where the squares of the slices of
+    a tensor are added up; and over the stages.
+    """
+
+    def __init__(
+        self,
+        index_of: Mapping[nn.Parameter, int],
+        num_parameters: int,
+        is_counted_here: Callable[[nn.Parameter], bool],
+        *,
+        shards: Group | None = None,
+        tensor: TensorSplit | None = None,
+        experts: ExpertSplit | None = None,
+        stages: Group | None = None,
+    ):
+        self._index_of = index_of
+        self._num = num_parameters
+        self._is_counted_here = is_counted_here
+        self._shards = shards
+        self._tensor = tensor
+        self._experts = experts
+        self._stages = stages
+        self._like = next(iter(index_of)).detach()
+
+    @torch.no_grad()
+    def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
+        """The total norm; `params` are those of this worker."""
+        counted = [p for p in params if p.grad is not None and self._is_counted_here(p)]
+        grads = [p.grad for p in counted if p.grad is not None]
+        norms = torch._foreach_norm(grads) if grads else []
+        return self.of(dict(zip(counted, norms, strict=True)))
+
+    @torch.no_grad()
+    def of(self, norm_of: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """The total norm from the norm of each gradient of this worker."""
+        counted = [p for p in norm_of if self._is_counted_here(p)]
+        norms = self._like.new_zeros(self._num)
+        if counted:
+            indices = torch.tensor([self._index_of[p] for p in counted], device=norms.device)
+            norms[indices] = torch.stack([norm_of[p] for p in counted]).to(norms)
+        if self._shards is not None:
+            self._shards.all_reduce(norms).wait()
+        if self._tensor is not None:
+            norms = self._combine_slices(norms, self._tensor)
+        if self._experts is not None:
+            norms = _combine(norms, self._experts.slice_indices, self._experts.group)
+        if self._stages is not None:
+            self._stages.all_reduce(norms).wait()
+        total: Tensor = torch.linalg.vector_norm(norms)
+        return total
+
+    def _combine_slices(self, norms: Tensor, tensor: TensorSplit) -> Tensor:
+        indices = [
+            index
+            for p, index in self._index_of.items()
+            if tensor.is_slice(p) and self._is_counted_here(p)
+        ]
+        return _combine(norms, indices, tensor.group)
+
+
+def _combine(norms: Tensor, indices: Sequence[int], group: Group) -> Tensor:
+    """The norms of tensors that are spread over a group, from those of their slices."""
+    is_slice = torch.zeros_like(norms, dtype=torch.bool)
+    is_slice[indices] = True
+    squares = norms.square().where(is_slice, 0)
+    group.all_reduce(squares).wait()
+    return squares.sqrt().where(is_slice, norms)
+
+
+class ReplicaShard:
+    """All layers are here. Under tp, this worker has slices of their parameters; under ep, some
+    experts.
+    """
+
+    tensor: TensorSplit | None = None
+    experts: ExpertSplit | None = None
+    context: SequenceContext | None = None  # where workers have other positions of sequences
+    token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext  # that `check` computes in
+    say: Callable[[str], None] = staticmethod(lambda sentence: None)
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.named = list(model.named_parameters())
+
+    @property
+    def compute_module(self) -> nn.Module | None:
+        """What computes here, where that is not the model itself."""
+        return None
+
+    def engine(
+        self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
+    ) -> Engine:
+        actions = accumulate(1, 0, microbatches)
+        stage = None
+        if self.context is not None:
+            from shoal.replica.context.stage import ContextStage
+
+            stage = ContextStage(self.model, flat.device, self.context)
+        return engine_of_model(self.model, loss, flat, actions, options, stage)
+
+    def split_tensors(self, tensor: TensorSplit) -> None:
+        self.tensor = tensor
+
+    def split_sequences(self, context: SequenceContext) -> None:
+        self.context = context
+
+    def split_experts(self, experts: ExpertSplit) -> None:
+        self.experts = experts
+        self.named = experts.held(self.named)
+
+    def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
+        """Computes the norm of the full gradient, where this worker has a shard of it.
+
+        `dp` are the replicas, where each of them has a shard of the gradient, too.
+        """
+        if self.tensor is None and not self.token_axes:
+            return None
+        index_of = {p: index for index, p in enumerate(self.model.parameters())}
+        return ReplicaGradNorm(
+            {p: index_of[p] for _, p in self.named},
+            len(index_of),
+            lambda p: True,
+            shards=dp,
+            tensor=self.tensor,
+            experts=self.experts,
+        )
+
+    def cut_dims(self) -> dict[nn.Parameter, int]:
+        """The parameters of which this worker has a slice, and along which dimension."""
+        specs = {} if self.tensor is None else dict(self.tensor.specs)
+        if self.experts is not None:
+            specs |= self.experts.specs
+        return {p: specs[name].dim for name, p in self.named if name in specs}
+
+    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors, by name, from the slices of the ranks of tp and ep, which all call it."""
+        if self.experts is not None:
+            tensors = self.experts.gather_full(tensors)
+        return tensors if self.tensor is None else self.tensor.gather_full(tensors)
+
+    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This worker's slices of full tensors."""
+        if self.experts is not None:
+            tensors = self.experts.take_shard(tensors)
+        return tensors if self.tensor is None else self.tensor.take_shard(tensors)
+
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make equal what several workers of the replica have of the same parameter.
+
+        Where gradients are compressed, what arrives also depends on the neighbours in a bucket.
+        """
+        self.token_axes.synchronize_copies(tensors)
+        if self.tensor is not None:
+            self.tensor.synchronize_copies(tensors)
+
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        """Whether `synchronize_copies` replaces what is here by what another worker has."""
+        if self.token_axes.is_duplicate(parameter):
+            return True
+        return self.tensor is not None and self.tensor.is_duplicate(parameter)
+
+    def broadcast(self, tree: Tree) -> Tree:
+        """The last stage's value, on all stages: a tree of tensors and plain values."""
+        return tree
+
+    def broadcast_loss(self, loss: Tensor) -> Tensor:
+        """The last stage's loss, on all stages."""
+        return loss
+
+    def gather(self, tree: Tree) -> list[Tree]:
+        """The trees of all stages and of workers with other experts, on the first of them.
+
+        The others get their own.
+        """
+        return [tree] if self.experts is None else self.experts.gather(tree)
+
+    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
+        """Raise `BadInput` unless the shards together compute what the model does."""
+        if self.is_compared_at_first:
+            micro = microbatches[0]
+            with engine.flat.full_params(), self.precision():
+                args, kwargs = call_arguments(micro.inputs)
+                self.compare(ModuleCall(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
+
+    @property
+    def is_compared_at_first(self) -> bool:
+        """Whether the first call shows that the shards compute what the model does."""
+        is_split = self.tensor is not None and bool(self.tensor.roles)
+        return is_split or (self.experts is not None and not self.experts.drops)
+
+    def compare(self, call: ModuleCall, with_gradients: bool) -> None:
+        """`check` for arguments of the model's forward; all parameters are here."""
+        from shoal.replica.split.split_check import SplitModel, check_split
+
+        check_split(SplitModel(self.tensor, self.experts), call, with_gradients, self.say)

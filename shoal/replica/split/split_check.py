@@ -1,0 +1,362 @@
+"""Before the first step: a model that is split by tp or ep computes what the model does.
+
+The model as it was built, with full tensors, and the split one run on the first micro-batch,
+without dropout. Outputs and gradients of all parameters are compared, and what differs is refused:
+
+    tp   the model; of a large one, one block of each kind. Also outputs of every layer behind
+         which ranks add up: what was found by names and shapes was a guess until then
+    ep   a mixture of each kind, with the tokens that it got, so that the same experts are chosen;
+         then the outputs of the model. A sentence tells where routing is another one on several
+         workers by itself: where it draws random numbers, or looks at other rows
+
+For the stages of a pipeline see `stage_check.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shoal.comm.group import Op
+from shoal.errors import BadInput, ShoalError
+from shoal.pytree import Tree, map_tensors, tensors_of
+from shoal.replica.deferred_init import full_name
+from shoal.replica.expert.routing import tell_what_differs
+from shoal.replica.expert.split import ExpertSplit
+from shoal.replica.microbatch import (
+    ModuleCall,
+    Quiet,
+    evaluate_leaves,
+    fork_rng,
+    preserve_modes,
+    seed_generators,
+)
+from shoal.replica.split.comparison import Computed, gradients_of, is_close, is_same, noise_of
+from shoal.replica.split.sharded_tensor import full_activations
+from shoal.replica.tensor.linear import ColumnLinear, RowLinear
+from shoal.replica.tensor.parallelize import TensorSplit
+
+LARGEST_COMPARED_BYTES = 1 << 30  # of the parameters; above, blocks or mixtures alone are compared
+_MOST = 0.9  # of the outputs of a model: rounding may send a token to another expert
+
+
+class SplitModel(NamedTuple):
+    """A model of whose tensors, or experts, this worker has some."""
+
+    tensor: TensorSplit | None
+    experts: ExpertSplit | None
+
+    @property
+    def outer(self) -> TensorSplit | ExpertSplit:
+        """What was split first, and so has the model as it was built."""
+        found = self.experts or self.tensor
+        assert found is not None
+        return found
+
+    def full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Complete tensors by name; all ranks call it."""
+        if self.experts is not None:
+            tensors = self.experts.complete(tensors)
+        return tensors if self.tensor is None else self.tensor.gather_full(tensors)
+
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """What this rank has of a parameter, or of its gradient."""
+        if self.experts is not None:
+            full = self.experts.take_shard({name: full})[name]
+        return full if self.tensor is None else self.tensor.shard_of(name, full)
+
+    def agree(self, flags: list[bool]) -> list[bool]:
+        """What all ranks say yes to."""
+        answers = torch.tensor([float(flag) for flag in flags], device=self.outer.device)
+        for split in (self.experts, self.tensor):
+            if split is not None:
+                split.group.all_reduce(answers, Op.MIN).wait()
+        return [answer > 0 for answer in answers.tolist()]
+
+    def gradient_here(self, name: str, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+        """What this rank should have got: of experts here that of all tokens, else that of its own.
+
+        All ranks call it.
+        """
+        experts = self.experts
+        if experts is None or not experts.is_of_expert(name):
+            return None if gradient is None else self.part(name, gradient)
+        total = torch.zeros_like(leaf) if gradient is None else gradient.contiguous().clone()
+        experts.group.all_reduce(total).wait()
+        return self.part(name, total) if experts.is_here(name) else None
+
+    def sums_in(self, name: str) -> list[str]:
+        """The layers of a module behind which the ranks of tp add up, by their names in it."""
+        if self.experts is not None or self.tensor is None:
+            return []
+        return [n[len(name) + 1 :] if name else n for n in self.tensor.sums_in(name)]
+
+    def refusal(self, block: str, where: str, what: str) -> BadInput:
+        label = f"{type(self.outer.model).__name__}"
+        if self.experts is not None:
+            of = f" (the gradient of {where})" if where else ""
+            return BadInput(
+                f"ep({self.experts.group.size}) cannot train {label}: with its experts on "
+                f"different workers {block or 'it'} {what}{of}; omit ep, or name the experts that "
+                'it may spread, as in ep(n, experts=["blocks.*.mlps"])'
+            )
+        name = ".".join(part for part in (block, where) if part)
+        parent = name.rpartition(".")[0] or name
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", parent)
+        place = f"{name} and the layers around it are split" if name else "its layers are split"
+        return BadInput(
+            f"tp({self.outer.group.size}) cannot train {label}: where {place}, it {what}; keep "
+            f'what is special about it whole, as in plan={{"{pattern}": "whole"}}'
+        )
+
+
+def check_split(
+    split: SplitModel, call: ModuleCall, with_gradients: bool, say: Callable[[str], None]
+) -> None:
+    """Raise `BadInput` on all ranks unless the split model computes what the model does."""
+    if split.experts is not None:
+        with _repeatable(split, nn.Module.eval):
+            _check_experts(split, split.experts, call, with_gradients, say)
+        return
+    for quiet in (nn.Module.eval, evaluate_leaves):
+        try:
+            with _repeatable(split, quiet):
+                _check_layers(split, call, with_gradients)
+            return
+        except _FailsInEvaluation:
+            pass
+
+
+class _FailsInEvaluation(Exception):
+    """The model itself does, such as one that returns losses in training alone."""
+
+
+@contextmanager
+def _repeatable(split: SplitModel, quiet: Quiet) -> Iterator[None]:
+    model = split.outer.model
+    original = split.outer.original
+    with fork_rng(split.outer.device), preserve_modes(model), preserve_modes(original):
+        quiet(model)
+        quiet(original)
+        yield
+
+
+def _check_layers(split: SplitModel, call: ModuleCall, with_gradients: bool) -> None:
+    assert split.tensor is not None
+    calls = {"": call}
+    if split.tensor.full_bytes() > LARGEST_COMPARED_BYTES:
+        _, calls = _noted_calls(split, split.tensor.typical_blocks(), call)
+    for name, inner in calls.items():
+        _compare(split, name, inner, with_gradients)
+
+
+def _check_experts(
+    split: SplitModel,
+    experts: ExpertSplit,
+    call: ModuleCall,
+    with_gradients: bool,
+    say: Callable[[str], None],
+) -> None:
+    outputs, calls = _noted_calls(split, experts.kinds, call)
+    was_called = split.agree([name in calls for name in experts.kinds])
+    for name, called in zip(experts.kinds, was_called, strict=True):
+        if called:
+            _compare(split, name, calls[name], with_gradients)
+    if experts.full_bytes <= LARGEST_COMPARED_BYTES and not _has_shared_loss(experts, call):
+        _compare_outputs(split, experts, call, outputs, say)
+
+
+@torch.no_grad()
+def _noted_calls(
+    split: SplitModel, names: Sequence[str], call: ModuleCall
+) -> tuple[list[Tensor], dict[str, ModuleCall]]:
+    """Outputs of the split model, and how it calls modules of these names first."""
+    calls: dict[str, ModuleCall] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = map_tensors(lambda t: t.detach().clone(), full_activations((args, kwargs)))
+            calls.setdefault(name, ModuleCall(given[0], given[1], call.seed))
+
+        return hook
+
+    model = split.outer.model
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
+        for name in names
+    ]
+    try:
+        seed_generators(split.outer.device, call.seed)
+        out = model(*call.args, **call.kwargs)
+    except (ShoalError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a forward does with other layers than it was built for
+        raise split.refusal("", "", f"fails with {type(error).__name__}: {error}") from error
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return [t.detach() for t in tensors_of(full_activations(out))], calls
+
+
+# ------------------------------------------------------------------ a module, whole and split
+
+
+def _compare(split: SplitModel, name: str, call: ModuleCall, with_gradients: bool) -> None:
+    part = split.outer.model.get_submodule(name)
+    whole = split.outer.original.get_submodule(name)
+    function, leaves = _whole_function(split, name)
+    sums = split.sums_in(name)
+    run = _Run(split.outer.device, call, with_gradients, has_leaf_inputs=split.experts is not None)
+    try:
+        expected, expected_sums = run(function, leaves, whole, sums)
+    except Exception as error:  # whatever a forward does in evaluation mode
+        is_tried_again = split.experts is None and not whole.training
+        if isinstance(error, (ShoalError, torch.OutOfMemoryError)) or not is_tried_again:
+            raise
+        raise _FailsInEvaluation from error
+    order: list[str] = []
+    try:
+        actual, actual_sums = run(part, dict(part.named_parameters()), part, sums, order)
+    except (ShoalError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        stuck = _open_column(part, order) or next((s for s in expected_sums if s not in order), "")
+        raise split.refusal(name, stuck, f"fails with {type(error).__name__}: {error}") from error
+    same = {key: is_close(t, actual_sums[key]) for key, t in expected_sums.items()
+            if key in actual_sums}  # fmt: skip
+    # of a block of layers the first output: others may be those of some heads
+    same[""] = expected.has_outputs(actual.outputs, first=bool(name) and split.experts is None)
+    noise = noise_of(expected.gradients)
+    for key, gradient in expected.gradients.items():
+        wanted = gradient
+        if key in leaves:
+            wanted = split.gradient_here(full_name(name, key), gradient, leaves[key])
+        same[key] = is_same(wanted, actual.gradients.get(key), noise)
+    for key, agreed in zip(same, split.agree(list(same.values())), strict=True):
+        if not agreed:
+            raise split.refusal(name, key, "does not compute what the model does")
+
+
+def _whole_function(split: SplitModel, name: str) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """A module of the model as it was built, with full tensors; its parameters by name."""
+    part = split.outer.model.get_submodule(name)
+    whole = split.outer.original.get_submodule(name)
+    trained = dict(part.named_parameters())
+    named: dict[str, Tensor] = {**trained, **dict(part.named_buffers())}
+    full = split.full({full_name(name, n): t.detach() for n, t in named.items()})
+    tensors = {n: full[full_name(name, n)].clone() for n in named}
+    leaves = {n: tensors[n].requires_grad_(p.requires_grad) for n, p in trained.items()}
+    return lambda *args, **kwargs: functional_call(whole, tensors, args, kwargs), leaves
+
+
+class _Run(NamedTuple):
+    """One forward, and one backward from a combination of all outputs."""
+
+    device: torch.device
+    call: ModuleCall
+    with_gradients: bool
+    has_leaf_inputs: bool  # gradients of inputs are compared, too
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        parameters: dict[str, Any],
+        module: nn.Module,
+        sums: list[str],
+        order: list[str] | None = None,
+    ) -> tuple[Computed, dict[str, Tensor]]:
+        """What `function` computes, and the outputs of layers `sums` inside of `module`.
+
+        The linear layers of a split model go to `order` as they run.
+        """
+        noted: dict[str, Tensor] = {}
+        ran: list[str] = [] if order is None else order
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any, output: Any) -> None:
+                ran.append(name)
+                found = tensors_of(full_activations(output))[:1] if name in sums else []
+                if found and name not in noted:
+                    noted[name] = found[0].detach()
+
+            return hook
+
+        linear = [n for n, m in module.named_modules() if isinstance(m, ColumnLinear | RowLinear)]
+        hooks = [
+            module.get_submodule(name).register_forward_hook(note(name))
+            for name in {*sums, *linear}
+        ]
+        given, inputs = self._inputs()
+        seed_generators(self.device, self.call.seed)
+        try:
+            with torch.set_grad_enabled(self.with_gradients):
+                # a forward may change its inputs in place
+                given = map_tensors(lambda t: t + 0 if id(t) in inputs else t, given)
+                outputs = tensors_of(full_activations(function(*given[0], **given[1])))
+        finally:
+            for handle in hooks:
+                handle.remove()
+        leaves = {n: p for n, p in parameters.items() if p.device.type != "meta"}
+        leaves |= {f"input {i}": t for i, t in enumerate(inputs.values())}
+        gradients = gradients_of(outputs, leaves) if self.with_gradients else {}
+        return Computed([t.detach() for t in outputs], gradients), noted
+
+    def _inputs(self) -> tuple[Tree, dict[int, Tensor]]:
+        """Arguments, and those of them by id whose gradient is compared."""
+        given = (self.call.args, self.call.kwargs)
+        if not self.has_leaf_inputs:
+            return given, {}
+        given = map_tensors(
+            lambda t: (
+                t.detach().clone().requires_grad_(self.with_gradients and t.is_floating_point())
+            ),
+            given,
+        )
+        return given, {id(t): t for t in tensors_of(given) if t.requires_grad}
+
+
+def _open_column(part: nn.Module, order: list[str]) -> str | None:
+    """A layer of whose features each rank has some, if its row layer was not reached."""
+    linear = [part.get_submodule(n) for n in order]
+    latest = next((m for m in reversed(linear) if isinstance(m, ColumnLinear | RowLinear)), None)
+    is_open = isinstance(latest, ColumnLinear) and latest.output == "sharded"
+    return order[linear.index(latest)] if is_open and latest is not None else None
+
+
+# ------------------------------------------------------------------ a model with experts
+
+
+@torch.no_grad()
+def _compare_outputs(
+    split: SplitModel,
+    experts: ExpertSplit,
+    call: ModuleCall,
+    outputs: list[Tensor],
+    say: Callable[[str], None],
+) -> None:
+    function, _ = _whole_function(split, "")
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        seed_generators(experts.device, call.seed)
+        copied: Tree = map_tensors(lambda t: t.clone(), (args, kwargs))
+        return tensors_of(full_activations(function(*copied[0], **copied[1])))
+
+    expected = run(call.args, call.kwargs)
+    pairs = list(zip(expected, outputs, strict=False))
+    same = len(expected) == len(outputs) and all(is_close(a, b, share=_MOST) for a, b in pairs)
+    if not split.agree([same])[0]:
+        raise split.refusal("", "", "does not compute what the model does")
+    tell_what_differs(experts, run, (call.args, call.kwargs), expected, say)
+
+
+def _has_shared_loss(experts: ExpertSplit, call: ModuleCall) -> bool:
+    """Whether the model returns a loss over the router logits of all workers."""
+    config = getattr(experts.model, "config", None)
+    name = "output_router_logits"
+    return bool(call.kwargs.get(name, False) or getattr(config, name, False))

@@ -1,0 +1,255 @@
+"""What one worker has of a pipelined replica: a stage, and under tp slices of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh
+from shoal.comm.objects import PytreeChannel, all_equal
+from shoal.errors import BadInput, NotBuilt
+from shoal.pytree import Tree
+from shoal.replica.accumulation import Accumulation, OrderedAccumulation, StepAccumulation
+from shoal.replica.context.sequence_shard import SequenceContext
+from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
+from shoal.replica.engine import Engine, EngineOptions
+from shoal.replica.flat.params import FlatParams
+from shoal.replica.microbatch import Loss, MicroBatch, preserve_modes
+from shoal.replica.pipeline.balance import measured_by_rank_0
+from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
+from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
+from shoal.replica.pipeline.stages import Stages
+from shoal.replica.split.shard import ReplicaGradNorm, ReplicaShard
+from shoal.replica.split.stage_check import StageCheck, evaluating
+from shoal.replica.split.state_dicts import state_of
+from shoal.replica.tensor.parallelize import TensorSplit
+from shoal.schedules.pipelines.actions import ActionKind, Pipeline
+from shoal.schedules.pipelines.catalog import build, schedule
+from shoal.strategy.split_terms import Pp
+
+_TAG = (1 << 30) - 1  # tags of messages between stages are smaller
+
+
+class TiedWeights:
+    """Every holder sends its gradient to the others, and all add them up in the same order."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        holders: Mapping[str, tuple[int, ...]],
+        channel: PytreeChannel,
+    ):
+        self.channel = channel
+        self.tied = [
+            (p, holders[name]) for name, p in named if p.requires_grad and len(holders[name]) > 1
+        ]
+        self._tied_ids = {id(p) for p, _ in self.tied}
+        first = {name: min(stages) for name, stages in holders.items()}
+        self._counted_ids = {id(p) for name, p in named if first[name] == channel.group.rank}
+
+    def is_tied(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._tied_ids
+
+    def is_counted_here(self, parameter: nn.Parameter) -> bool:
+        """True on one of the holders: what is a sum over all stages counts it once."""
+        return id(parameter) in self._counted_ids
+
+    def reduce_grads(self) -> None:
+        """Replace the gradient of every tied weight by the sum over its holders."""
+        rank = self.channel.group.rank
+        for p, holders in self.tied:
+            others = [stage for stage in holders if stage != rank]
+            sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
+            grads = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
+            grads[rank] = p.grad
+            p.grad = _sum([grads[stage] for stage in holders])
+            for message in sent:
+                message.wait()
+
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace what belongs to a tied weight by what its first holder has."""
+        rank = self.channel.group.rank
+        for p, holders in self.tied:
+            if rank == holders[0]:
+                for sent in [self.channel.send([tensors[p]], s, _TAG) for s in holders[1:]]:
+                    sent.wait()
+            else:
+                tensors[p].copy_(self.channel.recv(holders[0], _TAG)[0])
+
+
+def _sum(grads: Sequence[Tensor | None]) -> Tensor | None:
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is not None:
+            total = grad if total is None else total + grad
+    return total
+
+
+LARGEST_CHECKED_BYTES = 1 << 30
+_RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01
+
+
+class StageShard(ReplicaShard):
+    """One stage of a pipeline; the model's other tensors are shapes without memory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pp: Pp,
+        mesh: Mesh,
+        device: torch.device,
+        deferred: DeferredInit,
+        example: Tree = None,
+    ):
+        self.model = model
+        self.pp = pp
+        self.group = mesh.pp
+        self._is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
+        seconds = None
+        if pp.balance == "measured" and pp.cuts is None:
+            seconds = measured_by_rank_0(model, example, pp, mesh.world, device, bool(deferred))
+        chunks = schedule(pp.schedule).num_chunks(pp.chunks)
+        self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
+        self._check_same_cuts(device)
+        index_of = {p: index for index, p in enumerate(model.parameters())}
+        filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
+        self.named = self.stages.keep(self.group.rank, filled)
+        self.channel = PytreeChannel(self.group, device)
+        self.tied = TiedWeights(self.named, self.stages.holders, self.channel)
+        self._num_parameters = len(index_of)
+        self._index_of = {p: index_of[p] for _, p in self.named}
+
+    def split_tensors(self, tensor: TensorSplit) -> None:
+        self.tensor = tensor
+        self.stages.split_tensors(tensor)
+
+    def split_sequences(self, context: SequenceContext) -> None:
+        if self.stages.replays:
+            raise NotBuilt(
+                f"pp({self.group.size}) + cp({context.group.size}) is built for models whose "
+                f"forward torch.fx can trace, and that of {type(self.model).__name__} cannot be: "
+                "take one of them, beside ddp, zero, tp or ep"
+            )
+        self.context = context
+        self.stages.context = context
+
+    def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
+        return ReplicaGradNorm(
+            self._index_of,
+            self._num_parameters,
+            self.tied.is_counted_here,
+            shards=dp,
+            tensor=self.tensor,
+            experts=self.experts,
+            stages=self.group,
+        )
+
+    @property
+    def compute_module(self) -> nn.Module | None:
+        virtual_stages = range(self.group.rank, self.stages.virtual_stages, self.group.size)
+        segments = [self.stages.segment(virtual) for virtual in virtual_stages]
+        modules = [segment for segment in segments if isinstance(segment, nn.Module)]
+        return nn.ModuleList(modules) if len(modules) == len(segments) else self.model
+
+    def engine(
+        self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
+    ) -> Engine:
+        pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
+        actions = pipeline.actions[self.group.rank]
+        flat.splits_backward = any(action.kind is ActionKind.INPUT for action in actions)
+        flat.grads.tied = {i for i, p in enumerate(flat.params) if self.tied.is_tied(p)}
+        options = replace(options, recompute=self.pp.recompute)
+        stage = self._stage(pipeline, flat, options)
+        accumulation = self._accumulation(flat, options)
+        return Engine(stage, loss, flat, actions, accumulation, options)
+
+    def _stage(self, pipeline: Pipeline, flat: FlatParams, options: EngineOptions) -> PipelineStage:
+        messages = StageMessages(pipeline, self.channel, options.tracer)
+        return PipelineStage(self.stages, messages, flat, carries_rng=options.every_microbatch)
+
+    def _accumulation(self, flat: FlatParams, options: EngineOptions) -> Accumulation:
+        if options.every_microbatch:
+            return OrderedAccumulation(flat, self.tied.reduce_grads)
+        return StepAccumulation(flat, self.tied.reduce_grads, starts_at_zero=True)
+
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        self.tied.synchronize_copies(tensors)
+        super().synchronize_copies(tensors)
+
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        return not self.tied.is_counted_here(parameter) or super().is_duplicate(parameter)
+
+    def broadcast(self, tree: Tree) -> Tree:
+        last = self.group.size - 1
+        if self.group.rank != last:
+            return self.channel.recv(last, _RESULT_TAG)
+        for sent in [self.channel.send(tree, stage, _RESULT_TAG) for stage in range(last)]:
+            sent.wait()
+        return tree
+
+    def broadcast_loss(self, loss: Tensor) -> Tensor:
+        number = loss.double()
+        self.group.broadcast(number, root=self.group.size - 1).wait()
+        return number.to(loss.dtype)
+
+    def gather(self, tree: Tree) -> list[Tree]:
+        trees = super().gather(tree)
+        if self.group.rank != 0:
+            self.channel.send(trees, 0, 0).wait()
+            return trees
+        others = [self.channel.recv(stage, 0) for stage in range(1, self.group.size)]
+        return [tree for stage in (trees, *others) for tree in stage]
+
+    @torch.no_grad()
+    def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
+        """The first stage runs the full model once, with the tensors of all stages, and compares.
+
+        A model that is too large for that, or was built on the meta device, is trusted.
+        """
+        kept = self._rehearse(microbatches[0], engine)
+        self.stages.check_kept(kept)
+        if self.group.rank != 0:
+            self.stages.hide_kept(kept, self.group.rank)
+        size = sum(t.nbytes for t in state_of(self.model).values())
+        if not self._is_trusted and size <= LARGEST_CHECKED_BYTES:
+            StageCheck(self, self.stages, self.group, engine).run(microbatches[0])
+        self.stages.hide_kept(kept, self.group.rank)
+
+    def _rehearse(self, micro: MicroBatch, engine: Engine) -> list[list[Slot]]:
+        """Find out what stages use of each other's results; before that, they send everything.
+
+        Returns the attributes that the modules of each stage have set to tensors meanwhile.
+        """
+        before = snapshot(kept_tensors(self.model))
+        with engine.flat.full_params(), preserve_modes(self.model):
+            engine.rehearse(micro.inputs)
+            if self.stages.replays:
+                with evaluating(self.model):
+                    engine.rehearse(micro.inputs)
+        kept = newly_kept(before, kept_tensors(self.model))
+        found = self._exchange([self.stages.usage(), kept])
+        self.stages.learn([one for usage, _ in found for one in usage])
+        return [[(name, key) for name, key in slots] for _, slots in found]
+
+    def _exchange(self, tree: Tree) -> list[Tree]:
+        """The trees of all stages, in their order, on every one."""
+        others = [stage for stage in range(self.group.size) if stage != self.group.rank]
+        sent = [self.channel.send(tree, stage, _RESULT_TAG) for stage in others]
+        trees = {stage: self.channel.recv(stage, _RESULT_TAG) for stage in others}
+        for message in sent:
+            message.wait()
+        trees[self.group.rank] = tree
+        return [trees[stage] for stage in range(self.group.size)]
+
+    def _check_same_cuts(self, device: torch.device) -> None:
+        """All stages must have split the same model at the same points."""
+        text = repr((self.stages.replays, self.stages.cuts, sorted(self.stages.holders.items())))
+        if not all_equal(self.group, text.encode(), device):
+            raise BadInput(
+                f"rank {self.group.rank} and another stage have built different models: every "
+                "worker has to build the same one, with the same layers"
+            )

@@ -1,1 +1,0 @@
-"""Activations of which every rank of a tp group has a shard."""

@@ -1,0 +1,264 @@
+"""Attentions and MLPs of a model, found by the names and shapes of their layers.
+
+    attention      q, k, v (or one fused layer) ─ heads ─ output
+    MLP            widen ─ elementwise ─ narrow;   gated: two layers that widen
+
+What is found is a guess, which `split_check.py` compares with the model before the first step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.replica.deferred_init import full_name
+from shoal.replica.tensor.linear import LinearLike, linear_like
+
+_QUERIES = {"q": ("k", "v"), "wq": ("wk", "wv"), "query": ("key", "value"), "Q": ("K", "V")}
+_FUSED = ("qkv", "query_key_value", "Wqkv", "c_attn", "qkv_proj", "in_proj_qkv", "to_qkv")
+_INTERLEAVED = ("query_key_value",)  # all of one head stands together
+_NARROW = ("down", "w2", "wo", "fc2", "fc_out", "lin2", "c_proj", "linear2", "dense_4h_to_h", "out")
+_NOT_ELEMENTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_NESTED_MLPS = (("intermediate", "output"), ("ffn", "ffn_output"))
+
+
+@dataclass(frozen=True)
+class SplitBlock:
+    """Column layers and the row layer behind them, by name; `around` is what counts heads."""
+
+    around: str
+    columns: tuple[str, ...]
+    row: str
+    is_attention: bool = False
+    is_interleaved: bool = False  # one fused layer: queries, keys and values of a head together
+
+
+class Layers:
+    """The linear layers of a model by name."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self.modules = modules
+        self.linear: dict[str, LinearLike] = {
+            name: found
+            for name, module in modules.items()
+            if (found := linear_like(module)) is not None
+        }
+
+    def children(self, parent: str) -> dict[str, LinearLike]:
+        """The linear layers among the children of a module, by their own name."""
+        found = {}
+        for key in self.modules[parent]._modules:
+            name = full_name(parent, key)
+            if name in self.linear:
+                found[key] = self.linear[name]
+        return found
+
+
+def find_blocks(modules: Mapping[str, nn.Module]) -> Iterator[SplitBlock]:
+    layers = Layers(modules)
+    for name, module in modules.items():
+        if callable(getattr(module, "split_plan", None)):
+            continue
+        attention = _attention_in(layers, name)
+        if attention is not None:
+            yield attention
+            continue
+        mlp = _mlp_in(layers, name) or _nested_mlp_in(layers, name)
+        if mlp is not None:
+            yield mlp
+
+
+# ------------------------------------------------------------------ attention
+
+
+def _attention_in(layers: Layers, name: str) -> SplitBlock | None:
+    children = layers.children(name)
+    for columns in _projections(children):
+        fused = len(columns) == 1
+        width = None if fused else children[columns[0]].outputs
+        row = _output_of(layers, name, columns, width)
+        if row is not None:
+            full = tuple(full_name(name, key) for key in columns)
+            return SplitBlock(name, full, row, True, fused and columns[0] in _INTERLEAVED)
+    return None
+
+
+def _projections(children: Mapping[str, LinearLike]) -> Iterator[tuple[str, ...]]:
+    """Names of queries, keys and values."""
+    for key in children:
+        if key in _FUSED:
+            yield (key,)
+        parts = key.split("_")
+        for i, part in enumerate(parts):
+            for other in _QUERIES.get(part, _QUERIES.get(part.lower(), ()))[:1]:
+                value = (_QUERIES.get(part) or _QUERIES[part.lower()])[1]
+                names = [_with(parts, i, part, word) for word in (other, value)]
+                if all(n in children for n in names):
+                    yield (key, *names)
+
+
+def _with(parts: list[str], i: int, old: str, new: str) -> str:
+    word = new.capitalize() if old[0].isupper() else new
+    return "_".join([*parts[:i], word, *parts[i + 1 :]])
+
+
+def _output_of(
+    layers: Layers, name: str, columns: tuple[str, ...], width: int | None
+) -> str | None:
+    """The only other layer inside the module, or in one that stands beside it."""
+    inside = [
+        n
+        for n, linear in layers.linear.items()
+        if _is_below(n, name)
+        and n not in {full_name(name, key) for key in columns}
+        and (width is None or linear.inputs == width)
+    ]
+    if inside:
+        return inside[0] if len(inside) == 1 else None
+    parent = name.rpartition(".")[0]
+    if not name or parent not in layers.modules or width is None:
+        return None
+    beside = [
+        n
+        for n, linear in layers.linear.items()
+        if _is_below(n, parent) and not _is_below(n, name) and linear.inputs == width
+    ]
+    return beside[0] if len(beside) == 1 else None
+
+
+# ------------------------------------------------------------------ MLPs
+
+
+def _mlp_in(layers: Layers, name: str) -> SplitBlock | None:
+    """All linear children: one or two that widen, and the one that narrows."""
+    module = layers.modules[name]
+    children = layers.children(name)
+    is_other = "attention" in type(module).__name__.lower() or any(_projections(children))
+    if is_other or isinstance(module, (*_CONTAINERS, nn.MultiheadAttention)):
+        return None
+    if any(isinstance(child, nn.ModuleList) for child in module.children()):
+        return None  # blocks stand between its layers, as between project_in and project_out of OPT
+    for down, narrow in children.items():
+        ups = [
+            key
+            for key, wide in children.items()
+            if key != down and wide.outputs in (narrow.inputs, 2 * narrow.inputs)
+        ]
+        if len(ups) + 1 != len(children) or not 1 <= len(ups) <= 2:
+            continue
+        inputs = {children[key].inputs for key in ups}
+        widens = len(inputs) == 1 and narrow.inputs > min(inputs)
+        is_last = list(children)[-1] == down or _is_narrow(down)
+        if (widens or _is_narrow(down)) and is_last and not _has_norm(layers, name, narrow.inputs):
+            if _has_layer_between(module, ups[0], down):
+                continue
+            return SplitBlock(name, tuple(full_name(name, k) for k in ups), full_name(name, down))
+    return None
+
+
+def _is_narrow(key: str) -> bool:
+    return key in _NARROW or bool(re.match(r"(down|w2|wo|fc2|fc_out)\b|down_|.*_out$", key))
+
+
+def _has_norm(layers: Layers, name: str, width: int) -> bool:
+    """Whether a norm over all features between the two layers may stand there."""
+    for child in layers.modules[name]._modules.values():
+        if child is None or linear_like(child) is not None:
+            continue
+        shape = getattr(child, "normalized_shape", None)
+        is_wide = any(p is not None and p.shape == (width,) for p in child._parameters.values())
+        if is_wide or shape == (width,) or isinstance(child, _NOT_ELEMENTWISE):
+            return True
+    return False
+
+
+def _has_layer_between(module: nn.Module, first: str, last: str) -> bool:
+    """Whether a layer over all features stands there, such as a decoder's nn.LSTM."""
+    keys = list(module._modules)
+    between = keys[keys.index(first) + 1 : max(keys.index(last), keys.index(first) + 1)]
+    children = [module._modules[key] for key in between]
+    return any(child is not None and _mixes_features(child) for child in children)
+
+
+def _mixes_features(child: nn.Module) -> bool:
+    if linear_like(child) is not None:
+        return False  # the other one that widens
+    return any(
+        p is not None and p.dim() > 1
+        for layer in child.modules()
+        if not isinstance(layer, (nn.Embedding, nn.modules.conv._ConvNd))
+        for p in layer._parameters.values()
+    )
+
+
+def _nested_mlp_in(layers: Layers, name: str) -> SplitBlock | None:
+    """As in BERT: `intermediate.dense`, an activation, and `output.dense`."""
+    for first, second in _NESTED_MLPS:
+        up = _only_linear(layers, full_name(name, first))
+        down = _only_linear(layers, full_name(name, second))
+        if up is None or down is None:
+            continue
+        if layers.linear[up].outputs == layers.linear[down].inputs:
+            return SplitBlock(name, (up,), down)
+    return None
+
+
+def _only_linear(layers: Layers, name: str) -> str | None:
+    if name not in layers.modules:
+        return None
+    if name in layers.linear:
+        return name
+    inside = [n for n in layers.linear if _is_below(n, name)]
+    return inside[0] if len(inside) == 1 else None
+
+
+def _is_below(name: str, module: str) -> bool:
+    return name != module and (not module or name.startswith(module + "."))
+
+
+COLUMN = ("colwise", "packed_colwise", "local_colwise")
+ROW = ("rowwise", "packed_rowwise", "local_rowwise")
+GATHERED_COLUMN = ("colwise_gather_output", "colwise_rep")
+SCATTERED_ROW = ("rowwise_split_input", "rowwise_rep")
+VOCABULARY = ("embedding_rowwise",)
+_HEADS = {"q", "k", "v", "query", "key", "value", "qkv", "wqkv", "kv"}
+
+
+def carried_styles(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The style of each module that a plan names."""
+    styles: dict[str, str] = {}
+    for prefix, module in modules.items():
+        for pattern, style in _plan_of(module).items():
+            matches = re.compile(re.escape(full_name(prefix, pattern)).replace(r"\*", r"\d+"))
+            for name in modules:
+                if matches.fullmatch(name):
+                    styles.setdefault(name, style)
+    return styles
+
+
+def _plan_of(module: nn.Module) -> dict[str, str]:
+    own = getattr(module, "_tp_plan", None)
+    plan = dict(own) if isinstance(own, dict) else {}
+    if getattr(module, "base_model", None) is module:
+        base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        plan = {**(base or {}), **plan}
+    return {str(k): v for k, v in plan.items() if isinstance(v, str)}
+
+
+def carried_blocks(styles: Mapping[str, str]) -> Iterator[SplitBlock]:
+    """Layers of one module that a plan splits by column, and the one that it splits by row."""
+    by_parent: dict[str, list[str]] = defaultdict(list)
+    for name in styles:
+        by_parent[name.rpartition(".")[0]].append(name)
+    for parent, names in by_parent.items():
+        columns = tuple(n for n in names if styles[n] in COLUMN)
+        rows = [n for n in names if styles[n] in ROW]
+        if columns and len(rows) == 1:
+            keys = [n.rpartition(".")[2] for n in columns]
+            is_attention = any(_HEADS & set(key.lower().split("_")) for key in keys)
+            yield SplitBlock(parent, columns, rows[0], is_attention, len(columns) == 1)

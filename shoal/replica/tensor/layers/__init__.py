@@ -1,1 +1,0 @@
-"""Layers of which every rank of a tp group has a part."""

@@ -1,0 +1,251 @@
+"""Tensor-parallel layers: every rank of a tp group has a slice of the weight.
+
+    y = x Aᵗ      column: some rows of A, which are some features of y
+                  row:    some columns of A, for some features of x; results are added up
+
+Parameters keep their names, and hold this rank's slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.group import Group
+from shoal.replica.context.sequence_shard import SequenceShard
+from shoal.replica.split.sharded_tensor import full_activations
+from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
+from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
+
+
+@dataclass(frozen=True)
+class LinearLike:
+    """How the weight of such a layer lies."""
+
+    inputs: int
+    outputs: int
+    is_transposed: bool = False
+
+    @property
+    def output_dim(self) -> int:
+        return 1 if self.is_transposed else 0
+
+    @property
+    def input_dim(self) -> int:
+        return 1 - self.output_dim
+
+    def for_linear(self, weight: Tensor) -> Tensor:
+        """The weight as F.linear takes it."""
+        return weight.t() if self.is_transposed else weight
+
+
+def linear_like(module: nn.Module | None) -> LinearLike | None:
+    """None for a layer of another kind, or one whose weight is computed from others."""
+    if module is None or set(module._parameters) != {"weight", "bias"}:
+        return None
+    is_plain = type(module).forward is nn.Linear.forward or is_transformers(module, "FalconLinear")
+    if isinstance(module, nn.Linear) and is_plain:
+        return LinearLike(module.in_features, module.out_features)
+    if is_transformers(module, "Conv1D"):
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return LinearLike(weight.shape[0], weight.shape[1], is_transposed=True)
+    return None
+
+
+def is_transformers(module: nn.Module, name: str) -> bool:
+    """Whether it is of that class of transformers, which need not be installed."""
+    kind = type(module)
+    return kind.__name__ == name and kind.__module__.startswith("transformers.")
+
+
+ColumnOutput = Literal["sharded", "full", "logits"]
+
+
+class TensorParallelLayer(nn.Module):
+    """A layer that replaces another, whose hooks and mode it takes over.
+
+    `specs` says how each of its parameters is sharded; one that is not named is complete on every
+    rank. With `is_sequence_parallel`, sums over ranks stay sharded: each rank has some positions
+    (see `sequence_parallel.py`).
+    """
+
+    is_sequence_parallel = False
+
+    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng):
+        super().__init__()
+        self.group = group
+        self.rng = rng
+        self.training = original.training
+        self.specs: dict[str, ShardSpec] = {}
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            getattr(self, name).update(getattr(original, name))
+
+    def register(
+        self, name: str, parameter: Tensor | nn.Module | None, spec: ShardSpec | None = None
+    ) -> None:
+        assert parameter is None or isinstance(parameter, nn.Parameter)
+        self.register_parameter(name, parameter)
+        if spec is not None and parameter is not None:
+            self.specs[name] = spec
+
+    def reduce_output(self, partial: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The sum over ranks of `partial`, (…, features); `bias` is added once."""
+        if self.is_sequence_parallel and partial.dim() > 1:
+            rows = SequenceParallelTensor.summed(partial, self.group, self.rng)
+            return rows if bias is None else rows + bias.to(partial.dtype)
+        out = reduce(partial, self.group)
+        return out if bias is None else out + bias.to(out.dtype)
+
+
+class TensorParallelLinear(TensorParallelLayer):
+    """Has the sizes of the whole layer, whatever part of its weight is here."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng):
+        super().__init__(original, group, rng)
+        linear = linear_like(original)
+        assert linear is not None
+        self.linear: LinearLike = linear
+        self.in_features = linear.inputs
+        self.out_features = linear.outputs
+
+
+class ColumnLinear(TensorParallelLinear):
+    """`output` is "sharded" for a row layer, "full", or "logits": sharded until it is used."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        group: Group,
+        rng: TensorParallelRng,
+        spec: ShardSpec,
+        output: ColumnOutput = "sharded",
+    ):
+        super().__init__(original, group, rng)
+        self.output = output
+        self.spec = spec
+        self.register("weight", original.weight, replace(self.spec, dim=self.linear.output_dim))
+        self.register("bias", original.bias, self.spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.for_linear(self.weight)
+        if isinstance(x, SequenceParallelTensor):
+            out = x.linear(weight, self.bias)
+        else:
+            out = F.linear(copy(x, self.group), weight, self.bias)
+        if self.output == "sharded":
+            if self.training:
+                self.rng.fork(x)
+            return out
+        if self.output == "logits" and not isinstance(out, SequenceShard):
+            return VocabParallelLogits.of(out, self.spec, self.group)
+        return gather(out, ShardSpec(out.dim() - 1, self.spec.ranges), self.group)
+
+
+class SelectedColumns(TensorParallelLinear):
+    """A column layer whose weight is complete on every rank, which computes some of its features.
+
+    For keys and values with fewer heads than ranks. Gradients of the weight are added up.
+    """
+
+    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng, spec: ShardSpec):
+        super().__init__(original, group, rng)
+        self.spec = spec
+        self.register("weight", original.weight)
+        self.register("bias", original.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = self.group.rank
+        weight = self.linear.for_linear(copy(self.weight, self.group))
+        rows = self.spec.take_shard(weight, rank)
+        bias = None
+        if self.bias is not None:
+            bias = self.spec.take_shard(copy(self.bias, self.group), rank)
+        if isinstance(x, SequenceParallelTensor):
+            return x.linear(rows, bias)
+        return F.linear(copy(full_activations(x), self.group), rows, bias)
+
+
+class RowLinear(TensorParallelLinear):
+    """`input_is_sharded` says whether a column layer stands before it."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        group: Group,
+        rng: TensorParallelRng,
+        spec: ShardSpec,
+        input_is_sharded: bool,
+    ):
+        super().__init__(original, group, rng)
+        self.input_is_sharded = input_is_sharded
+        self.spec = replace(spec, dim=self.linear.input_dim)
+        self.register("weight", original.weight, self.spec)
+        self.register("bias", original.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_is_sharded:
+            self.rng.restore(x)
+        else:
+            x = full_activations(x)
+            x = scatter(x, ShardSpec(x.dim() - 1, self.spec.ranges), self.group)
+        return self.reduce_output(F.linear(x, self.linear.for_linear(self.weight)), self.bias)
+
+
+class VocabularyEmbedding(TensorParallelLayer):
+    """Every rank looks up the ids that it has; the others give 0, and results are added up."""
+
+    weight: Tensor
+
+    def __init__(self, original: nn.Embedding, group: Group, rng: TensorParallelRng):
+        super().__init__(original, group, rng)
+        self.num_embeddings = original.num_embeddings
+        self.embedding_dim = original.embedding_dim
+        self.padding_idx = original.padding_idx
+        self.spec = ShardSpec.even(0, original.num_embeddings, group.size)
+        self.register("weight", original.weight, self.spec)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.reduce_output(look_up(self, self.spec, self.group, ids))
+
+
+class PartialEmbedding(nn.Embedding):
+    """A subclass of nn.Embedding, whose own forward calls this one, becomes a subclass of it."""
+
+    group: Group
+    spec: ShardSpec
+
+    @classmethod
+    def convert(cls, module: nn.Embedding, group: Group, spec: ShardSpec) -> None:
+        original = type(module)
+        module.__class__ = type(original.__name__, (original, cls), {})
+        assert isinstance(module, PartialEmbedding)
+        module.group = group
+        module.spec = spec
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return reduce(look_up(self, self.spec, self.group, ids), self.group)
+
+
+def look_up(
+    table: VocabularyEmbedding | PartialEmbedding, spec: ShardSpec, group: Group, ids: Tensor
+) -> Tensor:
+    """The rows of the ids that are on this rank; 0 for the others."""
+    if ids.device.type == "cpu" and ((ids < 0) | (ids >= table.num_embeddings)).any():
+        raise IndexError(f"an id is outside of the {table.num_embeddings} of the embedding")
+    local_ids = spec.ranges[group.rank][0]
+    is_local = (ids >= local_ids.start) & (ids < local_ids.stop)
+    rows = F.embedding((ids - local_ids.start).where(is_local, 0), table.weight)
+    kept = rows.where(is_local[..., None], 0)
+    if table.padding_idx is not None:  # a row that is looked up and not trained
+        kept = kept.where((ids != table.padding_idx)[..., None], kept.detach())
+    return kept

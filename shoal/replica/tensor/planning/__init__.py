@@ -1,1 +1,0 @@
-"""Which layers of a model tp splits, and how."""

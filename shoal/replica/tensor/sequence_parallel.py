@@ -1,0 +1,224 @@
+"""Sequence parallelism: between tensor-parallel layers every rank has some positions.
+
+    RowLinear ─ reduce-scatter ─ + bias ─ dropout ─ + residual ─ norm ─ all-gather ─ ColumnLinear
+                └──────────────── each rank: its positions ─────────┘
+
+Positions of a (batch, time, features) tensor are its batch * time rows, sharded evenly, whatever
+their number. Norms, dropout, sums and elementwise functions are computed on the rows; other
+operations gather them first. A parameter that is used on rows has the sum of the ranks' gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from shoal.comm.group import Group
+from shoal.pytree import Tree, is_marked, map_leaves, map_tensors
+from shoal.replica.split.sharded_tensor import (
+    ELEMENTWISE,
+    METADATA,
+    Alignment,
+    NotAligned,
+    ShardedActivation,
+    ShardedCall,
+    elementwise,
+    reshaped,
+)
+from shoal.replica.tensor.mappings import (
+    copy,
+    gather,
+    gather_sequence,
+    reduce_scatter,
+    scatter,
+)
+from shoal.replica.tensor.rng import TensorParallelRng
+from shoal.replica.tensor.shard_spec import ShardSpec
+
+_MARK = "rows of a sequence"
+
+
+class SequenceParallelTensor(ShardedActivation):
+    """`local` is (rows, features); `leading` are the dimensions before the features."""
+
+    leading: torch.Size
+
+    @classmethod
+    def of(
+        cls, local: Tensor, leading: torch.Size, group: Group, rng: TensorParallelRng
+    ) -> SequenceParallelTensor:
+        rows: SequenceParallelTensor = local.as_subclass(cls)
+        rows.leading = leading
+        rows.rng = rng
+        rows.group = group
+        rows.spec = ShardSpec.even(0, math.prod(leading), group.size)
+        return rows
+
+    @classmethod
+    def summed(
+        cls, partial: Tensor, group: Group, rng: TensorParallelRng
+    ) -> SequenceParallelTensor:
+        """The sum over ranks of `partial`, (…, features)."""
+        rows = partial.flatten(0, -2)
+        spec = ShardSpec.even(0, len(rows), group.size)
+        return cls.of(reduce_scatter(rows, spec, group), partial.shape[:-1], group, rng)
+
+    def like(self, local: Tensor) -> SequenceParallelTensor:
+        return SequenceParallelTensor.of(local, self.leading, self.group, self.rng)
+
+    @property
+    def full_shape(self) -> torch.Size:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Size([*self.leading, self.as_subclass(Tensor).shape[-1]])
+
+    def gather_full(self) -> Tensor:
+        return self._shaped(gather(self.local, self.spec, self.group))
+
+    def shard_of(self, full: Tensor) -> Tensor:
+        return scatter(full.flatten(0, -2), self.spec, self.group)
+
+    def gather_sequence(self) -> Tensor:
+        """All positions, for computations that differ from rank to rank."""
+        return self._shaped(gather_sequence(self.local, self.spec, self.group))
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A column-parallel layer. Its input is not kept: backward gathers it again."""
+        local = _as_autocast_does(self.local)
+        rows = gather_sequence(local, self.spec, self.group)
+        with _saving_local(local.detach(), rows, self.spec, self.group):
+            out = F.linear(rows, weight, bias)
+        return self._shaped(out)
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        return rows.view(*self.leading, rows.shape[-1])
+
+    def alignment(self) -> _Rows:
+        return _Rows(self)
+
+
+class _Saved(NamedTuple):
+    """What is kept: `rows` of this rank, or something else as it is."""
+
+    value: Any
+    is_rows: bool
+
+
+@contextmanager
+def _saving_local(local: Tensor, rows: Tensor, spec: ShardSpec, group: Group) -> Iterator[None]:
+    """What autograd saves of `rows` is `local`, of which all ranks have one; they gather again."""
+    outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer_hooks or (lambda x: x, lambda x: x)
+    address = rows.untyped_storage().data_ptr()
+
+    def save(tensor: Tensor) -> _Saved:
+        is_rows = tensor.untyped_storage().data_ptr() == address and tensor.shape == rows.shape
+        return _Saved(pack(local if is_rows else tensor), is_rows)
+
+    def load(saved: _Saved) -> Tensor:
+        value: Tensor = unpack(saved.value)
+        return spec.all_gather(value, group) if saved.is_rows else value
+
+    with saved_tensors_hooks(save, load):
+        yield
+
+
+def _as_autocast_does(x: Tensor) -> Tensor:
+    """Cast before it is gathered, which halves the bytes."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+# ------------------------------------------------------------------ computed on the rows
+
+
+class _Rows(Alignment):
+    """Operands of an elementwise function, for the rows of a tensor."""
+
+    def __init__(self, rows: SequenceParallelTensor):
+        self._like = rows
+
+    def local(self, tensor: Tensor) -> Tensor:
+        like = self._like
+        if isinstance(tensor, SequenceParallelTensor):
+            if tensor.leading != like.leading:
+                raise NotAligned
+            return tensor.local
+        if tensor.dim() <= 1:
+            return copy(tensor, like.group)
+        if tensor.dim() - 1 > len(like.leading):
+            raise NotAligned
+        try:
+            full = tensor.expand(*like.leading, tensor.shape[-1])
+        except RuntimeError:
+            raise NotAligned from None
+        return scatter(full.flatten(0, -2), like.spec, like.group)
+
+    def wrap(self, result: Tensor) -> Tensor:
+        return self._like.like(result)
+
+
+def _elementwise(call: ShardedCall) -> Any:
+    """`x += y` only of rows that were not modified through the full tensor before."""
+    return NotImplemented if call.is_in_place and call.leader.is_modified else elementwise(call)
+
+
+def _reshape(call: ShardedCall) -> Any:
+    """Rows stay rows as long as the features are a dimension of their own."""
+    x = call.args[0]
+    if not isinstance(x, SequenceParallelTensor) or isinstance(call.argument(1, ""), torch.dtype):
+        return NotImplemented
+    full = reshaped(call.name, x.full_shape, call.args[1:], call.kwargs)
+    if len(full) < 2 or full[-1] != x.local.shape[-1]:
+        return NotImplemented
+    return SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng)
+
+
+def _norm(call: ShardedCall) -> Any:
+    """Of the features; weights have the gradients of all rows."""
+    x = call.args[0]
+    if not isinstance(x, SequenceParallelTensor):
+        return NotImplemented
+    if list(call.argument(1, "normalized_shape")) != [x.local.shape[-1]]:
+        return NotImplemented
+    args, kwargs = map_tensors(lambda p: copy(p, x.group), (call.args[1:], call.kwargs))
+    return x.like(call.function(x.local, *args, **kwargs))
+
+
+SequenceParallelTensor.rules = {
+    **METADATA,
+    **{name: _elementwise if rule is elementwise else rule for name, rule in ELEMENTWISE.items()},
+    **dict.fromkeys(["view", "reshape"], _reshape),
+    **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
+}
+
+
+# ------------------------------------------------------------------ between stages
+
+
+def pack(tree: Tree) -> Tree:
+    """Rows as tuples of plain tensors, for the same rank of another stage."""
+    return map_leaves(
+        lambda leaf: isinstance(leaf, ShardedActivation),
+        lambda leaf: (
+            (_MARK, leaf.local, list(leaf.leading))
+            if isinstance(leaf, SequenceParallelTensor)
+            else leaf.full()
+        ),
+        tree,
+    )
+
+
+def unpack(tree: Tree, group: Group, rng: TensorParallelRng) -> Tree:
+    return map_leaves(
+        partial(is_marked, mark=_MARK),
+        lambda leaf: SequenceParallelTensor.of(leaf[1], torch.Size(leaf[2]), group, rng),
+        tree,
+    )

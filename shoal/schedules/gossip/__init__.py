@@ -1,1 +1,0 @@
-"""Communication graphs of decentralized training, and their mixing matrices."""

@@ -1,0 +1,353 @@
+"""Where the channels of a worker lead when a shard has copies.
+
+    control, push         to the head of the chain
+    pull, rows            to the member that serves this worker's pulls; what they set, to the head
+    control, idle         to each other member, which maps the worker's memory (`chain_watch.py`)
+
+A connection that breaks, or a server that says `Moved`, makes a worker look for the head: it asks
+one copy after the other which epoch it is in, until the head of the latest one takes SETUP. Other
+members answer, too, and are not taken for the head. What was not answered is sent again; servers
+count a push once. Every frame has the epoch that the worker knows, and what a copy of an earlier
+epoch says has no effect.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.errors import PeerLost
+from shoal.protocol.connection import Connection
+from shoal.protocol.frames import FrameKind, Refused, decode, encode
+from shoal.protocol.hello import Channel, Moved
+from shoal.server.client.chain_view import ChainView, CopyAddresses, Interruptions
+from shoal.server.client.chain_watch import ChainWatch
+from shoal.server.client.request import Broken, MovedAway, Request
+from shoal.server.client.route import RETRY_S, START_TIMEOUT_S, ChannelConnections, Dialer
+from shoal.server.messages import SetUp, Stats
+
+FIND_HEAD_S = 10.0  # how long a shard may be without a head
+FIRST_ASK_S = 0.5  # how long a copy has to answer; twice as long in every round
+LONGEST_ASK_S = 8.0
+_READS = {  # every member serves them
+    *(FrameKind.PULL, FrameKind.STATE_GET, FrameKind.RESIDUAL_GET),
+    *(FrameKind.TABLE_PULL, FrameKind.TABLE_GET),
+}
+_OF_READERS = {"pull", "rows"}  # channels
+
+
+class _Led(NamedTuple):
+    """Where a channel leads."""
+
+    copy: int
+    heads_found: int  # how many had been found when it was connected
+
+
+class ChainRoute:
+    """To one shard, wherever its head is. All threads of the worker share one search for it."""
+
+    def __init__(self, dialer: Dialer, addresses: Sequence[str]):
+        self.addresses = addresses
+        self.connections = ChannelConnections()
+        self.index = dialer.index
+        self.view = ChainView(len(addresses), dialer.header.worker)
+        self.interruptions = Interruptions(self.view)
+        self.find_head_s = FIND_HEAD_S
+        self.dialer = dialer
+        self._viewing = threading.Lock()
+        self._led: dict[Channel, _Led] = {}
+        self._unreachable: set[int] = set()  # readers, in this epoch
+        self._reading: dict[Channel, bool] = {}  # whether the latest request of a channel reads
+        self._spec = b""
+        self._descriptor: int | None = None
+        self._answer = SetUp()
+        self._acknowledged = (0, 0)  # sequence and step of the latest push
+        self._watch = ChainWatch(self)
+        self._searching = threading.Lock()
+        self._heads_found = 0
+        self._found_at: int | None = None  # the head that was found last
+        self._control: Connection | None = None  # to it, from the thread that found it
+
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    @property
+    def copies(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def epoch(self) -> int:
+        return self.view.epoch
+
+    @property
+    def is_unix(self) -> bool:
+        return all(address.startswith("unix:") for address in self.addresses)
+
+    def join(self, spec: bytes, descriptor: int | None) -> SetUp:
+        self._spec = spec
+        if descriptor is not None:
+            self._descriptor = os.dup(descriptor)
+        self._ensure_head(0, START_TIMEOUT_S)
+        self._use_fresh_control()
+        if not self._answer.is_over:
+            self.interruptions.begin()
+            self._watch.attach_members(LONGEST_ASK_S)
+            self._watch.start()
+        return self._answer
+
+    def open(self, channel: Channel) -> None:
+        """The first connection of a channel; servers may still be starting."""
+        self._connect(channel, channel == "pull", None, START_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._watch.close()
+        control = self._take_control()
+        self.connections.former += [] if control is None else [control]
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    # ------------------------------------------------------------------ one request
+
+    def aim(self, channel: Channel, request: Request) -> None:
+        """Move a channel that leads to another copy than the one for the next request."""
+        is_read = self._reading[channel] = request.kind in _READS
+        if channel == "control":
+            self._use_fresh_control()
+        else:
+            target = next(iter(self._targets(is_read)), None) if is_read else self.view.head
+            if target != self._led[channel].copy:
+                self._move(channel, is_read, None)
+        if request.is_answered:
+            self._watch.begin(channel)
+
+    def answered(self, channel: Channel, request: Request, began_s: float) -> None:
+        self._watch.end(channel)
+        is_push = request.kind is FrameKind.COMMIT
+        if is_push:
+            self._acknowledged = (request.sequence, request.argument)
+        self.interruptions.answered(channel, began_s, is_push)
+
+    def reconnect(self, channel: Channel, broken: Broken) -> None:
+        """Raises if no head is found in time."""
+        self._watch.end(channel)
+        self.connections.check_retry(broken)
+        self.interruptions.broken(channel)
+        if isinstance(broken, MovedAway):
+            self.learn(broken.moved)
+        is_read = self._reading.get(channel, False)
+        if is_read:
+            with self._viewing:
+                self._unreachable.add(self._led[channel].copy)
+        self._move(channel, is_read, broken)
+        self._watch.begin(channel)
+
+    def other_stats(self) -> list[bytes]:
+        """The final counters of the other copies, as far as they answer."""
+        return self._watch.final_stats(LONGEST_ASK_S)
+
+    def interruptions_s(self) -> list[float]:
+        """How long it got no service, around each change of the chain."""
+        return self.interruptions.seconds()
+
+    # ------------------------------------------------------------------ where channels lead
+
+    def learn(self, moved: Moved) -> bool:
+        """Whether it is new. Then connections that lead to a wrong copy now are ended."""
+        with self._viewing:
+            if not self.view.learn(moved):
+                return False
+            self._unreachable.clear()
+            heads = {self.view.head}
+            members = set(self.view.members) | heads
+        for channel, led in list(self._led.items()):
+            if led.copy not in (members if channel in _OF_READERS else heads):
+                self.connections.current[channel].abort()
+        return True
+
+    def _targets(self, is_read: bool) -> list[int]:
+        """Copies in the order in which to connect to them."""
+        with self._viewing:
+            heads = [] if self.view.head is None else [self.view.head]
+            if not is_read:
+                return heads
+            readers = [r for r in self.view.readers() if r not in self._unreachable]
+            return list(dict.fromkeys([*readers, *heads]))
+
+    def _move(self, channel: Channel, is_read: bool, broken: Broken | None) -> None:
+        found = self._led[channel].heads_found
+        try:
+            if channel == "control":
+                self._ensure_head(found, self.find_head_s)
+                self._use_fresh_control()
+            else:
+                lost = None if broken is None or is_read else found
+                self._connect(channel, is_read, lost, self.find_head_s)
+        except PeerLost as error:
+            raise self.connections.fail(error) from broken
+
+    def _connect(self, channel: Channel, is_read: bool, lost: int | None, timeout_s: float) -> None:
+        """`lost`: the head that was found as this one may be lost."""
+        began_s = time.monotonic()
+        ask_s = FIRST_ASK_S
+        while True:
+            left_s = began_s + timeout_s - time.monotonic()
+            if lost is not None:
+                self._ensure_head(lost, left_s)
+            lost = self._heads_found
+            reason: Exception | None = None
+            for copy in self._targets(is_read):
+                try:
+                    connection = self._connected(channel, copy, ask_s)
+                except MovedAway as moved:
+                    self.learn(moved.moved)
+                except (OSError, Broken, Refused) as error:
+                    reason = error
+                else:
+                    self._lead(channel, connection, copy)
+                    return
+            if left_s <= 0 or self.connections.is_closing:
+                raise self._not_found(began_s, reason)
+            time.sleep(RETRY_S)
+            ask_s = min(2 * ask_s, LONGEST_ASK_S)
+
+    def _lead(self, channel: Channel, connection: Connection, copy: int) -> None:
+        self.connections.put(channel, connection)
+        self._led[channel] = _Led(copy, self._heads_found)
+
+    def _connected(self, channel: Channel, copy: int, timeout_s: float) -> Connection:
+        if copy != self._found_at:
+            self._watch.attach(copy, timeout_s)
+        connection = self._reach(copy, channel, timeout_s)
+        connection.sock.settimeout(None)
+        return connection
+
+    def _reach(self, copy: int, channel: Channel, timeout_s: float) -> Connection:
+        try:
+            return self.dialer.dial(self.addresses[copy], channel, timeout_s)
+        except (OSError, Broken):
+            if isinstance(self.addresses, CopyAddresses) and not self.connections.is_closing:
+                self.addresses.look_again()
+            raise
+
+    # ------------------------------------------------------------------ finding the head
+
+    def _ensure_head(self, lost: int, timeout_s: float) -> None:
+        """Find the head, unless another thread has done so since `lost` had been found."""
+        with self._searching:
+            if lost != self._heads_found:
+                return
+            copy, connection = self.find_head(timeout_s)
+            self._watch.detach(copy)
+            self._found_at = copy
+            if self._control is not None:
+                self.connections.former.append(self._control)
+            self._control = connection
+            self._heads_found += 1
+        if "control" in self._led:
+            self.connections.current["control"].abort()
+
+    def _take_control(self) -> Connection | None:
+        """The connection to the head, for the first that asks for it."""
+        with self._searching:
+            control = self._control
+            self._control = None
+            return control
+
+    def _use_fresh_control(self) -> None:
+        fresh = self._take_control()
+        if fresh is not None:
+            self._lead("control", fresh, self._found_at or 0)
+
+    def find_head(self, timeout_s: float) -> tuple[int, Connection]:
+        """The head, and a control connection to it; PeerLost after `timeout_s`."""
+        began_s = time.monotonic()
+        ask_s = FIRST_ASK_S
+        reason: Exception | None = None
+        while not self.connections.is_closing:
+            has_learned = False
+            for copy in self.view.to_ask():
+                try:
+                    connection = self._ask_head(copy, ask_s)
+                    if connection is not None:
+                        return copy, connection
+                except MovedAway as moved:
+                    reason = moved
+                    has_learned = self.learn(moved.moved)
+                    if has_learned:
+                        break
+                except (OSError, Broken, Refused) as error:
+                    reason = error
+            if time.monotonic() - began_s > timeout_s:
+                break
+            if not has_learned:
+                time.sleep(RETRY_S)
+                ask_s = min(2 * ask_s, LONGEST_ASK_S)
+        raise self._not_found(began_s, reason)
+
+    def _ask_head(self, copy: int, timeout_s: float) -> Connection | None:
+        """A connection, if this is the head; raises if it does not answer, or has moved."""
+        if copy != self.view.head:
+            self._watch.ask(copy, timeout_s)
+            return None
+        connection = self.set_up(copy, timeout_s)
+        if copy == self.view.head:  # also after SETUP, which has the latest epoch
+            return connection
+        self.connections.former.append(connection)
+        return None
+
+    def greet_head(self) -> None:
+        """Say at a new head where this worker is: others may wait for that."""
+        with self._viewing:
+            is_known = self.view.head in (None, self._found_at)
+        if not is_known and not self.connections.is_closing:
+            self._ensure_head(self._heads_found, self.find_head_s)
+
+    def set_up(self, copy: int, timeout_s: float) -> Connection:
+        """A control connection to a copy that knows this worker and its memory."""
+        connection = self._reach(copy, "control", timeout_s)
+        sequence, step = self._acknowledged
+        header = self.dialer.header._replace(
+            kind=FrameKind.SETUP, sequence=sequence, argument=step, epoch=self.view.epoch
+        )
+        try:
+            connection.send(header, self._spec, descriptor=self._descriptor)
+            _, meta = self.dialer.receive(connection, FrameKind.SETUP)
+            self._answer = decode(meta, SetUp)
+            connection.sock.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @property
+    def reader(self) -> int:
+        """The copy that pulls go to."""
+        return self._led["pull"].copy
+
+    def connect_reader(self, copy: int, timeout_s: float) -> Connection:
+        """One more connection for pulls, to another copy than `reader`."""
+        return self._connected("pull", copy, timeout_s)
+
+    def ask(self, connection: Connection, request: Request) -> bytes:
+        """The metadata of the answer on such a connection; its payload is skipped."""
+        header = self.dialer.header._replace(kind=request.kind, epoch=self.view.epoch)
+        connection.send(header, request.meta)
+        answer, meta = self.dialer.receive(connection, request.kind)
+        connection.skip(answer.payload_bytes)
+        return meta
+
+    def probe(self, connection: Connection, timeout_s: float, is_final: bool = False) -> bytes:
+        """Ask a member that is not the head; MovedAway says in which epoch it is."""
+        connection.sock.settimeout(timeout_s)
+        return self.ask(connection, Request(FrameKind.STATS, encode(Stats(is_final))))
+
+    def _not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
+        after_s = round(time.monotonic() - began_s, 1)
+        why = reason.doing if isinstance(reason, PeerLost) else reason or "no copy answers"
+        doing = f"looking for the head of {self.dialer.whom} ({why})"
+        return PeerLost(self.dialer.rank, None, doing, after_s)

@@ -1,0 +1,164 @@
+"""What a worker knows of the chain of one shard: its epoch and members, where they listen, and how
+long it got no service of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import overload
+
+import msgspec
+
+from shoal.coordinator.alive import Alive, alive_key
+from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.interface import CoordinatorError
+from shoal.protocol.hello import Channel, Moved
+from shoal.runtime.config import RunConfig
+from shoal.runtime.decoders import msgpack_decoder
+
+
+@dataclass
+class ChainView:
+    """The latest epoch that a member has announced, with its head and members.
+
+    Epochs only grow: what a copy of an earlier epoch says, such as a head that was stopped and
+    goes on, has no effect.
+    """
+
+    copies: int
+    worker: int
+    epoch: int = 0  # none is known
+    head: int | None = None
+    members: tuple[int, ...] = ()
+
+    def learn(self, moved: Moved) -> bool:
+        """Whether it says something that was not known."""
+        head = moved.head if moved.head is not None and moved.head < self.copies else None
+        is_new = moved.epoch > self.epoch
+        completes = moved.epoch == self.epoch and self.head is None and head is not None
+        if not is_new and not completes:
+            return False
+        self.epoch = moved.epoch
+        self.head = head
+        self.members = tuple(member for member in moved.members if member < self.copies)
+        return True
+
+    def to_ask(self) -> list[int]:
+        """All copies, in the order in which to look for the head."""
+        first = () if self.head is None else (self.head,)
+        return list(dict.fromkeys((*first, *self.members, *range(self.copies))))
+
+    def readers(self) -> list[int]:
+        """Members in the order in which this worker pulls from them; the head if none is known."""
+        if not self.members:
+            return [] if self.head is None else [self.head]
+        first = self.worker % len(self.members)
+        return [*self.members[first:], *self.members[:first]]
+
+
+class Interruptions:
+    """The longest of what waited between two epochs: a push, or a request sent again.
+
+    A worker learns of a new epoch by the push after the one that had to wait, so the time belongs
+    to the change that ends the interval.
+    """
+
+    def __init__(self, view: ChainView):
+        self._view = view
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._longest_s = 0.0
+        self._broken_s: dict[Channel, float] = {}
+        self._found_s: list[float] = []
+
+    def begin(self) -> None:
+        """The worker has joined."""
+        self._epoch = self._view.epoch
+        self._longest_s = 0.0
+        self._broken_s.clear()
+
+    def broken(self, channel: Channel) -> None:
+        """A request was not answered, and is sent again."""
+        self._broken_s.setdefault(channel, time.monotonic())
+
+    def answered(self, channel: Channel, began_s: float, is_push: bool) -> None:
+        since_s = self._broken_s.pop(channel, None)
+        if is_push:
+            since_s = began_s
+        with self._lock:
+            if since_s is not None:
+                self._longest_s = max(self._longest_s, time.monotonic() - since_s)
+            if is_push:
+                self._close()
+
+    def seconds(self) -> list[float]:
+        """One for each change of the chain."""
+        with self._lock:
+            self._close()
+            return list(self._found_s)
+
+    def _close(self) -> None:
+        if self._epoch != self._view.epoch:
+            self._found_s.append(round(self._longest_s, 4))
+            self._longest_s = 0.0
+            self._epoch = self._view.epoch
+
+
+class CopyAddresses(Sequence[str]):
+    """Where each copy of a shard listens; `first` is the number of the first among all servers.
+
+    A copy that is started again on another host listens elsewhere. Each says at the coordinator
+    where it is; a worker that cannot reach one asks there, in the background.
+    """
+
+    def __init__(self, addresses: Sequence[str], first: int = 0, config: RunConfig | None = None):
+        """Without a `config` that names a coordinator they stay as they are."""
+        self._addresses = list(addresses)
+        self._first = first
+        may_move = any(address.startswith("tcp:") for address in addresses)
+        has_coordinator = config is not None and config.coordinator is not None
+        self._config = config if may_move and has_coordinator else None
+        self._asking = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self._addresses[index]
+
+    def look_again(self) -> None:
+        """One of them does not answer."""
+        if self._config is not None and self._asking.acquire(blocking=False):
+            thread = threading.Thread(target=self._ask, name="shoal-ps-addresses", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends
+                self._asking.release()
+
+    def _ask(self) -> None:
+        assert self._config is not None
+        try:
+            with (
+                suppress(CoordinatorError, OSError),
+                closing(open_coordinator(self._config, "a worker")) as coordinator,
+            ):
+                for copy in range(len(self._addresses)):
+                    found = coordinator.get(alive_key(self._first + copy))
+                    if found is not None:
+                        self._saw(copy, found.value)
+        finally:
+            self._asking.release()
+
+    def _saw(self, copy: int, value: bytes) -> None:
+        with suppress(msgspec.MsgspecError):
+            alive = msgpack_decoder(Alive).decode(value)
+            address = alive.remote or alive.address
+            if address.startswith("tcp:"):  # a Unix socket is for its host alone
+                self._addresses[copy] = address

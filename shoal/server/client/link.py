@@ -1,0 +1,290 @@
+"""Requests of one worker to one server, or to the chain of one shard.
+
+Requests of one channel are carried out in order: in the background (`post`), or at once by the
+caller (`call`). Those that were not acknowledged when a connection broke are sent again over the
+next one. The server numbers pushes and skips those that it already has.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shoal.comm.work_queue import QueuedWork, WorkQueue
+from shoal.errors import PeerLost, ShoalError
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.frames import FrameKind, Header, decode
+from shoal.protocol.hello import Channel
+from shoal.runtime.trace import OFF, Tracer
+from shoal.runtime.waits import waiting
+from shoal.server.client.request import Broken, MovedAway, Reply, Request
+from shoal.server.client.route import Dialer, Route
+from shoal.server.messages import SetUp
+
+CLOSE_TIMEOUT_S = 5.0
+PATIENCE = 1.5  # times the limit of the run
+MAX_RECONNECTS = 100  # while one request is carried out
+
+_SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
+_NO_REPLY = Reply(b"", bytearray())
+
+
+class PostedRequest(QueuedWork):
+    """A request that is carried out, in the background or by the one who waits for it."""
+
+    __slots__ = ("_channel", "_failure", "_link", "_reply", "_request")
+
+    def __init__(self, queue: WorkQueue, link: ServerLink, channel: Channel, request: Request):
+        super().__init__(queue)
+        self._link = link
+        self._channel = channel
+        self._request = request
+        self._failure: ShoalError | None = None
+        self.begun = False
+
+    def begin(self, *arguments: Any) -> bool:
+        """Send a light request, unless it may have to be sent again."""
+        link, request = self._link, self._request
+        if not request.is_light or link.resends:
+            return False
+        try:
+            link.connection(self._channel).send(
+                link.header_of(request),
+                request.meta,
+                *request.payload,
+                descriptor=request.descriptor,
+            )
+        except Closed as error:
+            try:
+                self._failure = link.why_broken(self._channel, request.kind, error, False)
+            except ShoalError as said:
+                self._failure = said  # for the one who waits
+        return True
+
+    def run(self) -> None:
+        """Send it, unless that was done, and read the answer; again while connections break."""
+        if self._failure is not None:
+            raise self._failure
+        link, channel, request = self._link, self._channel, self._request
+        began_ns = time.monotonic_ns()
+        unacknowledged = link.unacknowledged[channel]
+        to_send = [] if self.begun else [request]
+        is_sent = self.begun
+        link.route.aim(channel, request)
+        for attempts_left in reversed(range(MAX_RECONNECTS)):
+            connection = link.connection(channel)
+            try:
+                with link.waits_for(connection, request):
+                    for each in to_send:
+                        header = link.header_of(each)
+                        connection.send(
+                            header, each.meta, *each.payload, descriptor=each.descriptor
+                        )
+                    is_sent = True
+                    self._reply = link.receive(connection, request)
+                break
+            except Closed as error:
+                broken = link.why_broken(channel, request.kind, error, is_sent)
+            except MovedAway as moved:
+                broken = moved
+            if not attempts_left:
+                raise broken
+            link.route.reconnect(channel, broken)
+            to_send = [*unacknowledged, request]
+            is_sent = False
+        if request.is_answered:
+            unacknowledged.clear()
+        elif link.resends:
+            unacknowledged.append(request)
+        link.route.answered(channel, request, began_ns / 1e9)
+        link.trace(channel, request, began_ns)
+
+    def result(self) -> Reply:
+        """Wait for the answer."""
+        self.wait()
+        return self._reply
+
+    def result_now(self) -> Reply:
+        """Carry it out in this thread, beside the queue."""
+        self.run()
+        return self._reply
+
+
+class ServerLink:
+    """All channels from one worker to one server or shard; `route` says where they lead."""
+
+    def __init__(self, dialer: Dialer, route: Route, tracer: Tracer = OFF):
+        self.index = dialer.index
+        self.rank = dialer.rank
+        self.route = route
+        self.shares_memory = False
+        self.dialer = dialer
+        self._connections = route.connections.current
+        self._tracer = tracer
+        self._queues: dict[Channel, WorkQueue] = {}
+        self.unacknowledged: dict[Channel, list[Request]] = {}
+
+    def join(self, spec: bytes, descriptor: int | None) -> SetUp:
+        """Describe the model; `descriptor` is memory to share with a server of this host."""
+        self.shares_memory = descriptor is not None and self.route.is_unix
+        descriptor = descriptor if self.shares_memory else None
+        set_up = self.route.join(spec, descriptor)
+        self._add_channel("control")
+        if set_up is None:
+            request = Request(FrameKind.SETUP, spec, descriptor=descriptor)
+            set_up = decode(self.call("control", request).meta, SetUp)
+        if not set_up.is_over:
+            self.open("push")
+            self.open("pull")
+        return set_up
+
+    def open(self, channel: Channel) -> None:
+        self.route.open(channel)
+        self._add_channel(channel)
+
+    def _add_channel(self, channel: Channel) -> None:
+        self._queues[channel] = WorkQueue(f"shoal-ps-{channel}-{self.index}")
+        self.unacknowledged[channel] = []
+
+    @property
+    def address(self) -> str:
+        return self.route.address
+
+    @property
+    def is_unix(self) -> bool:
+        return self.route.is_unix
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the server is one of a chain: any of them may have to answer."""
+        return self.route.copies > 1
+
+    @property
+    def has_inbox(self) -> bool:
+        """Whether what is pulled is in shared memory; else it comes with the answer.
+
+        A former head of a chain could write into it late.
+        """
+        return self.shares_memory and not self.has_copies
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the server can write pulled rows into memory of the worker."""
+        return self.is_unix and not self.has_copies
+
+    @property
+    def resends(self) -> bool:
+        """Whether requests without an answer may have to be sent again."""
+        return self.has_copies or not self.is_unix
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(connection.sent_bytes for connection in self.route.connections.all())
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(connection.received_bytes for connection in self.route.connections.all())
+
+    def connection(self, channel: Channel) -> Connection:
+        return self._connections[channel]
+
+    def post(self, channel: Channel, request: Request) -> PostedRequest:
+        """Carry out a request in the background, after those posted before it."""
+        queue = self._queues[channel]
+        posted = PostedRequest(queue, self, channel, request)
+        queue.submit(posted)
+        return posted
+
+    def take(self, channel: Channel) -> Connection | None:
+        """The connection for the caller alone, until `give_back`; None if it cannot be had."""
+        connection = self._connections[channel]
+        is_usable = connection.is_whole or connection.is_unix  # another one takes its place
+        # a copy may answer that another one is to be asked
+        is_free = connection.is_plain and is_usable and not self.has_copies
+        return connection if is_free and self._queues[channel].try_take() else None
+
+    def give_back(self, channel: Channel) -> None:
+        self._queues[channel].give_back()
+
+    def call(self, channel: Channel, request: Request) -> Reply:
+        """Carry out a request now, in this thread."""
+        return PostedRequest(self._queues[channel], self, channel, request).result_now()
+
+    def close(self) -> None:
+        connections = self.route.connections
+        connections.is_closing = True
+        self.route.close()
+        for connection in connections.current.values():
+            connection.abort()
+        for queue in self._queues.values():
+            queue.close(CLOSE_TIMEOUT_S)
+        for connection in connections.all():
+            connection.close()
+
+    # ------------------------------------------------------------------ one request
+
+    def waits_for(self, connection: Connection, request: Request) -> waiting:
+        """The server says which worker it waits for itself, so this side is more patient."""
+
+        def give_up(seconds: float) -> None:
+            self.give_up(connection, request.kind, seconds)
+
+        who, whom = f"rank {self.rank}", self.dialer.whom
+        return waiting(who, whom, request.kind.name, give_up, PATIENCE)
+
+    def give_up(self, connection: Connection, kind: FrameKind, seconds: float) -> None:
+        doing = f"{self.dialer.doing(kind)} (no answer)"
+        self.route.connections.fail(PeerLost(self.rank, None, doing, round(seconds, 1)))
+        connection.break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
+
+    def header_of(self, request: Request) -> Header:
+        return self.dialer.header._replace(
+            kind=request.kind,
+            sequence=request.sequence,
+            argument=request.argument,
+            epoch=self.route.epoch,
+        )
+
+    def receive(self, connection: Connection, request: Request) -> Reply:
+        if not request.is_answered:
+            return _NO_REPLY
+        header, meta = self.dialer.receive(connection, request.kind)
+        payload = bytearray()
+        views = request.into
+        if views is None:
+            payload = bytearray(header.payload_bytes)
+            views = (memoryview(payload),)
+        expected_bytes = sum(view.nbytes for view in views)
+        if header.payload_bytes != expected_bytes:
+            raise connection.break_off(self.wrong_size(request.kind, expected_bytes, header))
+        for view in views:
+            connection.read_into(view)
+        return Reply(meta, payload)
+
+    def wrong_size(self, kind: FrameKind, expected_bytes: int, header: Header) -> ShoalError:
+        return ShoalError(
+            f"rank {self.rank}: expected {expected_bytes} bytes in the answer of server "
+            f"{self.index} to {kind.name}, got {header.payload_bytes}"
+        )
+
+    def why_broken(
+        self, channel: Channel, kind: FrameKind, error: Exception, is_sent: bool
+    ) -> Broken:
+        """Why a request has no answer; raises what the server said before it closed."""
+        if not is_sent:
+            try:
+                self.dialer.receive(self._connections[channel], kind)
+            except MovedAway as moved:
+                return moved
+            except Closed:
+                pass
+        return self.broken(kind, error)
+
+    def trace(self, channel: Channel, request: Request, began_ns: int) -> None:
+        if self._tracer.enabled:
+            track = f"{channel} server {self.index}"
+            end_ns = time.monotonic_ns()
+            self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
+
+    def broken(self, kind: FrameKind, error: Exception) -> Broken:
+        return Broken(self.rank, None, f"{self.dialer.doing(kind)} ({error})")

@@ -1,0 +1,297 @@
+"""One chain member: its node, and how the effects of the node are carried out.
+
+    changed       guards the node and all that belongs to it; held for microseconds
+    applying      held while operations are applied, one after the other, in the order of the log
+
+A thread that takes both takes `applying` first. No thread that holds the lock of a model may wait
+for one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.protocol.frames import Refused
+from shoal.runtime.failpoints import failpoint
+from shoal.server.chain.entries import Unapplied
+from shoal.server.chain.manager import ChainManager
+from shoal.server.chain.messages import (
+    Apply,
+    ChangeConfig,
+    Disconnect,
+    Effect,
+    Refetch,
+    Reset,
+    Send,
+    SendSnapshot,
+)
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.read_lease import ReadLease
+from shoal.server.member.apply import apply
+from shoal.server.member.operations import OnCommitted, Operation, Pushed
+from shoal.server.member.peer_link import PeerLink
+from shoal.server.member.place import ChainPlace, Elsewhere
+from shoal.server.member.snapshots import snapshot_sender
+from shoal.server.member.wire import Proposed
+from shoal.server.model.membership import ModelFailure
+from shoal.server.model.served_model import ServedModel
+from shoal.server.process.model_host import ModelHost
+
+MAX_KEPT_BYTES = 1 << 30  # of pushes, for a copy that catches up; at least 4 of them
+_OPERATION_BYTES = 512  # about, without a payload
+
+
+@dataclass
+class Outcome:
+    answer: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class Waiter:
+    """A thread that waits for one operation: it is woken alone, and once."""
+
+    node: ChainNode
+    position: int
+    is_early: bool  # it is answered before it is committed
+    on_committed: OnCommitted | None = None
+    outcome: Outcome | None = None
+    woken: threading.Lock = field(default_factory=threading.Lock)  # held until it is woken
+
+    def __post_init__(self) -> None:
+        self.woken.acquire()
+
+    def wake(self) -> None:
+        outcome = self.outcome
+        if self.on_committed is not None and outcome is not None and outcome.error is None:
+            self.on_committed(outcome.answer)
+        self.woken.release()
+
+
+class Waiters:
+    """By the position of the operation; guarded by the copy's lock."""
+
+    def __init__(self) -> None:
+        self._by_position: dict[int, Waiter] = {}
+
+    def add(self, waiter: Waiter) -> Waiter:
+        self._by_position[waiter.position] = waiter
+        return waiter
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._by_position
+
+    def applied(self, position: int, outcome: Outcome) -> None:
+        """It has been applied here."""
+        waiter = self._by_position.get(position)
+        if waiter is not None:
+            waiter.outcome = outcome
+            if waiter.is_early:
+                self.wake(position)
+
+    def wake(self, position: int) -> None:
+        waiter = self._by_position.pop(position, None)
+        if waiter is not None:
+            waiter.wake()
+
+    def end_all(self) -> None:
+        """This copy was removed: what it has applied and not committed counts for nothing."""
+        for position, waiter in list(self._by_position.items()):
+            waiter.outcome = None
+            self.wake(position)
+
+
+class ChainCore:
+    """All but `place`, `host` and `lease` is guarded by `changed`, which is notified of news."""
+
+    def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):
+        """`on_reset`: this copy has lost its place."""
+        self.place = place
+        self.host = host
+        self.changed = threading.Condition()
+        self.applying = threading.Lock()
+        self.links: dict[int, PeerLink] = {}
+        self.lease = ReadLease()
+        self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
+        self.on_applied: Callable[[], None] = lambda: None
+        self.applied = 0
+        self.waiters = Waiters()
+        self.is_closed = False
+        self._on_reset = on_reset
+        self._unapplied = Unapplied()
+        self._uncommitted: deque[tuple[int, Operation]] = deque()  # that are applied
+        self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
+        self._new_node(time.time_ns())
+
+    def _new_node(self, incarnation: int) -> None:
+        place = self.place
+        self.node = ChainNode(place.copy, incarnation, place.consistency, place.copies)
+        self.node.weigh = _kept_bytes
+        self.node.max_weight = MAX_KEPT_BYTES
+        founders = tuple(range(place.copies))
+        self.manager = ChainManager(self.node, founders, self.lease)
+
+    def elsewhere(self, reason: str) -> Elsewhere:
+        return Elsewhere(self.node.config, f"{self.place.in_words()} {reason}")
+
+    # ------------------------------------------------------------------ news from outside
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Under both locks: all that is logged is applied."""
+        with self.applying, self.changed:
+            while (entry := self._unapplied.take()) is not None:
+                self._apply(entry.position, entry.op)
+            yield
+
+    def link_up(self, peer: int) -> None:
+        with self.settled():
+            self.run(self.node.link_up(peer))
+
+    def link_lost(self, peer: int) -> None:
+        with self.settled():
+            self.run(self.node.link_lost(peer))
+        self.poke()
+
+    def reconfigure(self, change: Callable[[ChainManager], list[Effect]]) -> None:
+        """The keeper has an answer of the coordinator."""
+        with self.settled():
+            before = self.node.config
+            self.run(change(self.manager))
+            if self.node.config != before:
+                is_full = len(self.node.config.members) == self.place.copies
+                self.host.keeps_payloads = self.node.is_tail and not is_full
+                self.changed.notify_all()
+
+    # ------------------------------------------------------------------ effects, under the lock
+
+    def run(self, effects: list[Effect]) -> None:
+        """Operations are applied later, by `apply_upto`: others can go on meanwhile."""
+        for effect in effects:
+            self._carry_out(effect)
+        self._note_news()
+
+    def _note_news(self) -> None:
+        self._note_committed()
+        self._share_entries()
+        self.changed.notify_all()
+
+    def _note_committed(self) -> None:
+        """Their clients hear of them."""
+        while self._uncommitted and self._uncommitted[0][0] <= self.node.committed:
+            position, operation = self._uncommitted.popleft()
+            pass_push("push.replicated", operation)
+            self.waiters.wake(position)
+
+    def _share_entries(self) -> None:
+        """Decisions that all members have are for other shards."""
+        while self._unshared and self._unshared[0][0] <= self.node.committed:
+            _, model, position = self._unshared.popleft()
+            with model.lock:
+                model.log.shared = position
+                model.lock.notify_all()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            if effect.to in self.links:
+                self.links[effect.to].post(effect.message)
+        elif isinstance(effect, Apply):
+            self._unapplied.add(effect.entry)
+        elif isinstance(effect, Reset):
+            self._reset()
+        elif isinstance(effect, SendSnapshot):
+            self._send_snapshot(effect)
+        elif isinstance(effect, Disconnect):
+            if effect.to in self.links:
+                self.links[effect.to].reconnect()
+        else:
+            assert isinstance(effect, Refetch | ChangeConfig)
+            if isinstance(effect, ChangeConfig):
+                failpoint("splice")
+            self.manager.look()
+            self.poke()
+
+    # ------------------------------------------------------------------ applying
+
+    def apply_upto(self, position: int) -> None:
+        """Apply what is logged up to there, without the lock."""
+        with self.applying:
+            while (entry := self._unapplied.take(position)) is not None:
+                self._apply(entry.position, entry.op)
+
+    def _apply(self, position: int, proposed: Proposed) -> None:
+        outcome = self._outcome_of(proposed)
+        with self.changed:
+            self._note_applied(position, proposed.operation, outcome)
+            self._note_news()
+        self.on_applied()
+
+    def _outcome_of(self, proposed: Proposed) -> Outcome:
+        outcome = Outcome()
+        try:
+            outcome.answer = apply(self.host, proposed.operation, proposed.payload)
+        except (Refused, ModelFailure) as error:
+            outcome.error = error
+        except ShoalError as error:
+            outcome.error = Refused(str(error))
+        except Exception as error:  # of an optimizer: the same in all copies
+            outcome.error = self._failed(proposed.operation, error)
+        return outcome
+
+    def _note_applied(self, position: int, operation: Operation, outcome: Outcome) -> None:
+        self.applied = position
+        self._uncommitted.append((position, operation))
+        self._note_unshared(position, operation)
+        pass_push("push.applied", operation)
+        self.waiters.applied(position, outcome)
+
+    def _note_unshared(self, position: int, operation: Operation) -> None:
+        model = self.host.models.get(operation.model)
+        if model is not None and model.log.shared not in (None, model.log.position):
+            self._unshared.append((position, model, model.log.position))
+
+    def _failed(self, operation: Operation, error: Exception) -> Exception:
+        reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
+        model = self.host.models.get(getattr(operation, "model", -1))
+        if model is not None:
+            model.fail(reason)
+        return ModelFailure(reason)
+
+    def _reset(self) -> None:
+        """It has lost its place: begin again without state, as a learner."""
+        incarnation = max(time.time_ns(), self.node.incarnation + 1)
+        self.waiters.end_all()
+        self._unapplied.clear()
+        self._unshared.clear()
+        self._uncommitted.clear()
+        self.applied = 0
+        self._new_node(incarnation)
+        self._on_reset()
+        self.host.clear("this server was removed from its chain")
+        self.manager.look()
+        self.poke()
+
+    def _send_snapshot(self, effect: SendSnapshot) -> None:
+        """The state as it is now; payloads of what follows are kept for the learner."""
+        assert self.applied == effect.position, f"{self.applied} is applied, not {effect.position}"
+        self.host.keeps_payloads = True
+        link = self.links.get(effect.to)
+        if link is not None:
+            link.post(snapshot_sender(self.host, effect.incarnation, effect.position))
+
+
+def pass_push(name: str, operation: Operation) -> None:
+    """A failpoint of pushes."""
+    if isinstance(operation, Pushed):
+        failpoint(name)
+
+
+def _kept_bytes(proposed: Proposed) -> int:
+    return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)

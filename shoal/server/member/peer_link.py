@@ -1,0 +1,194 @@
+"""The connection from this copy to another one of its shard: made again when it breaks.
+
+Messages to the other go over it; its messages come over the connection that it has made.
+"""
+
+from __future__ import annotations
+
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from shoal.errors import ShoalError
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.endpoint import PLAIN, expect_answers
+from shoal.protocol.frames import FrameKind, Header
+from shoal.protocol.handshake import dial
+from shoal.runtime.config import TlsConfig
+from shoal.server.chain.messages import ChainMessage
+from shoal.server.member.operations import EMPTY
+from shoal.server.member.wire import encode_message, views_of
+
+SILENT_COPY_S = 3.0  # a host that acknowledges nothing for so long is not connected
+_RETRY_S = 0.03
+_CONNECT_S = 2.0
+_MAX_ANSWER_BYTES = 8192
+_SMALL_BYTES = 32 << 10  # a payload that is sent by the thread that posts it
+
+
+class LinkOwner(Protocol):
+    def link_up(self, peer: int) -> None: ...
+    def link_lost(self, peer: int) -> None: ...
+
+
+class PeerLink:
+    """Two threads: one connects and notices the end, one sends what would make others wait."""
+
+    def __init__(
+        self,
+        owner: LinkOwner,
+        peer: int,
+        address: Callable[[], str | None],
+        secret: bytes,
+        header: Header,
+        tls: TlsConfig = PLAIN,
+    ):
+        """`header` says which copy this is, for the handshake."""
+        self.peer = peer
+        self._owner = owner
+        self._address = address
+        self._secret = secret
+        self._header = header
+        self._plain = header._replace(kind=FrameKind.CHAIN)
+        self._tls = tls
+        self._closed = threading.Event()
+        self._connection: Connection | None = None
+        self._down_since_s = time.monotonic()
+        self._messages: queue.SimpleQueue[tuple[Connection, Posted] | None]
+        self._messages = queue.SimpleQueue()
+        self._posted = 0  # to the queue
+        self._taken = 0  # from it, and sent
+        name = f"shoal-chain-{peer}"
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target in (self._dial, self._send)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, message: ChainMessage | Call) -> None:
+        """Send it if there is a connection; `link_up` repairs what is lost.
+
+        One thread at a time. A small message goes at once, unless others wait to be sent.
+        """
+        connection = self._connection
+        if connection is None:
+            return
+        posted: Posted | None = message
+        if self._posted == self._taken and not callable(message):
+            posted = self._send_now(connection, message)
+        if posted is not None:
+            self._posted += 1
+            self._messages.put((connection, posted))
+
+    def _send_now(self, connection: Connection, message: ChainMessage) -> Posted | None:
+        """What is left for the thread: the message, or the rest of its frame."""
+        meta, views = self._frame(message)
+        if sum(view.nbytes for view in views) > _SMALL_BYTES:
+            return message
+        try:
+            rest = connection.send_now(self._plain, meta, *views)
+        except (Closed, OSError):
+            connection.abort()
+            return None
+        return message if rest is None else rest if rest.nbytes else None
+
+    def _frame(self, message: ChainMessage) -> tuple[bytes, list[memoryview]]:
+        meta, payload = encode_message(message)
+        return meta, [] if payload is EMPTY else views_of(payload)
+
+    def reconnect(self) -> None:
+        """Break the connection, if there is one: what waits to be sent is dropped."""
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
+
+    @property
+    def down_s(self) -> float:
+        """For how long there has been no connection."""
+        return 0.0 if self._connection is not None else time.monotonic() - self._down_since_s
+
+    def close(self) -> None:
+        self._closed.set()
+        self._messages.put(None)
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
+
+    def join(self, timeout_s: float) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    # ------------------------------------------------------------------ threads
+
+    def _dial(self) -> None:
+        while not self._closed.is_set():
+            connection = self._connect()
+            if connection is not None:
+                self._connection = connection
+                if self._closed.is_set():
+                    connection.abort()
+                self._owner.link_up(self.peer)
+                self._await_end(connection)
+                self._down_since_s = time.monotonic()
+                self._connection = None
+                connection.close()
+                self._owner.link_lost(self.peer)
+            self._closed.wait(_RETRY_S)
+
+    def _connect(self) -> Connection | None:
+        address = self._address()
+        if address is None:
+            return None
+        try:
+            connection = dial(address, self._secret, "chain", self._header, self._tls, _CONNECT_S)
+        except (OSError, ShoalError):
+            return None
+        try:
+            connection.sock.settimeout(None)
+            expect_answers(connection.sock, SILENT_COPY_S)
+        except (OSError, ShoalError):
+            connection.close()
+            return None
+        return connection
+
+    def _await_end(self, connection: Connection) -> None:
+        """Nothing comes but the end, or an error.
+
+        A thread in recv would be woken by every frame that the peer takes from a Unix socket.
+        """
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        poll.poll()
+        with suppress(OSError, ShoalError):
+            connection.receive(_MAX_ANSWER_BYTES)
+
+    def _send(self) -> None:
+        while (item := self._messages.get()) is not None:
+            connection, posted = item
+            try:
+                if connection is self._connection:
+                    self._send_posted(connection, posted)
+            except (Closed, OSError):
+                connection.abort()
+            self._taken += 1
+
+    def _send_posted(self, connection: Connection, posted: Posted) -> None:
+        if isinstance(posted, memoryview):
+            connection.send_rest(posted)
+        elif callable(posted):
+            posted(connection, self._header)
+        else:
+            meta, views = self._frame(posted)
+            connection.send(self._plain, meta, *views)
+
+
+Call = Callable[[Connection, Header], None]  # sends frames by itself
+Posted = ChainMessage | Call | memoryview  # the rest of a frame

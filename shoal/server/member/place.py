@@ -1,0 +1,88 @@
+"""Which copy of which shard a server is, and its answer where another one is to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.coordinator.alive import Alive
+from shoal.protocol.hello import ErrorReply, Moved
+from shoal.server.chain.config import ChainConfig
+from shoal.server.chain.state import ChainConsistency
+
+
+@dataclass(frozen=True)
+class ChainPlace:
+    """process = shard * copies + copy."""
+
+    shard: int
+    copy: int
+    copies: int
+    consistency: ChainConsistency = "strong"
+
+    @property
+    def process(self) -> int:
+        return self.shard * self.copies + self.copy
+
+    def in_words(self) -> str:
+        return f"server {self.process} (shard {self.shard}, replica {self.copy})"
+
+    def other_in_words(self, copy: int) -> str:
+        """Another copy of the same shard."""
+        return ChainPlace(self.shard, copy, self.copies).in_words()
+
+
+class Elsewhere(Exception):
+    """Another copy is to be asked, or this one in the present epoch."""
+
+    def __init__(self, config: ChainConfig, reason: str):
+        super().__init__(reason)
+        self.moved = Moved(config.epoch, config.head, config.members)
+
+    @property
+    def reply(self) -> ErrorReply:
+        return ErrorReply(str(self)[:4000], moved=self.moved)
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """What a server says of itself."""
+
+    local: str = ""  # where it listens; a Unix socket is for its host alone
+    remote: str = ""  # a second address, for other hosts
+    host: str = ""  # hosts with the same one share files and memory
+
+    @classmethod
+    def of(cls, local: str, remote: str, host: str, hostname: str) -> OwnAddress:
+        """Of one that listens at these two; `hostname` stands for all addresses of the host."""
+        return cls(_named(local, hostname), _named(remote, hostname), host)
+
+    def alive(self, incarnation: int, pid: int, unreachable: tuple[int, ...] = ()) -> Alive:
+        return Alive(incarnation, self.local, pid, self.remote, self.host, unreachable)
+
+
+@dataclass
+class AddressBook:
+    """Of all processes of a run, by their number."""
+
+    host: str = ""
+    known: Mapping[int, str] = field(default_factory=dict)  # before the coordinator is asked
+    _seen: dict[int, str] = field(default_factory=dict)
+
+    def saw(self, process: int, alive: Alive) -> None:
+        """What alive/<process> holds now."""
+        is_of_its_host = alive.address.startswith("unix:") and alive.host != self.host
+        address = alive.remote if is_of_its_host else alive.address
+        if address:
+            self._seen[process] = address
+
+    def of(self, process: int) -> str | None:
+        """None where it is not known yet."""
+        return self._seen.get(process) or self.known.get(process)
+
+
+def _named(address: str, hostname: str) -> str:
+    kind, _, location = address.partition(":")
+    host, _, port = location.rpartition(":")
+    is_any = kind == "tcp" and host.strip("[]") in ("0.0.0.0", "::")
+    return f"tcp:{hostname}:{port}" if is_any and hostname else address

@@ -1,0 +1,299 @@
+"""A chain member as the connections of workers use it.
+
+handler ── execute ──> node.propose ──> apply, successor … tail ──> Acked ──> answer
+handler ── read ─────> what it has seen is committed; the lease counts
+
+A member applies what it gets before it is committed. So an answer waits for the commitment of all
+that it may have seen: else the loss of this member could undo it. Threads of handlers wait with a
+limit, and only while their node lives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from shoal.errors import ShoalError
+from shoal.runtime.waits import waiting
+from shoal.server.chain.messages import Effect
+from shoal.server.chain.node import ChainNode
+from shoal.server.chain.state import Fenced, NotHead
+from shoal.server.member.core import Outcome, Waiter, pass_push
+from shoal.server.member.operations import (
+    EARLY,
+    EMPTY,
+    Execute,
+    Lost,
+    OnCommitted,
+    Operation,
+    Payload,
+)
+from shoal.server.member.peer_link import PeerLink
+from shoal.server.member.peers import ChainPeers
+from shoal.server.member.place import ChainPlace, Elsewhere
+from shoal.server.member.wire import Proposed
+from shoal.server.model.membership import ModelFailure
+from shoal.server.process.model_host import ModelHost
+
+ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
+COMMIT_S = 120.0  # an operation that is not committed after so long ends the run
+_AGAIN_S = 1.0
+_POLL_S = 0.5
+T = TypeVar("T")
+
+
+class ChainRuntime(ChainPeers):
+    """The chain of one shard, as one of its members takes part in it."""
+
+    def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):
+        """`on_reset` ends all connections of workers: this member has lost its place."""
+        super().__init__(place, host, self._forget_workers)
+        self._end_connections = on_reset
+        self._is_eventual = place.consistency == "eventual"
+        self._losses = LostWorkers(host, lambda: self.is_head, self.execute)
+        host.in_chain = True
+        host.may_lose = self._is_eventual
+        host.execute = self.execute
+        host.on_loss = self._losses.note
+
+    def start(self, links: dict[int, PeerLink]) -> None:
+        self.links = links
+        for link in links.values():
+            link.start()
+        self._losses.start()
+
+    def close(self, join_s: float) -> None:
+        with self.changed:
+            self.is_closed = True
+            self.waiters.end_all()
+            self.changed.notify_all()
+        self._losses.close()
+        for link in self.links.values():
+            link.close()
+        for link in self.links.values():
+            link.join(join_s)
+
+    def _forget_workers(self) -> None:
+        self._losses.forget()
+        self._end_connections()
+
+    # ------------------------------------------------------------------ its place in the chain
+
+    @property
+    def is_head(self) -> bool:
+        return self.node.is_head
+
+    def check_head(self) -> None:
+        if not self.node.is_head:
+            raise self.elsewhere("is not the head of its chain")
+
+    def check_epoch(self, epoch: int) -> None:
+        """Elsewhere if a worker's epoch is not the present one, or this is no member."""
+        node = self.node
+        if not node.is_member:
+            raise self.elsewhere("is no member of its chain")
+        if epoch != node.epoch:
+            raise self.elsewhere(f"is in epoch {node.epoch}, and the request in epoch {epoch}")
+
+    # ------------------------------------------------------------------ operations, at the head
+
+    def execute(
+        self,
+        operation: Operation,
+        payload: Payload = EMPTY,
+        on_committed: OnCommitted | None = None,
+    ) -> Any:
+        """Propose, wait until it is committed and applied here, return the answer.
+
+        `on_committed(answer)` is called before, by the thread that notices it; it may not wait. It
+        is not called where the answer is an error, or eventual.
+        """
+        with self.changed:
+            waiter = self._propose(Proposed(operation, payload), on_committed)
+        self.apply_upto(waiter.position)
+        doing = f"the commitment of {type(operation).__name__}"
+        with waiting(self.place.in_words(), self._awaited, doing):
+            outcome = self._await_outcome(waiter)
+            if self._is_eventual and outcome.error is None and not isinstance(operation, EARLY):
+                # an eventual head waits for the others with all but pushes
+                with self.changed:
+                    node, position = waiter.node, waiter.position
+                    self._await_change(lambda: node.committed >= position, node)
+        if outcome.error is not None:
+            raise outcome.error
+        if self._is_eventual:
+            self.confirm(waiter.node)
+        return outcome.answer
+
+    def _propose(self, proposed: Proposed, on_committed: OnCommitted | None) -> Waiter:
+        node = self.node
+        if self.is_closed:
+            raise ModelFailure("the server was stopped")
+        try:
+            if not node.has_room:
+                self._await_change(lambda: node.has_room, node)
+            position, effects = node.propose(proposed)
+        except (NotHead, Fenced) as error:
+            raise self.elsewhere("is not the head of its chain") from error
+        if self._is_eventual:
+            on_committed = None
+        waiter = self.waiters.add(Waiter(node, position, self._is_eventual, on_committed))
+        pass_push("push.logged", proposed.operation)
+        self.run(effects)
+        return waiter
+
+    # ------------------------------------------------------------------ reads, at any member
+
+    def read(self, action: Callable[[], T]) -> T:
+        """What a member reads, with all that was logged at this moment; it is committed.
+
+        An eventual one does not wait for that, and lacks what has not arrived. It is a member
+        still: so it lacks at most what a head may be ahead of its tail.
+        """
+        node = self.catch_up()
+        result = action()
+        self.confirm(node)
+        return result
+
+    def catch_up(self) -> ChainNode:
+        """Wait until all that is logged now is applied, by the node that is returned."""
+        with self.changed:
+            node = self.node
+            upto = node.position
+            self._await_change(lambda: self.applied >= upto, node)
+            return node
+
+    def await_committed(self) -> None:
+        """Wait until all that has been applied here is committed."""
+        with self.changed:
+            self._await_committed(self.node)
+
+    def _await_committed(self, node: ChainNode) -> None:
+        if not self._is_eventual:
+            upto = node.position
+            self._await_change(lambda: node.committed >= upto, node)
+
+    def confirm(self, node: ChainNode) -> None:
+        """What was read under this node was no old value: by the lease, or by asking all members.
+
+        Elsewhere if it has been replaced: a later life of this member says nothing about it.
+        """
+        with self.changed:
+            if node is not self.node:
+                raise self.elsewhere("was removed from its chain")
+            self._await_committed(node)
+            if self.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
+                return
+            try:
+                number, effects = node.ask()
+                self.run(effects)
+                again = partial(node.ask_again, number)  # an answer may have been lost
+                self._await_change(lambda: node.is_confirmed(number), node, again)
+            except Fenced as error:
+                raise self.elsewhere("was removed from its chain") from error
+
+    # ------------------------------------------------------------------ waiting for the chain
+
+    def _await_outcome(self, waiter: Waiter) -> Outcome:
+        """Without the lock; Elsewhere if this member loses its place meanwhile."""
+        deadline_s = time.monotonic() + COMMIT_S
+        while not waiter.woken.acquire(timeout=1.0):
+            self._check_waiting(waiter.node, deadline_s)
+        if waiter.outcome is None:
+            self._check_waiting(waiter.node, deadline_s)
+            raise self.elsewhere("was removed from its chain")
+        return waiter.outcome
+
+    def _await_change(
+        self,
+        is_ready: Callable[[], bool],
+        node: ChainNode,
+        again: Callable[[], list[Effect]] = list,
+    ) -> None:
+        """Under the lock; Elsewhere if this member loses its place meanwhile. `again` is what to
+        do every second, however often something has changed."""
+        deadline_s = time.monotonic() + COMMIT_S
+        again_s = time.monotonic() + _AGAIN_S
+        while not is_ready():
+            self._check_waiting(node, deadline_s)
+            self.changed.wait(max(0.0, again_s - time.monotonic()))
+            if time.monotonic() >= again_s:
+                again_s = time.monotonic() + _AGAIN_S
+                effects = again()
+                if effects:
+                    self.run(effects)
+
+    def _awaited(self) -> str:
+        """Which process an operation waits for."""
+        successor = self.node.successor
+        return "the coordinator" if successor is None else self.place.other_in_words(successor)
+
+    def _check_waiting(self, node: ChainNode, deadline_s: float) -> None:
+        """Elsewhere if this member has lost its place since."""
+        if self.is_closed:
+            raise ModelFailure("the server was stopped")
+        if node is not self.node:
+            raise self.elsewhere("was removed from its chain")
+        if time.monotonic() > deadline_s:
+            raise ModelFailure(f"{self._awaited()} has not answered for {COMMIT_S:.0f} s")
+
+
+class LostWorkers:
+    """A thread that proposes `Lost`; only the head has any effect."""
+
+    def __init__(self, host: ModelHost, is_head: Callable[[], bool], execute: Execute):
+        self._host = host
+        self._is_head = is_head
+        self._execute = execute
+        self._is_closed = False
+        self._losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
+        self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
+        self._noted = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-loss", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._noted.set()
+
+    def note(self, model: int, worker: int, reason: str) -> None:
+        """Called under the lock of a model: only noted, for a thread without it."""
+        self._losses.setdefault((model, worker), reason)
+        self._noted.set()
+
+    def forget(self) -> None:
+        """This copy has no state any more."""
+        self._losses.clear()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._noted.wait(_POLL_S)
+            self._noted.clear()
+            self._note_absent()
+            for (model, worker), reason in list(self._losses.items()):
+                with suppress(Elsewhere, ModelFailure, ShoalError):
+                    if self._is_head():
+                        self._execute(Lost(model, worker, reason), EMPTY)
+                self._losses.pop((model, worker), None)
+
+    def _note_absent(self) -> None:
+        """Workers that do not connect to a head that is new to them."""
+        present = {
+            (number, worker)
+            for number, model in list(self._host.models.items())
+            for worker, member in list(model.membership.members.items())
+            if not member.channels and worker not in model.membership.departed
+        }
+        now_s = time.monotonic()
+        is_head = self._is_head()
+        self._absent = {key: self._absent.get(key, now_s) for key in present if is_head}
+        for (number, worker), since_s in self._absent.items():
+            if now_s - since_s > ABSENT_S:
+                reason = f"worker {worker} was lost: it has not come to the new head"
+                self._losses.setdefault((number, worker), reason)

@@ -1,0 +1,1 @@
+"""The process of a server: connections, sessions, requests, its own checkpoints."""

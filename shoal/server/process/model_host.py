@@ -1,0 +1,290 @@
+"""The models that one server holds, from their first worker to their last."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import sleep
+from typing import Any
+
+import torch
+
+from shoal.errors import BadInput
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import PLAIN
+from shoal.protocol.frames import Refused
+from shoal.runtime.config import TlsConfig
+from shoal.runtime.cores import server_threads
+from shoal.runtime.faults import busy_s
+from shoal.server.member.operations import ChainAccess, Execute
+from shoal.server.member.place import Elsewhere
+from shoal.server.messages import Follow, FollowRows, ModelSpec
+from shoal.server.model.membership import ModelFailure
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.server.process.background import ShardSaver
+from shoal.server.process.log_stream import Follower, Followers
+from shoal.server.rows.copies import RowCopies
+
+
+class Slowness:
+    """How much slower this server is; each thread pays for its own work."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._of_thread = threading.local()
+
+    @property
+    def is_slow(self) -> bool:
+        return self.factor > 1
+
+    def begin(self) -> None:
+        if self.is_slow:
+            self._of_thread.paid_s = busy_s()
+
+    def pay(self) -> None:
+        """What was paid before is not paid twice."""
+        if not self.is_slow:
+            return
+        now_s = busy_s()
+        paid_s = getattr(self._of_thread, "paid_s", now_s)
+        sleep((self.factor - 1) * max(0.0, now_s - paid_s))
+        self._of_thread.paid_s = busy_s()
+
+
+def check_spec(spec: ModelSpec, max_bytes: int) -> None:
+    """Refuse a slice that is too large for the server, or whose parameters do not fit into it."""
+    if not spec.start <= spec.stop <= spec.size or spec.index >= spec.servers:
+        raise Refused(f"slice {spec.start}:{spec.stop} of {spec.size} elements")
+    if spec.split.shard >= spec.split.shards:
+        raise Refused(f"shard {spec.split.shard} of {spec.split.shards}")
+    if spec.split.leader_model is not None and not spec.index:
+        raise Refused("server 0 is the leader: it cannot follow another model")
+    if spec.norm_from_workers and not spec.rule.is_synchronous:
+        raise Refused("workers send the norm of a step only where the rule is synchronous")
+    itemsize = DTYPES[spec.dtype].itemsize
+    elements = spec.size * (1 + partial_sums(spec)) + 4 * (spec.stop - spec.start)
+    if elements * itemsize > max_bytes:
+        raise Refused(f"{spec.size} elements are more than this server can hold")
+    if spec.microbatches is not None and spec.microbatches % spec.rule.workers:
+        raise Refused(f"{spec.microbatches} micro-batches for {spec.rule.workers} workers")
+    _check_slices(spec)
+
+
+def _check_slices(spec: ModelSpec) -> None:
+    end = spec.start
+    for held in spec.slices:
+        stop = held.start + math.prod(held.shape)
+        if held.start < end or stop > spec.stop or held.parameter >= spec.parameters:
+            raise Refused(f"parameter {held.parameter} is not inside of this slice")
+        end = stop
+
+
+MAX_MODELS = 64
+MAX_RELEASED = 4096  # models that are remembered for workers that come back too late
+
+
+class ModelHost:
+    """Models by their number, which the workers of a model agree on.
+
+    `has_exited(rank)` tells whether a worker that has not joined never will. `report` returns
+    counts of the whole server. A process that only serves says how many threads it may use.
+    """
+
+    most_threads: int | None = None
+    execute: Execute  # lets an operation take effect; returns its answer
+    in_chain = False
+    may_lose = False  # what was acknowledged: eventual consistency
+    takes_back = False  # lost workers are started again
+    chain: ChainAccess | None = None  # of a replicated server
+    keeps_payloads = False  # a copy that comes back is taught from the log
+    on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
+    saver: ShardSaver | None = None  # writes checkpoints
+    device: torch.device | None = None  # where weights and optimizers are; None: the CPU
+
+    def __init__(
+        self,
+        secret: bytes,
+        max_bytes: int,
+        report: Callable[[], dict[str, Any]],
+        has_exited: Callable[[int], bool] | None = None,
+        tls: TlsConfig = PLAIN,
+    ):
+        self.slowness = Slowness()
+        self.models: dict[int, ServedModel] = {}
+        self.report = report
+        self.has_exited = has_exited
+        self._secret = secret
+        self._tls = tls
+        self.max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._being_made: set[int] = set()
+        self._released: deque[int] = deque(maxlen=MAX_RELEASED)
+        self._followers: dict[int, Followers] = {}  # of the models that are led here
+        self._following: list[Follower] = []
+        self._copies: dict[int, RowCopies] = {}  # of models with hot rows
+
+    @property
+    def connections(self) -> list[Connection]:
+        """To the leaders of models that are followed here."""
+        found = [follower.connection for follower in self._following]
+        return [connection for connection in found if connection is not None]
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse a model that this server cannot hold."""
+        check_spec(spec, self.max_bytes)
+
+    def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
+        """The model; it is made when its first worker joins. Called by every connection."""
+        model = self._held(model_id, spec)
+        if self.most_threads is not None:
+            num_bytes = model.state.shard.data.nbytes
+            torch.set_num_threads(server_threads(num_bytes, self.most_threads))
+        return model
+
+    def _held(self, model_id: int, spec: ModelSpec) -> ServedModel:
+        with self._changed:
+            self._changed.wait_for(lambda: model_id not in self._being_made)
+            model = self.models.get(model_id)
+            if model is not None:
+                if model.spec != spec:
+                    raise Refused("the workers of one model describe it differently")
+                return model
+            if len(self.models) + len(self._being_made) >= MAX_MODELS:
+                raise Refused(f"this server holds {MAX_MODELS} models already")
+            check_spec(spec, self.max_bytes)
+            self._being_made.add(model_id)
+        try:
+            return self._make(model_id, spec)
+        finally:
+            with self._changed:
+                self._being_made.discard(model_id)
+                self._changed.notify_all()
+
+    def _make(self, model_id: int, spec: ModelSpec) -> ServedModel:
+        """Without the lock: the leader may be this server, with another shard of the replica."""
+        is_leader = spec.index == 0
+        try:
+            model = ServedModel(spec, is_leader, self.in_chain, self.device)
+        except (BadInput, RuntimeError) as error:
+            raise Refused(str(error)) from error
+        model.log.on_save = partial(self._save, model_id, model)
+        model.state.on_applied = self.slowness.pay
+        model.log.may_lose = self.may_lose
+        model.log.shared = 0 if self.in_chain and spec.servers > 1 else None
+        has_exited = self.has_exited
+        if has_exited is not None:
+            model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
+        if self.on_loss is not None:
+            model.membership.on_loss = partial(self.on_loss, model_id)
+        if not is_leader and not self.in_chain:
+            follower = Follower(model, model_id, self._secret, self._tls, model.replay)
+        with self._changed:
+            if not is_leader and not self.in_chain:
+                self._following.append(follower)
+            elif is_leader and spec.servers > 1:
+                self._followers[model_id] = Followers(model)
+            self.models[model_id] = model
+        return model
+
+    def _save(self, model_id: int, model: ServedModel, number: int) -> None:
+        is_copy = self.chain is not None and not self.chain.is_head  # the head writes for all
+        if self.saver is not None and not is_copy:
+            stays = partial(self._stays, model_id, model)
+            self.saver.save(model_id, model.spec, number, model.saved_state, stays)
+
+    def _stays(self, model_id: int, model: ServedModel) -> bool:
+        """Waits until all that is applied is committed; False if this copy was removed."""
+        try:
+            if self.chain is not None:
+                self.chain.await_committed()
+        except (Elsewhere, ModelFailure):
+            return False
+        return self.chain is None or self.models.get(model_id) is model
+
+    def release(self, model_id: int) -> None:
+        """Forget a model whose workers have all departed."""
+        with self._changed:
+            model = self.models.get(model_id)
+            if model is None or self.in_chain or not self._is_done(model):
+                return
+            if any(member.channels for member in model.membership.members.values()):
+                return
+            del self.models[model_id]
+            self._released.append(model_id)
+            followers = self._followers.pop(model_id, None)
+            copies = self._copies.pop(model_id, None)
+            self._changed.notify_all()
+        if followers is not None:
+            followers.close()
+        if copies is not None:
+            copies.close()
+
+    def _is_done(self, model: ServedModel) -> bool:
+        """Not while workers that were lost may come back, even if all of them were."""
+        membership = model.membership
+        return membership.is_finished if self.takes_back else membership.is_over
+
+    def is_released(self, model_id: int) -> bool:
+        """Whether all workers of this model have departed before."""
+        with self._changed:
+            return model_id in self._released and model_id not in self.models
+
+    def serve_follower(self, model_id: int, request: Follow, connection: Connection) -> None:
+        """Send the log of a model to another server, until the model is released."""
+        followers = self._followers.get(model_id)
+        if followers is None:
+            raise Refused("this server does not lead that model")
+        followers.serve(request, connection)
+
+    def clear(self, reason: str) -> None:
+        """Give up all models; waits for them end."""
+        with self._changed:
+            models = list(self.models.values())
+            self.models.clear()
+            followers = list(self._followers.values())
+            self._followers.clear()
+            self._changed.notify_all()
+        for model in models:
+            model.fail(reason)
+        for each in followers:
+            each.close()
+
+    def follow_rows(self, model_id: int, addresses: Sequence[str]) -> None:
+        """Read the hot rows of a model from the other servers."""
+        self._copies_of(model_id).follow(addresses)
+
+    def serve_rows(self, model_id: int, request: FollowRows, connection: Connection) -> None:
+        """Send the hot rows of a model to another server, until the model is released."""
+        self._copies_of(model_id).serve(request, connection)
+
+    def _copies_of(self, model_id: int) -> RowCopies:
+        with self._changed:
+            model = self.models.get(model_id)
+            if model is None:
+                raise Refused("this server does not hold that model")
+            if model_id not in self._copies:
+                self._copies[model_id] = RowCopies(model, model_id, self._secret, self._tls)
+            return self._copies[model_id]
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Wait until every worker of every model has departed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.models, timeout_s)
+
+    def close(self, join_s: float) -> None:
+        for model in list(self.models.values()):
+            model.fail("the server was stopped", is_loss=True)
+        for followers in list(self._followers.values()):
+            followers.close()
+        for copies in list(self._copies.values()):
+            copies.close()
+        for follower in self._following:
+            follower.close()
+        for follower in self._following:
+            follower.join(join_s)
+        if self.saver is not None:
+            self.saver.close()

@@ -1,0 +1,235 @@
+"""One connection of one worker, or of a following server.
+
+A worker has one connection per channel. When a TCP connection breaks, the worker opens another
+one; the server gives up the worker if it does not. A broken Unix socket is the end of a process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.frames import FrameKind, Header, Refused, encode
+from shoal.protocol.handshake import RECONNECT_S
+from shoal.server.member.operations import EMPTY, ChainAccess, OnCommitted, Operation, Payload
+from shoal.server.messages import Channel, ErrorReply
+from shoal.server.model.membership import ActiveConnection, Member
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.tables import TableReader
+from shoal.server.process.model_host import ModelHost
+from shoal.server.rows.memory import RowBuffer
+
+T = TypeVar("T")
+
+
+class EarlyReply:
+    """An answer that the thread which hears of a commitment sends: no other has to be woken."""
+
+    def __init__(self, peer: Peer, encoded: Callable[[Any], bytes | None]):
+        """`encoded` is None where the answer is not known yet."""
+        self._peer = peer
+        self._encoded = encoded
+        self._rest: memoryview | None = None  # None: nothing was sent
+
+    def send(self, answer: Any) -> None:
+        """Without waiting: the worker may not read."""
+        meta = self._encoded(answer)
+        if meta is not None and not self._peer.host.slowness.is_slow:
+            with suppress(Closed):  # the thread that serves the worker notices it, too
+                self._rest = self._peer.connection.send_now(self._peer.ok, meta)
+
+    def finish(self) -> bool:
+        """Whether it was sent; what is left of it is sent now."""
+        if self._rest is not None and self._rest.nbytes:
+            self._peer.connection.send_rest(self._rest)
+        return self._rest is not None
+
+
+class Peer:
+    """The other end of a connection: which worker it is, and its channel in a model."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        connection: Connection,
+        channel: Channel,
+        header: Header,
+        number: int,
+    ):
+        self.host = host
+        self.connection = connection
+        self.channel: Channel = channel
+        self.worker = header.worker
+        self.incarnation = header.incarnation
+        self.model_id = header.model
+        self.model: ServedModel | None = None
+        self.member: Member | None = None
+        self.ok = Header(FrameKind.OK, self.worker, self.model_id)
+        self.has_reconnected = False
+        self.table_reader = TableReader()
+        self.row_buffer = RowBuffer()
+        self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
+
+    def joined(self) -> tuple[ServedModel, Member]:
+        if self.model is None or self.member is None:
+            raise self._not_joined()
+        if self.model.membership.members.get(self.worker) is not self.member:
+            raise Refused(f"worker {self.worker} was started again: its former process is refused")
+        return self.model, self.member
+
+    def execute(
+        self,
+        operation: Operation,
+        payload: Payload = EMPTY,
+        on_committed: OnCommitted | None = None,
+    ) -> Any:
+        """Let an operation take effect; returns its answer.
+
+        The chain of a replicated server may call `on_committed` with the answer before.
+        """
+        chain = self.host.chain
+        if chain is None or on_committed is None:
+            return self.host.execute(operation, payload)
+        return chain.execute(operation, payload, on_committed)
+
+    def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
+        """Once all that the answer may follow from is committed."""
+        if self.host.chain is not None:
+            self.host.chain.await_committed()
+        self.reply_committed(meta, *payload)
+
+    def reply_committed(self, meta: bytes = b"", *payload: memoryview) -> None:
+        """With what `execute` or `read` returned, and nothing else of the state."""
+        self.host.slowness.pay()
+        self.connection.send(self.ok, meta, *payload)
+
+    def reply_error(self, error: ErrorReply) -> None:
+        self.connection.send(Header(FrameKind.ERROR, self.worker, self.model_id), encode(error))
+
+    # ------------------------------------------------------------------ the channel of a worker
+
+    def start(self) -> None:
+        """Take the channel of a worker that has joined; a control connection may join later."""
+        chain = self.host.chain
+        if chain is not None and self.channel != "chain":
+            chain.catch_up()
+        if self.channel in ("push", "pull", "rows"):
+            self.enter(self._known_model())
+        elif self.channel == "control" and self._has_joined():
+            self.has_reconnected = True
+            self.enter(self._known_model())
+
+    def enter(self, model: ServedModel) -> None:
+        """Serve this channel from now on; an earlier connection of the worker is displaced."""
+        member = model.membership.members[self.worker]
+        with model.lock:
+            while (active := member.channels.get(self.channel)) is not None:
+                self._displace(model, member, active)
+            self.model = model
+            self.member = member
+            member.channels[self.channel] = self._active
+            if self.channel == "push":
+                member.pushes.restart_push()
+            model.lock.notify_all()
+
+    def end(self, is_broken: bool) -> None:
+        """The connection has ended; `is_broken`: the other side may connect again."""
+        if self.member is None or self.model is None:
+            return
+        is_lost = not self._returns(self.model, self.member, is_broken)
+        chain = self.host.chain
+        if is_lost and (chain is None or self._is_lost_to(chain)):
+            self.model.membership.lose(self.worker, self.incarnation)
+        self.model.membership.lose_absent()
+        self.host.release(self.model_id)
+
+    def _is_lost_to(self, chain: ChainAccess) -> bool:
+        """Whether this is the head, and none of the worker's connections is left."""
+        assert self.model is not None and self.member is not None
+        is_here = self.host.models.get(self.model_id) is self.model
+        return is_here and chain.is_head and not self.member.channels
+
+    def read(self, action: Callable[[], T]) -> T:
+        """What the state holds, with everything that was acknowledged before."""
+        chain = self.host.chain
+        return action() if chain is None else chain.read(action)
+
+    def _has_joined(self) -> bool:
+        model = self.host.models.get(self.model_id)
+        member = None if model is None else model.membership.members.get(self.worker)
+        return member is not None and member.incarnation == self.incarnation
+
+    def _known_model(self) -> ServedModel:
+        model = self.host.models.get(self.model_id)
+        if model is None or not self._has_joined():
+            chain = self.host.chain
+            if chain is not None:  # it has lost its state since the worker joined
+                raise chain.elsewhere(f"does not know worker {self.worker}")
+            raise self._not_joined()
+        return model
+
+    def _not_joined(self) -> Refused:
+        return Refused(f"worker {self.worker} has not joined this model")
+
+    def _displace(self, model: ServedModel, member: Member, active: ActiveConnection) -> None:
+        """End the connection that served this channel so far, and wait until it has ended.
+
+        Its thread may not have noticed that the worker has connected again. Several connections
+        may wait to replace it; all but the last are broken by then.
+        """
+        if active.number > self._active.number:
+            raise Closed("the worker has connected again")
+        if not self.connection.is_unix or self.host.in_chain:
+            model.membership.displaced.add(active.thread)
+            active.abort()
+            model.lock.notify_all()
+            model.lock.wait_for(
+                lambda: member.channels.get(self.channel) is not active, RECONNECT_S
+            )
+        if member.channels.get(self.channel) is active:
+            raise Refused(f"worker {self.worker} has a {self.channel} connection already")
+
+    def _returns(self, model: ServedModel, member: Member, is_broken: bool) -> bool:
+        """Give up the channel; whether the worker comes back with another connection."""
+        membership = model.membership
+        with model.lock:
+            if member.channels.get(self.channel) is self._active:
+                del member.channels[self.channel]
+            membership.displaced.discard(self._active.thread)
+            model.lock.notify_all()
+            if not is_broken or (self.connection.is_unix and not self.host.in_chain):
+                return False
+            self.connection.abort()
+
+            def is_decided() -> bool:
+                has_ended = membership.failure is not None or self.worker in membership.departed
+                return has_ended or self.channel in member.channels
+
+            model.lock.wait_for(is_decided, RECONNECT_S)
+            return self.channel in member.channels
+
+
+Handler = Callable[[Peer, Header, bytes], None]
+
+
+class Registered(NamedTuple):
+    handler: Handler
+    channel: Channel
+    has_payload: bool
+
+
+HANDLERS: dict[FrameKind, Registered] = {}
+
+
+def handles(
+    kind: FrameKind, channel: Channel, has_payload: bool = False
+) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        assert kind not in HANDLERS, f"{kind.name} has two handlers"
+        HANDLERS[kind] = Registered(handler, channel, has_payload)
+        return handler
+
+    return register

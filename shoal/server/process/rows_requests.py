@@ -1,0 +1,212 @@
+"""Rows of embedding tables. Ids and lengths are checked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.embedding.chunks import columns_with, entry_bytes
+from shoal.embedding.hashing import Ids
+from shoal.embedding.spec import TableSpec
+from shoal.protocol.connection import Connection
+from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.server.member.operations import Payload, RowsSet, TableMade
+from shoal.server.messages import (
+    FollowRows,
+    Heat,
+    HeatRequest,
+    HotRows,
+    RowBatch,
+    RowChunk,
+    ShareRows,
+)
+from shoal.server.model.membership import Member
+from shoal.server.model.push_buffer import RowPush
+from shoal.server.process.peer import Peer, handles
+from shoal.server.process.push_requests import catch_up
+from shoal.server.rows.memory import RowTarget, attach
+from shoal.server.shared_memory import bytes_of
+
+MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
+
+
+@handles(FrameKind.TABLE_MAKE, "rows")
+def make(peer: Peer, header: Header, meta: bytes) -> None:
+    peer.joined()
+    peer.execute(TableMade(peer.model_id, decode(meta, TableSpec)))
+    peer.reply()
+
+
+@handles(FrameKind.TABLE_PULL, "rows", has_payload=True)
+def pull(peer: Peer, header: Header, meta: bytes) -> None:
+    model, member = peer.joined()
+    request = decode(meta, RowBatch)
+    dim = peer.read(lambda: model.tables.table(request.table)).spec.dim
+    check_size(header, request.count, 8 if request.memory is None else 16, 8 + 4 * dim)
+    if request.copies > request.count:
+        raise Refused(f"{request.copies} copies among {request.count} rows")
+    ids, target = _read_wanted(peer, member, request, dim)
+    try:
+        pulled = peer.read(lambda: model.pull_rows(peer.worker, request, ids, target))
+    except IndexError as error:
+        raise Refused(f"places of rows in memory {request.memory}: {error}") from error
+    payload = () if target.places is not None else (bytes_of(torch.from_numpy(target.rows)),)
+    peer.reply_committed(encode(pulled), *payload)
+
+
+def _read_wanted(peer: Peer, member: Member, request: RowBatch, dim: int) -> tuple[Ids, RowTarget]:
+    """The ids of a pull, and where their rows go."""
+    count = request.count
+    if request.memory is None:
+        rows = peer.row_buffer.rows(count, dim)
+        return _read_integers(peer.connection, count), RowTarget(rows)
+    memory = member.row_memory.get(request.memory)
+    if memory is None or request.places * dim > len(memory):
+        raise Refused(f"memory {request.memory} has no room for {request.places} rows")
+    numbers = _read_integers(peer.connection, 2 * count)
+    rows = memory[: request.places * dim].reshape(request.places, dim)
+    return numbers[:count], RowTarget(rows, numbers[count:])
+
+
+def _read_integers(connection: Connection, count: int) -> Ids:
+    integers: Any = np.empty(count, np.int64)
+    connection.read_into(memoryview(integers))
+    return integers  # type: ignore[no-any-return]
+
+
+@handles(FrameKind.SHARE_ROWS, "rows")
+def share(peer: Peer, header: Header, meta: bytes) -> None:
+    """A worker passes memory for the rows that it pulls."""
+    _, member = peer.joined()
+    number = decode(meta, ShareRows).number
+    descriptor = peer.connection.take_descriptor()
+    if descriptor is None:
+        raise Refused("SHARE_ROWS arrives without memory")
+    try:
+        member.row_memory[number] = attach(descriptor)
+    finally:
+        os.close(descriptor)
+    peer.reply()
+
+
+@handles(FrameKind.TABLE_PUSH, "push", has_payload=True)
+def push(peer: Peer, header: Header, meta: bytes) -> None:
+    """No answer: the commit that follows is answered."""
+    model, member = peer.joined()
+    request = decode(meta, RowBatch)
+    dim = model.tables.table(request.table).spec.dim
+    check_size(header, request.count, 8 + 4 * dim, 0)
+    ids = read_numbers(peer.connection, request.count, torch.int64)
+    grads = read_numbers(peer.connection, request.count * dim, torch.float32).view(
+        request.count, dim
+    )
+    rows = RowPush(request.table, ids, grads, request.lr)
+    catch_up(peer, member.pushes, header.sequence)
+    model.tables.stage(member.pushes, header.sequence, rows)
+
+
+@handles(FrameKind.TABLE_GET, "rows")
+def get_chunk(peer: Peer, header: Header, meta: bytes) -> None:
+    """The chunk of a table's state behind the cursor in `argument`."""
+    model, _ = peer.joined()
+    name = decode(meta, RowBatch).table
+
+    def read() -> tuple[dict[str, Tensor] | None, int]:
+        with model.lock:
+            table = model.tables.table(name)
+            chunk_rows = max(1, MAX_ROW_BYTES // (16 * table.spec.dim))
+            return peer.table_reader.read(table, header.argument, chunk_rows), table.steps
+
+    tensors, steps = peer.read(read)
+    if tensors is None:
+        peer.reply(encode(RowChunk(name, 0, (), steps)))
+        return
+    first, *keys = tensors
+    chunk = RowChunk(name, len(tensors[first]), tuple(keys), steps)
+    peer.reply(encode(chunk), *map(bytes_of, tensors.values()))
+
+
+@handles(FrameKind.TABLE_SET, "rows", has_payload=True)
+def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
+    """Clear a table, or load a chunk of saved rows."""
+    model, _ = peer.joined()
+    request = decode(meta, RowChunk)
+    with model.lock:
+        table = model.tables.table(request.table)
+        columns = columns_with(table.spec, table.optimizer, request.keys)
+    if request.keys and not columns:
+        raise Refused(f"{request.keys} are not the columns of a chunk of {table.spec}")
+    check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
+    chunk = bytearray(header.payload_bytes)
+    peer.connection.read_into(memoryview(chunk))
+    peer.execute(RowsSet(peer.model_id, request), Payload(chunk))
+    peer.reply()
+
+
+def check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) -> None:
+    """`count` entries of that many bytes arrive, and entries of `answer_bytes` go back."""
+    is_too_long = count * max(entry_bytes, answer_bytes) > MAX_ROW_BYTES
+    if header.payload_bytes != count * entry_bytes or is_too_long:
+        raise Refused(f"{header.payload_bytes} bytes for {count} rows of {answer_bytes} bytes")
+
+
+def read_numbers(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of a payload whose size was checked."""
+    tensor = torch.empty(count, dtype=dtype)
+    connection.read_into(bytes_of(tensor))
+    return tensor
+
+
+@handles(FrameKind.TABLE_HEAT, "rows")
+def get_heat(peer: Peer, header: Header, meta: bytes) -> None:
+    """The counts of rows since the last request."""
+    model, _ = peer.joined()
+    name = decode(meta, HeatRequest).table
+    with model.lock:
+        model.tables.table(name)
+        hot = model.tables.hot[name]
+        found, total = hot.take_counts()
+        number = hot.number
+    numbers = torch.from_numpy(np.concatenate([found.ids, found.counts]))
+    peer.reply(encode(Heat(len(found.ids), total, number)), bytes_of(numbers))
+
+
+@handles(FrameKind.TABLE_HOT_GET, "rows")
+def get_hot(peer: Peer, header: Header, meta: bytes) -> None:
+    """The present set of hot rows."""
+    model, _ = peer.joined()
+    name = decode(meta, HeatRequest).table
+    with model.lock:
+        model.tables.table(name)
+        hot = model.tables.hot[name]
+        answer = HotRows(name, hot.number, len(hot.ids), hot.is_published)
+        ids = torch.from_numpy(hot.ids)
+    peer.reply(encode(answer), bytes_of(ids))
+
+
+@handles(FrameKind.TABLE_HOT_SET, "rows", has_payload=True)
+def set_hot(peer: Peer, header: Header, meta: bytes) -> None:
+    """Take a set of hot rows, or publish those of this server."""
+    model, _ = peer.joined()
+    request = decode(meta, HotRows)
+    model.tables.table(request.table)
+    if request.addresses and len(request.addresses) != model.spec.servers:
+        raise Refused(f"{len(request.addresses)} addresses of {model.spec.servers} servers")
+    check_size(header, request.count, 8, 0)
+    ids = read_numbers(peer.connection, request.count, torch.int64)
+    with model.lock:
+        model.tables.hot[request.table].choose(request.number, ids.numpy(), request.publish)
+        model.lock.notify_all()
+    if request.addresses:
+        peer.host.follow_rows(peer.model_id, request.addresses)
+    peer.reply()
+
+
+@handles(FrameKind.FOLLOW_ROWS, "follow")
+def follow_rows(peer: Peer, header: Header, meta: bytes) -> None:
+    """Another server asks for the hot rows of this one, until the model is released."""
+    peer.host.serve_rows(peer.model_id, decode(meta, FollowRows), peer.connection)

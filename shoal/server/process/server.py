@@ -1,0 +1,147 @@
+"""A server: its connections, a thread each. Every frame is checked before anything follows from it.
+
+A worker has one connection per channel, so that small messages do not wait behind bulk data or
+behind a pull that waits for other workers:
+
+    control   joining, barriers, leaving, counts
+    push      gradients and commits
+    pull      weights and state
+    rows      rows of embedding tables
+    follow    another server reads the log
+
+    Server ── accept, handshake ──> Session ── check ──> handlers ──> ServedModel
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import PLAIN, expect_answers, remove_left_socket
+from shoal.protocol.frames import Header
+from shoal.protocol.hello import Hello
+from shoal.protocol.service import JOIN_S, ConnectionService
+from shoal.runtime.config import TlsConfig
+from shoal.server.member.apply import apply
+from shoal.server.member.peer_link import SILENT_COPY_S
+from shoal.server.member.start import ChainParts, ChainSettings
+from shoal.server.model.served_model import ServedModel
+from shoal.server.process.model_host import ModelHost
+from shoal.server.process.peer import Peer
+from shoal.server.process.session import Session
+
+
+class Server(ConnectionService):
+    """Listens at one address, or at a second one for workers on other hosts."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        max_bytes: int | None = None,
+        has_exited: Callable[[int], bool] | None = None,
+        remote_address: str = "",
+        tls: TlsConfig = PLAIN,
+        chain: ChainSettings | None = None,
+    ):
+        """`has_exited(rank)` tells whether a worker that has not joined never will.
+
+        With `chain` this server holds one copy of its shard.
+        """
+        if chain is not None:
+            remove_left_socket(address)
+        super().__init__(secret, [address, *filter(None, [remote_address])], tls)
+        self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
+        self.host.execute = partial(apply, self.host)
+        self.address = self.listeners[0].address
+        self.remote_address = self.listeners[1].address if remote_address else ""
+        self._counts: Counter[str] = Counter()  # of connections that have ended
+        self._of_chain: set[Connection] = set()
+        self.chain: ChainParts | None = None
+        if chain is not None:
+            listens = (self.address, self.remote_address)
+            self.chain = ChainParts(chain, self.host, secret, self._end_workers, listens, tls)
+        self.start()
+        if self.chain is not None:
+            self.chain.start()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def models(self) -> dict[int, ServedModel]:
+        return self.host.models
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Wait until every worker of every model has departed."""
+        return self.host.wait_idle(timeout_s)
+
+    def close(self) -> None:
+        self.stop_listening()
+        if self.chain is not None:  # workers go on with another copy, and hear no error
+            with self.lock:
+                connections = list(self.connections)
+            for connection in connections:
+                connection.abort()
+            self.chain.close(JOIN_S)
+        self.host.close(JOIN_S)
+        self.end_connections()
+
+    def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
+        with self.lock:
+            self.connections.add(connection)
+            if hello.channel == "chain":
+                self._of_chain.add(connection)
+                expect_answers(connection.sock, SILENT_COPY_S)
+            if self.closed.is_set():
+                return
+        Session(Peer(self.host, connection, hello.channel, header, number)).run()
+
+    def forget(self, connection: Connection) -> None:
+        super().forget(connection)
+        if connection in self._of_chain:
+            self._of_chain.discard(connection)
+        else:
+            self._counts.update(_counts_of(connection))
+
+    def _end_workers(self) -> None:
+        """End the connections of workers and other shards; copies go on."""
+        with self.lock:
+            connections = list(self.connections - self._of_chain)
+        for connection in connections:
+            connection.abort()
+
+    def report(self) -> dict[str, Any]:
+        """Counts of the whole server, without what copies exchange."""
+        with self.lock:
+            counts = Counter(self._counts)
+            served = self.connections - self._of_chain
+            for connection in (*served, *self.host.connections):
+                counts.update(_counts_of(connection))
+            names = ("requests", "received_bytes", "sent_bytes")
+            report: dict[str, Any] = {name: counts[name] for name in names}
+            return report | {"refused": dict(self.refused), "cpu_s": time.process_time()}
+
+
+def _counts_of(connection: Connection) -> dict[str, int]:
+    return {
+        "requests": connection.requests,
+        "received_bytes": connection.received_bytes,
+        "sent_bytes": connection.sent_bytes,
+    }
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return sys.maxsize

@@ -1,1 +1,0 @@
-"""What travels between workers and servers: frames, messages, handshake."""

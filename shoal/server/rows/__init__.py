@@ -1,0 +1,1 @@
+"""Rows of embedding tables, from the worker's side and between servers."""

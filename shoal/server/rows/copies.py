@@ -1,0 +1,160 @@
+"""Hot rows on their way from the server that owns them to all others.
+
+reader ── FOLLOW_ROWS index ──────────────────────> owner
+owner  ── COPIED_ROWS table, number, version, … ──> reader    what has changed since the last
+
+An owner sends after every update, and several updates at once to a reader that is slow. A reader
+that has version v of an owner has all its hot rows as of v. Where a connection breaks, copies of
+that owner are not used until the next set of hot rows is chosen.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from shoal.errors import ShoalError
+from shoal.protocol.connection import Closed, Connection
+from shoal.protocol.endpoint import PLAIN
+from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.protocol.handshake import dial
+from shoal.runtime.config import TlsConfig
+from shoal.server.messages import CopiedRows, FollowRows
+from shoal.server.model.hot_table import NO_VERSION, RowChanges
+from shoal.server.model.served_model import ServedModel
+from shoal.server.shared_memory import bytes_of
+
+_CONNECT_S = 5.0
+_MAX_META_BYTES = 8192
+_JOIN_S = 5.0
+Sent = dict[str, tuple[int, int]]  # by table: the set, and the version
+
+
+class RowCopies:
+    """The copies of one model on one server: what it sends, and what it reads."""
+
+    def __init__(self, model: ServedModel, model_id: int, secret: bytes, tls: TlsConfig = PLAIN):
+        self._model = model
+        self._model_id = model_id
+        self._secret = secret
+        self._tls = tls
+        self._readers: dict[int, _RowReader] = {}
+        self._making = threading.Lock()
+        self._closed = False
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Read the hot rows of all other servers."""
+        with self._making:
+            for index, address in enumerate(addresses):
+                reader = self._readers.get(index)
+                is_here = index == self._model.spec.index
+                if is_here or self._closed or (reader is not None and reader.is_reading):
+                    continue
+                with suppress(OSError, ShoalError):  # its rows are not copied until the next set
+                    self._readers[index] = self._read(index, address)
+
+    def _read(self, owner: int, address: str) -> _RowReader:
+        index = self._model.spec.index
+        header = Header(FrameKind.HELLO, index, self._model_id, secrets.randbits(63))
+        connection = dial(address, self._secret, "follow", header, self._tls, _CONNECT_S)
+        try:
+            request = header._replace(kind=FrameKind.FOLLOW_ROWS)
+            connection.send(request, encode(FollowRows(index)))
+            connection.sock.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return _RowReader(self._model, owner, connection)
+
+    def serve(self, request: FollowRows, connection: Connection) -> None:
+        """Send the hot rows of this server until the model is released."""
+        spec = self._model.spec
+        if request.index >= spec.servers or request.index == spec.index:
+            raise Refused(f"server {request.index} is not expected here")
+        sent: Sent = {}
+        while True:
+            with self._model.lock:
+                self._model.lock.wait_for(lambda: self._closed or bool(self._news(sent)))
+                if self._closed:
+                    return
+                changes = self._take(sent)
+            for name, each in changes.items():
+                meta = encode(CopiedRows(name, each.number, each.version, len(each.ids)))
+                rows = bytes_of(each.ids), bytes_of(each.rows)
+                connection.send(Header(FrameKind.COPIED_ROWS), meta, *rows)
+
+    def _news(self, sent: Sent) -> list[str]:
+        version = self._model.version
+        return [
+            name
+            for name, hot in self._model.tables.hot.items()
+            if hot.is_published and sent.get(name) != (hot.number, version)
+        ]
+
+    def _take(self, sent: Sent) -> dict[str, RowChanges]:
+        taken = {}
+        for name in self._news(sent):
+            before = sent.get(name, (0, NO_VERSION))
+            taken[name] = self._model.tables.hot[name].changes(before, self._model.version)
+            sent[name] = (taken[name].number, taken[name].version)
+        return taken
+
+    def close(self) -> None:
+        with self._model.lock:
+            self._closed = True
+            self._model.lock.notify_all()
+        for reader in list(self._readers.values()):
+            reader.close()
+
+
+class _RowReader:
+    """A thread that installs the hot rows of one owner while the connection lasts."""
+
+    def __init__(self, model: ServedModel, owner: int, connection: Connection):
+        self._model = model
+        self._owner = owner
+        self._connection = connection
+        self.is_reading = True
+        name = f"shoal-copies-{owner}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._install()
+        except (Closed, ShoalError, OSError):
+            pass  # the owner is asked for its rows
+        finally:
+            with self._model.lock:
+                self.is_reading = False
+                for hot in self._model.tables.hot.values():
+                    hot.lose(self._owner)
+                self._model.lock.notify_all()
+            self._connection.close()
+
+    def _install(self) -> None:
+        header, meta = self._connection.receive(_MAX_META_BYTES)
+        if header.kind is not FrameKind.COPIED_ROWS:
+            raise Refused(f"expected COPIED_ROWS, got {header.kind.name}")
+        copied = decode(meta, CopiedRows)
+        spec = self._model.tables.table(copied.table).spec
+        if header.payload_bytes != copied.count * (8 + 4 * spec.dim):
+            raise Refused(f"{header.payload_bytes} bytes for {copied.count} rows")
+        ids = torch.empty(copied.count, dtype=torch.int64)
+        rows = torch.empty(copied.count, spec.dim)
+        self._connection.read_into(bytes_of(ids))
+        self._connection.read_into(bytes_of(rows))
+        with self._model.lock:
+            hot = self._model.tables.hot[copied.table]
+            hot.install(self._owner, RowChanges(copied.number, copied.version, ids, rows))
+            self._model.lock.notify_all()
+
+    def close(self) -> None:
+        self._connection.abort()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)

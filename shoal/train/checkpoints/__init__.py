@@ -1,0 +1,1 @@
+"""Checkpoints of a job, of servers, and of what is averaged."""

@@ -1,0 +1,282 @@
+"""The checkpoints of a job: those that the script asks for, and those that it makes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import BadInput
+from shoal.runtime.checkpoint_folders import (
+    complete_versions,
+    read_manifest_bytes,
+    require_unused,
+    versions_in,
+)
+from shoal.runtime.preemption import EXIT_STATUS
+from shoal.runtime.wording import counted
+from shoal.train.agreement import Agreement, JobMeetings
+from shoal.train.checkpoints import files
+from shoal.train.job_state import JobState
+from shoal.train.own_loop.loop import OwnLoop
+from shoal.train.step.step import Step
+
+if TYPE_CHECKING:
+    from shoal.train.checkpoints.state import FittingState
+
+FindCheckpoint = Callable[[], files.Checkpoint | None]
+
+
+class JobCheckpoints:
+    """All ranks call its methods in the same order, but for `save_part` and `check`."""
+
+    def __init__(
+        self,
+        state: JobState,
+        loop: OwnLoop,
+        meetings: JobMeetings,
+        agreement: Agreement,
+        is_first: Callable[[], bool],
+    ):
+        """`is_first` is true on the rank that writes."""
+        self.dry = False  # a trial run: nothing is saved
+        self.is_preempted = False
+        self._state = state
+        self._loop = loop
+        self._meetings = meetings
+        self._agreement = agreement
+        self._is_first = is_first
+        self._mesh = state.context.mesh
+        self._say = state.context.say
+        self._config = state.context.services.config
+        self._saved_itself = 0  # after so many steps
+        self._loaded = 0  # checkpoints
+        self._has_continued = False
+        self._saved: tuple[Path, dict[str, Any]] | None = None  # where the script saved last
+
+    # ------------------------------------------------------------------ asked for by the script
+
+    def save(self, path: Path, about: dict[str, Any]) -> None:
+        """See `Job.save`."""
+        if self.dry:
+            return
+
+        def write() -> None:
+            self._agreement.run(lambda: (None, self._write(path, about)))
+
+        self._meetings.hold(write)
+        self._saved = (path, about)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """See `Job.load`."""
+        if not self._state.models:
+            raise BadInput("job.load comes after job.step: there is no model yet to load into")
+        before = self._loaded
+        document = self._meetings.hold(lambda: self._load(path))
+        if self._loaded == before:  # the others have loaded it, before this worker came back
+            self._skip(document)
+        about = document["about"]
+        return about if isinstance(about, dict) else {}
+
+    def _skip(self, document: dict[str, Any]) -> None:
+        """Go on from the checkpoint that the others have loaded."""
+        self._state.stream.resume(document["batches"], document["position"], document["steps"])
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """What a worker that comes back has to know of the checkpoint."""
+        saved, states = self._agreement.load(path, lambda: self._read(path))
+        return self._install(saved, states, path)
+
+    def _install(
+        self, saved: files.Checkpoint, states: list[FittingState], path: Path
+    ) -> dict[str, Any]:
+        from shoal.train.checkpoints.optimizer_state import copy_into
+        from shoal.train.checkpoints.state import fit_others, fit_positions
+
+        averages = self._state.fit_averages(saved, path)
+        others = [(prepared.model, prepared.shard) for prepared in self._loop.untrained]
+        untrained = fit_others(others, "untrained", saved, path)
+        positions = fit_positions(saved, path)
+        for state in states:
+            state.load()
+        for ema, tensors in zip(self._state.emas, averages, strict=False):
+            ema.load(tensors)
+        for prepared, tensors in zip(self._loop.untrained, untrained, strict=False):
+            copy_into(prepared.model, tensors)
+        if names := [name for state in states for name in state.bare]:
+            self._say(
+                f"the checkpoint has no optimizer state of {len(names)} parameters, such as "
+                f"{names[0]}: the optimizer starts there as in step 0"
+            )
+        self._loop.take_settings()
+        document = saved.document
+        self._state.go_on_after(document["steps"], document["batches"], positions)
+        if self._meetings.takes_returns:
+            self._agreement.run(lambda: (None, ""))  # none trains before the last one has loaded
+        self._loaded += 1
+        keys = ("about", "position", "batches", "steps")
+        return {key: document.get(key, {}) for key in keys}
+
+    def _read(self, path: Path) -> tuple[tuple[files.Checkpoint, list[FittingState]], str]:
+        """A checkpoint that fits, and its digest; nothing is changed."""
+        from shoal.train.checkpoints.state import fit
+
+        saved = None
+        if versions_in(path):  # of servers
+            saved = _read_servers(path, self._say)
+        if saved is None:
+            saved = files.read(path)
+        return (saved, fit(self._state.models, saved, path)), saved.digest
+
+    def _write(self, path: Path, about: dict[str, Any]) -> str:
+        """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
+        self._loop.give_settings()
+        averages = [ema.gather(self._is_of_lowest) for ema in self._state.emas]
+        with ExitStack() as stack:
+            for step in self._state.models:
+                stack.enter_context(step.sync.full_weights(optimizer=True))
+            states = [step.sync.state() for step in self._state.models]
+            if not self._is_of_lowest:  # asked again: another replica may be lost by now
+                return ""
+            saved = self._state.snapshot(self._state.description(about), averages, states)
+            self._gather_untrained(saved)
+            if self._is_first():
+                files.write(path, saved)
+            return saved.digest
+
+    def _gather_untrained(self, saved: files.Checkpoint) -> None:
+        """Add models that no optimizer updates, such as target networks, to what is saved.
+
+        All workers of the replica that saves call it.
+        """
+        from shoal.train.checkpoints.optimizer_state import model_tensors
+
+        ties = []
+        for i, prepared in enumerate(self._loop.untrained):
+            tensors, tied = model_tensors(prepared.model)
+            whole = prepared.shard.gather_full(tensors)
+            saved.model |= {f"untrained{i}:{name}": tensor for name, tensor in whole.items()}
+            ties.append(tied)
+        saved.document["untrained"] = ties
+
+    @property
+    def _is_of_lowest(self) -> bool:
+        """Whether this rank belongs to the lowest surviving replica."""
+        return self._mesh.dp.rank == self._state.lowest_replica
+
+    # ------------------------------------------------------------------ by itself
+
+    @property
+    def _own_folder(self) -> Path | None:
+        """SHOAL_CHECKPOINT: a script that is started again continues without a line for it.
+
+        None where nothing is saved: it was not asked for, or this is a trial run.
+        """
+        return self._config.checkpoint.folder if self._state.models and not self.dry else None
+
+    def continue_latest(self) -> None:
+        """Before the first batch: go on from the latest checkpoint, if asked to."""
+        asked = self._config.server_checkpoint
+        own = self._own_folder
+        if self._has_continued or not self._state.models:
+            return
+        self._has_continued = True
+        if own is not None:
+            self._resume(own, lambda: None if read_manifest_bytes(own) is None else files.read(own))
+        self._saved_itself = self._state.steps
+        if asked.folder is None:
+            return
+        saves = self._state.models[-1].sync.saves
+        if not asked.resume:
+            if saves is not None:
+                versions = complete_versions(asked.folder)
+                require_unused([v for v in versions if v.model != saves.model], asked.folder)
+            return
+        folder = asked.folder
+        self._resume(folder, lambda: _read_servers(folder, self._say))
+
+    def _resume(self, folder: Path, find: FindCheckpoint) -> None:
+        before = self._loaded
+        document = self._meetings.hold(lambda: self._load_latest(folder, find))
+        if document and self._loaded == before:
+            self._skip(document)
+
+    def _load_latest(self, folder: Path, find: FindCheckpoint) -> dict[str, Any]:
+        def read() -> tuple[files.Checkpoint | None, str]:
+            saved = find()
+            return saved, "none" if saved is None else saved.digest
+
+        saved = self._agreement.load(folder, read)
+        if saved is None or saved.document["steps"] <= self._state.steps:
+            there = "no" if saved is None else "no later"
+            begin = f"training begins with step {self._state.steps + 1}"
+            self._say(f"{there} checkpoint is in {folder}: {begin}")
+            return {}
+        from shoal.train.checkpoints.state import fit
+
+        document = self._install(saved, fit(self._state.models, saved, folder), folder)
+        self._say(f"resuming from {folder} after {counted(self._state.steps, 'step')}")
+        return document
+
+    def must_stop(self, steps: int) -> bool:
+        """After SIGTERM: save where the script has saved before, or let it go on to its end."""
+        every = self._config.checkpoint.every
+        if steps // every > self._saved_itself // every:
+            self._save_itself()
+        preemption = self._state.context.services.preemption
+        if preemption is None:
+            return False
+        term = self._state.context.strategy.sync_for(self._mesh.dp.size)
+        period = 1 if term.lockstep else term.meets_every
+        if not preemption.stops_after(steps, self._is_first(), period):
+            return False
+        self.is_preempted = True
+        if self._own_folder is not None:
+            self._save_itself()
+            self._say(f"preempted: stopped after step {steps}; saved in {self._own_folder}")
+            raise SystemExit(EXIT_STATUS)
+        if self._saved is None:
+            self._say(f"SIGTERM: stopped after step {self._state.steps}; nothing was saved before")
+            return True
+        path, about = self._saved
+        self.save(path, about)
+        self._say(f"SIGTERM: stopped after step {self._state.steps}; saved in {path}")
+        raise SystemExit(EXIT_STATUS)
+
+    def _save_itself(self) -> None:
+        folder = self._own_folder
+        if folder is not None and self._saved_itself != self._state.steps:
+            last = self._saved
+            self.save(folder, {})
+            self._saved = last
+            self._saved_itself = self._state.steps
+
+    def check(self, step: Step) -> None:
+        """Periodic checkpoints of servers hold one model, which the servers train."""
+        folder = self._config.server_checkpoint.folder
+        if folder is None or self.dry:
+            return
+        if step.sync.saves is None:
+            raise BadInput(f"--server-checkpoint is for ps, and this run trains by {step.term}")
+        if self._state.models or self._state.emas:
+            raise BadInput(
+                "--server-checkpoint is for scripts that train one model with one optimizer and "
+                "no averages: use job.save"
+            )
+
+    def save_part(self, step: Step) -> None:
+        """Add the part of the workers to a checkpoint that the servers write by themselves."""
+        saves = step.sync.saves
+        number = None if saves is None else saves.take_accepted()
+        if saves is not None and number is not None:
+            document = {**self._state.description({}), "averages": []}
+            from shoal.train.checkpoints.servers import worker_part  # servers: only where there are
+
+            saves.write(number, lambda: worker_part(step, document))
+
+
+def _read_servers(folder: Path, say: Callable[[str], None]) -> files.Checkpoint | None:
+    from shoal.train.checkpoints.servers import read_servers  # only where there is such a folder
+
+    return read_servers(folder, say)

@@ -1,0 +1,287 @@
+"""The state of an optimizer as tensors by name, and back.
+
+A tensor is stored as "parameter/key"; what is no tensor goes into JSON, with a list of all keys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import CheckpointError
+from shoal.replica.split.state_dicts import state_of
+from shoal.runtime.checkpoint_folders import damaged
+from shoal.server.model.expected_state import Form, Forms, expected_state, misfit
+
+
+def model_tensors(
+    model: nn.Module, without: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """CPU copies of the model's tensors on this rank, and the names that are tied to another."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+    for name, value in state_of(model).items():
+        if not isinstance(value, Tensor) or value.device.type == "meta":
+            continue  # another worker holds it
+        key = (value.data_ptr(), value.shape, value.stride())
+        if value.numel() and key in seen:
+            tied[name] = seen[key]
+            continue
+        seen[key] = name
+        if name not in without:
+            tensors[name] = on_cpu(value)
+    return tensors, tied
+
+
+def fit_model(
+    model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: Path
+) -> dict[str, Tensor]:
+    """A tensor for each one of the model, tied ones included; those of another model are an error.
+
+    Changes nothing.
+    """
+    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
+        raise damaged(where, "'tied' is not a table")
+    if twice := sorted(set(tied) & set(tensors)):
+        raise damaged(where, f"{twice[0]!r} is there twice")
+    complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
+    targets = {n: t for n, t in state_of(model).items() if isinstance(t, Tensor)}
+    for name, tensor in targets.items():
+        if name not in complete:
+            raise _another_model(where, f"it has no tensor {name!r}")
+        _check_tensor(name, complete[name], tensor, where)
+    extra = sorted(set(complete) - set(targets))
+    if extra:
+        raise _another_model(where, f"this one has no tensor {extra[0]!r}")
+    return complete
+
+
+def copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy what `fit_model` returned into the model."""
+    with torch.no_grad():
+        for name, tensor in state_of(model).items():
+            if isinstance(tensor, Tensor) and not _is_elsewhere(tensor):
+                tensor.copy_(tensors[name])
+
+
+def _check_tensor(name: str, saved: Tensor, tensor: Tensor, where: Path) -> None:
+    if saved.shape != tensor.shape:
+        shapes = f"{tuple(saved.shape)} there and {tuple(tensor.shape)} here"
+        raise _another_model(where, f"{name} is {shapes}")
+    if saved.dtype != tensor.dtype:
+        raise _another_model(where, f"{name} is {saved.dtype} there and {tensor.dtype} here")
+
+
+def _another_model(where: Path, sentence: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint at {where} is of another model: {sentence}")
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Whether another rank holds it: here it has a shape and no memory."""
+    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+State = dict[str, dict[str, Any]]  # by the name of a parameter, then by key
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state by parameter name: tensors, and a JSON-able rest."""
+    names = {id(p): name for name, p in named}
+    tensors: dict[str, Tensor] = {}
+    values: State = {}
+    for p, state in optimizer.state.items():
+        name = names[id(p)]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = on_cpu(value)
+            else:
+                values.setdefault(name, {})[key] = value
+    keys = {names[id(p)]: sorted(state) for p, state in optimizer.state.items() if state}
+    groups = [
+        {
+            "params": [names[id(p)] for p in group["params"]],
+            **{k: v for k, v in group.items() if k not in ("params", "param_names") and _plain(v)},
+        }
+        for group in optimizer.param_groups
+    ]
+    kind = type(optimizer).__name__
+    return tensors, {"class": kind, "groups": groups, "values": values, "keys": keys}
+
+
+def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rest of `optimizer_tensors` of all shards, as that of the complete model.
+
+    Groups with the same settings become one.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        for group in shard["groups"]:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            joined = groups.setdefault(json.dumps(settings), {"params": [], **settings})
+            joined["params"] += [n for n in group["params"] if n not in joined["params"]]
+    by_parameter = {
+        part: {name: value for shard in shards for name, value in shard[part].items()}
+        for part in ("values", "keys")
+    }
+    return {"class": shards[0]["class"], "groups": list(groups.values()), **by_parameter}
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What a checkpoint has of an optimizer.
+
+    `names` are those of the whole model. `lists_keys` is False for checkpoints of the first
+    format, which do not say which state there has to be.
+    """
+
+    tensors: dict[str, Tensor]
+    rest: Any
+    names: Collection[str]
+    where: Path
+    lists_keys: bool = True
+
+    def fit(
+        self, optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """A `state_dict` for an optimizer of the same class over the same parameters.
+
+        Also the names of parameters that have no state and will need one. Changes nothing; what
+        does not fit is an error.
+        """
+        if not isinstance(self.rest, dict) or self.rest.get("class") != type(optimizer).__name__:
+            saved = self.rest.get("class") if isinstance(self.rest, dict) else "nothing"
+            raise CheckpointError(
+                f"the checkpoint at {self.where} has the state of {saved}, and the script now "
+                f"trains with {type(optimizer).__name__}"
+            )
+        names = {id(p): name for name, p in named}
+        document = optimizer.state_dict()
+        self._restore_groups(document, optimizer, names)
+        settings = [
+            {**group, **{k: v for k, v in packed.items() if k != "params"}}
+            for group, packed in zip(optimizer.param_groups, document["param_groups"], strict=True)
+        ]
+        expected = expected_state(optimizer, settings)
+        state = self._state_by_name()
+        document["state"] = {}
+        bare = []
+        for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
+            for index, p in zip(packed["params"], group["params"], strict=True):
+                name = names[id(p)]
+                forms = None if expected is None else expected.get(p, {})
+                if name in state:
+                    self._check(name, state[name], p, forms)
+                    document["state"][index] = state[name]
+                elif forms and p.requires_grad:
+                    bare.append(name)
+        return document, bare
+
+    def _restore_groups(
+        self, document: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
+    ) -> None:
+        """Numbers (lr, betas, …) of the groups of `document`, a copy, become the saved ones."""
+        saved = self.rest.get("groups")
+        if not isinstance(saved, list):
+            raise damaged(self.where, "its parameter groups")
+        for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
+            group_names = [names[id(p)] for p in group["params"]]
+            if group_names:
+                restore_numbers(packed, self._group_of(group_names, saved), self.where)
+
+    def _group_of(self, names: list[str], saved: list[Any]) -> dict[str, Any]:
+        """The saved group that holds these parameters; it may also hold those of other ranks."""
+        for group in saved:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                raise damaged(self.where, "its parameter groups")
+            if set(names) <= {name for name in group["params"] if isinstance(name, str)}:
+                return group
+        raise CheckpointError(
+            f"the checkpoint at {self.where} has other parameter groups than the script: none "
+            f"holds {names[0]} and the {len(names) - 1} others of its group"
+        )
+
+    def _state_by_name(self) -> State:
+        values = self.rest.get("values")
+        if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
+            raise damaged(self.where, "optimizer values")
+        state: State = {name: dict(value) for name, value in values.items() if value}
+        for full, tensor in self.tensors.items():
+            name, _, key = full.rpartition("/")
+            if key in state.get(name, {}):
+                raise damaged(self.where, f"{full} is there twice")
+            state.setdefault(name, {})[key] = tensor
+        if strange := sorted(set(state) - set(self.names)):
+            raise damaged(self.where, f"optimizer state of {strange[0]!r}, which the model has not")
+        self._check_keys(state)
+        return state
+
+    def _check_keys(self, state: State) -> None:
+        """The state is what the manifest lists: nothing was lost on the way."""
+        keys = self.rest.get("keys")
+        if keys is None and not self.lists_keys:
+            return
+        found = {name: sorted(values) for name, values in state.items()}
+        if keys != found:
+            raise damaged(self.where, "its optimizer state is not what its manifest lists")
+
+    def _check(self, name: str, state: dict[str, Any], p: Tensor, forms: Forms | None) -> None:
+        missing = sorted(set(forms or {}) - set(state))
+        if missing:
+            raise damaged(
+                self.where, f"it has no {missing[0]} of {name}, which the optimizer needs"
+            )
+        for key, value in state.items():
+            is_count = key == "step" and _is_number(value, float)
+            if isinstance(value, Tensor):
+                problem = misfit(key, Form.of(value), p, forms)
+            elif forms is not None and key in forms and not is_count:
+                problem = f"{key} is no tensor"
+            else:
+                problem = None
+            if problem:
+                raise damaged(self.where, f"optimizer state of {name}: {problem}")
+
+
+def restore_numbers(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
+    """Restore numbers (lr, betas, weight_decay, …); flags stay as the script has them."""
+    for key, now in group.items():
+        if key == "params" or key not in saved or not _is_number(now, tuple):
+            continue
+        value = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]
+        if not _is_number(value, type(now)) or _length(value) != _length(now):
+            raise damaged(where, f"{key}={saved[key]!r}")
+        group[key] = value
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_number(value: Any, tuples: type) -> bool:
+    """Whether it is a number; or a tuple of numbers, if `tuples` is `tuple`."""
+    if isinstance(value, tuple) and tuples is tuple:
+        return all(_is_number(item, float) for item in value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) < 1e300 or value in (math.inf, -math.inf)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, tuple) else 0

@@ -1,0 +1,230 @@
+"""Checkpoints that servers have written by themselves, as those of `job.save`.
+
+servers   weights, optimizer state, residuals, rows  ─┐
+worker    names, buffers, position in the data       ─┴─▶ Checkpoint, which any strategy loads
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.errors import CheckpointError
+from shoal.replica.split.state_dicts import state_of
+from shoal.runtime.checkpoint_folders import (
+    WORKER_FILE,
+    ServerVersion,
+    complete_versions,
+    damaged,
+)
+from shoal.server.messages import Name, ParameterSlice, Shape
+from shoal.server.model.compression import PushCompression
+from shoal.server.model.shard import DTYPES
+from shoal.server.process.shard_file import SavedShard, read_shard, read_tensors_of
+from shoal.sync.ps.push import PREFIX
+from shoal.train.checkpoints.files import Checkpoint, is_count
+from shoal.train.checkpoints.optimizer_state import model_tensors, optimizer_tensors
+from shoal.train.step.step import Step
+
+
+class WorkerDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is no tensor in the part of the workers; `document` is that of a `Checkpoint`."""
+
+    parameters: tuple[tuple[Name, Shape], ...]  # of the model, in the order of the flat buffer
+    names: tuple[Name, ...]  # of the model's tensors, in the order of its state_dict
+    document: dict[str, Any]
+
+
+def worker_part(step: Step, document: dict[str, Any]) -> tuple[dict[str, Tensor], WorkerDocument]:
+    """Copies of what the servers do not hold: buffers and frozen parameters."""
+    parameters = tuple((name, tuple(p.shape)) for name, p in step.flat.named)
+    tensors, tied = model_tensors(step.model, {name for name, _ in parameters})
+    state = state_of(step.model)
+    names = tuple(n for n, value in state.items() if isinstance(value, Tensor) and n not in tied)
+    _, rest = optimizer_tensors(step.update.optimizer, step.flat.named)
+    model = {
+        "tables": {e.spec.name: e.updates for e in step.embeddings},
+        "tied": tied,
+        "optimizer": rest,
+        "steps": step.steps,
+        "scaler": None,
+    }
+    return tensors, WorkerDocument(parameters, names, {**document, "models": [model]})
+
+
+def read_servers(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The latest one that is complete and not damaged; None if there is none yet."""
+    first: CheckpointError | None = None
+    for version in complete_versions(folder):
+        try:
+            saved = _assemble(version)
+        except CheckpointError as error:
+            first = first or error
+            continue
+        if first is not None:
+            say(f"{first}; the one before it is used")
+        return saved
+    if first is not None:
+        raise first
+    return None
+
+
+def _assemble(version: ServerVersion) -> Checkpoint:
+    shards = [read_shard(file) for file in version.shard_files() or ()]
+    buffers, described, digest = read_tensors_of(version.path / WORKER_FILE, WorkerDocument)
+    joined = _Joined(version, shards, described)
+    joined.check()
+    weights = joined.parameters()
+    model = {f"0:{n}": weights[n] if n in weights else buffers[n] for n in joined.names(buffers)}
+    state, rest = joined.optimizer()
+    document = described.document
+    of_model = document["models"][0]
+    of_model["optimizer"] = rest
+    rows, of_model["tables"] = joined.rows(of_model["tables"])
+    optimizer = {f"0:{name}": t for name, t in state.items()}
+    optimizer |= joined.residuals()
+    saved = Checkpoint(model | rows, optimizer, document)
+    parts = b"".join([digest, *(shard.digest for shard in shards)])
+    saved.digest = hashlib.sha256(parts).hexdigest()
+    return saved
+
+
+class _Joined:
+    """The files of one checkpoint."""
+
+    def __init__(self, version: ServerVersion, shards: list[SavedShard], described: WorkerDocument):
+        self._where = version.path
+        self._shards = shards
+        self._described = described
+        self._shapes = [shape for _, shape in described.parameters]
+
+    def check(self) -> None:
+        """All files are of one model and step, and have all of its parameters."""
+        documents = [shard.document for shard in self._shards]
+        if len({(d.number, d.spec.size, d.ledger.version) for d in documents}) != 1:
+            raise damaged(self._where, "its servers were saved after different steps")
+        if [d.spec.index for d in documents] != list(range(len(documents))):
+            raise damaged(self._where, "its servers are not in order")
+        if any(d.spec.parameters != len(self._shapes) for d in documents):
+            raise damaged(self._where, "its servers and its worker have different models")
+        filled = [0] * len(self._shapes)
+        for shard in self._shards:
+            for held in shard.document.spec.slices:
+                self._check_slice(held)
+                filled[held.parameter] += math.prod(held.shape)
+        if filled != [math.prod(shape) for shape in self._shapes]:
+            raise damaged(self._where, "its servers do not have all parameters")
+        self._check_document(self._described.document)
+
+    def _check_slice(self, held: ParameterSlice) -> None:
+        shape = self._shapes[held.parameter]
+        if held.shape == shape:
+            return
+        rows = held.first_row + (held.shape[0] if held.shape else 0)
+        if not shape or held.shape[1:] != shape[1:] or rows > shape[0]:
+            raise damaged(self._where, "a slice does not fit its parameter")
+
+    def _check_document(self, document: dict[str, Any]) -> None:
+        models: Any = document.get("models")
+        is_one = isinstance(models, list) and len(models) == 1 and isinstance(models[0], dict)
+        if not is_one or not all(is_count(document.get(key)) for key in ("steps", "batches")):
+            raise damaged(self._where, "its position")
+        optimizer = models[0].get("optimizer")
+        tables = models[0].get("tables")
+        if not isinstance(optimizer, dict) or not isinstance(tables, dict):
+            raise damaged(self._where, "its optimizer")
+
+    def names(self, buffers: dict[str, Tensor]) -> tuple[str, ...]:
+        known = {name for name, _ in self._described.parameters} | set(buffers)
+        if set(self._described.names) != known:
+            raise damaged(self._where, "its tensors are not those that it describes")
+        return self._described.names
+
+    def parameters(self) -> dict[str, Tensor]:
+        dtype = DTYPES[self._shards[0].document.spec.dtype]
+        found = [torch.empty(shape, dtype=dtype) for shape in self._shapes]
+        for shard in self._shards:
+            spec = shard.document.spec
+            for held in spec.slices:
+                start = held.start - spec.start
+                values = shard.weights[start : start + math.prod(held.shape)].view(held.shape)
+                _rows(found[held.parameter], held).copy_(values)
+        return {name: t for (name, _), t in zip(self._described.parameters, found, strict=True)}
+
+    def optimizer(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As `optimizer_tensors` gives it."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for shard in self._shards:
+            slices = shard.document.spec.slices
+            state = shard.document.optimizer
+            for described, tensor in zip(state.tensors, shard.optimizer, strict=True):
+                self._put(tensors, described.key, tensor, slices[described.slice])
+            for index, key, number in state.numbers:
+                name, _ = self._described.parameters[slices[index].parameter]
+                values.setdefault(name, {})[key] = number
+        keys: dict[str, set[str]] = {name: set(entries) for name, entries in values.items()}
+        for full in tensors:
+            name, _, key = full.rpartition("/")
+            keys.setdefault(name, set()).add(key)
+        rest = self._described.document["models"][0]["optimizer"]
+        found = {name: sorted(of_name) for name, of_name in keys.items()}
+        return tensors, {**rest, "values": values, "keys": found}
+
+    def _put(
+        self, tensors: dict[str, Tensor], key: str, tensor: Tensor, held: ParameterSlice
+    ) -> None:
+        name, shape = self._described.parameters[held.parameter]
+        full = f"{name}/{key}"
+        if held.shape == shape or tuple(tensor.shape) != held.shape:
+            tensors[full] = tensor
+            return
+        if full not in tensors:
+            tensors[full] = torch.zeros(shape, dtype=tensor.dtype)
+        _rows(tensors[full], held).copy_(tensor)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What compression has not sent yet, of workers that were live, as `snapshot` names it."""
+        residuals: dict[str, Tensor] = {}
+        bases: dict[str, Tensor] = {}
+        for worker in set.intersection(*(set(shard.residuals) for shard in self._shards)):
+            key = f"{PREFIX}worker/{worker}"
+            for index, shard in enumerate(self._shards):
+                spec = shard.document.spec
+                residual, basis = PushCompression(spec).read_residual(shard.residuals[worker])
+                if basis.numel():
+                    bases[f"sync0:{key}/basis/{index}"] = basis
+                for held in spec.slices:
+                    start = held.start - spec.start
+                    values = residual[start : start + math.prod(held.shape)].view(held.shape)
+                    self._put(residuals, f"{key}/residual".replace("/", ":"), values, held)
+        return bases | {f"sync0/{name}": tensor for name, tensor in residuals.items()}
+
+    def rows(self, updates: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The rows of all tables, as `Embedding.state` names them, and the updates of each."""
+        chunks: dict[str, list[Tensor]] = {}
+        steps = dict(updates)
+        for shard in self._shards:
+            for table in shard.document.tables:
+                name = table.spec.name
+                steps[name] = max(steps.get(name, 0), table.steps)
+                for chunk in shard.tables[name]:
+                    for key, tensor in chunk.items():
+                        chunks.setdefault(f"0:{name}/{key}", []).append(tensor)
+        try:
+            return {name: torch.cat(tensors) for name, tensors in chunks.items()}, steps
+        except (RuntimeError, TypeError) as error:
+            raise damaged(self._where, f"its rows: {error}") from error
+
+
+def _rows(tensor: Tensor, held: ParameterSlice) -> Tensor:
+    if tuple(tensor.shape) == held.shape:
+        return tensor
+    return tensor[held.first_row : held.first_row + held.shape[0]]

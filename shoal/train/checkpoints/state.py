@@ -1,0 +1,313 @@
+"""The state of training steps as a checkpoint; back from it: `restore.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.position import Positions, positions_of
+from shoal.errors import BadInput, CheckpointError
+from shoal.replica.split.shard import ReplicaShard
+from shoal.replica.split.state_dicts import state_of
+from shoal.runtime.checkpoint_folders import damaged
+from shoal.train.checkpoints import files
+from shoal.train.checkpoints.files import Checkpoint, is_count
+from shoal.train.checkpoints.optimizer_state import (
+    SavedOptimizer,
+    copy_into,
+    fit_model,
+    join_optimizers,
+    model_tensors,
+    on_cpu,
+    optimizer_tensors,
+)
+from shoal.train.step.step import Step
+
+
+def snapshot(
+    steps: list[Step], states: list[dict[str, Tensor]], document: dict[str, Any]
+) -> files.Checkpoint:
+    """The models and optimizers of all steps of a job, and `document`.
+
+    `states` are those of the syncs, which take all ranks to compute.
+    """
+    saved = files.Checkpoint({}, {}, {**document, "models": []})
+    for i, step in enumerate(steps):
+        tensors, tied = gather_model(step) if step.saves_model else ({}, {})
+        state, rest = gather_optimizer_state(step)
+        saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
+        saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
+        saved.model |= _rows(step, f"{i}:")
+        by_parameter, others = gather_sync_state(step, states[i])
+        saved.optimizer |= {f"sync{i}/{name}": tensor for name, tensor in by_parameter.items()}
+        saved.optimizer |= {f"sync{i}:{name}": tensor for name, tensor in others.items()}
+        scaler = step.update.scaler
+        saved.document["models"].append(
+            {
+                "tables": {e.spec.name: e.stored_updates for e in step.embeddings},
+                "tied": tied,
+                "optimizer": rest,
+                "steps": step.steps,
+                "scaler": None if scaler is None else scaler.state_dict(),
+            }
+        )
+    return saved
+
+
+def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`model_tensors` of the whole model, at the first worker of a replica.
+
+    All workers of the replica call it; the others get their own shard.
+    """
+    tensors, tied = model_tensors(step.model)
+    shards = step.shard.gather((step.shard.gather_full(tensors), tied))
+    # of buffers that several stages hold, the last one has what all of the forward wrote
+    joined = {name: tensor for tensors, _ in shards for name, tensor in tensors.items()}
+    tied = {name: other for _, pairs in shards for name, other in pairs.items()}
+    return {name: joined[name] for name in state_of(step.model) if name in joined}, tied
+
+
+def gather_optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`optimizer_tensors` of the whole model, in the same way."""
+    state, rest = optimizer_tensors(step.update.optimizer, step.flat.named)
+    mine = step.shard.gather_full(state), rest
+    shards = step.shard.gather(mine)
+    if len(shards) == 1:
+        return mine
+    tensors = {name: tensor for state, _ in reversed(shards) for name, tensor in state.items()}
+    return tensors, join_optimizers([rest for _, rest in shards])
+
+
+def gather_sync_state(
+    step: Step, state: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state of a sync by parameter ("parameter/what:it:is"), and its other tensors.
+
+    If the model is split, of the other tensors only single numbers are kept.
+    """
+    flat = step.flat
+    by_parameter = {}
+    others = {}
+    is_split = step.mesh.replica_group.size > 1
+    for key, tensor in state.items():
+        tensor = on_cpu(tensor)
+        if tensor.shape == (flat.size,):
+            for i, (name, _) in enumerate(flat.named):
+                by_parameter[f"{name}/{key.replace('/', ':')}"] = flat.view(i, tensor, 0).clone()
+        elif not is_split or tensor.numel() == 1:
+            others[key] = tensor
+    shards = step.shard.gather((step.shard.gather_full(by_parameter), others))
+    joined = {name: tensor for shard, _ in reversed(shards) for name, tensor in shard.items()}
+    return joined, others
+
+
+def _rows(step: Step, prefix: str) -> dict[str, Tensor]:
+    """The rows of embeddings, as "table/ids", "table/rows" and their optimizer state."""
+    return {
+        f"{prefix}{embedding.spec.name}/{key}": tensor
+        for embedding in step.embeddings
+        for key, tensor in embedding.state().items()
+    }
+
+
+OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
+_SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+@dataclass(frozen=True)
+class FittingState:
+    """What a checkpoint has for one step, which fits it."""
+
+    step: Step
+    steps: int
+    model: dict[str, Tensor]
+    tables: list[tuple[dict[str, Tensor], int]]  # of each embedding: its rows, its updates
+    optimizer: dict[str, Any] | None  # None: this rank trains no parameter
+    scaler: dict[str, Any] | None
+    sync: dict[str, Tensor]
+    bare: tuple[str, ...] = ()  # parameters that start without optimizer state
+
+    def load(self) -> None:
+        step = self.step
+        for embedding, (rows, updates) in zip(step.embeddings, self.tables, strict=True):
+            embedding.load_state(rows, updates)
+        if step.saves_model:
+            copy_into(step.model, self.model)
+        if self.optimizer is not None:
+            step.update.optimizer.load_state_dict(self.optimizer)
+        step.steps = self.steps
+        step.update.steps = self.steps
+        if step.update.schedule is not None:
+            step.update.schedule.restart()
+        if step.update.scaler is not None and self.scaler is not None:
+            step.update.scaler.load_state_dict(self.scaler)
+        step.sync.after_load()
+        step.sync.load_state(self.sync)
+
+
+def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
+    """The states of all steps of a job; CheckpointError if one of them does not fit."""
+    models = saved.document.get("models")
+    if not isinstance(models, list) or len(models) != len(steps):
+        count = len(models) if isinstance(models, list) else 0
+        raise CheckpointError(
+            f"the checkpoint at {path} is of another script: it holds {count} models, and this "
+            f"one trains {len(steps)}"
+        )
+    return [
+        _Fitting(step, i, saved, path).fit(rest)
+        for i, (step, rest) in enumerate(zip(steps, models, strict=True))
+    ]
+
+
+def fit_positions(saved: Checkpoint, path: Path) -> Positions | None:
+    """Where the loops of the script are; None in a checkpoint of an earlier version."""
+    if "position" not in saved.document:
+        return None
+    try:
+        return positions_of(saved.document["position"])
+    except CheckpointError as error:
+        raise damaged(path, f"{error}") from error
+
+
+def fit_others(
+    models: Sequence[tuple[nn.Module, ReplicaShard]], kind: str, saved: Checkpoint, path: Path
+) -> list[dict[str, Tensor]]:
+    """Of averages ("ema") or models without an optimizer ("untrained"), what was saved of each.
+
+    Nothing where the checkpoint was saved without them.
+    """
+    ties: Any = saved.document.get(OTHERS[kind], [])
+    if not isinstance(ties, list) or len(ties) not in (0, len(models)):
+        raise CheckpointError(
+            f"the checkpoint at {path} is of a script with other models: {OTHERS[kind]}"
+        )
+    return [
+        fit_model(model, shard.take_shard(_named(f"{kind}{i}:", saved.model)), tied, path)
+        for i, ((model, shard), tied) in enumerate(zip(models, ties, strict=False))
+    ]
+
+
+class _Fitting:
+    """One step, number `index` of the job, and the checkpoint."""
+
+    def __init__(self, step: Step, index: int, saved: Checkpoint, path: Path):
+        self.step = step
+        self.index = index
+        self.saved = saved
+        self.path = path
+        self.names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
+
+    def fit(self, rest: Any) -> FittingState:
+        """`rest` is what the manifest says about this step."""
+        if not isinstance(rest, dict) or not is_count(rest.get("steps")):
+            raise damaged(self.path, "its models")
+        tensors = _named(f"{self.index}:", self.saved.model)
+        tables, tensors = self._tables(tensors, rest.get("tables", {}))
+        model = self._model(tensors, rest.get("tied"))
+        optimizer, bare = self._optimizer(rest.get("optimizer"))
+        return FittingState(
+            step=self.step,
+            steps=rest["steps"],
+            model=model,
+            tables=tables,
+            optimizer=optimizer,
+            scaler=self._scaler(rest.get("scaler")),
+            sync=self._sync(),
+            bare=tuple(bare) if rest["steps"] else (),
+        )
+
+    def _model(self, tensors: dict[str, Tensor], tied: Any) -> dict[str, Tensor]:
+        if not self.step.saves_model:  # another step has it
+            return {}
+        return fit_model(self.step.model, self._take_shard(tensors), tied, self.path)
+
+    def _optimizer(self, rest: Any) -> tuple[dict[str, Any] | None, list[str]]:
+        if not self.step.update.named:
+            return None, []
+        tensors = self._take_shard(_named(f"{self.index}:", self.saved.optimizer))
+        saved = SavedOptimizer(tensors, rest, self.names, self.path, self.saved.is_listed)
+        return saved.fit(self.step.update.optimizer, self.step.flat.named)
+
+    def _tables(
+        self, tensors: dict[str, Tensor], tables: Any
+    ) -> tuple[list[tuple[dict[str, Tensor], int]], dict[str, Tensor]]:
+        """The rows and updates of each embedding, and the other tensors."""
+        names = {embedding.spec.name for embedding in self.step.embeddings}
+        if not isinstance(tables, dict) or set(tables) != names:
+            raise CheckpointError(
+                f"the checkpoint at {self.path} is of a model with other embeddings"
+            )
+        found = []
+        for embedding in self.step.embeddings:
+            prefix = embedding.spec.name + "/"
+            if not is_count(tables[embedding.spec.name]):
+                raise damaged(self.path, "its tables")
+            rows = _named(prefix, tensors)
+            try:
+                embedding.check_state(rows, tables[embedding.spec.name])
+            except BadInput as error:
+                raise CheckpointError(
+                    f"the checkpoint at {self.path} does not fit: {error}"
+                ) from error
+            found.append((rows, tables[embedding.spec.name]))
+            tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
+        return found, tensors
+
+    def _scaler(self, saved: Any) -> dict[str, Any] | None:
+        if saved is None or self.step.update.scaler is None:
+            return None
+        if not isinstance(saved, dict):
+            raise damaged(self.path, "its gradient scaler")
+        numbers = [saved.get(key) for key in _SCALER_NUMBERS]
+        is_complete = all(isinstance(n, (int, float)) and 0 < n < 1e30 for n in numbers)
+        if not is_complete or not is_count(saved.get("_growth_tracker")):
+            raise damaged(self.path, "its gradient scaler")
+        return saved
+
+    def _sync(self) -> dict[str, Tensor]:
+        """This worker's shard of the strategy's state, in the sync's own layout."""
+        tensors = self._take_shard(_named(f"sync{self.index}/", self.saved.optimizer))
+        state = _named(f"sync{self.index}:", self.saved.optimizer)
+        state |= self._flat_state(tensors)
+        try:
+            self.step.sync.check_state(state)
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint at {self.path} does not fit: {error}") from error
+        return state
+
+    def _flat_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors as large as the flat buffer, from those of each parameter."""
+        flat = self.step.flat
+        positions = {name: (i, p) for i, (name, p) in enumerate(flat.named)}
+        state: dict[str, Tensor] = {}
+        for full, tensor in tensors.items():
+            name, _, key = full.rpartition("/")
+            if name not in self.names:
+                raise damaged(
+                    self.path, f"state of the strategy for {name!r}, which the model has not"
+                )
+            if name not in positions:
+                continue  # another worker holds it
+            i, p = positions[name]
+            if tensor.shape != p.shape or not tensor.is_floating_point():
+                raise damaged(
+                    self.path, f"state of the strategy for {name} is {tuple(tensor.shape)}"
+                )
+            key = key.replace(":", "/")
+            if key not in state:
+                state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
+            flat.view(i, state[key], 0).copy_(tensor)
+        return state
+
+    def _take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.step.shard.take_shard(tensors)
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""`job.setup` and `job.backward`: loops of the user's own."""

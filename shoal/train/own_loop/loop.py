@@ -1,0 +1,338 @@
+"""The user's own loop: forward, loss, `job.backward`, `optimizer.step()`.
+
+job.setup      models and optimizers become parts (`setup_loop.py`)
+forward        usable weights, and random numbers of the replica's own (`loop_forwards.py`)
+job.backward   weights the loss by samples; which parts does it reach?
+               reduces these while it runs (`loop_part.py`)
+step           updates (`loop_optimizer.py`); a step of the job ends with the next batch, or
+               with the update where there are no batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Group, Op
+from shoal.data.batch import AnyBatch
+from shoal.errors import BadInput
+from shoal.train.own_loop.forwards import LoopForwards
+from shoal.train.own_loop.rows import LoopRows
+from shoal.train.own_loop.torch_hooks import clip_for
+from shoal.train.step.prepare_model import PreparedModel
+from shoal.train.step.run_services import StepContext
+from shoal.train.step.step import Step
+
+if TYPE_CHECKING:
+    from shoal.train.own_loop.optimizer import LoopOptimizer
+    from shoal.train.own_loop.part import LoopPart
+    from shoal.train.own_loop.setup import Taken
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise BadInput(
+            f"job.backward takes a loss that is one number, the mean over samples, not {what}"
+        )
+    if not loss.requires_grad:
+        raise BadInput("the loss of job.backward depends on no parameter that requires a gradient")
+
+
+def check_parts(parts: Sequence[LoopPart], has_models: bool) -> None:
+    """Raise `BadInput` if no optimizer was set up."""
+    if parts:
+        return
+    if has_models:
+        raise BadInput(
+            "job.setup was given a model and no optimizer, so job.backward has nothing to reduce: "
+            "make the optimizer first, and give it to job.setup with the model: model, optimizer "
+            "= job.setup(model, optimizer)"
+        )
+    raise BadInput("job.backward comes after job.setup: there is no model yet")
+
+
+def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequence[LoopPart]:
+    """The parts that get gradients from this loss on any worker of `group`, which has all rows."""
+    if len(parts) == 1:
+        return parts
+    leaves = _leaves_of(loss)
+    is_reached = [part.trains and any(id(p) in leaves for p in part.params) for part in parts]
+    if group.size > 1 and any(part.sync.collects or part.sums_axes for part in parts):
+        device = parts[0].flat.device
+        flags = torch.tensor(is_reached, dtype=torch.float32, device=device)
+        group.all_reduce(flags, Op.MAX).wait()
+        is_reached = [flag > 0 for flag in flags.tolist()]
+    return [part for part, reached in zip(parts, is_reached, strict=True) if reached]
+
+
+def _leaves_of(loss: Tensor) -> set[int]:
+    """The ids of the tensors that a backward of `loss` adds gradients to."""
+    leaves: set[int] = set()
+    seen = {loss.grad_fn}
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(id(variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return leaves
+
+
+_SMALLEST_SHARE = 1e-30
+_SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
+
+
+class OwnLoop:
+    """What a job knows of the loop that a script writes itself.
+
+    `on_step(step, loss)` is called at the end of each step of the job.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        context: Callable[[], StepContext],
+        on_step: Callable[[Step, Tensor], None],
+    ):
+        mesh = context().mesh
+        self.mesh = mesh
+        self._device = context().device
+        self.parts: list[LoopPart] = []
+        self.optimizers: list[LoopOptimizer] = []
+        self.rows = LoopRows(mesh, seed, self._device, self.parts)
+        self._forwards = LoopForwards(mesh, seed, self._device, self.parts)
+        self._prepared: list[PreparedModel] = []
+        self._taken: Taken | None = None  # parameters that job.setup has had
+        self._context = context
+        self._on_step = on_step
+        self._reduces = True
+        self._stepped: LoopPart | None = None  # an optimizer has stepped since the last batch
+        self._leader: LoopPart | None = None  # without batches a step ends when this one steps
+        self._losses: list[Tensor] = []  # of the backward passes of this step
+        self._global_loss: Tensor | None = None  # of the latest one
+        self._run = context().with_faults(torch.autograd.backward, self._step_number)
+
+    def _step_number(self) -> int:
+        """Of the step that is under way; where replicas take batches in turns, of its own batch."""
+        return self._steps() + 1 + (self.mesh.dp.rank if self.rows.has_whole_batch else 0)
+
+    # ------------------------------------------------------------------ setting up
+
+    def setup(self, objects: Sequence[Any]) -> tuple[list[Step], Any]:
+        """The steps that were made, and what `job.setup` returns."""
+        from shoal.train.own_loop.optimizer import LoopOptimizer
+        from shoal.train.own_loop.setup import Taken, set_up
+
+        models = [o for o in objects if isinstance(o, nn.Module)]
+        optimizers = [o for o in objects if not isinstance(o, nn.Module)]
+        if not models or any(
+            not isinstance(o, torch.optim.Optimizer) and not callable(o) for o in optimizers
+        ):
+            raise BadInput(
+                "job.setup takes models (nn.Module) and their optimizers (torch.optim), such as "
+                "job.setup(model, optimizer)"
+            )
+        first = len(self.parts)
+        self._taken = self._taken or Taken()
+        made, updates = set_up(models, optimizers, self._context, self._taken, self.parts)
+        self._prepared += made
+        for prepared in made:
+            self._forwards.watch(prepared.model, prepared.shard)
+        for optimizer, parts in updates:
+            self.optimizers.append(
+                LoopOptimizer(optimizer, parts, lambda: self._global_loss, self._after_update)
+            )
+        self._leader = None
+        if self.mesh.world.size > 1:
+            clip_for(self)
+        replaced = {id(o): m for o, (m, _) in zip(optimizers, updates, strict=True)}
+        returned = [replaced.get(id(o), o) for o in objects]
+        steps = [part.step for part in self.parts[first:]]
+        return steps, returned[0] if len(returned) == 1 else tuple(returned)
+
+    @property
+    def untrained(self) -> list[PreparedModel]:
+        """Models of which no optimizer updates any parameter."""
+        trained = {id(part.step.model) for part in self.parts}
+        return [prepared for prepared in self._prepared if id(prepared.model) not in trained]
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, loss: Tensor, count: Any = None, retain_graph: bool = False) -> Tensor:
+        """See `Job.backward`."""
+        check_loss(loss)
+        check_parts(self.parts, bool(self._prepared))
+        fraction = self.rows.fraction if count is None else self._fraction_of(count)
+        weighted = loss.detach() * fraction
+        reached = reached_parts(loss, self.parts, self.mesh.data)
+        self._forwards.check(reached)
+        for part in reached:
+            part.begin_backward(weighted, fraction, self._reduces)
+        scale = self.parts[0].sync.gradient_scale
+        start = (
+            None if fraction == 1.0 and scale == 1.0 else torch.full_like(loss, fraction * scale)
+        )
+        self._run(loss, start, retain_graph)
+        for part in reached:
+            part.end_backward(self._reduces)
+        return self._loss_of(loss.detach(), fraction, reached)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self._reduces
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def _fraction_of(self, count: Any) -> float:
+        """What the loss is a mean over, here and on all replicas."""
+        here = 0.0 if self.rows.is_placeholder else float(count)
+        total = torch.tensor(here, dtype=torch.float64).to(self._device)
+        if self.parts[0].sync.synchronous:
+            self.mesh.data.all_reduce(total).wait()
+        else:
+            total *= self.mesh.data.size
+        return here / self.mesh.cp.size / max(float(total), _SMALLEST_COUNT)
+
+    def _loss_of(self, loss: Tensor, fraction: float, reached: Sequence[LoopPart]) -> Tensor:
+        axes = self.parts[0].step.shard.token_axes
+        if axes:  # the loss of this worker's tokens; the replica has those of several workers
+            share = axes.sum(torch.full_like(loss, fraction))
+            loss = axes.sum(loss * fraction) / share.clamp(min=_SMALLEST_SHARE)
+        collected = [part for part in reached if part.sync.collects]
+        if collected and self._reduces:
+            loss = collected[0].global_loss(loss)
+        if self._reduces:
+            self._losses.append(loss)
+        self._global_loss = loss
+        return loss.clone()
+
+    # ------------------------------------------------------------------ steps of the job
+
+    def rows_of(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of `job.batches`, as a loop of models of `job.setup` gets them."""
+        return self._loop_over(batches) if self.parts else batches
+
+    def _loop_over(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            for batch in batches:
+                yield self.rows.moved(batch)
+                self.end_step()
+        except GeneratorExit:  # the script breaks out of its loop
+            self.rows.end()
+            raise
+        self.end_batches()
+
+    def deliver(self, batch: AnyBatch, number: int) -> None:
+        """A new batch comes; `number` of them were delivered, in resumed runs, too."""
+        self.rows.begin(batch, number)
+        self._tell_real(sum(batch.microbatch_sizes) > 0)
+
+    def end_batches(self) -> None:
+        self.end_step()
+        self.rows.end()
+        self._tell_real(True)
+
+    def _tell_real(self, is_real: bool) -> None:
+        for prepared in self._prepared:
+            prepared.forward_state.rows_are_real = is_real
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped on the present batch, whose step is not over yet."""
+        return self._stepped is not None
+
+    def end_step(self) -> None:
+        """If an optimizer has stepped since this was called last, a step of the job is over."""
+        part = self._stepped
+        if part is None:
+            return
+        self._stepped = None
+        losses = self._losses
+        self._losses = []
+        total = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros(())
+        self._on_step(part.step, total)
+
+    def give_settings(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.give_settings()
+
+    def take_settings(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.take_settings()
+
+    def _after_update(self, part: LoopPart) -> None:
+        if self._global_loss is None and all(p.grad is None for p in part.params):
+            self._context().say(
+                "optimizer.step() was called before any job.backward(loss), and no parameter has "
+                "a gradient: nothing is trained"
+            )
+        self._leader = self._leader or part
+        if self.rows.batch is not None or part is self._leader:
+            self._stepped = part
+        if self.rows.batch is None:
+            self.end_step()
+
+    def _steps(self) -> int:
+        return max((part.step.steps for part in self.parts), default=0)
+
+    # ------------------------------------------------------------------ gradients
+
+    def clips(self, params: Sequence[Tensor]) -> bool:
+        """See `torch_hooks.py`: not where workers update with their own gradients."""
+        parts = self._parts_with(params)
+        return bool(parts) and all(p.sync.collects or p.step.mesh.dp.size == 1 for p in parts)
+
+    def reduce_gradients(self, params: Sequence[Tensor]) -> bool:
+        parts = self._parts_with(params)
+        for part in parts:
+            part.before_update()
+        return all(part.whole_gradients for part in parts)
+
+    def _parts_with(self, params: Iterable[Tensor]) -> list[LoopPart]:
+        ids = {id(p) for p in params}
+        return [part for part in self.parts if any(id(p) in ids for p in part.params)]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, params: Any, max_norm: float) -> Tensor:
+        """See `Job.clip_grad_norm_`."""
+        chosen = _params_in(params)
+        ids = {id(p) for p in chosen}
+        parts = self._parts_with(chosen)
+        if not parts:
+            raise BadInput("job.clip_grad_norm_ got no parameter of a model of job.setup")
+        for part in parts:
+            if not part.sync.updates_here:
+                raise BadInput(
+                    f"under {part.step.term} servers have the gradients, so they cannot be clipped "
+                    "in the loop: take ps, or job.step(…, clip_norm=…)"
+                )
+            part.before_update()
+        total = torch.stack([part.squared_norm(ids) for part in parts]).sum().sqrt()
+        norm = total.to(parts[0].flat.dtype)
+        nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
+        return norm
+
+
+def _params_in(given: Any) -> list[nn.Parameter]:
+    """Parameters, or those of a model or of an optimizer."""
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    if isinstance(given, torch.optim.Optimizer):
+        return [p for group in given.param_groups for p in group["params"]]
+    if isinstance(given, Tensor):
+        return [given]  # type: ignore[list-item]
+    return list(given)

@@ -1,0 +1,348 @@
+"""The optimizer of the user's own loop: a torch optimizer whose `step` synchronizes.
+
+`job.setup` returns the script's own optimizer, so learning rate schedulers and GradScaler work on
+it as ever. Where this worker updates a part of its parameters only (zero), or they belong to
+several models, the parts have optimizers of their own, which take their settings from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Op
+from shoal.errors import BadInput
+from shoal.replica.flat.optimizers import PARAM_KEYS, LooksAt, like, looks_at
+from shoal.train.own_loop.part import LoopPart
+from shoal.train.own_loop.torch_hooks import agree_on_overflow
+from shoal.train.step.model_checks import refuse_sparse_adam
+
+Closure = Callable[[], Any]
+Named = Iterable[tuple[str, nn.Parameter]]
+_TOLERANCE = 1e-6  # of the factor between groups: schedulers compute it group by group
+
+
+class PartOptimizers:
+    """A factory of optimizers of some parameters of `optimizer`.
+
+    While parts are built, it returns `optimizer` itself to one that asks for all parameters;
+    afterwards, for checkpoints, always another one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self.is_building = True
+
+    def __call__(self, named: Named) -> torch.optim.Optimizer:
+        wanted = {id(p) for _, p in named}
+        if self.is_building and wanted == {id(p) for p in params_of(self.optimizer)}:
+            return self.optimizer
+        return optimizer_of_some(self.optimizer, wanted)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings, of some of its parameters (by id)."""
+    groups = []
+    for group in optimizer.param_groups:
+        params = [p for p in group["params"] if id(p) in wanted]
+        if params:
+            settings = {k: v for k, v in group.items() if k not in PARAM_KEYS}
+            groups.append({"params": params, **settings})
+    try:
+        made: torch.optim.Optimizer = like(optimizer, groups)
+    except (TypeError, ValueError) as error:
+        raise BadInput(
+            f"{type(optimizer).__name__} cannot be made for a part of its parameters, which this "
+            f"strategy needs ({error}): take ddp"
+        ) from error
+    for p in params_of(made):
+        if p in optimizer.state:
+            made.state[p] = optimizer.state[p]
+    return made
+
+
+class LoopOptimizer:
+    """Makes `optimizer.step` update all parts, and reduce before it what is not reduced yet.
+
+    `global_loss` is that of the latest backward; `after` is called when the update is done.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[LoopPart],
+        global_loss: Callable[[], Tensor | None],
+        after: Callable[[LoopPart], None],
+    ):
+        self.optimizer = optimizer
+        self.parts = parts
+        self.of_parts = [part.step.update.optimizer for part in parts]
+        self._ids = {id(p) for p in params_of(optimizer)}
+        self._global_loss = global_loss
+        self._after = after
+        self._step = optimizer.step
+        self._zero_grad = optimizer.zero_grad
+        self._seen = [_settings(group) for group in optimizer.param_groups]
+        self._is_stepping = False
+        self._check_lbfgs()
+        for part in parts:
+            if part.flat.grads.buckets:
+                refuse_sparse_adam(optimizer, part.step.model, part.step.term)
+        if parts[0].step.mesh.world.size > 1:
+            agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
+        self._replace_methods()
+        self._replace_own_methods()
+        for part in parts:
+            if not part.sync.updates_here:
+                update = part.step.update
+                update.lr = ServedSettings(update.optimizer).learning_rate
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it updates all parameters itself."""
+        return all(of_part is self.optimizer for of_part in self.of_parts)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        return self._update(None if closure is None else self._with_global_loss(closure))
+
+    def take_settings(self) -> None:
+        """After a checkpoint was loaded: settings of the parts are those of the optimizer."""
+        for group, of_part in self._pairs():
+            group.update(_settings(of_part))
+        self._seen = [_settings(group) for group in self.optimizer.param_groups]
+
+    def give_settings(self) -> None:
+        """Before an update or a checkpoint: a scheduler may have changed the optimizer's.
+
+        What it has not changed stays as it is: some optimizers count steps in their groups.
+        """
+        changed = {
+            id(group): _changed(group, seen)
+            for group, seen in zip(self.optimizer.param_groups, self._seen, strict=True)
+        }
+        for group, of_part in self._pairs():
+            of_part.update(changed[id(group)])
+        self._seen = [_settings(group) for group in self.optimizer.param_groups]
+
+    def _agree_on_overflow(self, found: Tensor) -> Tensor:
+        """Any worker's; for GradScaler."""
+        step = self.parts[0].step
+        if not self.parts[0].sync.synchronous:
+            raise BadInput(
+                f"under {step.term} workers do not wait for each other, so GradScaler cannot skip "
+                "a step on all of them: take ddp, or bfloat16 without a scaler"
+            )
+        step.mesh.world.all_reduce(found, Op.MAX).wait()
+        return found
+
+    def _update(self, closure: Closure | None) -> Any:
+        if not self.parts[0].sync.updates_here:
+            self.give_settings()
+            result = _call(closure)
+            for part in self.parts:
+                part.update_on_servers()
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+            self._after(self.parts[0])
+            return result
+        with self._one_step():
+            if self.is_alone and closure is not None:
+                return self._step(closure)
+            result = _call(closure)
+            for part in self.parts:
+                part.before_update()
+            self._step_parts()
+            return result
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """The optimizer steps inside; optimizers inside of it do so as a part of that."""
+        is_outer = not self._is_stepping
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = not is_outer
+        if is_outer:
+            for part in self.parts:
+                part.after_update()
+            self._after(self.parts[0])
+
+    def _step_parts(self) -> None:
+        if self.is_alone:
+            self._step()
+            return
+        self._check_separable()
+        self.give_settings()
+        for of_part in self.of_parts:
+            of_part.step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+
+    def _pairs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Groups of the optimizer, and those of the parts that belong to them."""
+        if self.is_alone:
+            return []
+        group_of = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
+        groups = [g for of_part in self.of_parts for g in of_part.param_groups]
+        return [(group_of[id(g["params"][0])], g) for g in groups if id(g["params"][0]) in group_of]
+
+    def _with_global_loss(self, closure: Closure) -> Closure:
+        """All workers have to see the same loss, since LBFGS decides by it."""
+
+        def computed() -> Any:
+            with torch.enable_grad():
+                local = closure()
+            for part in self.parts:
+                part.before_update()
+            total = self._global_loss()
+            return local if total is None else total
+
+        return computed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none)
+        for part in self.parts:
+            part.forget(self._ids)
+
+    def _replace_methods(self) -> None:
+        """Attributes of the instance come before methods of its class."""
+
+        def step(optimizer: torch.optim.Optimizer, closure: Closure | None = None) -> Any:
+            return self.step(closure)
+
+        def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            self.zero_grad(set_to_none)
+
+        def add_param_group(optimizer: torch.optim.Optimizer, group: Any) -> None:
+            raise BadInput(
+                "job.setup has laid out the parameters of this optimizer: give it all of them "
+                "before job.setup; those with requires_grad=False cost nothing"
+            )
+
+        if hasattr(self._step, "_wrapped_by_lr_sched"):  # a scheduler was made before
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        for method in (step, zero_grad, add_param_group):
+            bound = MethodType(method, self.optimizer)  # schedulers wrap a bound method
+            vars(self.optimizer)[method.__name__] = bound
+
+    def _replace_own_methods(self) -> None:
+        """Methods that torch's optimizers do not have act on the optimizers of the parts."""
+        for inner in vars(self.optimizer).values():
+            if isinstance(inner, torch.optim.Optimizer):
+                vars(inner)["step"] = MethodType(self._inner_step(inner.step), inner)
+        if self.is_alone:
+            return
+        for name in dir(type(self.optimizer)):
+            is_own = not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+            if is_own and callable(getattr(type(self.optimizer), name)):
+                vars(self.optimizer)[name] = self._on_parts(name)
+
+    def _on_parts(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not all(part.whole_gradients for part in self.parts):
+                raise BadInput(
+                    f"{type(self.optimizer).__name__}.{name} acts on all parameters, and under "
+                    f"{self.parts[0].step.term} a worker's optimizer has some of them: take ddp"
+                )
+            results = [getattr(o, name)(*args, **kwargs) for o in self.of_parts]
+            return results[0]
+
+        return call
+
+    def _inner_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an optimizer inside of it, such as that of SAM, which a script may call by itself."""
+
+        def step(inner: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_stepping:
+                for part in self.parts:
+                    part.before_update()
+            with self._one_step():
+                return original(*args, **kwargs)
+
+        return step
+
+    def _check_separable(self) -> None:
+        """Refuse one that looks at several parameters, where parts have optimizers of their own."""
+        if sum(part.trains for part in self.parts) < 2:
+            return
+        if looks_at(self.optimizer) is LooksAt.MODEL:
+            raise BadInput(
+                f"{type(self.optimizer).__name__} updates a parameter by looking at others, and "
+                "job.setup updates each model, and what was frozen in it, apart: give it a model "
+                "and an optimizer at a time"
+            )
+
+    def _check_lbfgs(self) -> None:
+        if not isinstance(self.optimizer, torch.optim.LBFGS):
+            return
+        is_whole = self.is_alone and all(part.whole_gradients for part in self.parts)
+        agrees = all(p.sync.collects or p.step.mesh.dp.size == 1 for p in self.parts)
+        if not is_whole or not agrees:
+            raise BadInput(
+                f"LBFGS needs the whole gradient on every worker, which {self.parts[0].step.term} "
+                "does not give it: take ddp, or another optimizer"
+            )
+
+
+class ServedSettings:
+    """What an optimizer asks for now, compared with what servers were given at the start.
+
+    Servers get one learning rate a step, and parameter groups keep their ratios to it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._start = [self._settings(group) for group in optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base = float(optimizer.defaults["lr"])
+        if 0.0 in self._rates:
+            raise BadInput(
+                "servers keep the ratios of learning rates, and one is 0 at job.setup: make the "
+                "scheduler after job.setup"
+            )
+
+    def learning_rate(self, step: int) -> float:
+        """What the servers update with; BadInput for a change that they cannot follow."""
+        groups = self._optimizer.param_groups
+        if [self._settings(group) for group in groups] != self._start:
+            raise self._refused("other settings than the learning rate changed")
+        factors = [float(g["lr"]) / rate for g, rate in zip(groups, self._rates, strict=True)]
+        if max(factors) - min(factors) > _TOLERANCE * max(map(abs, factors)):
+            raise self._refused("the learning rates of parameter groups changed differently")
+        return self._base * factors[0]
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {key: group[key] for key in self._optimizer.defaults if key in group and key != "lr"}
+
+    def _refused(self, what: str) -> BadInput:
+        kind = type(self._optimizer).__name__
+        return BadInput(
+            f"servers run {kind} with the settings of job.setup and one schedule of the learning "
+            f"rate, and {what}: take ps without a relaxed rule, or ddp"
+        )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in PARAM_KEYS}
+
+
+def _changed(group: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are not what they were; tensors are shared with the parts."""
+    return {
+        key: value
+        for key, value in _settings(group).items()
+        if key not in seen
+        or (seen[key] is not value and (isinstance(value, Tensor) or seen[key] != value))
+    }
+
+
+def _call(closure: Closure | None) -> Any:
+    return None if closure is None else closure()

@@ -1,0 +1,314 @@
+"""What `job.setup` does: models and optimizers become parts, each with its own sync.
+
+    part = parameters of one model that one optimizer updates, either trained or frozen at the start
+
+A frozen part costs no communication until it is trained. Parts of one model share its shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal.embedding.module import Embedding
+from shoal.errors import BadInput, NotBuilt
+from shoal.strategy.base import SyncTerm
+from shoal.strategy.split_terms import Ep, Tp
+from shoal.train.own_loop.optimizer import PartOptimizers, params_of
+from shoal.train.own_loop.part import LoopPart
+from shoal.train.step.build import assemble_step, broadcast_start
+from shoal.train.step.options import StepFunctions, StepOptions
+from shoal.train.step.prepare_model import PreparedModel, prepare_model
+from shoal.train.step.run_services import StepContext
+
+
+def tensor_plans(models: Sequence[nn.Module], tp: Tp | None) -> list[Tp | None]:
+    """tp for each model, with the part of the plan that is about it."""
+    if tp is None or tp.plan is None:
+        return [tp] * len(models)
+    plans = [_plan_for(model, tp.plan) for model in models]
+    if any(all(pattern not in plan for plan in plans) for pattern in tp.plan):
+        return [tp] * len(models)  # refused by name
+    return [replace(tp, plan=plan or None) for plan in plans]
+
+
+def _plan_for(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The part of a plan that names modules of this model."""
+    names = [name for name, _ in model.named_modules()]
+    return {
+        pattern: kind
+        for pattern, kind in plan.items()
+        if any(fnmatchcase(name, pattern) for name in names)
+    }
+
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+class LooseParameters(nn.Module):
+    """Parameters of an optimizer that are in no model, such as a temperature."""
+
+    def __init__(self, params: Sequence[nn.Parameter]):
+        super().__init__()
+        for i, p in enumerate(params):
+            self.register_parameter(str(i), p)
+
+
+@dataclass(frozen=True)
+class LoopFunctions(StepFunctions):
+    """The script computes the loss and calls the optimizer."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        return None  # LBFGS may be used
+
+
+def loop_term(context: StepContext) -> SyncTerm:
+    """The term of a loop of the user's own; BadInput where the strategy splits the loop itself."""
+    strategy = context.strategy
+    if strategy.pp is not None and strategy.pp.size > 1:
+        raise BadInput(
+            f"{strategy.pp} interleaves forward and backward passes of several stages, so it has "
+            "to run the loop itself: use job.step, or leave pp out of the strategy"
+        )
+    term = strategy.sync_for(context.mesh.dp.size)
+    if term.why_not_own_loop is not None:
+        raise BadInput(f"{term} trains by job.step, not by job.setup: {term.why_not_own_loop}")
+    return term.in_own_loop()
+
+
+def set_up(
+    models: list[nn.Module],
+    optimizers: list[Any],
+    context: Callable[[], StepContext],
+    taken: Taken,
+    parts: list[LoopPart],
+) -> tuple[list[PreparedModel], list[tuple[torch.optim.Optimizer, list[LoopPart]]]]:
+    """What was made of models, and of optimizers. All ranks call it together.
+
+    `taken` and `parts` are those of earlier calls; they grow.
+    """
+    term = loop_term(context())
+    _check_models(models)
+    made = _make_optimizers(models, optimizers)
+    taken.check(models, made)
+    models = [*models, *_loose_models(models, made)]
+    names = [_names_of(optimizer, models) for optimizer in made]
+    taken.add(models)
+    ep = context().strategy.ep
+    have_experts = [_has_experts(model, ep) for model in models]
+    tps = tensor_plans(models, context().strategy.tp)
+    prepared = [
+        _prepared(
+            model,
+            term,
+            _with_tp(context(), tp),
+            is_copy=any(have_experts) and not has_experts,
+        )
+        for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
+    ]
+    taken.add(models)
+    for optimizer, of_optimizer in zip(made, names, strict=True):
+        _take_params(optimizer, of_optimizer, models)
+    updates = [
+        (o, _build_parts(o, names_of, prepared, parts, context))
+        for o, names_of in zip(made, names, strict=True)
+    ]
+    trained = [p for part in parts for p in part.params]
+    for model in models:
+        broadcast_start(model, trained, context().mesh.dp)
+    return prepared, updates
+
+
+class Taken:
+    """Parameters that `job.setup` has had, and what splitting has put in their place.
+
+    Each has one optimizer: a second one would find gradients and weights that belong to the first,
+    and a checkpoint has one state.
+    """
+
+    def __init__(self) -> None:
+        self._params = WeakIdKeyDictionary()
+
+    def add(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            for name, p in model.named_parameters():
+                self._params[p] = f"{name} of {type(model).__name__}"
+
+    def check(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Refuse a model that `job.setup` has had, and a second optimizer of a parameter."""
+        params = [p for o in optimizers for p in params_of(o)]
+        counts = Counter(map(id, params))
+        names = {id(p): name for m in models for name, p in m.named_parameters()}
+        twice = [names.get(i, "a parameter") for i, count in counts.items() if count > 1]
+        given = [*params, *(p for model in models for p in model.parameters())]
+        again = [*twice, *(self._params[p] for p in given if p in self._params)]
+        if again:
+            raise BadInput(
+                f"job.setup was given {again[0]} twice: a model is set up once, and each parameter "
+                "has one optimizer. Give it all parameters before job.setup, also those that are "
+                "frozen at first (requires_grad=False), and change param_groups for another phase"
+            )
+
+
+def _has_experts(model: nn.Module, ep: Ep | None) -> bool:
+    if ep is None:
+        return False
+    from shoal.replica.expert.mixtures import mixtures_of
+
+    return bool(mixtures_of(model, ep.experts))
+
+
+def _with_tp(context: StepContext, tp: Tp | None) -> StepContext:
+    return replace(context, strategy=replace(context.strategy, tp=tp))
+
+
+def _prepared(
+    model: nn.Module, term: SyncTerm, context: StepContext, is_copy: bool
+) -> PreparedModel:
+    """`is_copy`: it has no experts and stands beside a model that has some."""
+    if is_copy:
+        context = replace(context, strategy=replace(context.strategy, ep=None))
+    if isinstance(model, LooseParameters):
+        term = term.with_whole_parameters()
+        strategy = replace(context.strategy, sync=term, tp=None)  # it has no layers
+        context = replace(context, strategy=strategy)
+    return prepare_model(model, term, StepOptions(), context, _by_the_script)
+
+
+def _build_parts(
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[int, str]],
+    prepared: list[PreparedModel],
+    parts: list[LoopPart],
+    context: Callable[[], StepContext],
+) -> list[LoopPart]:
+    """The parts of one optimizer, each of some parameters of one model; added to `parts`."""
+    factory = PartOptimizers(optimizer)
+    first = len(parts)
+    for i, model in enumerate(prepared):
+        wanted = {name for index, name in names if index == i}
+        named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
+        for some in _divided(named):
+            parts.append(_part(model, some, factory, parts, context()))
+    factory.is_building = False
+    if len(parts) == first:
+        raise BadInput("an optimizer of job.setup has no parameter of its models")
+    return parts[first:]
+
+
+def _part(
+    model: PreparedModel,
+    named: Named,
+    factory: PartOptimizers,
+    others: list[LoopPart],
+    context: StepContext,
+) -> LoopPart:
+    is_first = all(part.step.model is not model.model for part in others)
+    if others and context.mesh.dp.size > 1:  # gradients of parts come in any order
+        mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
+        context = replace(context, mesh=mesh)
+    shard = copy.copy(model.shard)
+    shard.named = named
+    functions = LoopFunctions(_by_the_script, factory)
+    with _all_trained([p for _, p in named]):
+        step = assemble_step(replace(model, shares_statistics=is_first), shard, functions, context)
+    step.saves_model = is_first
+    return LoopPart(step)
+
+
+def _divided(named: Named) -> list[Named]:
+    """Trained parameters, and those that are frozen at present."""
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    frozen = [(name, p) for name, p in named if not p.requires_grad]
+    return [some for some in (trained, frozen) if some]
+
+
+def _check_models(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, Embedding):
+                raise NotBuilt(
+                    f"shoal.Embedding ({name or 'the model'}) trains by job.step, not by "
+                    "job.setup: use nn.Embedding"
+                )
+
+
+def _make_optimizers(
+    models: Sequence[nn.Module], optimizers: Sequence[Any]
+) -> list[torch.optim.Optimizer]:
+    """Factories are called with the (name, parameter) pairs of all models."""
+    factories = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
+    if factories and len(optimizers) > 1:
+        raise BadInput(
+            "of several optimizers job.setup cannot tell which parameters a factory is for: pass "
+            "torch.optim instances"
+        )
+    return [o(_pairs_of(models)) if factories else o for o in optimizers]
+
+
+def _pairs_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for i, model in enumerate(models):
+        for name, p in model.named_parameters():
+            yield (name if len(models) == 1 else f"{i}.{name}"), p
+
+
+def _loose_models(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[nn.Module]:
+    known = {id(p) for model in models for p in model.parameters()}
+    loose = [p for o in optimizers for p in params_of(o) if id(p) not in known]
+    return [LooseParameters(loose)] if loose else []
+
+
+def _names_of(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+) -> list[tuple[int, str]]:
+    """The model and name of every parameter, in the order of the optimizer."""
+    names = {
+        id(p): (i, name) for i, model in enumerate(models) for name, p in model.named_parameters()
+    }
+    return [names[id(p)] for p in params_of(optimizer)]
+
+
+def _take_params(
+    optimizer: torch.optim.Optimizer, names: list[tuple[int, str]], models: Sequence[nn.Module]
+) -> None:
+    """Splitting a model may have replaced its parameters: the optimizer gets the present ones."""
+    present = [dict(model.named_parameters()) for model in models]
+    source = iter(names)
+    for group in optimizer.param_groups:
+        for k, old in enumerate(group["params"]):
+            i, name = next(source)
+            new = present[i][name]
+            if new is not old:
+                group["params"][k] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+
+
+@contextmanager
+def _all_trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Frozen parameters get their place in the layout, too: they may be trained later."""
+    before = [p.requires_grad for p in params]
+    for p in params:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p, requires_grad in zip(params, before, strict=True):
+            p.requires_grad_(requires_grad)
+
+
+def _by_the_script(*given: Any) -> Any:
+    raise BadInput("the script computes the loss, and calls the optimizer, itself")

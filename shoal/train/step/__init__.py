@@ -1,0 +1,1 @@
+"""`job.step`: a model, a strategy and options become a step."""

@@ -1,0 +1,279 @@
+"""A batch becomes micro-batches on the device, each with its share of the global loss."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.group import Op
+from shoal.comm.mesh import Mesh
+from shoal.data.batch import AnyBatch, Batch, DictBatch
+from shoal.data.rows import is_list_of_samples, move_to, num_rows, reverse_rows, take_rows, widen
+from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
+from shoal.errors import BadInput
+from shoal.pytree import Tree, tensors_of
+from shoal.replica.flat.ordered_sum import runs_of
+from shoal.replica.loss import LossArguments
+from shoal.replica.microbatch import MicroBatch
+from shoal.train.step.options import Count, StepOptions
+
+
+class CallArguments(NamedTuple):
+    """`inputs` as `call_model` takes them, `targets` as `BoundLoss` does."""
+
+    inputs: Any
+    targets: Any
+
+
+class ForwardSignature:
+    """Which entries of a dict the forward of a model takes."""
+
+    def __init__(self, model: nn.Module):
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._model = type(model).__name__
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._names = [p.name for p in parameters if p.kind in named]
+
+    def arguments(self, content: Any, samples: int) -> CallArguments:
+        """The arguments for a batch of so many samples."""
+        if isinstance(content, Mapping):
+            return CallArguments(self._entries(content), LossArguments.optional(content))
+        if not isinstance(content, (tuple, list)):
+            return CallArguments((content,), LossArguments.optional(content))
+        if not content:
+            raise BadInput("a batch is empty: it holds no inputs")
+        inputs, *others = content
+        if is_list_of_samples(inputs, samples):
+            inputs = (inputs,)  # one argument; a list of other tensors is one argument each
+        if len(others) == 1:
+            return CallArguments(inputs, others[0])
+        targets = LossArguments(others) if others else LossArguments.optional(content[0])
+        return CallArguments(inputs, targets)
+
+    def _entries(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """All that forward names; what only `**kwargs` takes, if it holds tensors."""
+        taken = {
+            name: value
+            for name, value in content.items()
+            if name in self._names or (self._takes_any and tensors_of(value))
+        }
+        if not taken:
+            raise BadInput(
+                f"the batch is a dict with {', '.join(map(str, content))}, and the forward of "
+                f"{self._model} takes {', '.join(self._names) or 'nothing'}: give the entries the "
+                "names of its arguments, or make the batch a pair (inputs, targets)"
+            )
+        return taken
+
+
+_SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
+Weight = float | Callable[[], Tensor]
+
+
+class RowLayout(NamedTuple):
+    """Rows and samples of each micro-batch, and the samples of the global batch if known."""
+
+    ranges: list[range]
+    sizes: Sequence[int]
+    total: int | None
+
+
+class LazyMicroBatches(Sequence[MicroBatch]):
+    """Micro-batches that are made when the engine gets to them; only one is in memory."""
+
+    def __init__(self, source: Iterator[MicroBatch], length: int):
+        self._source = source
+        self._length = length
+        self._current: tuple[int, MicroBatch] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, m: Any) -> Any:
+        if self._current is None or self._current[0] != m:
+            self._current = (m, next(self._source))
+        return self._current[1]
+
+
+class BatchCutter:
+    """Cuts the batches of one step. `synchronous`: replicas wait for each other in every step."""
+
+    def __init__(
+        self,
+        options: StepOptions,
+        mesh: Mesh,
+        device: torch.device,
+        seed: int,
+        forward: ForwardSignature,
+        count: Count | None = None,
+        synchronous: bool = True,
+    ):
+        self.options = options
+        self.group = mesh.data  # whose ranks have different rows
+        self.device = device
+        self.seed = seed
+        self.forward = forward
+        self.count = count
+        self.synchronous = synchronous
+        self.copies = mesh.cp.size  # workers that have the same rows
+        self.regroup()
+        self.reverses = False  # whether samples are reversed, which changes rounding only
+        self.widens = False  # whether floating-point numbers become float64
+
+    def regroup(self) -> None:
+        """Count the micro-batches of this replica among those that there are now."""
+        self.local_microbatches = self.options.local_microbatches(self.group.size, self.group.rank)
+
+    @property
+    def missing_microbatches(self) -> float:
+        """How many fewer than another replica, for each that is computed here; exact only."""
+        if not self.options.exact:
+            return 0.0
+        most = -(-self.options.microbatches // self.group.size)
+        return most / self.local_microbatches - 1
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a batch has several parts, whose losses are averaged."""
+        return self.group.size * self.local_microbatches > 1
+
+    def cut(self, batch: Any, known: AnyBatch | None, step: int) -> Sequence[MicroBatch]:
+        """The micro-batches of this replica; `known` is the batch of `job.batches` it came from."""
+        if isinstance(batch, FullDatasetBatch):
+            return self._cut_dataset(batch, step)
+        return self._cut_rows(batch, known, step)
+
+    def _cut_dataset(self, dataset: FullDatasetBatch, step: int) -> Sequence[MicroBatch]:
+        if self.count is not None:
+            raise BadInput(
+                "count needs to see a batch before its gradients, and mapreduce's batch is the "
+                'whole dataset: use mapreduce(batch="mini")'
+            )
+        return LazyMicroBatches(self._generate(dataset, step), len(dataset.microbatch_sizes))
+
+    def _generate(self, dataset: FullDatasetBatch, step: int) -> Iterator[MicroBatch]:
+        done = 0
+        for minibatch in dataset.minibatches:
+            fraction = minibatch.total / dataset.total
+            for micro in self._cut_rows(minibatch, minibatch, step, done):
+                assert isinstance(micro.weight, float)
+                yield micro._replace(weight=micro.weight * fraction)
+                done += 1
+
+    def _cut_rows(
+        self, batch: Any, known: AnyBatch | None, step: int, first: int = 0
+    ) -> list[MicroBatch]:
+        part = _part_of(batch, known)
+        content = batch if part is None else part.content
+        layout = self._layout(content, part, known)
+        pieces = _pieces(content, layout)
+        counts = self._counts(pieces, layout.sizes)
+        weights = self._weights(counts, layout.total, concurrent_batches(known))
+        return [
+            self._microbatch(piece, size, weight, count == 0, self._seed_of(step, first + m))
+            for m, (piece, size, count, weight) in enumerate(
+                zip(pieces, layout.sizes, counts, weights, strict=True)
+            )
+        ]
+
+    def _microbatch(
+        self, rows: Tree, size: int, weight: Weight, weightless: bool, seed: int
+    ) -> MicroBatch:
+        samples = max(1, size)
+        ordered = reverse_rows(rows, samples) if self.reverses else rows
+        moved = move_to(ordered, self.device)
+        inputs, targets = self.forward.arguments(widen(moved) if self.widens else moved, samples)
+        has_samples = size > 0
+        skips = self.group.size == 1 and not self.options.exact and not has_samples
+        return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
+
+    def _layout(self, content: Any, part: AnyBatch | None, known: AnyBatch | None) -> RowLayout:
+        """A script may pass what it made of a batch (an augmentation, for example).
+
+        With the same number of rows it is cut like the batch that it came from.
+        """
+        if part is not None and len(part.microbatch_sizes) == self.local_microbatches == 1:
+            return RowLayout([range(part.rows)], part.microbatch_sizes, part.total)
+        rows = num_rows(content) if part is None else part.rows
+        total = None if part is None else part.total
+        if known is not None and len(known.microbatch_sizes) == self.local_microbatches:
+            ends = list(itertools.accumulate(max(1, size) for size in known.microbatch_sizes))
+            if ends[-1] == rows:
+                ranges = list(map(range, [0, *ends[:-1]], ends))
+                return RowLayout(ranges, known.microbatch_sizes, total)
+        ranges = BatchSplit(microbatches=self.local_microbatches).rows(rows)
+        return RowLayout(ranges, [len(r) for r in ranges], total)
+
+    def _counts(self, pieces: list[Tree], sizes: Sequence[int]) -> Sequence[float]:
+        """What the loss of each micro-batch is a mean over, on this rank."""
+        if self.count is None:
+            return sizes
+        return [
+            float(self.count(piece)) if size else 0.0
+            for piece, size in zip(pieces, sizes, strict=True)
+        ]
+
+    def _weights(
+        self, counts: Sequence[float], total: int | None, concurrent: int
+    ) -> Sequence[Weight]:
+        """Each micro-batch's share: its count over the count of the global batch.
+
+        Workers that have the same rows divide their share between them.
+        If the global count is not known, the ranks sum it up while forward runs. Ranks that do
+        not wait for each other assume that all have the same count.
+        """
+        local = float(sum(counts))
+        counts = [count / self.copies for count in counts]
+        if self.count is None and total is not None:
+            return [count / total for count in counts]
+        if not self.synchronous:
+            estimate = max(local, _SMALLEST_COUNT) * self.group.size / concurrent
+            return [count / estimate for count in counts]
+        total_count = torch.tensor(local, dtype=torch.float64).to(self.device)
+        work = self.group.all_reduce(total_count, Op.SUM)
+
+        def weight_of(count: float) -> Tensor:
+            work.wait()
+            return count / total_count.clamp(min=_SMALLEST_COUNT)
+
+        return [partial(weight_of, count) for count in counts]
+
+    def _seed_of(self, step: int, m: int) -> int:
+        """The seed of a micro-batch's random stream; by its index in the batch when exact."""
+        if self.options.exact:
+            start, _ = runs_of(self.options.microbatches, self.group.size)[self.group.rank]
+            return mix(self.seed, 2, step, start + m)
+        return mix(self.seed, 3, step, self.group.rank, m)
+
+
+def concurrent_batches(known: AnyBatch | None) -> int:
+    """How many global batches all replicas train on in one step."""
+    return 1 if known is None else known.concurrent
+
+
+def fraction_of(batch: Any, microbatches: Sequence[MicroBatch]) -> float:
+    """This replica's fraction of the global batch, as far as it is known before the step."""
+    if isinstance(batch, FullDatasetBatch):
+        return sum(batch.microbatch_sizes) / batch.total
+    return sum(m.weight for m in microbatches if not callable(m.weight))
+
+
+def _part_of(batch: Any, known: AnyBatch | None) -> AnyBatch | None:
+    """What is known about this very batch; None where the script made another one of it."""
+    if isinstance(batch, (Batch, DictBatch)):
+        return batch
+    return known if known is not None and known.given is batch else None
+
+
+def _pieces(content: Any, layout: RowLayout) -> list[Tree]:
+    if len(layout.ranges) == 1:
+        return [content]
+    rows = layout.ranges[-1].stop
+    return [take_rows(content, [r], rows) for r in layout.ranges]

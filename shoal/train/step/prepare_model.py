@@ -1,0 +1,212 @@
+"""A model on its device, split over the workers of a replica: once, whatever trains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shoal.comm.group import Group
+from shoal.comm.mesh import Mesh
+from shoal.comm.objects import all_gather_bytes
+from shoal.errors import BadInput, NotBuilt
+from shoal.pytree import Tree
+from shoal.replica.batchnorm import (
+    ForwardState,
+    has_batchnorm,
+    use_global_batchnorm,
+    use_microbatch_norm,
+)
+from shoal.replica.deferred_init import DeferredInit
+from shoal.replica.expert.router_losses import (
+    has_router_losses,
+    refuse_router_losses,
+    share_router_losses,
+)
+from shoal.replica.split.build_shard import build_shard
+from shoal.replica.split.shard import ReplicaShard
+from shoal.replica.split.state_dicts import tell_of_parts
+from shoal.schedules.user import is_user_function
+from shoal.strategy.base import Batches, SyncTerm
+from shoal.strategy.strategy import Strategy
+from shoal.sync.base import SyncPlan, plan_for
+from shoal.sync.optimizer_step import OptimizerFactory
+from shoal.train.step.cut_batch import ForwardSignature
+from shoal.train.step.model_checks import check_modules, refuse_complex
+from shoal.train.step.options import StepOptions
+from shoal.train.step.run_services import StepContext
+
+if TYPE_CHECKING:
+    from shoal.embedding.module import Embedding
+
+
+def check_user_schedules(
+    strategy: Strategy, mesh: Mesh, microbatches: int, device: torch.device
+) -> None:
+    """Load and prove the schedules that `strategy` names as FILE.py:FUNCTION.
+
+    All ranks call it. A schedule that the proof rejects, or that differs between ranks, is a
+    `BadInput`.
+    """
+    algorithm = strategy.sync_for(mesh.dp.size).collective_algorithm
+    if mesh.dp.size > 1 and algorithm is not None and is_user_function(algorithm):
+        from shoal.schedules.user_proof import digest, proven_collective
+
+        collective = proven_collective(algorithm, "all_reduce", mesh.dp.size)
+        check_same(mesh.world, algorithm, digest(collective), device)
+    pp = strategy.pp
+    if pp is not None and pp.size > 1 and is_user_function(pp.schedule):
+        from shoal.schedules.user_proof import digest, proven_pipeline
+
+        pipeline = proven_pipeline(pp.schedule, pp.size, microbatches, pp.chunks)
+        check_same(mesh.world, pp.schedule, digest(pipeline), device)
+
+
+def check_same(world: Group, name: str, schedule_digest: bytes, device: torch.device) -> None:
+    """Compare the digests of all ranks; one small all-gather."""
+    digests = all_gather_bytes(world, schedule_digest, device=device)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        ranks = " and ".join(map(str, others))
+        plural = "s" if len(others) > 1 else ""
+        raise BadInput(
+            f"{name} is another schedule on rank{plural} {ranks} than on rank 0: give every "
+            "worker the same file, with a function that depends on its arguments only"
+        )
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model on its device, split over the workers of a replica, with its checked options."""
+
+    model: nn.Module
+    term: SyncTerm
+    plan: SyncPlan[Any]
+    options: StepOptions
+    shard: ReplicaShard
+    deferred: DeferredInit
+    forward: ForwardSignature
+    forward_state: ForwardState
+    embeddings: list[Embedding]
+    shares_statistics: bool = True  # of BatchNorm: once, where several steps train one model
+
+
+def prepare_model(
+    model: nn.Module,
+    term: SyncTerm,
+    options: StepOptions,
+    context: StepContext,
+    optimizer: OptimizerFactory,
+    example: Tree = None,
+) -> PreparedModel:
+    """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
+    if context.services.faults is not None:
+        context.services.faults.at_start()
+    is_sharded = context.has_replicas and term.with_whole_parameters() != term
+    check_modules(model, context.strategy if is_sharded or context.is_split else None)
+    if (
+        is_sharded
+        or context.is_split
+        or (context.has_replicas and not term.trains_complex_parameters)
+    ):
+        refuse_complex(model, context.strategy)
+    for change in context.before_build:
+        change(model)
+    mesh = context.mesh
+    device = context.device
+    options = options.resolve(context.strategy, mesh.dp.size, model)
+    forward = ForwardSignature(model)  # before a strategy wraps it
+    plan = plan_for(term)
+    plan.check(options, mesh.dp.size)
+    microbatches = options.local_microbatches(mesh.dp.size, mesh.dp.rank)
+    check_user_schedules(context.strategy, mesh, microbatches, device)
+    if options.exact:
+        _make_deterministic(device)
+
+    # the model on its device, and what it shares with other replicas while it computes
+    deferred = plan.materialize(model, mesh.dp, device, context.is_split)
+    embeddings: list[Embedding] = []
+    if any(getattr(module, "has_rows", False) for module in model.modules()):
+        from shoal.embedding.module import bind_embeddings
+
+        embeddings = bind_embeddings(model, optimizer, context.seed)
+        _check_embeddings(term, options, context)
+    forward_state = _share_batchnorm(model, term, options, context)
+    if mesh.pp.size > 1:
+        refuse_router_losses(model)
+    elif term.lockstep and has_router_losses(model):
+        share_router_losses(model, [mesh.data.duplicate()], forward_state)
+
+    # this worker's shard of the replica
+    shard = build_shard(model, context.strategy, mesh, device, deferred, example, context.say)
+    if shard.experts is not None:
+        context.say(shard.experts.summary)
+    if shard.tensor is not None:
+        from shoal.replica.tensor.parallelize import summary
+
+        context.say(summary(shard.tensor))
+    if shard.tensor is not None or shard.experts is not None or mesh.pp.size > 1:
+        tell_of_parts(model, str(context.strategy), context.say)
+    return PreparedModel(
+        model, term, plan, options, shard, deferred, forward, forward_state, embeddings
+    )
+
+
+def _check_embeddings(term: SyncTerm, options: StepOptions, context: StepContext) -> None:
+    if context.mesh.world.size > 1 and not term.has_servers:
+        raise NotBuilt(
+            "shoal.Embedding trains on several workers under ps, not otherwise; under hogwild "
+            "use nn.Embedding(sparse=True)"
+        )
+    if context.is_split:
+        raise NotBuilt(
+            "shoal.Embedding is not built for a model that is split over workers: each "
+            "would pull and push the rows of the same samples; train it whole, or use nn.Embedding"
+        )
+    if options.exact or options.precision == "fp16":
+        raise BadInput('shoal.Embedding trains neither with exact=True nor with "fp16"')
+    if options.clip_norm is not None:
+        context.say(
+            "clip_norm bounds the gradient of the parameters; it leaves out rows of shoal.Embedding"
+        )
+
+
+def _share_batchnorm(
+    model: nn.Module, term: SyncTerm, options: StepOptions, context: StepContext
+) -> ForwardState:
+    """Make BatchNorm use the samples of all replicas, where the strategy allows it."""
+    dp = context.mesh.data
+    if not has_batchnorm(model) or options.batchnorm == "local":
+        return ForwardState()
+    is_shared = dp.size > 1 or context.strategy.is_elastic
+    if is_shared and not term.lockstep:
+        statistics = (
+            "running statistics are shared like the weights"
+            if term.batches is Batches.IN_TURNS
+            else "the mean of the running statistics is tested and saved"
+        )
+        context.say(f"BatchNorm uses each replica's own samples under {term.name}; {statistics}")
+        return ForwardState()
+    if context.mesh.pp.size > 1 and options.accumulate == 1 and not options.exact:
+        context.say(
+            "BatchNorm uses the whole batch, so the stages compute it in one micro-batch, one "
+            "after the other; with pp(…, microbatches=n) they overlap, and it uses micro-batches"
+        )
+    if options.exact or options.accumulate > 1:
+        context.say(
+            "BatchNorm statistics are those of each micro-batch, not of the whole batch, "
+            "because the batch is computed in several micro-batches"
+        )
+    if options.exact:
+        return use_microbatch_norm(model)
+    return use_global_batchnorm(model, dp.duplicate()) if is_shared else ForwardState()
+
+
+def _make_deterministic(device: torch.device) -> None:
+    """Fix what else decides the order of additions: threads, and CUDA's choice of kernels."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
