@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -38,3 +39,19 @@ def manual_seed(seed: int) -> torch.Generator:
         "torch.Generator"
     )
     return _seed_torch(seed)
+
+
+class ThreadGenerator:
+    """In the place of `torch.default_generator`: one generator for each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def here(self) -> torch.Generator:
+        if not hasattr(self._local, "generator"):
+            self._local.generator = torch.Generator()
+        found: torch.Generator = self._local.generator
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.here(), name)

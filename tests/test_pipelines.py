@@ -26,6 +26,7 @@ from shoal.train.job import Job
 from shoal.train.step.options import StepOptions
 from tests.conftest import World
 from tests.models import samples
+from tests.seeds import ThreadGenerator, seeded
 from tests.splitting import (
     ADAMW,
     SGD,
@@ -80,17 +81,31 @@ def test_exact_gives_the_same_bits(world: World, size: int, strategy: str) -> No
     assert_equal(world, size, strategy, gpt, texts(14), 8, exactly=True, **options)
 
 
-def dropping() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    )
+class Dropping(nn.Module):
+    """Dropout from a generator of the rank's own: ranks are threads."""
+
+    def __init__(self, generator: ThreadGenerator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = torch.rand(x.shape, generator=self.generator.here()) < 0.5
+        return x * kept * 2 if self.training else x
 
 
-def test_exact_drops_the_same(world: World) -> None:
-    """One stage works at a time, since threads share the generator."""
+@pytest.mark.parametrize("schedule", ["inter-op", "1f1b"])
+def test_exact_drops_the_same(world: World, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    generator = ThreadGenerator()
+    monkeypatch.setattr(torch, "default_generator", generator)
+
+    @seeded(0)
+    def dropping() -> nn.Module:
+        layers = (nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        drops = (Dropping(generator), Dropping(generator))
+        return nn.Sequential(layers[0], drops[0], layers[1], drops[1], layers[2])
+
     options = {"exact": True, "microbatches": 4}
-    strategy = 'pp(2, schedule="inter-op", recompute=True, cuts=["2"])'
+    strategy = f'pp(2, schedule="{schedule}", recompute=True, cuts=["2"])'
     assert_equal(world, 2, strategy, dropping, samples(24), 12, exactly=True, **options)
 
 
