@@ -127,6 +127,9 @@ def test_a_replica_that_moved_serves_alone_when_the_others_are_lost() -> None:
         push_one_hot(client, 3, step)
         assert made.members() == (0,)
         assert pulled(client)[:5] == [-1.0, -1.0, -(step - 2.0), -1.0, 0.0]
+        counts = client.stats()[0]
+        assert sum(counts["missed_updates"].values()) == counts["updates"] == step + 1
+        assert not counts["is_complete"]  # who had served earlier pulls is gone
         client.close()
 
 

@@ -124,26 +124,6 @@ def test_pushes_count_once_at_other_places_of_the_break(seed: int) -> None:
     pushes_count_once(seed, pushes=60, cuts=20)
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("seed", range(10, 60, 10))
-def test_a_replica_that_comes_back_catches_up_over_connections_that_break(seed: int) -> None:
-    with proxied_world(seed, cuts=12, most_bytes=3_000) as made:
-        client = made.client(0, ASYNC)
-        step = 0
-        for victim in (0, 1, 2):
-            push_one_hot(client, step % 8, step)
-            made.crash(0, victim)
-            made.start(0, victim)
-            client.links[0].addresses = tuple(made.addresses[0])  # type: ignore[attr-defined]
-            step += 1
-            while len(made.members()) < 3 or victim == made.members()[0]:
-                push_one_hot(client, step % 8, step)
-                step += 1
-        assert sum(pulled(client)) == -step
-        assert copies_are_equal(made)
-        client.close()
-
-
 def test_unix_sockets_between_replicas_are_opened_again() -> None:
     with world() as made:
         client = made.client(0, ASYNC)

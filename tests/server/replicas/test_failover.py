@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from shoal.server.member.core import Outcome, Waiter, Waiters
 from shoal.server.member.peer_link import PeerLink
 from shoal.sync.ps.summary import counts_of_shards
 from tests.server.helpers import MODEL
-from tests.server.replicas.processes import processes
 from tests.server.replicas.world import pulled, push_one_hot, world
 
 ASYNC = Rule(1, asynchronous=True)
@@ -48,27 +44,6 @@ def test_a_replica_that_is_removed_acknowledges_nothing_that_is_not_committed() 
     waiters.end_all()
     assert waiter.woken.acquire(blocking=False)
     assert waiter.outcome is None
-
-
-def test_a_replica_comes_back_and_then_serves_alone() -> None:
-    with world(replicas=2) as made:
-        client = made.client(0, ASYNC)
-        push_one_hot(client, 0, 0)
-        made.crash(0, 0)
-        push_one_hot(client, 1, 1)
-        made.start(0, 0)
-        step = 2
-        while len(made.members()) < 2:
-            push_one_hot(client, 2, step)
-            step += 1
-        made.crash(0, 1)
-        push_one_hot(client, 3, step)
-        assert made.members() == (0,)
-        assert pulled(client)[:5] == [-1.0, -1.0, -(step - 2.0), -1.0, 0.0]
-        counts = client.stats()[0]
-        assert sum(counts["missed_updates"].values()) == counts["updates"] == step + 1
-        assert not counts["is_complete"]  # who had served earlier pulls is gone
-        client.close()
 
 
 def test_the_final_counts_of_a_shard_are_those_of_all_replicas() -> None:
@@ -128,26 +103,6 @@ def test_pushes_that_wait_to_be_sent_are_not_overwritten_by_later_ones(
         with model.lock:
             assert model.lock.wait_for(lambda: pushes.committed == 5, 60)
         assert made.weights_of(0, 1 - made.head())[:6].tolist() == [-1.0] * 5 + [0.0]
-        client.close()
-
-
-@pytest.mark.whole
-def test_a_head_that_was_stopped_for_three_leases_is_fenced(tmp_path: Path) -> None:
-    with processes(tmp_path) as made:
-        client = made.client()
-        push_one_hot(client, 0, 0)
-        made.signal(0, signal.SIGSTOP)
-        began_s = time.monotonic()
-        step = 1
-        while time.monotonic() < began_s + 1.5:
-            push_one_hot(client, step % 8, step)
-            step += 1
-        made.signal(0, signal.SIGCONT)
-        for late in range(step, step + 8):
-            push_one_hot(client, late % 8, late)
-        weights = pulled(client)
-        assert sum(weights) == -(step + 8)
-        assert weights[8:] == [0.0] * len(weights[8:])
         client.close()
 
 
