@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,3 +25,15 @@ def test_no_two_public_classes_share_a_name() -> None:
             homes[name].append(str(path.relative_to(SHOAL)))
     shared = {name: files for name, files in homes.items() if len(files) > 1}
     assert not shared
+
+
+def test_files_that_the_map_of_the_code_names_are_there() -> None:
+    root = SHOAL.parent
+    for page in (root / "ARCHITECTURE.md", root / "docs" / "internals.md"):
+        named = set(re.findall(r"`([\w/]+(?:\.py|\.c|/))`", page.read_text()))
+        lost = [name for name in named if not (root / name).exists() and not _in_package(name)]
+        assert named and not lost
+
+
+def _in_package(name: str) -> bool:
+    return (SHOAL / name).exists() or any(SHOAL.rglob(name.strip("/")))
