@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,12 @@ from typing import Any
 from tests import forked
 
 ROOT = Path(__file__).parents[1]
+
+
+def resident_mb(pid: int | str = "self") -> float:
+    """What a process takes of the memory of this host."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def findings(module: str, size: int, folder: Path, timeout_s: float = 90.0) -> list[Any]:

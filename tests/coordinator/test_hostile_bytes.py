@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.records import Get, PutIf
+from shoal.coordinator.records import Get
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
@@ -23,15 +20,10 @@ from shoal.protocol.endpoint import connect
 from shoal.protocol.frames import FrameKind, Header, encode, pack
 from shoal.protocol.handshake import AuthenticationError, authenticate
 from shoal.runtime.secret import new_secret
-from shoal.runtime.strangers import MAX_UNAUTHENTICATED
-from tests.coordinator.helpers import SECRET, service, until
+from tests.coordinator.helpers import SECRET, service
+from tests.processes import resident_mb
 
 CLIENT = 99
-
-
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @contextmanager
@@ -44,13 +36,6 @@ def victim() -> Iterator[CoordinatorService]:
         assert resident_mb() - memory_mb < 50
         assert honest.list("").entries == {"chain/0": before}
         assert honest.put_if("chain/0", b"after", before.version).version == before.version + 1
-
-
-def stranger(found: CoordinatorService) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(found.addresses[0].removeprefix("unix:"))
-    sock.settimeout(10.0)
-    return sock
 
 
 def member(found: CoordinatorService) -> Connection:
@@ -83,31 +68,6 @@ def test_a_connection_of_a_worker_is_refused() -> None:
         connection.sock.settimeout(10.0)
         assert connection.receive(1 << 12)[0].kind is FrameKind.ERROR
         connection.close()
-
-
-def test_strangers_are_refused_whatever_they_send() -> None:
-    frame = pack(Header(FrameKind.COORDINATE, incarnation=CLIENT), encode(PutIf("x", b"", 0)))
-    too_long = bytearray(pack(Header(FrameKind.HELLO)))
-    struct.pack_into("<I", too_long, 56, 2**32 - 1)
-    payload = bytearray(pack(Header(FrameKind.HELLO)))
-    struct.pack_into("<Q", payload, 48, 2**63)
-    with victim() as found:
-        for data in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), frame, bytes(too_long), bytes(payload)):
-            with stranger(found) as sock:
-                sock.sendall(data)
-                read_to_end(sock)
-        for cut in range(0, len(frame), 7):
-            with stranger(found) as sock:
-                sock.sendall(frame[:cut])
-        until(lambda: found.refused.total() >= 4, "strangers that are counted")
-
-
-def test_silent_strangers_do_not_keep_others_out() -> None:
-    with victim() as found:
-        silent = [stranger(found) for _ in range(MAX_UNAUTHENTICATED + 20)]
-        member(found).close()
-        for sock in silent:
-            sock.close()
 
 
 def put(**change: object) -> bytes:

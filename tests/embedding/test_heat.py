@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,11 +35,13 @@ def check(sketch: SpaceSaving, exact: Counter[int], bound: float) -> None:
     assert found.counts.tolist() == sorted(found.counts.tolist(), reverse=True)
 
 
-@given(stream=batches, capacity=st.integers(1, 12))
+@given(stream=batches, capacity=st.integers(1, 12) | st.just(31))
 @settings(max_examples=40, deadline=None)
 def test_counts_are_within_their_bounds(stream: list[list[int]], capacity: int) -> None:
     exact = Counter(row for batch in stream for row in batch)
-    check(counted(capacity, stream), exact, exact.total() / capacity)
+    sketch = counted(capacity, stream)
+    check(sketch, exact, exact.total() / capacity)
+    assert len(exact) > capacity or not sketch.hottest().errors.any(), "exact if there is room"
 
 
 @given(first=batches, second=batches, capacity=st.integers(1, 12))
@@ -54,15 +55,6 @@ def test_two_sketches_make_one(
     check(sketch, exact, 2 * exact.total() / capacity)
 
 
-@given(stream=batches)
-@settings(max_examples=20, deadline=None)
-def test_counts_are_exact_while_there_is_a_counter_for_every_id(stream: list[list[int]]) -> None:
-    exact = Counter(row for batch in stream for row in batch)
-    found = counted(31, stream).hottest()
-    assert dict(zip(found.ids.tolist(), found.counts.tolist(), strict=True)) == dict(exact)
-    assert not found.errors.any()
-
-
 def test_a_long_stream_takes_bounded_memory_and_finds_its_hottest() -> None:
     random = np.random.RandomState(0)
     sketch = SpaceSaving(200)
@@ -73,9 +65,3 @@ def test_a_long_stream_takes_bounded_memory_and_finds_its_hottest() -> None:
         exact.update(ids.tolist())
     check(sketch, exact, exact.total() / 200)
     assert sketch.hottest(10).ids.tolist() == [row for row, _ in exact.most_common(10)]
-
-
-@pytest.mark.parametrize("number", [0, 1, 5])
-def test_the_first_few_are_the_hottest(number: int) -> None:
-    sketch = counted(9, [[4, 4, 4, 2, 2, 7]])
-    assert sketch.hottest(number).ids.tolist() == [4, 2, 7][:number]

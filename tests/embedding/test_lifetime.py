@@ -14,7 +14,8 @@ import shoal
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
 from shoal.errors import BadInput
-from tests.embedding.test_table import resident_mb
+from tests.embedding.test_table import OPTIMIZERS
+from tests.processes import resident_mb
 
 ADAGRAD = RowOptimizer("adagrad", 0.1, 1e-10)
 ROWS = 12
@@ -109,18 +110,27 @@ def test_rows_come_and_go_as_the_rule_says(
     min_count=st.integers(1, 4),
     ttl=st.none() | st.integers(1, 9),
     shards=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    optimizer=st.sampled_from(list(OPTIMIZERS)),
 )
 @settings(max_examples=25, deadline=None)
 def test_a_saved_table_goes_on_at_any_number_of_shards(
-    history: Steps, at: int, min_count: int, ttl: int | None, shards: tuple[int, int]
+    history: Steps,
+    at: int,
+    min_count: int,
+    ttl: int | None,
+    shards: tuple[int, int],
+    optimizer: str,
 ) -> None:
-    table = spec(min_count=min_count, ttl_steps=ttl)
+    trained_by = RowOptimizer.of(OPTIMIZERS[optimizer])
+    table = spec(min_count=min_count, ttl_steps=ttl, optimizer=trained_by)
     whole = [RowTable(table)]
     parts = [RowTable(table, shard, shards[0]) for shard in range(shards[0])]
     for step, ids in enumerate(history, 1):
         if step == at:
             chunks = [chunk for part in parts for chunk in part.state(chunk_rows=3)]
+            assert all(len(chunk["ids"]) <= 3 for chunk in chunks)
             parts = [RowTable(table, shard, shards[1]) for shard in range(shards[1])]
+            push(parts, [0, 3, 5], 1)  # what was there before does not stay
             for part in parts:
                 part.load_state(chunks, step - 1)
         push(parts, ids, step)
@@ -193,6 +203,15 @@ def test_a_damaged_lifetime_is_refused(damage: dict[str, Tensor], complaint: str
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        ({"num_rows": 0}, r"^shoal.Embedding\(0, 2\): num_rows must be .*not 0"),
+        ({"num_rows": 2**63}, "rows"),
+        ({"num_rows": 1.5}, "rows"),
+        ({"dim": -1, "name": "ads"}, "^table 'ads': dim must be .*not -1"),
+        ({"padding_idx": 10}, "padding_idx=10 is out of range"),
+        ({"optimizer": torch.optim.AdamW}, "trained by AdamW"),
+        ({"init": "ones"}, "init must be"),
+        ({"scale": float("nan")}, "scale must be"),
+        ({"scale": -1}, "scale must be"),
         ({"min_count": 0}, "min_count must be from 1"),
         ({"min_count": 1.5}, "min_count must be from 1"),
         ({"ttl_steps": 0}, "ttl_steps must be None or from 1"),
@@ -204,4 +223,4 @@ def test_a_damaged_lifetime_is_refused(damage: dict[str, Tensor], complaint: str
 )
 def test_options_that_make_no_sense_are_refused(options: Any, complaint: str) -> None:
     with pytest.raises(BadInput, match=complaint):
-        shoal.Embedding(10, 2, **options)
+        shoal.Embedding(**{"num_rows": 10, "dim": 2, **options})

@@ -29,14 +29,6 @@ def test_rows_go_from_any_position_to_any_place() -> None:
     assert torch.equal(target[:2], SOURCE[:2])
 
 
-def test_no_rows_are_copied() -> None:
-    none = np.zeros(0, np.int64)
-    target = torch.zeros(3, 3)
-    copy_rows(SOURCE, none, target, none)
-    assert take_rows(np.zeros(0, np.int32), 0, none, SOURCE.numpy(), target.numpy(), none)
-    assert not target.any()
-
-
 @pytest.mark.parametrize(("origins", "places"), [([4], [0]), ([-1], [0]), ([0], [3]), ([0], [-1])])
 def test_a_position_that_is_out_of_range_copies_nothing(
     origins: list[int], places: list[int]

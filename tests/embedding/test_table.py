@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.embedding.hashing import Permutation
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.embedding.table import RowTable, sum_duplicates
+from shoal.embedding.table import RowTable
 from shoal.errors import BadInput
+from tests.processes import resident_mb
 
 SGD = RowOptimizer("sgd", lr=0.5)
 ANY_SGD: Any = torch.optim.SGD
@@ -44,12 +42,6 @@ def cut(table: TableSpec, shards: int) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------ who owns what
-
-
-@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
-def test_a_permutation_gives_every_number_once(size: int, key: int) -> None:
-    assert sorted(Permutation(size, key)(np.arange(size))) == list(range(size))
 
 
 @given(num_rows=st.integers(1, 2000), shards=st.integers(1, 9))
@@ -113,11 +105,6 @@ def test_rows_start_as_asked() -> None:
     assert not spec(20_000, 9, init="zeros").initial(ids).any()
 
 
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
-
-
 def test_rows_that_are_not_used_take_no_memory() -> None:
     """1.3 GB of rows, twice that of averages: 10,000 used rows take about 4 MB of it."""
     before = resident_mb()
@@ -155,31 +142,11 @@ def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shard
         torch.testing.assert_close(part.pull(ids), weight.detach()[ids], rtol=1e-5, atol=1e-6)
 
 
-def test_a_push_is_one_step_of_sgd_on_the_rows_it_names() -> None:
-    table = RowTable(spec(10, 2, init="zeros"))
-    table.push(torch.tensor([7, 3, 7]), torch.tensor([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]]))
-    expected = torch.zeros(10, 2)
-    expected[7] = torch.tensor([-2.0, -3.0])
-    expected[3] = torch.tensor([-5.0, -10.0])
-    assert torch.equal(table.pull(torch.arange(10)), expected)
-
-
 def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> None:
     table = RowTable(spec(4, 1, init="zeros"))
     table.push(torch.tensor([0]), torch.ones(1, 1), lr=2.0)
     table.push(torch.tensor([1]), torch.ones(1, 1), lr=0.0)
     assert table.pull(torch.arange(4)).flatten().tolist() == [-2.0, 0.0, 0.0, 0.0]
-
-
-def test_a_shard_counts_its_updates_by_default() -> None:
-    adam = RowOptimizer.of(OPTIMIZERS["adam"])
-    numbered = RowTable(spec(4, 2, optimizer=adam))
-    counting = RowTable(spec(4, 2, optimizer=adam))
-    for step in (1, 2, 3):
-        numbered.push(torch.tensor([1]), torch.full((1, 2), float(step)), step=step)
-        counting.push(torch.tensor([1]), torch.full((1, 2), float(step)))
-    assert torch.equal(numbered.pull(torch.arange(4)), counting.pull(torch.arange(4)))
-    assert numbered.steps == counting.steps == 3
 
 
 def test_what_is_pulled_is_a_copy() -> None:
@@ -194,17 +161,6 @@ def test_a_table_without_an_optimizer_can_be_read_only() -> None:
     assert table.pull(torch.tensor([1, 2])).shape == (2, 3)
     with pytest.raises(BadInput, match="table 'users' has no optimizer"):
         table.push(torch.tensor([1]), torch.zeros(1, 3))
-
-
-@given(st.lists(st.integers(0, 9), max_size=30))
-@settings(max_examples=50, deadline=None)
-def test_adding_up_gives_every_key_once_and_loses_nothing(keys: list[int]) -> None:
-    rows = torch.arange(2.0 * len(keys)).view(-1, 2)
-    unique, sums = sum_duplicates(torch.tensor(keys, dtype=torch.int64), rows)
-    assert unique.tolist() == sorted(set(keys))
-    for key, found in zip(unique.tolist(), sums, strict=True):
-        own = [row for k, row in zip(keys, rows, strict=True) if k == key]
-        assert torch.equal(found, torch.stack(own).sum(0))
 
 
 # ------------------------------------------------------------------------------ what is refused
@@ -261,23 +217,6 @@ def test_an_id_of_another_shard_is_refused_by_number() -> None:
     with pytest.raises(BadInput, match=f"row {other[4]} of table 'users' is not owned by shard 0"):
         shard.pull(torch.cat([mine, other[4:]]))
     assert len(shard) == 0
-
-
-@pytest.mark.parametrize(
-    "values, complaint",
-    [
-        ({"num_rows": 0}, "rows"),
-        ({"num_rows": 2**63}, "rows"),
-        ({"num_rows": 1.5}, "rows"),
-        ({"dim": 0}, "dim must be"),
-        ({"init": "ones"}, "init must be"),
-        ({"scale": float("nan")}, "scale must be"),
-        ({"scale": -1}, "scale must be"),
-    ],
-)
-def test_a_table_that_makes_no_sense_is_refused(values: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(BadInput, match=complaint):
-        spec(**values)
 
 
 def test_a_table_that_is_too_large_for_its_servers_is_refused() -> None:
@@ -348,27 +287,6 @@ def trained(optimizer: str, shards: int) -> tuple[TableSpec, list[RowTable]]:
             mine = ids[ids < 30]
             part.push(mine, mine[:, None].float().expand(-1, 3) * step, step=step)
     return table, parts
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("before, after", [(1, 1), (2, 3), (3, 1)])
-def test_what_shards_have_saved_goes_on_at_any_number_of_them(
-    optimizer: str, before: int, after: int
-) -> None:
-    table, saved = trained(optimizer, before)
-    chunks = [chunk for part in saved for chunk in part.state(chunk_rows=4)]
-    assert sum(len(chunk["ids"]) for chunk in chunks) == 30
-    assert max(len(chunk["ids"]) for chunk in chunks) == 4
-    loaded = [RowTable(table, shard, after) for shard in range(after)]
-    for part, ids in zip(loaded, cut(table, after), strict=True):
-        part.push(ids[:5], torch.ones(5, 3))  # what was there before does not stay
-        part.load_state(chunks, steps=2)
-    reference = trained(optimizer, 1)[1][0]
-    for part, ids in zip(loaded, cut(table, after), strict=True):
-        for tables in (part, reference):
-            tables.push(ids, torch.ones(len(ids), 3), step=3)
-        torch.testing.assert_close(part.pull(ids), reference.pull(ids), rtol=0, atol=0)
-    assert sum(map(len, loaded)) == 60
 
 
 def test_saved_rows_that_do_not_fit_are_refused() -> None:

@@ -25,6 +25,7 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.processes import resident_mb
 from tests.server.helpers import SECRET, flat_of
 
 DESCRIPTORS = 256  # of a server process: fewer than a flood has connections
@@ -47,8 +48,7 @@ class Attacked:
     most_descriptors: int = 0
 
     def resident_mb(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return resident_mb(self.process.pid)
 
     def descriptors(self) -> int:
         count = len(os.listdir(f"/proc/{self.process.pid}/fd"))

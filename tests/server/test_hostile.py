@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from shoal.protocol.handshake import AuthenticationError, authenticate, claim_of
 from shoal.protocol.service import MAX_REASONS
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce
 from shoal.runtime.secret import new_secret
-from shoal.runtime.strangers import MAX_UNAUTHENTICATED
 from shoal.server import shared_memory as segment
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
@@ -49,16 +48,12 @@ from shoal.server.messages import (
 from shoal.server.process.server import Server
 from shoal.server.rows.client import ServerStore
 from shoal.transport.shm import memfd
+from tests.processes import resident_mb
 from tests.products import few_or_all
 from tests.server.helpers import MODEL, SECRET, client_of, fill, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
 NO_UTF8 = b"\x82\xa5table\xa2\xff\xfe\xa5count\x01"
-
-
-def resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @contextmanager
@@ -111,6 +106,13 @@ def joined(
     return control, other, header
 
 
+def assert_refused(connection: Connection, closes: bool = True) -> None:
+    connection.sock.settimeout(10.0)
+    assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
+    assert not closes or is_closed_by_server(connection.sock)
+    connection.close()
+
+
 def refused(server: Server) -> int:
     return sum(server.refused.values())
 
@@ -145,26 +147,36 @@ def test_a_server_without_the_secret_is_refused() -> None:
             authenticate(worker, SECRET, "control", Header(FrameKind.HELLO))
 
 
-def test_no_frame_counts_before_hello() -> None:
-    with victim() as (server, client):
-        for kind in FrameKind:
-            if kind is FrameKind.HELLO:
-                continue
-            with stranger(server) as sock:
-                sock.sendall(pack(Header(kind, 0, MODEL), encode(client.specs[0])[:400]))
-                assert is_closed_by_server(sock)
-        wait_refused(server, len(FrameKind) - 1)
+def _hello(at: int, form: str, size: int) -> bytes:
+    """A hello whose header says another length."""
+    frame = bytearray(pack(Header(FrameKind.HELLO, 1, MODEL)))
+    struct.pack_into(form, frame, at, size)
+    return bytes(frame)
 
 
-def test_a_hello_with_text_that_is_no_utf8_is_refused() -> None:
+def test_strangers_are_refused_whatever_they_send() -> None:
     fields = {"nonce": fresh_nonce(), "channel": "control", "proof": fresh_nonce()}
-    meta = msgspec.msgpack.encode(fields).replace(b"control", b"contr\xff\xfe")
-    with victim() as (server, _):
-        with stranger(server) as sock:
-            sock.sendall(pack(Header(FrameKind.HELLO, 1, MODEL), meta))
-            assert is_closed_by_server(sock)
-        (reason,) = server.refused
-        assert reason.startswith("metadata is not a valid Hello")
+    no_text = msgspec.msgpack.encode(fields).replace(b"control", b"contr\xff\xfe")
+    with victim() as (server, client):
+        spec = encode(client.specs[0])[:400]
+        said = [pack(Header(kind, 0, MODEL), spec) for kind in FrameKind]  # HELLO of no form, too
+        said += [_hello(48, "<Q", size) for size in (2**63, 2**64 - 1, 1 << 31)]  # payload
+        said += [_hello(56, "<I", size) for size in (2**32 - 1, 1 << 31)]  # metadata
+        said += [b"GET / HTTP/1.1\r\n" + bytes(100)]
+        said += [pack(Header(FrameKind.HELLO, 1, MODEL), no_text)]
+        before = resident_mb()
+        for data in said:
+            with stranger(server) as sock:
+                sock.sendall(data)
+                assert is_closed_by_server(sock)
+        wait_refused(server, len(said))
+        assert refused(server) == len(said)
+        assert server.refused["not a frame of Shoal"] == 1
+        assert any(reason.startswith("metadata is not a valid Hello") for reason in server.refused)
+        for end in range(0, len(said[0]), 5):
+            with stranger(server) as sock:
+                sock.sendall(said[0][:end])
+        assert resident_mb() - before < 50
 
 
 def test_a_replayed_hello_is_refused() -> None:
@@ -182,46 +194,6 @@ def test_a_replayed_hello_is_refused() -> None:
             assert is_closed_by_server(sock)
         assert server.refused["HELLO does not prove the secret"] == 1
         connection.close()
-
-
-def test_200_connections_that_say_nothing() -> None:
-    with victim() as (server, client):
-        before = resident_mb()
-        silent = [stranger(server) for _ in range(200)]
-        assert torch.equal(weights(client), weights(client))
-        wait_refused(server, 200 - MAX_UNAUTHENTICATED)
-        assert len(server.strangers) <= MAX_UNAUTHENTICATED
-        assert resident_mb() - before < 50
-        for sock in silent:
-            sock.close()
-
-
-@pytest.mark.parametrize("field", ["payload", "meta"])
-@pytest.mark.parametrize("size", [2**63, 2**64 - 1, 1 << 31])
-def test_lengths_that_are_impossible(field: str, size: int) -> None:
-    with victim() as (server, _):
-        before = resident_mb()
-        frame = bytearray(pack(Header(FrameKind.HELLO, 1, MODEL)))
-        if field == "payload":
-            struct.pack_into("<Q", frame, 48, size)
-        else:
-            struct.pack_into("<I", frame, 56, size & 0xFFFFFFFF)
-        with stranger(server) as sock:
-            sock.sendall(frame)
-            assert is_closed_by_server(sock)
-        assert resident_mb() - before < 50
-
-
-def test_bad_magic_and_truncated_frames() -> None:
-    with victim() as (server, _):
-        frame = pack(Header(FrameKind.HELLO, 1, MODEL), b"x" * 40)
-        for cut in range(0, len(frame), 5):
-            with stranger(server) as sock:
-                sock.sendall(frame[:cut])
-        with stranger(server) as sock:
-            sock.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
-            assert is_closed_by_server(sock)
-        assert server.refused["not a frame of Shoal"] == 1
 
 
 # ---- from a worker that knows the secret --------------------------------------------------------
@@ -315,23 +287,10 @@ def test_a_worker_that_means_harm_is_refused(name: str) -> None:
         before = resident_mb()
         control, connection, header = joined(server, client, channel)
         attack(connection, header, client)
-        connection.sock.settimeout(10.0)
-        answer, _ = connection.receive(1 << 16)
-        assert answer.kind is FrameKind.ERROR
-        assert is_closed_by_server(connection.sock)
+        assert_refused(connection)
         assert refused(server) == 1
         assert resident_mb() - before < 50
-        connection.close()
         control.close()
-
-
-def _setup(connection: Connection, header: Header, spec: object, handle: int | None = None) -> None:
-    meta = msgspec.msgpack.encode(spec)
-    named = header._replace(kind=FrameKind.SETUP)
-    if handle is None:
-        connection.send(named, meta)
-    else:
-        connection.send(named, meta, descriptor=handle)
 
 
 @pytest.mark.parametrize(
@@ -366,11 +325,10 @@ def test_a_model_that_makes_no_sense_is_refused(change: dict[str, object]) -> No
         header = Header(FrameKind.HELLO, 0, MODEL + 1, 4)
         authenticate(connection, SECRET, "control", header)
         spec = {**msgspec.to_builtins(client.specs[0]), **change}
-        _setup(connection, header, spec)
-        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
+        connection.send(header._replace(kind=FrameKind.SETUP), msgspec.msgpack.encode(spec))
+        assert_refused(connection, closes=False)
         assert MODEL + 1 not in server.models
         assert resident_mb() - before < 50
-        connection.close()
 
 
 def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -384,10 +342,10 @@ def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path)
                 handle = os.memfd_create(name, os.MFD_ALLOW_SEALING)
             os.ftruncate(handle, size)
             connection, header = member(server, "control")
-            _setup(connection, header, spec, handle)
-            assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR, name
+            setup = header._replace(kind=FrameKind.SETUP)
+            connection.send(setup, encode(spec), descriptor=handle)
+            assert_refused(connection, closes=False)
             os.close(handle)
-            connection.close()
 
 
 def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -> None:
@@ -395,9 +353,8 @@ def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -
         control, _, header = joined(server, client, "pull")
         handle = memfd.make("weights", client.size * 4)
         control.send(header._replace(kind=FrameKind.SHARE_WEIGHTS), b"", descriptor=handle)
-        assert control.receive(1 << 16)[0].kind is FrameKind.ERROR
+        assert_refused(control, closes=False)
         os.close(handle)
-        control.close()
 
 
 @pytest.mark.parametrize("wrong", ["none", "another", "short"])
@@ -412,9 +369,8 @@ def test_memory_for_weights_that_differs_from_that_of_other_workers_is_refused(w
             control.send(header)
         else:
             control.send(header, b"", descriptor=handle)
-        assert control.receive(1 << 16)[0].kind is FrameKind.ERROR
+        assert_refused(control, closes=False)
         os.close(handle)
-        control.close()
         client.close()
 
 
@@ -437,30 +393,30 @@ def test_descriptors_do_not_pile_up() -> None:
 # ---- bit flips ----------------------------------------------------------------------------------
 
 
+def damaged(frame: bytes, chance: random.Random) -> bytes:
+    """The frame with one to eight bits flipped."""
+    return flipped(frame, chance.sample(range(8 * len(frame)), chance.randint(1, 8)))
+
+
+def flipped(frame: bytes, bits: Iterable[int]) -> bytes:
+    copy = bytearray(frame)
+    for bit in bits:
+        copy[bit // 8] ^= 1 << bit % 8
+    return bytes(copy)
+
+
 def test_a_flipped_bit_in_header_or_metadata_is_noticed() -> None:
     """Every single bit of a frame, and 10,000 times several of them."""
     meta = encode(Commit(3, 2, 0.25, 0.1))
     frame = pack(Header(FrameKind.COMMIT, 1, MODEL, 99, 4, 0, 12), meta)
     chance = random.Random(0)
-    cases = [[bit] for bit in range(8 * len(frame))]
-    cases += [chance.sample(range(8 * len(frame)), chance.randint(1, 8)) for _ in range(10_000)]
-    for bits in cases:
-        damaged = bytearray(frame)
-        for bit in bits:
-            damaged[bit // 8] ^= 1 << bit % 8
+    cases = [flipped(frame, [bit]) for bit in range(8 * len(frame))]
+    for data in cases + [damaged(frame, chance) for _ in range(10_000)]:
         with pytest.raises(Refused):
-            header = unpack(damaged)
+            header = unpack(data)
             if header.meta_bytes != len(meta):
                 raise Refused("another length")
-            verify(damaged[:HEADER_BYTES], bytes(damaged[HEADER_BYTES:]), header)
-
-
-def damaged(frame: bytes, chance: random.Random) -> bytes:
-    """The frame with one to eight bits flipped."""
-    copy = bytearray(frame)
-    for bit in chance.sample(range(8 * len(frame)), chance.randint(1, 8)):
-        copy[bit // 8] ^= 1 << bit % 8
-    return bytes(copy)
+            verify(data[:HEADER_BYTES], data[HEADER_BYTES:], header)
 
 
 def test_a_server_survives_thousands_of_damaged_conversations() -> None:
@@ -484,24 +440,6 @@ def test_a_server_survives_thousands_of_damaged_conversations() -> None:
         wait_refused(server, count)
         assert len(server.refused) <= MAX_REASONS + 1, "kinds of refusal, not one for each"
         assert resident_mb() - before < 50
-
-
-def test_a_member_that_sends_damaged_frames_is_closed_every_time() -> None:
-    with victim() as (server, client):
-        control, header = member(server, "control")
-        control.send(header._replace(kind=FrameKind.SETUP), encode(client.specs[0]))
-        control.receive(1 << 10)
-        before = resident_mb()
-        chance = random.Random(2)
-        frame = pack(header._replace(kind=FrameKind.PULL), encode(Pull(None, 0)))
-        for i in range(500):
-            connection, _ = member(server, "follow" if i % 2 else "pull")
-            connection.sock.sendall(damaged(frame, chance) + bytes(1000))
-            connection.sock.shutdown(socket.SHUT_WR)
-            assert is_closed_by_server(connection.sock)
-            connection.close()
-        assert resident_mb() - before < 50
-        control.close()
 
 
 # ---- rows of tables -----------------------------------------------------------------------------
@@ -543,12 +481,9 @@ def test_rows_that_are_not_there_are_refused(
         meta, payload = frame
         named = header._replace(kind=kind, payload_bytes=len(payload), sequence=1)
         connection.sock.sendall(pack(named, meta) + payload)
-        connection.sock.settimeout(10.0)
-        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
-        assert is_closed_by_server(connection.sock)
+        assert_refused(connection)
         assert torch.equal(store.pull("t", torch.arange(10)), start)
         assert resident_mb() - before < 50
-        connection.close()
         control.close()
 
 
@@ -565,9 +500,7 @@ def test_places_outside_of_the_memory_of_a_worker_are_refused(place: int, places
         meta, payload = _rows("t", [1, place], count=1, memory=0, places=places)
         pull = header._replace(kind=FrameKind.TABLE_PULL)
         connection.send(pull, meta, memoryview(payload))
-        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
-        assert is_closed_by_server(connection.sock)
-        connection.close()
+        assert_refused(connection)
         control.close()
 
 
@@ -577,6 +510,5 @@ def test_tables_that_are_too_large_are_refused(change: dict[str, int]) -> None:
         control, connection, header = joined(server, client, "rows")
         table = {"name": "t", "num_rows": 10, "dim": 4, **change}
         connection.send(header._replace(kind=FrameKind.TABLE_MAKE), msgspec.msgpack.encode(table))
-        assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
-        connection.close()
+        assert_refused(connection, closes=False)
         control.close()
