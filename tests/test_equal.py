@@ -199,18 +199,6 @@ def test_exact_gives_the_same_bits(world: World, size: int, microbatches: int) -
     assert_same_bits(world, size, "ddp", microbatches)
 
 
-def test_a_script_may_pass_on_what_it_made_of_a_batch(world: World) -> None:
-    def go(group: Group, model: nn.Module) -> list[float]:
-        job = Job(parse("ddp"), group, device=torch.device("cpu"))
-        step = job.step(model, F.cross_entropy, optimizer=SGD)
-        return [float(step((x * 2, y))) for x, y in job.batches(samples(22), 10)]
-
-    models = [mlp() for _ in range(4)]
-    alone = go(solo_group(), mlp())
-    for losses in world(4, lambda g: go(g, models[g.rank])):
-        assert losses == pytest.approx(alone, abs=1e-5)
-
-
 def test_inputs_may_be_tuples_and_dicts() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

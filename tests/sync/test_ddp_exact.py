@@ -41,30 +41,6 @@ def leaves_of(m: int, seed: int) -> list[Tensor]:
     return list(torch.randn(m, 3, generator=generator) * 2.0**size)
 
 
-def test_the_tree_of_six_leaves() -> None:
-    r"""
-    0   1   2   3   4   5
-     \ /     \ /     \ /
-      0-2     2-4    4-6
-        \____/        |
-          0-4        /
-            \______ /
-               0-6
-    """
-    assert children((0, 6)) == ((0, 4), (4, 6))
-    assert children((0, 4)) == ((0, 2), (2, 4))
-    assert children((4, 6)) == ((4, 5), (5, 6))
-    assert full_subtrees((0, 6), (0, 3)) == [(0, 2), (2, 3)]
-    assert full_subtrees((0, 6), (3, 6)) == [(3, 4), (4, 6)]
-    assert [full_subtrees((0, 6), run) for run in runs_of(6, 3)] == [[(0, 2)], [(2, 4)], [(4, 6)]]
-
-
-def test_six_leaves_are_added_in_the_order_of_the_tree() -> None:
-    known = {(i, i + 1): torch.tensor(x) for i, x in enumerate([1e8, 1.0, 2.0, -1e8, 3.0, 4.0])}
-    v = [known[i, i + 1] for i in range(6)]
-    assert torch.equal(tree_sum((0, 6), known), ((v[0] + v[1]) + (v[2] + v[3])) + (v[4] + v[5]))
-
-
 @quick
 @given(st.integers(0, 1000), st.integers(2, 1000))
 def test_the_left_half_is_a_power_of_two_and_not_the_smaller_one(start: int, leaves: int) -> None:
@@ -77,14 +53,10 @@ def test_the_left_half_is_a_power_of_two_and_not_the_smaller_one(start: int, lea
 
 @pytest.mark.parametrize(("m", "r"), pairs)
 def test_the_subtrees_of_all_runs_tile_the_tree(m: int, r: int) -> None:
-    nodes = [node for run in runs_of(m, r) for node in full_subtrees((0, m), run)]
-    assert [leaf for a, b in nodes for leaf in range(a, b)] == list(range(m))
-
-
-@pytest.mark.parametrize(("m", "r"), pairs)
-def test_a_run_needs_at_most_twice_the_depth_of_the_tree(m: int, r: int) -> None:
-    depth = max(1, (m - 1).bit_length())
-    assert all(len(full_subtrees((0, m), run)) <= 2 * depth for run in runs_of(m, r))
+    """A run needs at most twice the depth of the tree."""
+    subtrees = [full_subtrees((0, m), run) for run in runs_of(m, r)]
+    assert [leaf for nodes in subtrees for a, b in nodes for leaf in range(a, b)] == list(range(m))
+    assert max(map(len, subtrees)) <= 2 * max(1, (m - 1).bit_length())
 
 
 @quick

@@ -207,23 +207,6 @@ def test_compressed_differences_keep_replicas_the_same(world: World, method: str
 # ------------------------------------------------------------------------------ the outer step
 
 
-def weights_after(world: World, text: str, steps: int) -> Tensor:
-    models = halves()
-
-    def body(group: Group) -> Tensor:
-        step = train(group, text, models[group.rank], steps, optimizer=PLAIN)[1]
-        return step.flat.data[step.flat.offset :].clone()
-
-    found: Tensor = world(2, body)[0]
-    return found
-
-
-def test_an_outer_sgd_of_rate_1_is_the_average(world: World) -> None:
-    plain = weights_after(world, "localsgd(every=3)", 6)
-    outer = weights_after(world, 'localsgd(every=3, outer="sgd(lr=1)")', 6)
-    torch.testing.assert_close(plain, outer)
-
-
 @pytest.mark.parametrize(
     ("settings", "momenta"),
     [

@@ -112,12 +112,16 @@ def test_a_synchronous_run_ends_when_a_worker_ends_before_it_has_joined(
 
 @pytest.mark.parametrize(
     ("strategy", "victim"),
-    [('ps(placement="workers", update="worker")', 1), ('ps(mode="async", placement="rank0")', 0)],
+    [
+        ('ps(placement="workers", update="worker")', 1),
+        ('ps(mode="async", placement="rank0")', 0),
+        ('ps(mode="async", placement="rank0") + pp(2)', 1),  # of the replica that hosts the server
+    ],
 )
 def test_one_error_names_a_worker_that_died_with_a_server(
     tmp_path: Path, strategy: str, victim: int
 ) -> None:
-    done = run(tmp_path, strategy, "middle kill", victim)
+    done = run(tmp_path, strategy, "middle kill", victim, workers=4 if "pp" in strategy else 2)
     assert done.returncode == 1
     assert f"shoal: worker {victim} was killed by SIGKILL\n" in done.stderr
     assert "Traceback" not in done.stderr
@@ -151,13 +155,6 @@ def test_a_lost_worker_takes_its_replica_with_it_and_the_others_go_on(
         assert f"[{first}] shoal: replica {replica}: " in done.stderr
     assert done.stderr.endswith(f"shoal: finished by workers {left}, without workers {lost}\n")
     assert (tmp_path / "saved").is_dir()
-
-
-def test_the_replica_that_hosts_the_servers_is_not_survived(tmp_path: Path) -> None:
-    strategy = 'ps(mode="async", placement="rank0") + pp(2)'
-    done = run(tmp_path, strategy, "middle kill", 1, workers=4)
-    assert done.returncode == 1
-    assert "worker 1 was killed by SIGKILL" in done.stderr
 
 
 # ---- as threads ---------------------------------------------------------------------------------

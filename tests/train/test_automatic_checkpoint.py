@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import BadInput
 from shoal.launch.here.checkpoint_option import with_checkpoint
 from shoal.runtime.config import CheckpointConfig, RunConfig
 from shoal.runtime.preemption import EXIT_STATUS, Preemption
-from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from tests import forked
 from tests.conftest import World
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
@@ -64,45 +58,6 @@ def test_a_script_that_is_started_again_has_the_losses_of_one_that_was_not(
     assert capfd.readouterr().err.count(f"resuming from {tmp_path} after 6 steps") == 1
 
 
-def full_disk(tensors: dict[str, Tensor], file: Path) -> None:
-    file.write_bytes(b"half")
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_after_a_save_on_a_full_disk_the_one_before_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = losses_of(job_of())
-    with pytest.raises(Crash):
-        losses_of(job_in(tmp_path), crash_at=4)
-    with monkeypatch.context() as disk, pytest.raises(CheckpointError, match="No space left"):
-        disk.setattr(files, "save_file", full_disk)
-        losses_of(job_in(tmp_path))
-    assert steps_in(tmp_path) == 3
-    assert losses_of(job_in(tmp_path)) == {n: whole[n] for n in range(4, 13)}
-
-
-KILLED_BEFORE_THE_RENAME = """
-import os, signal, sys
-from pathlib import Path
-from tests.train.test_automatic_checkpoint import job_in, losses_of
-
-os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-losses_of(job_in(Path(sys.argv[1])))
-"""
-
-
-def test_after_a_kill_before_the_rename_the_checkpoint_before_it_counts(tmp_path: Path) -> None:
-    whole = losses_of(job_of())
-    with pytest.raises(Crash):
-        losses_of(job_in(tmp_path), crash_at=4)
-    command = [sys.executable, "-c", KILLED_BEFORE_THE_RENAME, str(tmp_path)]
-    assert forked.run(command, cwd=forked.ROOT).returncode == -signal.SIGKILL
-    assert list(tmp_path.glob("saving-*/manifest.json"))  # it was about to become the current one
-    assert steps_in(tmp_path) == 3
-    assert losses_of(job_in(tmp_path)) == {n: whole[n] for n in range(4, 13)}
-
-
 def test_a_preempted_job_saves_there(tmp_path: Path) -> None:
     preemption = Preemption(None)
     job = job_in(tmp_path, preemption=preemption)
@@ -135,14 +90,6 @@ def test_trial_runs_neither_save_nor_load(tmp_path: Path) -> None:
     job.dry = True
     assert len(losses_of(job)) == 12
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    losses_of(job_in(tmp_path))
-    job = job_in(tmp_path)
-    job.step(nn.Linear(6, 3), F.cross_entropy, optimizer=SGD)
-    with pytest.raises(BadInput, match=str(tmp_path)):
-        next(iter(job.batches(samples(20), batch_size=5)))
 
 
 def test_later_calls_of_shoal_run_have_folders_of_their_own() -> None:

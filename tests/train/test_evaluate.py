@@ -173,18 +173,6 @@ def assigned(samples: int, ranks: tuple[int, ...], batch_size: int) -> SampleAss
     return SampleAssignment(torch.arange(samples), ranks, batch_size)
 
 
-def test_a_lost_rank_of_three() -> None:
-    first = assigned(12, (0, 1, 2), 6)  # batches 0-5 and 6-11, two samples for each rank
-    assert [first.samples_of(rank).tolist() for rank in (0, 1, 2)] == [
-        [0, 1, 6, 7],
-        [2, 3, 8, 9],
-        [4, 5, 10, 11],
-    ]
-    second = first.without([1])
-    assert (second.samples.tolist(), second.ranks) == ([2, 3, 8, 9], (0, 2))
-    assert [second.samples_of(rank).tolist() for rank in (0, 2)] == [[2, 3], [8, 9]]
-
-
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_every_sample_is_evaluated_once_after_any_losses_in_any_round(
     samples: int, ranks: int, batch_size: int, data: st.DataObject
@@ -235,17 +223,6 @@ def test_items_are_mapped_once_where_they_are(world: World) -> None:
     found = world(3, body)
     assert [seen for seen, _ in found] == [[0, 1], [2, 3], [4, 5, 6]]
     assert all(result == [0, 1, 4, 9, 16, 25, 36] for _, result in found)
-
-
-def test_tensors_in_trees_are_added_up_on_every_rank(world: World) -> None:
-    def count(word: str) -> dict[str, Any]:
-        return {"letters": torch.bincount(torch.tensor([ord(c) - 97 for c in word]), minlength=26)}
-
-    def add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-        return {"letters": a["letters"] + b["letters"]}
-
-    for found in world(2, lambda g: map_reduce_over(g, count, ["abba", "cab", "b"], add)):
-        assert found["letters"][:4].tolist() == [3, 4, 1, 0]
 
 
 def test_alone_it_needs_no_job() -> None:

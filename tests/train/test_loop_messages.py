@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,17 +11,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.progress import ProgressLines
-from shoal.train.step.run_services import RunServices
 from tests.conftest import World
+from tests.jobs import SGD, job_of
 
 DATA = TensorDataset(torch.ones(12, 3), torch.ones(12, 1))
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Shown(ProgressLines):
@@ -35,8 +32,7 @@ class Shown(ProgressLines):
 
 
 def _job(shown: Shown | None = None) -> Job:
-    services = RunServices(progress=shown or Shown())
-    return Job(parse("single"), solo_group(), device=torch.device("cpu"), services=services)
+    return job_of(progress=shown or Shown())
 
 
 def test_progress_counts_the_step_whose_update_is_done_and_takes_a_loss_with_its_graph() -> None:

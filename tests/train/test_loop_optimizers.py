@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.data.sampling import permutation
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.jobs import job_of
 from tests.models import mlp, samples
 from tests.train.test_own_loop import assert_equal_to_single, run
 
@@ -109,14 +109,9 @@ def test_what_an_optimizer_counts_in_its_groups_is_kept(world: World) -> None:
 
 
 def run_by_torch(model: nn.Module) -> list[float]:
-    data = samples(40)
-    order = permutation(40, 3, 0).tolist()
     optimizer = Decaying(model.parameters())
     losses = []
-    for start in range(0, 40, 10):
-        rows = [data[i] for i in order[start : start + 10]]
-        x = torch.stack([row[0] for row in rows])
-        y = torch.stack([torch.as_tensor(row[1]) for row in rows])
+    for x, y in job_of().batches(samples(40), 10):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()

@@ -48,12 +48,13 @@ RELAXED = {
     "staleness": ", staleness=2",
     "async": ', mode="async"',
 }
-SPLIT = {"quorum tp": (", quorum=0.5", "tp(2)"), "async pp": (', mode="async"', "pp(2)")}
-OTHERS: dict[str, tuple[Task, str]] = {
-    "async clipped": (CLIPPED, ', mode="async"'),
-    "async rows": (SOME_ROWS, ', mode="async"'),
-    "async int8": (DENSE, ', mode="async", compress="int8"'),
-    "staleness rows": (ROWS, ", staleness=2"),
+OTHERS: dict[str, tuple[Task, str, str]] = {
+    "async clipped": (CLIPPED, ', mode="async"', ""),
+    "async rows": (SOME_ROWS, ', mode="async"', ""),
+    "async int8": (DENSE, ', mode="async", compress="int8"', ""),
+    "staleness rows": (ROWS, ", staleness=2", ""),
+    "quorum tp": (DENSE, ", quorum=0.5", " + tp(2)"),
+    "async pp": (DENSE, ', mode="async"', " + pp(2)"),
 }
 _undisturbed: dict[str, list[Trained]] = {}
 
@@ -152,31 +153,13 @@ def test_training_goes_on(
     consistency: ChainConsistency,
     fault: str,
 ) -> None:
-    task, options = OTHERS[case]
-    strategy = strategy_of(options, "", consistency)
+    task, options, split = OTHERS[case]
+    strategy = strategy_of(options, split, consistency)
     with launched_chains(monkeypatch, 2, consistency=consistency) as made:
-        found = train(world, task, strategy, 2, made, FAULTS[fault])
+        found = train(world, task, strategy, 4 if split else 2, made, FAULTS[fault])
     assert all(len(trained.losses) == STEPS for trained in found)
     for name, weights in found[0].weights.items():
-        assert torch.equal(weights, found[1].weights[name])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("consistency", ["strong", "eventual"])
-@pytest.mark.parametrize("case", SPLIT)
-def test_training_goes_on_beside_tp_and_pp(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    consistency: ChainConsistency,
-    fault: str,
-) -> None:
-    options, split = SPLIT[case]
-    strategy = strategy_of(options, f" + {split}", consistency)
-    with launched_chains(monkeypatch, 2, consistency=consistency) as made:
-        found = train(world, DENSE, strategy, 4, made, FAULTS[fault])
-    assert all(len(trained.losses) == STEPS for trained in found)
+        assert split or torch.equal(weights, found[1].weights[name])
 
 
 def test_rows_are_the_same_when_a_head_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
