@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
@@ -31,11 +32,13 @@ def losses(
     path: Path,
     save_at: int | None,
     load: bool = False,
+    group: Group | None = None,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> list[float]:
     """Train on the batches of `loops(job)`; save after a step, or continue from there."""
-    job = job_of()
-    step = job.step(mlp(), F.cross_entropy, **{"optimizer": SGD, **options})
+    job = job_of(group)
+    step = job.step(model or mlp(), F.cross_entropy, **{"optimizer": SGD, **options})
     if load:
         job.load(path)
     found = []

@@ -18,6 +18,7 @@ from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
+from tests.data.test_samplers import stream, weighted, weighted_by_a_generator
 from tests.jobs import losses
 from tests.models import samples
 
@@ -118,6 +119,7 @@ def test_data_with_a_state_goes_on_by_itself(tmp_path: Path) -> None:
         (two_after_each_other, [1, 4, 5, 8]),
         (two_in_turns, [2, 4, 6, 8, 14]),
         (a_loader_that_draws, [2, 3, 4, 6, 9]),
+        *((loops, [1, 3, 5, 8]) for loops in (weighted, weighted_by_a_generator, stream)),
     ],
 )
 def test_a_run_goes_on_in_place(tmp_path: Path, loops: Loops, saves: list[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.jobs import job_of, losses
+from tests.jobs import job_of
 from tests.models import samples
 
 NUMBERS = TensorDataset(torch.arange(20))
@@ -60,15 +59,6 @@ def test_replicas_divide_the_batches_of_one_device(
     for whole, first, second in zip(alone, *parts, strict=True):
         assert torch.equal(torch.cat([first, second]), whole)
     assert not torch.equal(alone[0], alone[3]), "every epoch draws for itself"
-
-
-@pytest.mark.parametrize("batches", [weighted, weighted_by_a_generator, stream])
-@pytest.mark.parametrize("stop", [1, 3, 5, 8])
-def test_a_run_goes_on_in_place(
-    tmp_path: Path, batches: Callable[[Job], Iterator[Any]], stop: int
-) -> None:
-    whole = losses(batches, tmp_path, stop)
-    assert losses(batches, tmp_path, None, load=True) == whole[stop:]
 
 
 def test_a_sampler_chooses_the_samples() -> None:

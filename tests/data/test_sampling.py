@@ -13,12 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
-from shoal.comm.executors.solo import solo_group
 from shoal.data.batch import Batch
-from shoal.data.rows import take
 from shoal.data.sample_seeds import SeededSamples, seeded
 from shoal.data.sampling import (
     BatchSplit,
@@ -30,9 +27,7 @@ from shoal.data.sampling import (
     split_batch,
 )
 from shoal.errors import BadInput
-from shoal.pytree import map_tensors, tensors_of
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
+from shoal.pytree import tensors_of
 from tests.jobs import job_of
 from tests.models import samples
 
@@ -47,17 +42,6 @@ def splits(n: int, m: int, exact: bool = False) -> list[BatchSplit]:
 
 
 # -------------------------------------------------------------------------- cutting
-
-
-def test_twelve_rows_in_two_microbatches_for_two_replicas() -> None:
-    """The picture at the top of sampling.py."""
-    assert BatchSplit(0, 2, 2).rows(12) == [range(0, 3), range(6, 9)]
-    assert BatchSplit(1, 2, 2).rows(12) == [range(3, 6), range(9, 12)]
-
-
-def test_six_rows_in_four_microbatches_on_two_replicas_when_exact() -> None:
-    assert BatchSplit(0, 2, 4, exact=True).rows(6) == [range(0, 1), range(1, 3)]
-    assert BatchSplit(1, 2, 4, exact=True).rows(6) == [range(3, 4), range(4, 6)]
 
 
 @quick
@@ -93,12 +77,6 @@ def test_parts_of_a_microbatch_differ_by_at_most_one_sample(total: int, n: int, 
     for i in range(m):
         sizes = [len(split.rows(total)[i]) for split in splits(n, m)]
         assert max(sizes) - min(sizes) <= 1
-
-
-def test_row_0_stands_in_for_an_empty_range() -> None:
-    rows = torch.arange(10, 16)
-    assert take(rows, [range(2, 4), range(3, 3), range(5, 6)]).tolist() == [12, 13, 10, 15]
-    assert take(rows, [range(0)]).tolist() == [10]
 
 
 # -------------------------------------------------------------------------- order
@@ -222,24 +200,6 @@ def test_a_loader_process_ends_when_the_script_stops_early() -> None:
     del batches
 
 
-class Augmented(Dataset[Any]):
-    """Samples with noise that is drawn when they are fetched."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, i: int) -> Any:
-        return torch.rand(8), i
-
-
-@pytest.mark.usefixtures("feeders_end")
-def test_loader_processes_draw_other_noise_in_every_epoch() -> None:
-    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
-    batches = list(job.batches(Augmented(), 4, epochs=2, shuffle=False, loaders=1))
-    first, second = (batch[0] for batch in batches)
-    assert not torch.equal(first, second)
-
-
 def test_all_samples_come_once_in_the_order_of_the_permutation() -> None:
     data = TensorDataset(torch.arange(13), torch.arange(13))
     batches = epoch_of(data)
@@ -275,46 +235,7 @@ def test_start_passes_over_batches_without_fetching_them(start: int) -> None:
     assert len(fetched) == max(0, 13 - 5 * start)
 
 
-def test_batches_are_made_when_they_are_asked_for() -> None:
-    fetched: list[int] = []
-
-    class Watched(Plain):
-        def __getitem__(self, i: int) -> Any:
-            fetched.append(i)
-            return super().__getitem__(i)
-
-    order = torch.arange(13)
-    batches = iter(DatasetBatches(Watched(samples(13)), order, BatchSplit(), Loading(5)))
-    assert fetched == []
-    next(batches)
-    assert fetched == [0, 1, 2, 3, 4]
-
-
-def pad(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    rows = [torch.full((int(y) + 1,), float(y)) for _, y in samples]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(
-        [int(y) for _, y in samples]
-    )
-
-
-def test_collate_makes_a_batch_of_samples() -> None:
-    data = samples(13)
-    for dataset in (data, Plain(data)):
-        for x, y in epoch_of(dataset, collate=pad):
-            assert x.shape == (len(y), int(y.max()) + 1)
-            assert torch.equal(x[:, 0], y.float())
-
-
 # -------------------------------------------------------------------------- iterables
-
-
-def test_a_batch_of_the_script_is_split() -> None:
-    x = torch.arange(10)
-    y = torch.arange(10) * 2
-    parts = [split_batch((x, y), BatchSplit(r, 3)) for r in range(3)]
-    assert [p[0].tolist() for p in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    assert [p[1].tolist() for p in parts] == [[0, 2, 4], [6, 8, 10], [12, 14, 16, 18]]
-    assert [(p.total, p.microbatch_sizes) for p in parts] == [(10, (3,)), (10, (3,)), (10, (4,))]
 
 
 @quick
@@ -340,47 +261,18 @@ def test_the_form_of_inputs_stays_and_numbers_stay_whole() -> None:
     assert mine["scale"].item() == 2.0 and mine["n"] == 3
 
 
-def test_map_tensors_reaches_every_tensor_once() -> None:
-    tree = ({"a": torch.ones(1)}, [torch.ones(2), 5, None], torch.ones(3))
-    assert [len(t) for t in tensors_of(tree)] == [1, 2, 3]
-    doubled = map_tensors(lambda t: t * 2, tree)
-    assert [t.sum().item() for t in tensors_of(doubled)] == [2.0, 4.0, 6.0]
-    assert doubled[1][1:] == [5, None]
-
-
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        ([1, 2, 3], "no tensor with a dimension for samples"),
         ({}, "no tensor with a dimension for samples"),
-        ((torch.ones(4), torch.ones(3)), "different numbers of samples: [3, 4]"),
-        ((1, 2), "no tensor with a dimension for samples"),
+        ((torch.ones(4), torch.ones(3)), r"different numbers of samples: \[3, 4\]"),
         ((torch.tensor(1.0), torch.tensor(2.0)), "no tensor with a dimension for samples"),
     ],
-    ids=["three", "dict", "lengths", "numbers", "scalars"],
+    ids=["dict", "lengths", "scalars"],
 )
 def test_a_bad_batch_gives_one_sentence(batch: Any, sentence: str) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(BadInput, match=sentence):
         split_batch(batch, BatchSplit())
-    message = str(caught.value)
-    assert all(piece in message for piece in sentence.split(".*"))
-    assert "\n" not in message
-
-
-def test_a_batch_keeps_the_form_of_its_samples() -> None:
-    forms = {
-        "(x,)": TensorDataset(torch.ones(4)),
-        "(x, y, w)": [(torch.ones(2), 1, 0.5)] * 4,
-        "dict of dicts": [{"x": {"a": torch.ones(2)}, "labels": 1}] * 4,
-    }
-    found = {}
-    for form, data in forms.items():
-        (batch, _) = DatasetBatches(data, torch.arange(4), BatchSplit(), Loading(2))
-        assert batch.total == 2
-        found[form] = batch.content
-    assert [len(item) for item in found["(x,)"]] == [2]
-    assert [len(item) for item in found["(x, y, w)"]] == [2, 2, 2]
-    assert found["dict of dicts"]["x"]["a"].shape == (2, 2)
 
 
 @given(st.integers(0, 40), st.integers(1, 6))

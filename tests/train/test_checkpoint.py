@@ -16,16 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError, ShoalError
 from shoal.runtime import checkpoint_folders
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints import files
 from shoal.train.checkpoints.files import Checkpoint
 from shoal.train.job import Job
-from shoal.train.step.step import Step
 from tests.checkpoints import (
     ADAM,
     CPU,
@@ -64,30 +63,6 @@ def test_a_continued_run_has_the_losses_of_one_that_was_never_stopped(
     assert train(None, load=True) == whole[7:]
 
 
-def test_a_run_continues_twice(tmp_path: Path) -> None:
-    losses = train_in_pieces(tmp_path / "whole", [8])
-    assert train_in_pieces(tmp_path / "pieces", [3, 2, 3]) == losses
-
-
-def train_in_pieces(path: Path, pieces: list[int]) -> list[float]:
-    losses: list[float] = []
-    for i, steps in enumerate(pieces):
-        job, step = start()
-        if i:
-            job.load(path)
-        for _, batch in zip(range(steps), job.batches(samples(20), 10, epochs=4), strict=False):
-            losses.append(step(batch).item())
-        job.save(path)
-    return losses
-
-
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    save_some(tmp_path, steps=3)
-    job, _ = start()
-    job.load(tmp_path)
-    assert list(job.batches(samples(30), 10)) == []
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,30 +93,6 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
     assert model.head.weight.data_ptr() == step_again.flat.data[step_again.flat.offset :].data_ptr()
 
 
-def test_loading_keeps_parameters_in_the_buffer(saved: Path) -> None:
-    job, step = start(mlp(seed=9))
-    job.load(saved)
-    step.flat.data.fill_(7.0)
-    assert all((p == 7.0).all() for p in step.model.parameters())
-
-
-def test_several_models_of_one_script_come_back(tmp_path: Path) -> None:
-    def pair(seed: int) -> tuple[Job, list[Step]]:
-        job = Job(parse("single"), solo_group(), device=CPU)
-        return job, [job.step(mlp(seed + i), F.cross_entropy, optimizer=MOMENTUM) for i in range(2)]
-
-    job, steps = pair(0)
-    for batch in job.batches(samples(20), 10):
-        for step in steps:
-            step(batch)
-    job.save(tmp_path)
-    again, others = pair(7)
-    again.load(tmp_path)
-    for step, other in zip(steps, others, strict=True):
-        assert torch.equal(step.flat.data, other.flat.data)
-    assert not torch.equal(steps[0].flat.data, steps[1].flat.data)
-
-
 def test_a_trial_run_saves_nothing(tmp_path: Path) -> None:
     job, _ = start()
     job.dry = True
@@ -160,50 +111,20 @@ def test_the_manifest_tells_where_it_comes_from(saved: Path) -> None:
 # -------------------------------------------------------------------------- other worlds
 
 
-def losses_of(
-    group: Group,
-    model: nn.Module,
-    batches: Callable[[Job], Iterator[Any]],
-    path: Path,
-    save_at: int | None = None,
-    **options: Any,
-) -> list[float]:
-    """Train; save at a step, or else continue from there."""
-    job, step = start(model, group, **options)
-    if save_at is None:
-        job.load(path)
-    losses = []
-    for batch in batches(job):
-        losses.append(step(batch).item())
-        if job.steps == save_at:
-            job.save(path)
-    return losses
-
-
 def shuffled(job: Job) -> Iterator[Any]:
     return job.batches(samples(43, (1, 4, 4)), 10, epochs=2)
 
 
-class Loader:
-    """Like a DataLoader with a seeded sampler: iterated again it gives the same batches."""
-
-    def __init__(self) -> None:
-        x, y = samples(43, (1, 4, 4)).tensors
-        self.batches = list(zip(x.split(10), y.split(10), strict=True))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+def loader() -> DataLoader[Any]:
+    return DataLoader(samples(43, (1, 4, 4)), batch_size=10)
 
 
 def from_loader(job: Job) -> Iterator[Any]:
-    return job.batches(Loader(), epochs=2)
+    return job.batches(loader(), epochs=2)
 
 
 def from_a_generator(job: Job) -> Iterator[Any]:
-    return job.batches(batch for _ in range(2) for batch in Loader())
+    return job.batches(batch for _ in range(2) for batch in loader())
 
 
 @pytest.mark.product
@@ -214,25 +135,26 @@ def test_saved_on_two_replicas_and_continued_on_three_and_on_one(
 ) -> None:
     """In the middle of an epoch, at its end, and in the second one; BatchNorm included."""
     models = [convnet() for _ in range(2)]
-    whole = world(2, lambda g: losses_of(g, models[g.rank], batches, tmp_path, save_at))[0]
+    go = partial(losses, batches, tmp_path, optimizer=MOMENTUM)
+    whole = world(2, lambda g: go(save_at, group=g, model=models[g.rank]))[0]
     assert len(whole) == 10
     fresh = [convnet(seed=5) for _ in range(3)]
-    for found in world(3, lambda g: losses_of(g, fresh[g.rank], batches, tmp_path)):
+    for found in world(3, lambda g: go(None, load=True, group=g, model=fresh[g.rank])):
         assert found == pytest.approx(whole[save_at:], abs=2e-5)
-    alone = losses_of(solo_group(), convnet(seed=6), batches, tmp_path)
+    alone = go(None, load=True, model=convnet(seed=6))
     assert alone == pytest.approx(whole[save_at:], abs=2e-5)
 
 
 def test_an_exact_run_continues_with_the_same_bits_elsewhere(world: World, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"exact": True, "microbatches": 6}
-
     def batches(job: Job) -> Iterator[Any]:
         return job.batches(samples(44, (1, 4, 4)), 16, epochs=2)
 
+    options = {"optimizer": MOMENTUM, "exact": True, "microbatches": 6}
+    go = partial(losses, batches, tmp_path, **options)
     models = [convnet() for _ in range(2)]
-    whole = world(2, lambda g: losses_of(g, models[g.rank], batches, tmp_path, 2, **options))[0]
+    whole = world(2, lambda g: go(2, group=g, model=models[g.rank]))[0]
     fresh = [convnet(seed=5) for _ in range(3)]
-    for found in world(3, lambda g: losses_of(g, fresh[g.rank], batches, tmp_path, **options)):
+    for found in world(3, lambda g: go(None, load=True, group=g, model=fresh[g.rank])):
         assert found == whole[2:]
 
 
@@ -279,29 +201,6 @@ def test_there_has_to_be_a_model_to_load_into(saved: Path) -> None:
 # -------------------------------------------------------------------------- writing
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=repr)
-def test_a_crash_before_the_manifest_is_replaced_leaves_the_old_checkpoint(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    before = files.read(saved)
-    job, step = start(mlp(seed=9))
-    step((torch.ones(4, 6), torch.zeros(4, dtype=torch.long)))
-
-    def fail(*args: Any) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fail)
-        with pytest.raises((CheckpointError, KeyboardInterrupt)):
-            job.save(saved)
-    after = files.read(saved)
-    assert after.document == before.document
-    assert all(torch.equal(after.model[name], t) for name, t in before.model.items())
-    job.save(saved)
-    assert len(list(saved.iterdir())) == 3, "what the crash has left is gone"
-    assert files.read(saved).document["steps"] == 1
-
-
 def test_files_of_the_user_stay(saved: Path) -> None:
     """An export beside the checkpoint belongs to the user: it stays."""
     mine = [saved / "model-final.safetensors", saved / "optimizer-notes.safetensors"]
@@ -309,13 +208,6 @@ def test_files_of_the_user_stay(saved: Path) -> None:
         file.write_bytes(b"mine")
     save_some(saved, steps=3)
     assert all(file.is_file() for file in mine)
-
-
-def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    job, _ = start()
-    with pytest.raises(CheckpointError, match="cannot save a checkpoint at"):
-        job.save(tmp_path / "file" / "model")
 
 
 def test_an_about_that_is_no_json_is_refused_and_changes_nothing(saved: Path) -> None:

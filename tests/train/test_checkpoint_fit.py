@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
 import shoal
 from shoal.comm.executors.solo import solo_group
@@ -62,18 +63,10 @@ def everything(step: Step) -> list[Any]:
 
 
 def assert_same(first: Any, second: Any) -> None:
-    if isinstance(first, Tensor):
-        assert torch.equal(first, second)
-    elif isinstance(first, dict):
-        assert list(first) == list(second)
-        for key in first:
-            assert_same(first[key], second[key])
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second)
-        for a, b in zip(first, second, strict=True):
-            assert_same(a, b)
-    else:
-        assert first == second
+    (leaves, form), (others, other_form) = tree_flatten(first), tree_flatten(second)
+    assert form == other_form
+    for a, b in zip(leaves, others, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def refused(path: Path, match: str, **options: Any) -> None:
@@ -192,7 +185,7 @@ def test_a_refusal_by_the_optimizer_comes_before_the_weights_change(
     refused(tmp_path, match)
 
 
-def test_a_refusal_for_the_second_model_leaves_the_first(tmp_path: Path) -> None:
+def test_two_models_come_back_and_a_refusal_for_the_second_leaves_the_first(tmp_path: Path) -> None:
     def pair(seed: int) -> tuple[Job, list[Step]]:
         job = Job(parse("single"), solo_group(), device=CPU)
         return job, [job.step(mlp(seed + i), F.cross_entropy, optimizer=MOMENTUM) for i in (0, 1)]
@@ -202,6 +195,9 @@ def test_a_refusal_for_the_second_model_leaves_the_first(tmp_path: Path) -> None
         for step in steps:
             step(batch)
     job.save(tmp_path)
+    again, others = pair(7)
+    again.load(tmp_path)
+    assert_same([everything(step) for step in others], [everything(step) for step in steps])
     edit(tmp_path, "optimizer", lambda t: t.update({"1:4.bias/momentum_buffer": torch.ones(2)}))
     again, others = pair(7)
     before = [everything(step) for step in others]

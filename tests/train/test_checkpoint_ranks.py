@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import CheckpointError
 from shoal.strategy.strategy import parse
 from shoal.train.agreement import Agreement
 from shoal.train.checkpoints import files
@@ -34,11 +34,8 @@ def begin(group: Group, strategy: str, seed: int = 0) -> tuple[Job, Step]:
 def test_all_workers_load_what_was_saved_right_before(
     world: World, tmp_path: Path, strategy: str
 ) -> None:
-    models = [mlp() for _ in range(4)]
-
     def body(group: Group) -> list[torch.Tensor]:
-        job = Job(parse(strategy), group, device=CPU, seed=3)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=MOMENTUM)
+        job, step = begin(group, strategy)
         found = []
         for batch in job.batches(samples(160), 16):
             step(batch)
@@ -134,17 +131,3 @@ def test_texts_of_all_ranks_arrive(world: World, tmp_path: Path, elastic: bool) 
 def test_ranks_that_are_lost_are_not_waited_for(world: World, tmp_path: Path) -> None:
     for rank, texts in enumerate(world(3, lambda g: exchange(g, tmp_path / "sums", {1}))):
         assert rank == 1 or texts[2] == {0: "0x", 2: "2x"}
-
-
-def test_another_error_of_a_rank_reaches_all(world: World) -> None:
-    def refuse(rank: int) -> tuple[None, str]:
-        if rank == 1:
-            raise BadInput("not like this")
-        return None, ""
-
-    def body(group: Group) -> str:
-        with pytest.raises(BadInput) as caught:
-            Agreement(group, CPU).run(lambda: refuse(group.rank))
-        return str(caught.value)
-
-    assert world(2, body) == ["not like this (rank 1)", "not like this"]

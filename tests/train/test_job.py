@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +79,6 @@ def test_workers_of_one_replica_share_its_samples(world: World, strategy: str) -
         assert report["samples_per_s"] == pytest.approx(2.5 * report["steps_per_s"])
 
 
-def test_faults_surround_the_computing_of_a_step() -> None:
-    moments: list[str] = []
-
-    class Noted(Faults):
-        def around(self, run: Any, number: Any, clock_s: Any, sleep: Any = None) -> Any:
-            def troubled(*args: Any) -> Any:
-                moments.append(f"before {number()}")
-                result = run(*args)
-                moments.append("after")
-                return result
-
-            return troubled
-
-    job = job_of(faults=Noted())
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    for batch in job.batches(samples(10), batch_size=5):
-        step(batch)
-    assert moments == ["before 1", "after", "before 2", "after"]
-
-
 # -------------------------------------------------------------------------- randomness
 
 
@@ -139,18 +120,24 @@ def test_the_generator_continues_after_a_checkpoint(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------- progress
 
 
-def test_log_shows_the_step_the_total_and_numbers() -> None:
+def records_of(batches: Callable[[Job], Any], models: int = 1) -> list[Any]:
     shown = Shown()
     job = job_of(progress=shown)
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    for batch in job.batches(samples(25), 10, epochs=2):
-        job.log(loss=step(batch), lr=0.1)
-    assert [r["step"] for r in shown.records] == [1, 2, 3, 4, 5, 6]
-    assert {r["total"] for r in shown.records} == {6}
-    assert all(type(v) is float for r in shown.records for v in r["metrics"].values())
-    assert shown.records[0]["left_s"] is None
-    assert shown.records[-1]["left_s"] == 0.0
-    assert shown.records[-1]["samples_per_s"] > 0
+    steps = [job.step(mlp(), F.cross_entropy, optimizer=SGD) for _ in range(models)]
+    for batch in batches(job):
+        losses = [step(batch) for step in steps]
+        job.log(loss=losses[0], lr=0.1)
+    return shown.records
+
+
+def test_log_shows_the_step_the_total_and_numbers() -> None:
+    records = records_of(lambda job: job.batches(samples(25), 10, epochs=2))
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert {r["total"] for r in records} == {6}
+    assert all(type(v) is float for r in records for v in r["metrics"].values())
+    assert records[0]["left_s"] is None
+    assert records[-1]["left_s"] == 0.0
+    assert records[-1]["samples_per_s"] > 0
 
 
 def test_log_does_not_look_at_numbers_that_are_not_shown() -> None:
@@ -177,24 +164,15 @@ def test_the_total_of_a_continued_run_is_that_of_the_whole(tmp_path: Path) -> No
 
 
 def test_a_script_with_two_models_is_never_past_its_end() -> None:
-    shown = Shown()
-    job = job_of(progress=shown)
-    steps = [job.step(mlp(), F.cross_entropy, optimizer=SGD) for _ in range(2)]
-    for batch in job.batches(samples(30), 10):
-        losses = [step(batch) for step in steps]
-        job.log(loss=losses[0])
-    assert all(r["step"] <= r["total"] for r in shown.records)
-    assert all(r["left_s"] is None or r["left_s"] >= 0 for r in shown.records)
+    records = records_of(lambda job: job.batches(samples(30), 10), models=2)
+    assert all(r["step"] <= r["total"] for r in records)
+    assert all(r["left_s"] is None or r["left_s"] >= 0 for r in records)
 
 
 def test_an_iterable_without_a_length_has_no_total() -> None:
-    shown = Shown()
-    job = job_of(progress=shown)
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    for batch in job.batches(b for b in [samples(10).tensors] * 2):
-        job.log(loss=step(batch))
-    assert [r["total"] for r in shown.records] == [None, None]
-    assert shown.records[-1]["left_s"] is None
+    records = records_of(lambda job: job.batches(b for b in [samples(10).tensors] * 2))
+    assert [r["total"] for r in records] == [None, None]
+    assert records[-1]["left_s"] is None
 
 
 def test_log_and_print_show_on_rank_0_only(
@@ -293,17 +271,6 @@ def test_every_rank_starts_from_rank_0(world: World) -> None:
     for model in models:
         for p, wanted in zip(model.parameters(), mlp(seed=0).parameters(), strict=True):
             assert torch.equal(p, wanted)
-
-
-def test_hooks_see_every_step() -> None:
-    job = job_of()
-    seen = []
-    job.on_build.append(lambda step: seen.append("built"))
-    job.on_step.append(lambda step, loss: seen.append(step.steps))
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    for batch in job.batches(samples(20), 10):
-        step(batch)
-    assert seen == ["built", 1, 2]
 
 
 def test_a_trace_has_steps_batches_and_the_injected_sleep_as_spans_of_their_own() -> None:

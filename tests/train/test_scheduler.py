@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.strategy.strategy import parse
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import SGD, job_of, losses
 from tests.models import mlp, samples
+from tests.test_equal import train
 
-CPU = torch.device("cpu")
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 DATA = samples(40)
 
@@ -54,19 +51,7 @@ def apart(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, [lambda e: 0.5**e, lambda e: 1 / (1 + e)])
 
 
-def train(
-    group: Group, strategy: str, model: nn.Module, optimizer: Any, scheduler: Any
-) -> tuple[list[float], list[Tensor]]:
-    job = Job(parse(strategy), group, device=CPU, seed=3)
-    step = job.step(model, F.cross_entropy, optimizer=optimizer, scheduler=scheduler)
-    losses = [float(step(batch)) for batch in job.batches(DATA, 8)]
-    with step.sync.full_weights():
-        found = [p.detach().clone() for p in step.model.parameters()]
-    job.close()
-    return losses, found
-
-
-def by_hand(optimizer: Any, scheduler: Any) -> list[Tensor]:
+def by_hand(optimizer: Any, scheduler: Any) -> dict[str, Tensor]:
     model = mlp()
     made = optimizer(model.named_parameters())
     schedule = scheduler(made)
@@ -75,7 +60,7 @@ def by_hand(optimizer: Any, scheduler: Any) -> list[Tensor]:
         made.step()
         schedule.step()
         made.zero_grad()
-    return [p.detach() for p in model.parameters()]
+    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -90,28 +75,20 @@ def by_hand(optimizer: Any, scheduler: Any) -> list[Tensor]:
 def test_a_scheduler_steps_after_every_step(
     world: World, strategy: str, optimizer: Any, scheduler: Any
 ) -> None:
-    wanted = by_hand(optimizer, scheduler)
-    models = [mlp() for _ in range(2)]
-
-    def body(group: Group) -> tuple[list[float], list[Tensor]]:
-        return train(group, strategy, models[group.rank], optimizer, scheduler)
-
     if strategy == 'ps(placement="rank0")' and scheduler in (one_cycle, apart):
         pytest.skip("servers are told one learning rate a step")
-    for _, parameters in [
-        train(solo_group(), "single", mlp(), optimizer, scheduler),
-        *world(2, body),
-    ]:
-        torch.testing.assert_close(parameters, wanted, rtol=1e-4, atol=2e-5)
+    models = [mlp() for _ in range(3)]
+    go = partial(train, dataset=DATA, batch_size=8, optimizer=optimizer, scheduler=scheduler)
+    found = world(2, lambda g: go(g, strategy, models[g.rank]))
+    for _, parameters in [go(solo_group(), "single", models[2]), *found]:
+        torch.testing.assert_close(parameters, by_hand(optimizer, scheduler), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("scheduler", [warm_up, one_cycle])
 def test_a_loaded_run_continues_the_schedule(tmp_path: Path, scheduler: Any) -> None:
-    train = partial(
-        losses, lambda job: job.batches(DATA, 8), tmp_path, optimizer=MOMENTUM, scheduler=scheduler
-    )
-    whole = train(3)
-    assert train(None, load=True) == whole[3:]
+    options = {"optimizer": MOMENTUM, "scheduler": scheduler}
+    go = partial(losses, lambda job: job.batches(DATA, 8), tmp_path, **options)
+    assert go(3)[3:] == go(None, load=True)
 
 
 @pytest.mark.parametrize(

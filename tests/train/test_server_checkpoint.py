@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
-import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, CheckpointError
@@ -30,6 +28,8 @@ from shoal.train.job import Job
 from tests.conftest import World
 from tests.forked import run
 from tests.models import convnet, samples
+from tests.sync.test_ps_rows import OPTIMIZERS, Clicks
+from tests.sync.test_ps_rows import data as clicks
 
 CPU = torch.device("cpu")
 DATA = samples(48, (1, 4, 4))
@@ -193,26 +193,10 @@ def test_what_servers_do_not_hold_is_not_saved(
         train(solo_group(), strategy, convnet(), 3)
 
 
-class Clicks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        adam = partial(torch.optim.Adam, lr=0.1)
-        self.rows = shoal.Embedding(50, 4, optimizer=adam, min_count=2, ttl_steps=4)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.out(self.rows(ids).mean(1))
-        return out
-
-
 def click(group: Group, model: Clicks, steps: int) -> tuple[int, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = (50 * torch.rand(46, 3, generator=generator) ** 2).long()
-    data = TensorDataset(ids, torch.randint(0, 3, (46,), generator=generator))
     job = Job(parse('ps(placement="workers")'), group, device=CPU, seed=3)
     step = job.step(model, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1))
-    taken = sum(1 for b in job.batches(data, 8, epochs=9, steps=steps) if step(b) is not None)
+    taken = sum(1 for b in job.batches(clicks(), 8, epochs=9, steps=steps) if step(b) is not None)
     rows = model.rows(torch.arange(50)).detach().clone()
     model.rows.discard()
     job.close()
@@ -223,7 +207,7 @@ def test_rows_that_come_and_go_are_saved(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def clicked(steps: int) -> tuple[int, Tensor]:
-        models = [Clicks() for _ in range(2)]
+        models = [Clicks(OPTIMIZERS["adam"], min_count=2, ttl_steps=4) for _ in range(2)]
         found: list[Any] = world(2, lambda g: click(g, models[g.rank], steps))
         return found[0]
 
