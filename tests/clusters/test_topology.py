@@ -113,14 +113,6 @@ def test_torus_paths_take_the_shorter_way_round() -> None:
     assert crowd(topology, ring) == 1 / 45e9
 
 
-def test_every_link_of_a_torus_is_used_by_ranks_that_shift() -> None:
-    topology = ClusterTopology(load_cluster("tpu-torus"))
-    pairs = [(rank, other) for rank in range(64) for other in neighbors((8, 8), rank)]
-    used = {link for pair in pairs for link in topology.path(*pair)}
-    torus = [link for link in topology.links if link.name.startswith("ICI")]
-    assert len(used) == len(torus) == 256
-
-
 @pytest.mark.parametrize("ratio", [1, 4, 16])
 def test_the_bisection_is_the_largest_flow_between_racks(ratio: float) -> None:
     cluster = two_racks("dgx-a100", 4, ratio)

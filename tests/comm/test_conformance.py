@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
 from shoal.errors import PeerLost, ShoalError
-from shoal.schedules.collectives.cost import Link
-from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.comm.conformance import CASES, check
 from tests.comm.executors import EXECUTORS, cannot_run
 from tests.processes import findings
@@ -65,11 +61,3 @@ def test_a_group_of_one_has_no_rank_to_send_to() -> None:
         solo_group().send(torch.zeros(1), 0)
     with pytest.raises(ShoalError, match="no other rank to receive from"):
         solo_group().recv(torch.zeros(1), 0)
-
-
-def test_a_rank_that_fails_wakes_the_others_in_a_collective() -> None:
-    boxes = Mailboxes(2)
-    boxes.break_all(1)
-    work = Group(Scheduled(ThreadTransport(boxes, 0), link=Link())).all_reduce(torch.zeros(1))
-    with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-        work.wait()

@@ -231,14 +231,6 @@ def test_ranks_of_several_hosts(tmp_path: Path) -> None:
         assert found[rank] == [[0, 10, 20], 12.0, got, 2.0, senders, "Hierarchical"]
 
 
-def test_distributed_data_parallel_over_hosts(tmp_path: Path) -> None:
-    def body(rank: int) -> list[float]:
-        return trained(nn.parallel.DistributedDataParallel, 0 if rank == 2 else rank)
-
-    first, second, third = on_backend(tmp_path, body, size=3, hosts="aab")
-    assert first == second == third
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_is_killed_ends_the_work_on_every_host(tmp_path: Path, victim: int) -> None:
     def body(rank: int) -> str:

@@ -40,14 +40,6 @@ def test_without_a_background_the_caller_runs_all_before_the_one_it_waits_for() 
     assert log == [0, 1, 2, 3]
 
 
-def test_in_the_background_operations_start_at_the_call() -> None:
-    queue = WorkQueue("queue", idle_s=0.0)
-    started = threading.Event()
-    queue.call(started.set)
-    assert started.wait(60)
-    queue.close()
-
-
 def test_a_light_operation_needs_no_thread() -> None:
     queue = WorkQueue("queue")
     log: list[str] = []

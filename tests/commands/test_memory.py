@@ -42,16 +42,6 @@ def test_the_estimate_is_what_is_measured(tmp_path: Path, strategy: str) -> None
             assert estimated[column] == pytest.approx(measured[column], abs=HEADER), column
 
 
-def test_a_stage_does_not_count_the_layers_of_others(tmp_path: Path) -> None:
-    """They are shapes on the meta device. Stages keep activations, also the first one."""
-    alone = memory(tmp_path, scripts.PLAIN, "--measure")["measured"][0]
-    found = memory(tmp_path, scripts.PLAIN, "-n", "2", "-s", "pp(2)", "--measure")["measured"]
-    assert sum(stage["parameters"] for stage in found) == pytest.approx(
-        alone["parameters"], abs=HEADER
-    )
-    assert all(stage["activations"] > 0 for stage in found)
-
-
 @pytest.mark.parametrize(
     ("strategy", "held", "is_explained"),
     [("zero(2)", 500, True), ("zero(2)", 900, False), ("ddp", 500, False), ("pp(2)", 500, False)],

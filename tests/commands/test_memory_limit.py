@@ -21,18 +21,6 @@ def write_script(folder: Path) -> None:
 
 
 @pytest.mark.whole
-def test_one_device_is_refused(tmp_path: Path) -> None:
-    write_script(tmp_path)
-    done = shoal("memory", "big.py", "--limit", "10GB", "--json", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "nothing fits into 10 GB: single needs the least, 17 GB" in done.stderr
-    assert "layer 0 alone needs 16 GB" in done.stderr
-    found = json_of(done)
-    assert [round(layer["total"] / 1e9) for layer in found["layers"]] == [16, 0, 1]
-    assert found["strategies"][0]["fits"] is False
-
-
-@pytest.mark.whole
 def test_two_devices_have_a_plan(tmp_path: Path) -> None:
     write_script(tmp_path)
     asked = ("-s", "ps", "-s", "pp(2)", "-s", "tp(2)", "-s", "ep(2)")

@@ -40,14 +40,6 @@ def test_verify_finds_replicas_of_stages_equal(folder: Path) -> None:
     assert document["ok"] is True and document["strategy"] == BOTH
 
 
-def test_compare_has_a_row_for_it(folder: Path) -> None:
-    strategy = 'pp(2, schedule="mine.py:zigzag")'
-    done = shoal("compare", "train.py", "-n", "2", "-s", strategy, "--json", cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["strategy"]: row for row in json_of(done)["runs"]}
-    assert rows[strategy]["against_single"].startswith("equal")
-
-
 @pytest.mark.parametrize(
     ("strategy", "sentence"),
     [

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.verify import steps_taken
 from tests import scripts
 from tests.scripts import json_of, shoal
 
@@ -74,14 +73,6 @@ def test_fewer_steps_than_asked_for_are_explained(tmp_path: Path) -> None:
     equal = "equal: train.py under mapreduce on 2 workers"
     steps = "2 steps over the whole dataset each (the script takes no more)"
     assert done.stdout.endswith(f"{equal}, {steps}\n")
-
-
-@pytest.mark.parametrize(
-    ("taken", "asked", "text"),
-    [(20, 20, "20 steps"), (1, 1, "1 step"), (3, 20, "3 steps (the script takes no more)")],
-)
-def test_how_many_steps_were_taken(taken: int, asked: int, text: str) -> None:
-    assert steps_taken(taken, asked, of_everything=False) == text
 
 
 TOKENS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from shoal.examples import clicks, digits
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
-from tests.conftest import World
 
 SHORT = digits.read_options(["--epochs", "1"])
 
@@ -51,12 +49,6 @@ def test_no_test_image_is_trained_on() -> None:
     seen = {tuple(image) for image in train.tensors[0].flatten(1).tolist()}
     assert len(seen) == 1500  # no image is in the data twice, so equal pixels are the same image
     assert not any(tuple(image) in seen for image in test.tensors[0].flatten(1).tolist())
-
-
-def test_the_network_gives_ten_logits_and_has_22650_parameters() -> None:
-    net = digits.DigitsNet()
-    assert net(torch.rand(3, 1, 8, 8)).shape == (3, 10)
-    assert sum(p.numel() for p in net.parameters()) == 22_650
 
 
 def test_metrics_are_means_over_the_samples() -> None:
@@ -102,16 +94,3 @@ def test_nothing_is_saved_without_out(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     digits.train(make_job(), replace(SHORT, steps=1))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_two_workers_go_on_as_one_would(world: World, tmp_path: Path) -> None:
-    start, alone, together = (tmp_path / name for name in ("start", "alone", "together"))
-    options = replace(SHORT, steps=6, resume=True)
-    digits.train(make_job(), replace(SHORT, steps=1, out=str(start)))
-    for folder in (alone, together):
-        shutil.copytree(start, folder)
-    digits.train(make_job(), replace(options, out=str(alone)))
-    world(2, lambda group: digits.train(make_job(group), replace(options, out=str(together))))
-    expected = digits.evaluate(make_job(), str(alone), SHORT.about("digits"))
-    found = digits.evaluate(make_job(), str(together), SHORT.about("digits"))
-    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)

@@ -20,12 +20,6 @@ class PrintingJob:
         self.printed.append(text)
 
 
-def test_defaults_train_alone_in_full_precision_and_save_nothing() -> None:
-    options = read_options([])
-    assert (options.accumulate, options.precision, options.microbatches) == (1, "fp32", 8)
-    assert options.out is None and options.steps is None and not options.exact
-
-
 @pytest.mark.parametrize(
     "argv, complaint",
     [

@@ -102,38 +102,6 @@ def test_the_head_is_the_embedding() -> None:
     assert gradient is not None and gradient[50].abs().sum() > 0  # token 50 is no input
 
 
-def test_a_fresh_model_knows_nothing() -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(0, 98, (8, 33))
-    loss = gpt.next_token_loss(GPT(SIZES["tiny"])(tokens[:, :-1]), tokens[:, 1:])
-    assert loss.item() == pytest.approx(math.log(98), abs=0.1)
-
-
-def test_names_of_a_block_are_those_that_splitting_relies_on() -> None:
-    names = {name for name, _ in GPT(MINI).named_parameters() if ".weight" in name}
-    parts = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.down")
-    assert {n.removesuffix(".weight") for n in names if not n.startswith("blocks.1.")} == {
-        *("tokens", "positions", "norm"),
-        *(f"blocks.0.{part}" for part in parts),
-    }
-
-
-def test_a_slice_of_the_rows_of_qkv_is_a_slice_of_the_heads() -> None:
-    whole = gpt.Attention(width=16, heads=4)
-    x = torch.randn(2, 5, 16)
-    total = whole.out.bias.detach().clone().expand(2, 5, 16)
-    for rank in range(2):
-        half = gpt.Attention(width=16, heads=4)
-        rows = slice(24 * rank, 24 * rank + 24)
-        columns = slice(8 * rank, 8 * rank + 8)
-        half.qkv.weight = nn.Parameter(whole.qkv.weight[rows].detach())
-        half.qkv.bias = nn.Parameter(whole.qkv.bias[rows].detach())
-        half.out.weight = nn.Parameter(whole.out.weight[:, columns].detach())
-        half.out.bias = nn.Parameter(torch.zeros(16))
-        total = total + half(x)
-    torch.testing.assert_close(total, whole(x))
-
-
 def test_dropout_is_off_by_default_and_off_in_evaluation() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.long)
     plain = GPT(MINI)

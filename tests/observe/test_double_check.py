@@ -140,18 +140,6 @@ def test_a_gradient_bucket_that_is_wrong_by_one_part_in_10000_is_found(
     assert (found.worst.difference < 1e-9) is not wrong
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    "strategy", ["zero(1)", "zero(2)", "zero(3)", "ps", 'gossip(graph="complete")', "pp(2)"]
-)
-@pytest.mark.parametrize("model", ["gpt", "resnet18"])
-def test_strategies_are_equal_in_double_precision(
-    world: World, tmp_path: Path, model: str, strategy: str
-) -> None:
-    _, found = checked(world, tmp_path, strategy, (model, "adam"))
-    assert found.ok and found.worst.difference < 1e-9
-
-
 def test_what_rounding_changes_on_one_worker_is_measured(world: World, tmp_path: Path) -> None:
     narrow, found = checked(world, tmp_path, "ddp", ("mlp", "sgd"))
     assert set(found.rounding) == set(narrow.tensors)

@@ -57,14 +57,6 @@ def test_lines_come_at_fixed_steps() -> None:
     assert steps_shown(None, 160) == [1, 50, 100, 150]
 
 
-@pytest.mark.usefixtures("time_s")
-@pytest.mark.parametrize("total", [20, 50, 99, 1000, 123_457])
-def test_there_are_about_twenty_lines_a_run(total: int) -> None:
-    shown = steps_shown(total, total)
-    assert 20 <= len(shown) <= 41
-    assert shown[0] == 1 and shown[-1] == total
-
-
 def test_no_line_is_waited_for_longer_than_half_a_minute(time_s: Clock) -> None:
     lines = ProgressLines(io.StringIO())
     assert not lines.due(3, 1000)

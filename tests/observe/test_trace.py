@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -33,21 +32,6 @@ def test_a_span_of_another_lane_is_added_with_its_own_times() -> None:
     recorder = Recorder(0, origin_ns=100)
     recorder.add("reduce", 150, 250, "comm", "all_reduce 8 bytes")
     assert recorder.spans == [Span("reduce", 50, 150, "comm", "all_reduce 8 bytes")]
-
-
-def test_threads_may_record_at_the_same_time() -> None:
-    recorder = Recorder(0, 0)
-
-    def record() -> None:
-        for i in range(500):
-            recorder.add("send", i, i + 1, "comm")
-
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(recorder.spans) == 2000
 
 
 def test_off_records_nothing_and_hands_out_one_context() -> None:

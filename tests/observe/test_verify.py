@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shoal.observe.captured_run import CapturedRun, Difference, bound, distance
@@ -183,21 +181,6 @@ def test_distance_is_the_largest_difference_of_two_elements() -> None:
     assert distance(torch.ones(0), torch.ones(0)) == 0.0
     infinite = torch.tensor([-math.inf, 1.0])
     assert distance(infinite, infinite.clone()) == 0.0, "a mask, say"
-
-
-def test_a_capture_is_read_from_its_folder(tmp_path: Path) -> None:
-    document = {
-        "losses": LOSSES,
-        "additions": 64,
-        "replicas_apart": 0.0,
-        "switched_off": [],
-        "exact": False,
-    }
-    (tmp_path / "capture.json").write_text(json.dumps(document))
-    save_file(tensors(), tmp_path / "final.safetensors")
-    read = CapturedRun.read(tmp_path)
-    assert replace(read, tensors={}) == replace(RUN, tensors={})
-    assert judge(RUN, read, never).ok
 
 
 @pytest.mark.parametrize(("in_double", "expected"), [(1e-8, True), (1e-15, False)])

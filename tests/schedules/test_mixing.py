@@ -109,17 +109,6 @@ def test_repeated_mixing_contracts_by_the_second_eigenvalue(graph: str) -> None:
     assert rate == pytest.approx(mixing.second_eigenvalue, rel=0.02)
 
 
-def test_the_expectation_is_a_sentence() -> None:
-    assert mixing_for("ring", 8).expectation == (
-        "a ring of 8: a worker averages with 2 others a step; second eigenvalue 0.805: without "
-        "training the distance between replicas would shrink tenfold every 11 steps"
-    )
-    assert mixing_for("star", 4).expectation.startswith(
-        "a star of 4: a worker averages with 1 to 3 others a step"
-    )
-    assert mixing_for("one-peer", 8).expectation.endswith("would be equal after any 3 steps")
-
-
 def test_equal_weights_are_noticed_whatever_the_graph_is_called() -> None:
     assert mixing_for("complete", 5).is_uniform and mixing_for("ring", 3).is_uniform
     assert not mixing_for("ring", 4).is_uniform

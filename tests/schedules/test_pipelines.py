@@ -4,16 +4,10 @@ import pytest
 
 from shoal.errors import BadInput
 from shoal.schedules.pipelines.actions import (
-    Action,
     ActionKind,
     Pipeline,
-    VirtualStage,
-    consumer,
-    locate,
-    producer,
 )
-from shoal.schedules.pipelines.actions import virtual_index as virtual
-from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
+from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.strategy.split_terms import Pp
 
 F = ActionKind.FORWARD
@@ -60,37 +54,6 @@ def test_interleaved_makes_larger_groups_where_stages_do_not_divide_microbatches
         "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1",
         "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1",
     ]
-
-
-def test_virtual_stages_go_round_the_stages() -> None:
-    assert [locate(2, number) for number in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [virtual(2, *locate(2, number)) for number in range(4)] == [0, 1, 2, 3]
-
-
-def test_forward_is_handed_on_and_backward_is_handed_back() -> None:
-    # 2 stages of 2 chunks: virtual stages 0 1 2 3 on stages 0 1 0 1
-    assert producer(2, 2, 0, Action(F, 5, 0)) is None
-    assert consumer(2, 2, 0, Action(F, 5, 0)) == VirtualStage(1, 0)
-    assert producer(2, 2, 0, Action(F, 5, 1)) == VirtualStage(1, 0)
-    assert consumer(2, 2, 1, Action(F, 5, 1)) is None
-    for kind in (B, I):
-        assert producer(2, 2, 1, Action(kind, 5, 1)) is None
-        assert consumer(2, 2, 1, Action(kind, 5, 1)) == VirtualStage(0, 1)
-        assert producer(2, 2, 1, Action(kind, 5, 0)) == VirtualStage(0, 1)
-        assert consumer(2, 2, 0, Action(kind, 5, 0)) is None
-    assert producer(2, 2, 1, Action(W, 5, 0)) is None and consumer(2, 2, 1, Action(W, 5, 0)) is None
-
-
-@pytest.mark.parametrize("name", schedules())
-def test_only_the_zero_bubble_schedules_split_the_backward(name: str) -> None:
-    kinds = {action.kind for one in build(name, 3, 5).actions for action in one}
-    assert kinds == ({F, I, W} if name.startswith("zb") else {F, B})
-
-
-@pytest.mark.parametrize("name", schedules())
-def test_every_schedule_is_described(name: str) -> None:
-    first, *rest = CATALOG[name].description.splitlines()
-    assert first.endswith(".") and len(first) < 65 and rest
 
 
 def test_what_is_no_pipeline_is_refused() -> None:

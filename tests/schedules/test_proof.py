@@ -30,12 +30,6 @@ def test_every_root_is_proven(kind: str) -> None:
             prove(build(kind, name, ranks, root=root))
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_every_schedule_of_128_ranks_is_proven(kind: str, name: str) -> None:
-    prove(build(kind, name, 128))
-
-
 def refusal(collective: Collective) -> ProofFailed:
     with pytest.raises(ProofFailed) as caught:
         prove(collective)

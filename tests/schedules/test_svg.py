@@ -42,11 +42,6 @@ def test_it_starts_with_every_ranks_own_lamps_lit_and_ends_with_all() -> None:
     assert ends == {"1"} and len(at_start) >= 16
 
 
-def test_all_animations_run_for_the_same_time() -> None:
-    lengths = {e.get("dur") for e in ring().iter() if e.get("dur")}
-    assert lengths == {"26s"}
-
-
 def test_too_large_a_picture_is_refused() -> None:
     with pytest.raises(BadInput, match="too many to watch"):
         animated_svg(build("all_reduce", "ring", 17))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import BadInput, NotBuilt, StrategyError
+from shoal.errors import StrategyError
 from shoal.strategy.parser import MAX_TEXT
 from shoal.strategy.strategy import Strategy, as_strategy, parse
 from shoal.strategy.sync_terms.ddp import Ddp
@@ -177,7 +177,3 @@ def test_python_values_are_checked_like_text() -> None:
 def test_a_strategy_too_long_to_be_read_back_is_refused() -> None:
     with pytest.raises(StrategyError, match="at most 10000 characters"):
         as_strategy(pp(2, cuts=["layer"] * 2000))
-
-
-def test_strategy_errors_are_bad_input() -> None:
-    assert issubclass(StrategyError, BadInput) and issubclass(NotBuilt, BadInput)

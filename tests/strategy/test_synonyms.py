@@ -45,13 +45,6 @@ def test_what_is_proposed_parses_and_the_word_is_free(word: str) -> None:
             assert parse(first)
 
 
-def test_other_words_get_the_nearest_name() -> None:
-    with pytest.raises(StrategyError, match="did you mean 'gossip'"):
-        parse("gosip")
-    with pytest.raises(StrategyError, match="cannot read 'ddp - tp' as a term"):
-        parse("ddp - tp")
-
-
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [

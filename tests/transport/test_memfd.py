@@ -99,13 +99,6 @@ def test_memory_without_seals_is_refused() -> None:
     os.close(fd)
 
 
-def test_sealed_memory_cannot_be_truncated() -> None:
-    fd = memfd.make("test", NUM_BYTES)
-    with pytest.raises(OSError):
-        os.ftruncate(fd, 1)
-    os.close(fd)
-
-
 def test_ranks_write_one_buffer_and_see_who_has_finished() -> None:
     table = Table(2)
 

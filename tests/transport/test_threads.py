@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost
-from shoal.transport.threads import DoneWork, Mailboxes, PendingWork, ThreadTransport
+from shoal.transport.threads import Mailboxes, ThreadTransport
 from shoal.transport.transport import SubsetTransport, Transport
 from tests.transport.conformance import Connect, TransportConformance
 
@@ -75,13 +75,3 @@ def test_silence_ends_after_the_timeout() -> None:
     boxes = Mailboxes(2, timeout_s=0.01)
     with pytest.raises(PeerLost, match=r"rank 1 lost rank 0 after 0\.01 s in recv tag 0"):
         ThreadTransport(boxes, 1).recv(torch.zeros(1), 0, 0).wait()
-
-
-def test_pending_work_is_carried_out_once() -> None:
-    runs: list[int] = []
-    work = PendingWork(lambda: runs.append(1))
-    assert runs == []
-    work.wait()
-    work.wait()
-    assert runs == [1]
-    DoneWork().wait()
