@@ -11,66 +11,6 @@ from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
 
-# F, I and W take 1, and so B takes 2; of two chunks each takes half of that
-INTER_OP = """
-F0 ·  ·  ·  ·  ·  ·  ·  ·  ·  B0─── F1 ·  ·  ·  ·  ·  ·  ·  ·  ·  B1─── F2 ·  ·  ·  ·  ·  ·  ·  ·  ·  B2─── F3 ·  ·  ·  ·  ·  ·  ·  ·  ·  B3───
-·  F0 ·  ·  ·  ·  ·  ·  B0─── ·  ·  ·  F1 ·  ·  ·  ·  ·  ·  B1─── ·  ·  ·  F2 ·  ·  ·  ·  ·  ·  B2─── ·  ·  ·  F3 ·  ·  ·  ·  ·  ·  B3─── ·  ·
-·  ·  F0 ·  ·  ·  B0─── ·  ·  ·  ·  ·  ·  F1 ·  ·  ·  B1─── ·  ·  ·  ·  ·  ·  F2 ·  ·  ·  B2─── ·  ·  ·  ·  ·  ·  F3 ·  ·  ·  B3─── ·  ·  ·  ·
-·  ·  ·  F0 B0─── ·  ·  ·  ·  ·  ·  ·  ·  ·  F1 B1─── ·  ·  ·  ·  ·  ·  ·  ·  ·  F2 B2─── ·  ·  ·  ·  ·  ·  ·  ·  ·  F3 B3─── ·  ·  ·  ·  ·  ·
-"""  # noqa: E501
-GPIPE = """
-F0 F1 F2 F3 F4 F5 F6 F7 ·  ·  ·  ·  ·  ·  ·  ·  ·  B0─── B1─── B2─── B3─── B4─── B5─── B6─── B7───
-·  F0 F1 F2 F3 F4 F5 F6 F7 ·  ·  ·  ·  ·  ·  B0─── B1─── B2─── B3─── B4─── B5─── B6─── B7─── ·  ·
-·  ·  F0 F1 F2 F3 F4 F5 F6 F7 ·  ·  ·  B0─── B1─── B2─── B3─── B4─── B5─── B6─── B7─── ·  ·  ·  ·
-·  ·  ·  F0 F1 F2 F3 F4 F5 F6 F7 B0─── B1─── B2─── B3─── B4─── B5─── B6─── B7─── ·  ·  ·  ·  ·  ·
-"""
-ONE_F_ONE_B = """
-F0 F1 F2 F3 ·  ·  ·  ·  ·  ·  B0─── F4 B1─── F5 B2─── F6 B3─── F7 B4─── ·  B5─── ·  B6─── ·  B7───
-·  F0 F1 F2 ·  ·  ·  ·  B0─── F3 B1─── F4 B2─── F5 B3─── F6 B4─── F7 B5─── ·  B6─── ·  B7─── ·  ·
-·  ·  F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── F4 B3─── F5 B4─── F6 B5─── F7 B6─── ·  B7─── ·  ·  ·  ·
-·  ·  ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── F4 B4─── F5 B5─── F6 B6─── F7 B7─── ·  ·  ·  ·  ·  ·
-"""
-INTERLEAVED = """
-F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 ·    ·    ·    ·    ·    ·    B0.1───── ·    B1.1───── ·    B2.1───── ·    B3.1───── B0─────── B1─────── B2─────── B3───────
-·    F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 ·    ·    ·    B0.1───── ·    B1.1───── ·    B2.1───── ·    B3.1───── B0─────── B1─────── B2─────── B3─────── ·    ·
-·    ·    F0   F1   F2   F3   F0.1 F1.1 F2.1 ·    B0.1───── F3.1 B1.1───── ·    B2.1───── ·    B3.1───── B0─────── B1─────── B2─────── B3─────── ·    ·    ·    ·
-·    ·    ·    F0   F1   F2   F3   F0.1 B0.1───── F1.1 B1.1───── F2.1 B2.1───── F3.1 B3.1───── B0─────── B1─────── B2─────── B3─────── ·    ·    ·    ·    ·    ·
-"""  # noqa: E501
-ZB_H1 = """
-F0 F1 F2 F3 ·  ·  ·  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
-·  F0 F1 F2 ·  ·  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
-·  ·  F0 F1 ·  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
-·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
-"""
-ZB_H2 = """
-F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7 ·  ·  ·
-·  F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 F7 I3 W1 I4 W2 I5 W3 I6 W4 I7 W5 W6 W7 ·  ·
-·  ·  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 F7 I5 W1 I6 W2 I7 W3 W4 W5 W6 W7 ·
-·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7
-"""
-BFS = """
-F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 ·    ·    ·    ·    ·    ·    ·    ·    ·    B0.1───── B1.1───── B2.1───── B3.1───── B0─────── B1─────── B2─────── B3───────
-·    F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 ·    ·    ·    ·    ·    ·    B0.1───── B1.1───── B2.1───── B3.1───── B0─────── B1─────── B2─────── B3─────── ·    ·
-·    ·    F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 ·    ·    ·    B0.1───── B1.1───── B2.1───── B3.1───── B0─────── B1─────── B2─────── B3─────── ·    ·    ·    ·
-·    ·    ·    F0   F1   F2   F3   F0.1 F1.1 F2.1 F3.1 B0.1───── B1.1───── B2.1───── B3.1───── B0─────── B1─────── B2─────── B3─────── ·    ·    ·    ·    ·    ·
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    ("name", "microbatches", "picture"),
-    [
-        ("inter-op", 4, INTER_OP),
-        ("gpipe", 8, GPIPE),
-        ("1f1b", 8, ONE_F_ONE_B),
-        ("interleaved", 4, INTERLEAVED),
-        ("zb-h1", 8, ZB_H1),
-        ("zb-h2", 8, ZB_H2),
-        ("bfs", 4, BFS),
-    ],
-)
-def test_the_chart_of_four_stages_is_this(name: str, microbatches: int, picture: str) -> None:
-    assert gantt(simulate(build(name, 4, microbatches))) == picture.strip("\n")
-
 
 def shown(name: str, stages: int, microbatches: int, times: Times, width: int = 120) -> str:
     pipeline = build(name, stages, microbatches)

@@ -135,17 +135,6 @@ def test_ring_sends_2_p_minus_1_over_p_v_bytes(ranks_priced: Sequence[int]) -> N
         assert found.ratio == pytest.approx(1.0)
 
 
-def test_ring_without_chunks_costs_what_the_notes_say(ranks_priced: Sequence[int]) -> None:
-    """All links busy: (N-1)Z a rank, md/b in all. One at a time: most links are idle."""
-    for ranks in ranks_priced:
-        whole = priced("all_reduce", "whole_ring", ranks)
-        slow = build("all_reduce", "slow_ring", ranks)
-        assert whole.sent_largest_bytes == pytest.approx((ranks - 1) * V)
-        wire_s = whole.time_s - whole.rounds * ALPHA
-        assert wire_s == pytest.approx((ranks - 1) / ranks * (ranks * V * BETA))
-        assert all(len(transfers) == 1 for transfers in slow.rounds)
-
-
 def test_naive_moves_p_p_minus_1_v_bytes(ranks_priced: Sequence[int]) -> None:
     for ranks in ranks_priced:
         for name in ("naive", "sequential", "direct"):

@@ -10,7 +10,7 @@ import shoal
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
-from shoal.plan.candidates import candidate, divisors, layouts, pipelines, shapes, syncs
+from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import in_script, nothing_fits, options_of, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.search import Priced, SearchOptions, SearchResult, plainest_first, search
@@ -184,11 +184,6 @@ def test_only_notation_leaves_no_option_but_the_whole_batch_of_a_replica() -> No
         assert one.candidate.settings.recompute == "none"
         samples = -(-16 // (one.layout.replicas * one.layout.ep))
         assert one.candidate.settings.microbatch in (None, samples)
-
-
-def test_divisors() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]
 
 
 def test_strategies_are_ranked_and_predicted_in_python() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from shoal.plan.price import price
@@ -49,32 +47,6 @@ def test_the_worked_example_of_an_uplink() -> None:
     run = simulate_collective(both, 4e9, wires, lockstep=True)
     # rounds of shift 1, 2, 3: one of two flows leaves a rack, then both, then one
     assert run.seconds == pytest.approx(0.8 + 1.6 + 0.8)
-
-
-def test_hierarchical_beats_a_random_ring_on_racks_by_what_the_closed_form_says() -> None:
-    """32 ranks in 4 racks at 1:4. The slowest hop of a ring is an uplink share among k flows."""
-    ranks, per_rack, num_bytes = 32, 8, 1e9
-    wires = RackWires(ranks, per_rack, RATE, oversubscription=4)
-    uplink = RATE * per_rack / 4
-    order = list(range(ranks))
-    random.Random(3).shuffle(order)
-    ring = build("all_reduce", "ring", ranks)
-    in_order_s = simulate_collective(ring, num_bytes, wires, lockstep=True).seconds
-    at_random_s = simulate_collective(ring, num_bytes, Routes(wires, order), lockstep=True).seconds
-    levels = build("all_reduce", "hierarchical", ranks, node=per_rack, outer="ring")
-    hierarchical_s = simulate_collective(levels, num_bytes, wires, lockstep=True).seconds
-
-    hops = list(zip(order, order[1:] + order[:1], strict=True))
-    leaving = [sum(a // 8 == rack != b // 8 for a, b in hops) for rack in range(4)]
-    entering = [sum(b // 8 == rack != a // 8 for a, b in hops) for rack in range(4)]
-    most = max(*leaving, *entering)
-    rounds = 2 * (ranks - 1)
-    assert in_order_s == pytest.approx(rounds / ranks * num_bytes / RATE)  # needs no help
-    assert at_random_s == pytest.approx(rounds / ranks * num_bytes / (uplink / most))
-    inside_s = 2 * (per_rack - 1) / per_rack * num_bytes / RATE
-    between_s = 2 * 3 / 4 * num_bytes / per_rack / (uplink / per_rack)
-    assert hierarchical_s == pytest.approx(inside_s + between_s)
-    assert in_order_s < hierarchical_s < at_random_s
 
 
 def test_a_rank_that_comes_late_delays_those_that_need_it() -> None:

@@ -26,10 +26,6 @@ def test_the_printed_bubble_rates_come_out_to_four_decimals(name: str, row: Row)
     assert f"{found:.4f}" == row.bubbles[name]
 
 
-def test_there_are_36_printed_rates() -> None:
-    assert sum(len(row.bubbles) for row in ROWS) == 36
-
-
 def test_two_stages_with_a_transfer_are_this() -> None:
     timeline = simulate(build("1f1b", 2, 2), Times(1.0, 2.0, 1.0, transfer=0.5))
     assert timeline.spans == (
