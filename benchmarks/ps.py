@@ -118,7 +118,7 @@ def _add_rpc(
     run_dir = RunConfig.from_environment().run_dir
     if run_dir is None:
         raise BadInput("start this benchmark with `python -m benchmarks ps`")
-    method = run_dir.rpc_rendezvous
+    method = f"file://{run_dir.path}/rpc"
     if job.rank == 0:
         words = ["--serve-rpc", method, "--workers", str(job.size), "--bytes", str(numel * 4)]
         server = subprocess.Popen([sys.executable, "-m", "benchmarks.ps", *words])

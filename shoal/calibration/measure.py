@@ -104,15 +104,13 @@ def cache_file(device: str | None = None) -> Path:
     return Path(folder) / "shoal" / f"machine-{digest}.toml"
 
 
-def calibrated_cluster(
-    seconds: float = 60.0, say: Say = lambda text: None, device: str | None = None
-) -> Cluster:
-    """This machine, from the cache; measured for about `seconds` where it is not there."""
+def calibrated_cluster(say: Say = lambda text: None, device: str | None = None) -> Cluster:
+    """This machine, from the cache; measured for about a minute where it is not there."""
     kept = cached_cluster(device)
     if kept is not None:
         return kept
-    say(f"measuring this machine once, for about {seconds:.0f} s")
-    cluster = calibrate(CalibrationOptions(seconds=seconds, device=device), say)
+    say("measuring this machine once, for about 60 s")
+    cluster = calibrate(CalibrationOptions(seconds=60.0, device=device), say)
     keep(cluster, device)
     return cluster
 

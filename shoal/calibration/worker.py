@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.calibration.kernels import KernelBench
-from shoal.calibration.sampling import Sample, Synchronize, sample_rounds
+from shoal.calibration.sampling import Sample, sample_rounds
 from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
@@ -191,11 +191,6 @@ class Wide(nn.Module):
         return self.weight.sum() * inputs.sum()
 
 
-def tiny_step(job: shoal.Job, steps: int = _STEPS) -> dict[str, float]:
-    """A step of a model of one tiny layer: what Shoal and the loop cost without the model."""
-    return _step(job, nn.Linear(4, 4).to(job.device), steps, _ROUNDS)
-
-
 def served(job: shoal.Job) -> dict[str, Any]:
     """Steps where a server holds the weights: of a tiny layer, and asynchronous ones by bytes.
 
@@ -257,7 +252,7 @@ _SHARES = {
 
 
 def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
-    synchronize = synchronize_of(job.device)
+    synchronize = torch.cuda.synchronize if job.device.type == "cuda" else lambda: None
     bench = KernelBench(job.device, synchronize)
     alone = job.size == 1
     scale = 1 / (1 - _SHARES["calls"]) if alone else 1.0
@@ -272,7 +267,7 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
     }
     for name in ("memory", "named", "launches", "updates"):
         found[name] = _together(job, getattr(bench, name), _SHARES[name] * scale * seconds)
-    found["step"] = tiny_step(job)
+    found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS, _ROUNDS)
     if not alone:
         found["calls"] = CallBench(job, _SHARES["calls"] * seconds).measure()
         if job.device.type == "cpu":
@@ -285,10 +280,6 @@ def _together(job: shoal.Job, section: Callable[..., Any], *args: Any) -> Any:
     """Begin when all workers do: they share memory, caches and turbo."""
     job.group.barrier().wait()
     return section(*args)
-
-
-def synchronize_of(device: torch.device) -> Synchronize:
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 def _name(device: torch.device) -> str:

@@ -25,13 +25,13 @@ from shoal.cluster.toml_writer import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_engine, check_folder, is_private, open_engine
-from shoal.commands.output import Part, plain_table, say, wide_console, write_text
+from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
 from shoal.lab.lab import find_lab
 from shoal.runtime.config import RunConfig
 from shoal.runtime.lab_files import LabFiles
-from shoal.runtime.wording import counted
+from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
 
 _GLOO_NEEDS = "Gloo needs SHOAL_TRUSTED_NETWORK=1"

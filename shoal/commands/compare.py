@@ -171,7 +171,9 @@ class Comparison:
                 self._launch(group)
                 return
             except ShoalError as error:
-                begun = [i for i, entry in enumerate(group) if _has_begun(entry)]
+                begun = [
+                    i for i, entry in enumerate(group) if RunDir(Path(entry.folder)).begun.exists()
+                ]
                 if not begun:
                     raise  # the script itself
                 at = begun[-1]
@@ -202,10 +204,6 @@ class Comparison:
         replication = replication_of(as_strategy(group[-1].strategy), workers)  # servers: alone
         spec = LaunchSpec(command, workers, config, servers, replication=replication)
         launch(spec, discard_lines, self._on_record)
-
-
-def _has_begun(entry: ComparedRun) -> bool:
-    return RunDir(Path(entry.folder)).begun.exists()
 
 
 def _has_ended(entry: ComparedRun) -> bool:

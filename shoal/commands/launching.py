@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from shoal.commands import options
-from shoal.commands.output import say
 from shoal.errors import BadInput
 from shoal.launch.here.checkpoint_option import (
     saying_latest,
@@ -30,7 +29,7 @@ from shoal.launch.losses.lost_workers import taking_back, tolerance_of
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
-from shoal.runtime.wording import counted
+from shoal.runtime.wording import counted, say
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.train.progress import ProgressBar
@@ -258,10 +257,7 @@ def run_shown(
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         sys.exit(130)
     if not result.has_trained:
-        print(
-            "shoal: the script never called shoal.run(train), so the strategy had no part in it",
-            file=sys.stderr,
-        )
+        say("the script never called shoal.run(train), so the strategy had no part in it")
     if report is not None:
         document = run_report(config.strategy or "", workers, result)
         report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

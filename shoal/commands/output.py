@@ -25,11 +25,6 @@ def write_text(path: Path, text: str) -> None:
 Part = Table | Text | str
 
 
-def say(text: str) -> None:
-    """What a command is doing, on stderr."""
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
-
-
 def bold(text: str) -> Text:
     return Text(text, style="bold")
 

@@ -67,7 +67,17 @@ def simulate(
         f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
         f"{show_seconds(closed.step_s)} by the closed form"
     )
-    document = _document(found, closed.step_s, str(value), workers)
+    document = {
+        "strategy": str(value),
+        "workers": workers,
+        "step_s": found.step_s,
+        "closed_form_s": closed.step_s,
+        "steps": found.run.steps,
+        "simulated_s": found.run.seconds,
+        "left_out_microbatches": found.left_out,
+        "rank_end_s": found.run.rank_end_s[-1],
+        "busiest_link": found.busiest_link._asdict() if found.busiest_link else None,
+    }
     show(document, [bold(heading), _busiest(found)], as_json)
     if as_json:
         return
@@ -89,19 +99,3 @@ def _busiest(found: SimulatedStep) -> str:
         f"busiest link: {name}, {show_rate(rate)}, carries {show_bytes(num_bytes)} "
         f"and is full {busy:.1%} of the time"
     )
-
-
-def _document(
-    found: SimulatedStep, closed_s: float, strategy: str, workers: int
-) -> dict[str, object]:
-    return {
-        "strategy": strategy,
-        "workers": workers,
-        "step_s": found.step_s,
-        "closed_form_s": closed_s,
-        "steps": found.run.steps,
-        "simulated_s": found.run.seconds,
-        "left_out_microbatches": found.left_out,
-        "rank_end_s": found.run.rank_end_s[-1],
-        "busiest_link": found.busiest_link._asdict() if found.busiest_link else None,
-    }

@@ -152,17 +152,14 @@ class DatasetBatches:
             return (tuple(t[i] for t in self.dataset.tensors) for i in chosen)
         collate = self.loading.collate or default_collate
         if self.loading.loaders:
-            return self._loader(chosen, collate)
+            return DataLoader(
+                self.dataset,
+                batch_sampler=[i.tolist() for i in chosen],
+                collate_fn=collate,
+                num_workers=self.loading.loaders,
+                generator=torch.Generator().manual_seed(self.loading.loader_seed),
+            )
         return (collate(self._fetch(i.tolist())) for i in chosen)
-
-    def _loader(self, chosen: Iterable[Tensor], collate: Collate) -> DataLoader[Any]:
-        return DataLoader(
-            self.dataset,
-            batch_sampler=[i.tolist() for i in chosen],
-            collate_fn=collate,
-            num_workers=self.loading.loaders,
-            generator=torch.Generator().manual_seed(self.loading.loader_seed),
-        )
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         if callable(getattr(self.dataset, "__getitems__", None)):

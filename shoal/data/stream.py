@@ -109,7 +109,9 @@ class BatchStream:
         feed = Feed(split, self.seed, self.kind, self._skipped, self.same.check)
         source = source_of(data, options, feed)
         loop = self.positions.add()
-        if options.batch_size is None and _has_state(data):
+        if options.batch_size is None and all(
+            callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")
+        ):
             loop.data = data
         batches = self._epochs(loop, source, options.epochs, self._last_step(data, options))
         return self._loop(loop, batches)
@@ -253,7 +255,3 @@ class BatchStream:
         if self.skip and batches > counted:
             self.skip -= batches - counted
             loop.advance(batches - counted)
-
-
-def _has_state(data: Any) -> bool:
-    return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -15,10 +15,11 @@ import io
 import os
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+from shoal.runtime.wording import say
 
 _PAUSE_S = 0.02
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -96,10 +97,8 @@ class Acceptor:
     def _say(self, error: OSError) -> None:
         if not self._has_said:
             self._has_said = True
-            print(
-                f"shoal: process {os.getpid()} closes connections that it cannot accept "
+            say(
+                f"process {os.getpid()} closes connections that it cannot accept "
                 f"({os.strerror(error.errno or 0)}), until others end: raise the limit with "
-                "ulimit -n",
-                file=sys.stderr,
-                flush=True,
+                "ulimit -n"
             )

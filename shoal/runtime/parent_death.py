@@ -39,7 +39,7 @@ def die_with_launcher(launcher_pid: int | None) -> None:
     Does nothing without a launcher of Shoal, on other systems, and behind a wrapper (a shell
     that runs python): there the kernel would watch the wrapper, not the launcher.
     """
-    if launcher_pid is None or not _leads_session():
+    if launcher_pid is None or os.getsid(0) != os.getpid():
         return  # the launcher makes each worker the leader of its own session
     _die_with(launcher_pid, signal.SIGKILL)
 
@@ -48,10 +48,6 @@ def die_with_parent(parent_pid: int | None) -> None:
     """From now on this process gets SIGTERM when its parent ends."""
     if parent_pid is not None:
         _die_with(parent_pid, signal.SIGTERM)
-
-
-def _leads_session() -> bool:
-    return os.getsid(0) == os.getpid()
 
 
 def _die_with(parent_pid: int, number: signal.Signals) -> None:

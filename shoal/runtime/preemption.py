@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from types import FrameType
 from typing import Protocol
 
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.wording import say
 
 _PATIENCE_S = 1.0  # for the launcher's mark
 _POLL_S = 0.02
@@ -214,8 +214,7 @@ class Preemption:
 
     def _end_unsaved(self) -> None:
         if self._rank == 0:
-            sentence = "preempted before the first step: there is nothing to save"
-            print(f"shoal: {sentence}", file=sys.stderr, flush=True)
+            say("preempted before the first step: there is nothing to save")
         die()
 
 

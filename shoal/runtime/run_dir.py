@@ -43,7 +43,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.runtime.files import (
     make_locked,
@@ -78,11 +78,6 @@ class RunDir:
         return f"file://{self.path}/store"
 
     @property
-    def rpc_rendezvous(self) -> str:
-        """The rendezvous of torch.distributed.rpc, for `python -m benchmarks ps`."""
-        return f"file://{self.path}/rpc"
-
-    @property
     def all_joined(self) -> Path:
         return self.path / "all-joined"
 
@@ -102,9 +97,6 @@ class RunDir:
     def finished(self, rank: int) -> Path:
         return self.path / f"finished-{rank}"
 
-    def training(self, rank: int) -> Path:
-        return self.path / f"training-{rank}"
-
     def exited(self, rank: int, generation: int = 0) -> Path:
         return self.path / f"exited-{_life(rank, generation)}.json"
 
@@ -116,9 +108,6 @@ class RunDir:
 
     def late(self, rank: int, generation: int) -> Path:
         return self.path / f"late-{_life(rank, generation)}"
-
-    def join_answer(self, request: str) -> Path:
-        return self.path / f"join-{request}.json"
 
     @property
     def joins(self) -> Path:
@@ -152,18 +141,15 @@ class RunDir:
         """Holds the address of server `index` for other hosts."""
         return self.path / f"server-{index}.address"
 
-    def server_pid(self, index: int) -> Path:
-        return self.path / f"server-{index}.pid"
-
     def read_server_pid(self, index: int) -> int | None:
         """The number of the process that serves as server `index`, if the launcher noted it."""
         with suppress(OSError, ValueError):
-            pid = int(self.server_pid(index).read_text()[:_MAX_DIGITS])
+            pid = int((self.path / f"server-{index}.pid").read_text()[:_MAX_DIGITS])
             return pid if pid > 1 else None
         return None
 
     def note_server_pid(self, index: int, pid: int) -> None:
-        write_atomically(self.server_pid(index), str(pid))
+        write_atomically(self.path / f"server-{index}.pid", str(pid))
 
     def remove_socket(self, index: int) -> None:
         """Of a server that was killed: another process is to listen there."""
@@ -229,17 +215,18 @@ class RunDir:
     def mark_training(self, rank: int) -> None:
         """This worker has called shoal.run."""
         with suppress(OSError):
-            self.training(rank).touch()
+            (self.path / f"training-{rank}").touch()
 
     def mark_finished(self, rank: int) -> None:
         """This worker has finished; written before it closes what others may wait for."""
         with suppress(OSError):
             self.finished(rank).touch()
-            self.training(rank).unlink(missing_ok=True)
+            (self.path / f"training-{rank}").unlink(missing_ok=True)
 
     def has_ended_training(self, rank: int) -> bool:
         """Whether this worker has finished and not called shoal.run again."""
-        return self.finished(rank).exists() and not self.training(rank).exists()
+        is_training = (self.path / f"training-{rank}").exists()
+        return self.finished(rank).exists() and not is_training
 
     def finished_ranks(self) -> list[int]:
         """The workers that have finished, in that order."""
@@ -288,10 +275,10 @@ class RunDir:
         generation = None if rank is None else self.generation(rank)
         with suppress(OSError):
             text = json.dumps({"sentence": sentence, "rank": rank, "generation": generation})
-            write_atomically(self.join_answer(request), text)
+            write_atomically(self.path / f"join-{request}.json", text)
 
     def read_join_answer(self, request: str) -> dict[str, Any] | None:
-        return _read_json(self.join_answer(request))
+        return _read_json(self.path / f"join-{request}.json")
 
     def is_there(self) -> bool:
         """Whether it is the directory of a run that goes on."""
@@ -403,26 +390,18 @@ class RunDir:
 
 
 @contextmanager
-def new_run_dir() -> Iterator[RunDir]:
-    """A directory with a fresh secret; removed at the end of the block."""
-    with _with_secret("run", new_secret()) as run_dir:
-        yield run_dir
+def new_run_dir(
+    kind: Literal["run", "host", "ps"] = "run", secret: bytes | None = None
+) -> Iterator[RunDir]:
+    """A directory with this secret, or a fresh one; removed at the end of the block.
 
-
-@contextmanager
-def host_run_dir(secret: bytes) -> Iterator[RunDir]:
-    """A directory for the workers of one host of a run on several, which all have this secret."""
-    with _with_secret("host", secret) as run_dir:
-        yield run_dir
-
-
-@contextmanager
-def _with_secret(kind: str, secret: bytes) -> Iterator[RunDir]:
+    host, ps: for workers, or a server, on one host of a run on several.
+    """
     remove_abandoned()
-    run_dir = RunDir(make_locked(kind))
+    run_dir = new_server_dir() if kind == "ps" else RunDir(make_locked(kind))
     try:
         with room_for(run_dir.path):
-            run_dir.write_secret(secret)
+            run_dir.write_secret(secret or new_secret())
         yield run_dir
     finally:
         run_dir.remove()

@@ -10,11 +10,11 @@ Whatever would listen where other hosts reach it asks here before it does.
 from __future__ import annotations
 
 import ipaddress
-import sys
 from contextlib import suppress
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
+from shoal.runtime.wording import say
 
 _HOW = "make a key with `shoal keys new` and copy it to every host"
 _OR_TRUST = "set SHOAL_TRUSTED_NETWORK=1 where the network is trusted"
@@ -62,4 +62,4 @@ def is_loopback(host: str) -> bool:
 def _say(sentence: str) -> None:
     if sentence not in _said:
         _said.add(sentence)
-        print(f"shoal: {sentence}", file=sys.stderr, flush=True)
+        say(sentence)

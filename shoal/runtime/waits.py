@@ -12,7 +12,6 @@ With a limit (--timeout) the watcher also ends waits that nothing else would end
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from shoal.runtime.config import WaitConfig
+from shoal.runtime.wording import say
 
 _LONGEST_PAUSE_S = 1.0
 _STATES = {"T": "is stopped", "t": "is being debugged", "D": "waits for its disk", "Z": "has ended"}
@@ -115,9 +115,9 @@ class _Said:
 class Watcher:
     """A thread that looks at the waits of this process while the block runs."""
 
-    def __init__(self, config: WaitConfig, say: Callable[[str], None] | None = None):
+    def __init__(self, config: WaitConfig, say: Callable[[str], None] = say):
         self._config = config
-        self._say = say or _print
+        self._say = say
         self._said: dict[tuple[int, str], _Said] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-waits", daemon=True)
@@ -167,10 +167,6 @@ class Watcher:
 def _asked(sources: list[WaitSource]) -> list[tuple[LongWait, None]]:
     waits = [source.current_wait() for source in sources]
     return [(wait, None) for wait in waits if wait is not None]
-
-
-def _print(line: str) -> None:
-    print(f"shoal: {line}", file=sys.stderr, flush=True)
 
 
 class Backoff:

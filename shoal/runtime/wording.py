@@ -1,9 +1,15 @@
-"""Numbers and nouns in sentences."""
+"""Sentences for the user: where they go, and numbers and nouns in them."""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
+
+
+def say(text: str) -> None:
+    """A line of Shoal itself, on stderr."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

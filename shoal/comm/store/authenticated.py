@@ -66,17 +66,15 @@ def _name(store: Store, name: str, peers: Iterable[int], deadline_s: float) -> N
             words[peer] = store.get(f"hello/{peer}")
             if words[peer] != known:
                 store.set(f"reply/{words[peer].decode(errors='replace')}", name)
-        words = {peer: word for peer, word in words.items() if not _is_here(store, name, peer)}
+        words = {
+            peer: word for peer, word in words.items() if not store.check([f"here/{name}/{peer}"])
+        }
         if not words:
             return
         if time.monotonic() > deadline_s:
             missing = ", ".join(map(str, words))
             raise ShoalError(f"rank 0 waits for rank {missing}: started, or ended before it came?")
         pause()
-
-
-def _is_here(store: Store, name: str, peer: int) -> bool:
-    return store.check([f"here/{name}/{peer}"])
 
 
 class StoreWrapper(Store):
@@ -147,9 +145,9 @@ class Refusals:
             self._store.set(_KEY, data + code_of(self._secret, _KEY, data))  # type: ignore[arg-type]
         return nonce
 
-    def leave_until_heard(self, reason: str, size: int, limit_s: float = _UNTIL_HEARD_S) -> None:
+    def leave_until_heard(self, reason: str, size: int) -> None:
         """For ranks that may not look at the store yet."""
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + _UNTIL_HEARD_S
         waiting = set(range(size)) - {self._rank}
         nonces: set[bytes] = set()
         with suppress(RuntimeError):  # the store has ended

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -35,6 +34,7 @@ from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.greeting import CODE_BYTES, Greeting
 from shoal.runtime.strangers import host_of, oldest_of_most
 from shoal.runtime.trust import is_loopback, without_key
+from shoal.runtime.wording import say
 
 _MAX_READ_BYTES = 1 << 20  # in one reply, unless one entry has more
 
@@ -261,11 +261,9 @@ class StoreService:
         """Once: a rank with another key is a mistake that others wait for; strangers are many."""
         if not self._has_refused:
             self._has_refused = True
-            print(
-                f"shoal: the rendezvous has refused a process at {host} that has another key than "
-                "this run, or none (`shoal keys show` tells keys apart); others are not reported",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"the rendezvous has refused a process at {host} that has another key than this "
+                "run, or none (`shoal keys show` tells keys apart); others are not reported"
             )
 
     def _take_posted(self) -> None:

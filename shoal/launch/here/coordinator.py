@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
@@ -102,16 +102,9 @@ class RunCoordinator:
 class EmbeddedCoordinator(RunCoordinator):
     """A process of the launcher. `say` prints a line of the launcher."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: RunDir,
-        say: Say,
-        command: Sequence[str] = COORDINATOR_COMMAND,
-    ):
+    def __init__(self, config: RunConfig, run_dir: RunDir, say: Say):
         super().__init__(replace(config, coordinator=run_dir.coordinator), run_dir)
         self._say = say
-        self._command = command
         self._process_config = _process_config(config, run_dir)
         self._restarts = 0
         self._changing = threading.Lock()
@@ -144,7 +137,7 @@ class EmbeddedCoordinator(RunCoordinator):
 
     def _start(self, config: RunConfig) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            self._command,
+            COORDINATOR_COMMAND,
             env=config.to_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

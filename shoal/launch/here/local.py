@@ -28,7 +28,6 @@ from shoal.launch.here.output import (
     LineForwarder,
     OnProgress,
     OutputPump,
-    ProgressReader,
     Write,
     discard_lines,
     print_lines,
@@ -307,7 +306,11 @@ class LocalWorkers(Processes):
         if spec.body is not None:
             self.fork(_in_fork, spec.body, config, run.run_dir, os.getpid())
             return
-        with self._progress_pipe(rank) as pipe:
+        # rank 0 shows progress, or each that may be the first one left
+        may_be_first = rank == 0 or (
+            spec.tolerance is not None and spec.tolerance.shares.is_covered
+        )
+        with run.pump.progress_pipe(self._on_progress if may_be_first else None) as pipe:
             config = replace(
                 config, launcher_pid=os.getpid(), progress_fd=pipe, generation=generation
             )
@@ -319,24 +322,6 @@ class LocalWorkers(Processes):
             pipes = self.start(spec.command, config.to_environment(), inherited, again)
         prefix = f"[{rank}] " if spec.workers > 1 else ""
         self.stderr[rank] = run.forward(prefix, pipes, "rank", rank)
-
-    @contextmanager
-    def _progress_pipe(self, rank: int) -> Iterator[int | None]:
-        """The worker's end, open while the worker is started.
-
-        Rank 0 alone has one, or each that may be the first one left.
-        """
-        tolerance = self._run.spec.tolerance
-        may_be_first = rank == 0 or (tolerance is not None and tolerance.shares.is_covered)
-        if not may_be_first or self._on_progress is None:
-            yield None
-            return
-        pipe, worker_end = os.pipe()
-        self._run.pump.add(pipe, ProgressReader(self._on_progress))
-        try:
-            yield worker_end
-        finally:
-            os.close(worker_end)
 
 
 def _in_fork(

@@ -12,7 +12,8 @@ import selectors
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from shoal.launch.here.log_files import Log, no_log
@@ -118,6 +119,25 @@ class ProgressReader:
             self._on_progress(record)
 
 
+class OutputSink:
+    """Calls what takes output. The first error is handed on, and the rest is discarded."""
+
+    def __init__(self, on_error: Callable[[Exception], None]):
+        self._on_error = on_error
+        self._handling = threading.Lock()
+        self._has_failed = False
+
+    def call(self, act: Callable[[], None]) -> None:
+        with self._handling:
+            if self._has_failed:
+                return
+            try:
+                act()
+            except Exception as error:
+                self._has_failed = True
+                self._on_error(error)
+
+
 class OutputPump:
     """A thread that copies bytes from pipes to sinks until the block ends.
 
@@ -126,8 +146,7 @@ class OutputPump:
     """
 
     def __init__(self, on_error: Callable[[Exception], None]):
-        self._on_error = on_error
-        self._failed = False
+        self._sink = OutputSink(on_error)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -181,7 +200,7 @@ class OutputPump:
         except BlockingIOError:
             return False
         if data:
-            self._call_sink(lambda: sink.feed(data))
+            self._sink.call(lambda: sink.feed(data))
         else:
             self._end(pipe, sink)
         return bool(data)
@@ -189,16 +208,20 @@ class OutputPump:
     def _end(self, pipe: int, sink: Sink) -> None:
         self._selector.unregister(pipe)
         os.close(pipe)
-        self._call_sink(sink.close)
+        self._sink.call(sink.close)
 
-    def _call_sink(self, act: Callable[[], None]) -> None:
-        if self._failed:
+    @contextmanager
+    def progress_pipe(self, on_progress: OnProgress | None) -> Iterator[int | None]:
+        """A worker's end, open while the worker is started; None where nobody looks."""
+        if on_progress is None:
+            yield None
             return
+        pipe, worker_end = os.pipe()
+        self.add(pipe, ProgressReader(on_progress))
         try:
-            act()
-        except Exception as error:
-            self._failed = True
-            self._on_error(error)
+            yield worker_end
+        finally:
+            os.close(worker_end)
 
 
 def _decode(data: bytes) -> str:

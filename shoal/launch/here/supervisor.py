@@ -53,6 +53,9 @@ class Supervised(Protocol):
     def stderr(self) -> Sequence[LineForwarder]:
         """By rank."""
 
+    def signal_alone(self, number: signal.Signals) -> None:
+        """Without their children."""
+
     def signal(self, number: signal.Signals) -> None: ...
 
     def start_again(self, rank: int) -> None:
@@ -63,11 +66,6 @@ class Supervised(Protocol):
 
     def host_of(self, rank: int) -> str:
         """Its name; empty where all processes are on this host."""
-
-
-class SupervisedWorkers(Supervised, Protocol):
-    def signal_alone(self, number: signal.Signals) -> None:
-        """Without their children."""
 
 
 class SignalEvents:
@@ -130,7 +128,7 @@ class Supervisor:
     _held: list[ProcessExit] = field(default_factory=list)  # of servers, not decided yet
     _decide_at_s: float | None = None
 
-    def run(self, workers: SupervisedWorkers, servers: Supervised) -> None:
+    def run(self, workers: Supervised, servers: Supervised) -> None:
         """Until all workers have exited, or one has failed and the others were ended."""
         self._processes: dict[Role, Supervised] = {"worker": workers, "server": servers}
         self._until(lambda: self._workers_exited() or self._must_stop() or bool(self.failed))
@@ -196,7 +194,7 @@ class Supervisor:
         has_finished = len(finished) == len(exits) > 0 and not any(exits)
         return not failures and not has_finished
 
-    def _let_save(self, workers: SupervisedWorkers) -> None:
+    def _let_save(self, workers: Supervised) -> None:
         """Servers stay: workers need them to save."""
         signals = self.signals
         self.run_dir.mark_preempted()

@@ -23,8 +23,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 
 from shoal.comm.members.network_board import board_of
@@ -33,7 +33,7 @@ from shoal.comm.store.session import BadFrame, StoreRequest
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import EmbeddedCoordinator
 from shoal.launch.here.local import check_script
-from shoal.launch.here.output import LineForwarder, OutputPump, ProgressReader, Write
+from shoal.launch.here.output import LineForwarder, OutputPump, Write
 from shoal.launch.here.process_config import SERVER_COMMAND
 from shoal.launch.here.processes import Processes, ProcessExit
 from shoal.launch.here.supervisor import TERM_S
@@ -51,7 +51,6 @@ from shoal.launch.hosts.agent_messages import (
     ServerListens,
     ServerTask,
     StepsDone,
-    Task,
     WorkerExited,
     WorkerProgress,
     WorkerReturned,
@@ -60,7 +59,7 @@ from shoal.launch.hosts.agent_messages import (
 from shoal.launch.losses.failures import read_failure
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores, threads_of
-from shoal.runtime.run_dir import RunDir, host_run_dir, new_server_dir
+from shoal.runtime.run_dir import RunDir, new_run_dir
 from shoal.runtime.secret import parse_secret
 
 _CONNECT_S = 15.0  # the launcher listens before it starts an agent
@@ -252,27 +251,14 @@ class WorkerAgent(Agent):
         task = self.task
         rank = task.first_rank + index
         config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
-        with self._progress_pipe(rank == 0 or config.board is not None, pump) as pipe:
+        # in an elastic run each worker may be the first one left
+        shows = task.shows_progress and (rank == 0 or config.board is not None)
+        on_progress = (lambda record: self.send(WorkerProgress(record))) if shows else None
+        with pump.progress_pipe(on_progress) as pipe:
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
             pipes = workers.start(_command(task), environ, inherited)
         self._forward(pipes, rank, pump)
-
-    @contextmanager
-    def _progress_pipe(self, may_be_first: bool, pump: OutputPump) -> Iterator[int | None]:
-        """The worker's end, open while the worker is started.
-
-        In an elastic run each worker may be the first one left.
-        """
-        if not may_be_first or not self.task.shows_progress:
-            yield None
-            return
-        pipe, worker_end = os.pipe()
-        pump.add(pipe, ProgressReader(lambda record: self.send(WorkerProgress(record))))
-        try:
-            yield worker_end
-        finally:
-            os.close(worker_end)
 
     def _look(self) -> None:
         """How far the workers are, for `shoal ps`."""
@@ -406,29 +392,14 @@ def _address_of(interface: str) -> str | None:
     return None
 
 
-@contextmanager
-def _folder(task: Task) -> Iterator[RunDir]:
-    """A directory of this host for the processes of the task."""
-    secret = parse_secret(task.secret, "the task of the agent")
-    if isinstance(task, HostTask):
-        with host_run_dir(secret) as run_dir:
-            yield run_dir
-        return
-    run_dir = new_server_dir()
-    try:
-        run_dir.write_secret(secret)
-        yield run_dir
-    finally:
-        run_dir.remove()
-
-
 def main() -> None:
     task = read_task(sys.stdin.buffer.read(MAX_TASK_BYTES))
     pipe = AgentPipe()
     with suppress(OSError):
         os.chdir(task.folder)
     try:
-        with _folder(task) as run_dir:
+        secret = parse_secret(task.secret, "the task of the agent")
+        with new_run_dir("host" if isinstance(task, HostTask) else "ps", secret) as run_dir:
             if isinstance(task, HostTask):
                 WorkerAgent(task, run_dir, pipe).run()
             else:

@@ -22,11 +22,11 @@ from shoal.comm.store.service import StoreService
 from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.launch.here.local import LaunchSpec, enter
 from shoal.launch.here.log_files import LogFiles
-from shoal.launch.here.output import OnProgress, Write, print_lines
+from shoal.launch.here.output import OnProgress, OutputSink, Write, print_lines
 from shoal.launch.here.report import RunResult
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
 from shoal.launch.hosts.machines import Machines, ServerHosts, place_evenly
-from shoal.launch.hosts.remote_processes import OutputSink, RemoteRun
+from shoal.launch.hosts.remote_processes import RemoteRun
 from shoal.launch.hosts.remote_servers import RemoteServers
 from shoal.launch.hosts.remote_workers import RemoteWorkers
 from shoal.launch.losses.joining import join_requests

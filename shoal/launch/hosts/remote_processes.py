@@ -19,7 +19,7 @@ import msgspec
 from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.log_files import Log, LogFiles
-from shoal.launch.here.output import LineForwarder, Write
+from shoal.launch.here.output import LineForwarder, OutputSink, Write
 from shoal.launch.here.supervisor import TERM_S, Event
 from shoal.launch.hosts.agent_messages import Task
 from shoal.launch.hosts.machines import Machine, MachineProcess, Machines
@@ -28,26 +28,6 @@ from shoal.runtime.run_dir import RunDir
 
 AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.hosts.agent")
 _END_S = TERM_S + 3.0  # an agent gives its processes TERM_S, kills them and removes its files
-
-
-class OutputSink:
-    """As OutputPump does: an error of `write` ends the run, and the rest is discarded."""
-
-    def __init__(self, on_error: Callable[[Exception], None]):
-        self._on_error = on_error
-        self._handling = threading.Lock()
-        self._has_failed = False
-
-    def call(self, act: Callable[[], None]) -> None:
-        """`act` hands lines to `write`, or a record to `on_progress`."""
-        with self._handling:
-            if self._has_failed:
-                return
-            try:
-                act()
-            except Exception as error:
-                self._has_failed = True
-                self._on_error(error)
 
 
 @dataclass(frozen=True)

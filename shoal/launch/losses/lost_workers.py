@@ -13,7 +13,6 @@ loss before all of them have joined is not survived, since the others would wait
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from shoal.launch.losses.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.losses.worker_losses import SPLIT, LostWorker, SampleShares
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.wording import say
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import Strategy
 
@@ -64,8 +64,8 @@ def taking_back(strategy: Strategy, workers: int) -> Strategy:
     """The strategy of a run that takes lost workers back; says so where it differs."""
     chosen = strategy.taking_back(workers)
     if chosen != strategy:
-        say = "a step waits for the workers that are there, so that one that was lost can return"
-        print(f"shoal: {strategy} runs as {chosen}: {say}", file=sys.stderr, flush=True)
+        why = "a step waits for the workers that are there, so that one that was lost can return"
+        say(f"{strategy} runs as {chosen}: {why}")
     return chosen
 
 

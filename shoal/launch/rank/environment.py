@@ -62,11 +62,6 @@ def first_host(name: str, hosts: str) -> str:
     return first
 
 
-def rendezvous_port(job: int, step: int) -> int:
-    """A port that all tasks of a step compute; the factor 1009 separates neighbouring jobs."""
-    return _PORTS[(job * 1009 + step) % len(_PORTS)]
-
-
 Environ = Mapping[str, str]
 LOCAL_NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -237,7 +232,8 @@ def _slurm_rendezvous(environ: Environ) -> str:
     if "MASTER_PORT" in environ:
         return _tcp(host, _port(environ))
     job = required_count(environ, _first_name(environ, "SLURM_JOB_ID", "SLURM_JOBID"))
-    return _tcp(host, rendezvous_port(job, required_count(environ, "SLURM_STEP_ID")))
+    # all tasks of a step compute it; the factor separates neighbouring jobs
+    return _tcp(host, _PORTS[(job * 1009 + required_count(environ, "SLURM_STEP_ID")) % len(_PORTS)])
 
 
 # --- all of them ---------------------------------------------------------------------------

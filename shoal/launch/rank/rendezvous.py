@@ -21,7 +21,6 @@ import os
 import shutil
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +30,7 @@ from pathlib import Path
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement
 from shoal.runtime.waits import Backoff
+from shoal.runtime.wording import say
 
 
 @contextmanager
@@ -141,11 +141,7 @@ def _watch(rank: int, parent: int, is_over: threading.Event) -> None:
 def _end_without(parent: int, rank: int) -> None:
     """End this process with a sentence, if its parent has ended."""
     if os.getppid() != parent:
-        print(
-            f"shoal: rank {rank} ends: torchrun, which has started it, was killed",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"rank {rank} ends: torchrun, which has started it, was killed")
         os._exit(1)
 
 

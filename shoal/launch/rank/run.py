@@ -26,6 +26,7 @@ from shoal.launch.losses.failures import end_with_sentence, report_failure
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.worker import Train, Worker
 from shoal.runtime.config import RunConfig
+from shoal.runtime.wording import say
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy
 
@@ -119,14 +120,10 @@ def _choose(train: Train, workers: int, placement: Placement | None, config: Run
     if placement is None:
         from shoal.launch.rank.auto import choose_strategy
 
-        return choose_strategy(workers, config, partial(_trace_self, train), _say)
+        return choose_strategy(workers, config, partial(_trace_self, train), say)
     if placement.rank == 0:
-        _say("auto: ddp, for workers of another launcher have to start with a strategy")
+        say("auto: ddp, for workers of another launcher have to start with a strategy")
     return as_strategy("ddp" if workers > 1 else "single")
-
-
-def _say(text: str) -> None:
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 def _trace_self(train: Train, workers: int, config: RunConfig) -> None:

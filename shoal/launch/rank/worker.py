@@ -41,6 +41,7 @@ from shoal.runtime.preemption import EXIT_STATUS, Preemption
 from shoal.runtime.seeding import seed_python
 from shoal.runtime.trace import OFF, Recorder, Tracer
 from shoal.runtime.waits import Watcher
+from shoal.runtime.wording import say
 from shoal.strategy.strategy import Strategy
 from shoal.train.job import Job
 from shoal.train.progress import for_worker, open_progress
@@ -126,7 +127,9 @@ class Worker:
                 group = Group(_traced(group.executor, tracer))
 
             meetings = self._make_meetings()
-            step_count = self._make_step_count()
+            step_count = (
+                None if self.report_dir is None else StepCount(self.report_dir.steps(self.rank))
+            )
             if step_count is not None:
                 stack.callback(step_count.close)
 
@@ -167,7 +170,7 @@ class Worker:
         except RunOver as over:
             self._check_finished(over)
             if self.report_dir is None:
-                print(f"shoal: {over}", file=sys.stderr, flush=True)
+                say(str(over))
             else:  # the launcher knows whether it was there before, and says so
                 self.report_dir.mark_too_late(self.rank, self.config.generation)
             return None
@@ -315,10 +318,6 @@ class Worker:
         from shoal.comm.members.elastic_sum import ElasticSum
 
         return ElasticSum(folder, self.rank, has_exited, self._place.patience_s)
-
-    def _make_step_count(self) -> StepCount | None:
-        """None where no launcher of Shoal reads it."""
-        return None if self.report_dir is None else StepCount(self.report_dir.steps(self.rank))
 
     def _make_meetings(self) -> Meetings | None:
         """None where lost workers do not come back."""

@@ -140,7 +140,8 @@ class WorkerGroup:
                 host_id=self._config.host_id,
                 run_dir=self._config.run_dir,
                 secret=self._check_network(placement),
-                hostname=self._own_host(),
+                hostname=self._config.hostname
+                or self._config.environ.get("MASTER_ADDR"),  # torchrun
                 is_one_host=is_one_host(placement, self._config),
                 timeout_s=self._config.wait.limit_s or DEFAULT_TIMEOUT_S,
                 config=self._config,
@@ -175,10 +176,6 @@ class WorkerGroup:
         if backend == "NCCL" or HostNetwork(self._config).between == "gloo":
             require_trusted_network(self._config, f"{backend} between hosts", says)
         return secret
-
-    def _own_host(self) -> str | None:
-        """By which other hosts reach this one; under torchrun rank 0 is at MASTER_ADDR."""
-        return self._config.hostname or self._config.environ.get("MASTER_ADDR")
 
     @contextmanager
     def _fail_when_peers_exit(self) -> Iterator[Callable[[], None]]:

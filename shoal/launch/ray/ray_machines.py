@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -46,7 +45,7 @@ from shoal.launch.ray.ray_slots import RayProcess, Slot, SlotGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.preemption import ending_by_exception
 from shoal.runtime.waits import Backoff
-from shoal.runtime.wording import counted
+from shoal.runtime.wording import counted, say
 
 _BACKLOG = 1024
 _INTERRUPTIBLE_S = 0.5  # Ctrl-C does not end a wait inside Ray
@@ -241,7 +240,7 @@ class RayMachines:
             if seconds >= self._limit_s:
                 raise BadInput(f"Ray has not placed {what} in {seconds:.0f} s: {has}")
             if not noticed:
-                _say(f"waiting for Ray to place {what}: {has}")
+                say(f"waiting for Ray to place {what}: {has}")
             noticed = True
         return found
 
@@ -279,10 +278,6 @@ def _bundles_of_servers(servers: int, replication: Replication) -> list[list[Bun
     return [[_SERVER] * replication.replicas for _ in range(shards)] + [
         [head_bundle(_SERVER_BYTES)]
     ]
-
-
-def _say(text: str) -> None:
-    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 def _asked(count: int, what: str, bundle: Bundle) -> str:
