@@ -180,17 +180,15 @@ def test_each_goes_on_from_what_another_has_saved(
 # ---- replicas that do not exchange every gradient in full ---------------------------------------
 
 PARTLY = [
-    pytest.param('ddp(compress="int8")', marks=pytest.mark.whole),
+    'ddp(compress="int8")',
     'ddp(compress="topk(0.2)")',
-    pytest.param('ddp(compress="powersgd(rank=2)")', marks=pytest.mark.whole),
-    pytest.param('ps(compress="int8", placement="rank0")', marks=pytest.mark.whole),
+    'ddp(compress="powersgd(rank=2)")',
+    'ps(compress="int8", placement="rank0")',
     'ps(compress="topk(0.2)", placement="workers", update="worker")',
-    pytest.param('ps(compress="powersgd(rank=2)", placement="rank0")', marks=pytest.mark.whole),
+    'ps(compress="powersgd(rank=2)", placement="rank0")',
     'ps(mode="async", compress="int8", placement="rank0")',
-    pytest.param(
-        'ps(quorum=1, compress="topk(0.2)", placement="workers")', marks=pytest.mark.whole
-    ),
-    pytest.param("localsgd(every=3)", marks=pytest.mark.whole),
+    'ps(quorum=1, compress="topk(0.2)", placement="workers")',
+    "localsgd(every=3)",
     'localsgd(every=2, outer="nesterov(lr=0.7)", compress="int8")',
 ]
 

@@ -247,11 +247,6 @@ def test_a_parameter_without_gradient_is_left_alone(world: World) -> None:
         assert_equal(world, 2, f'pp(2, schedule="{schedule}")', Partly, samples(24), 8)
 
 
-def test_cuts_of_the_users(world: World) -> None:
-    strategy = 'pp(2, cuts=["blocks.1"])'
-    assert_equal(world, 2, strategy, gpt, texts(8), 8, loss=next_token_loss)
-
-
 class Slow(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.03)
@@ -332,13 +327,6 @@ def test_what_cannot_be_split_is_refused(world: World) -> None:
     assert "Sequential cannot be split into 2 stages: its forward calls 1 modules with some" in one
     assert "stage 1 has no parameter to train" in refused(
         world, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
-    )
-
-
-def test_wrong_cuts_are_refused(world: World) -> None:
-    assert "the model has no such module" in refused(world, 'pp(2, cuts=["blocks.9"])', gpt)
-    assert "2 stages need 1 cuts, got 2" in refused(
-        world, 'pp(2, cuts=["blocks.1", "blocks.2"])', gpt
     )
 
 
