@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.connect import open_etcd
 from shoal.coordinator.core import Core
-from shoal.coordinator.interface import Coordinator
+from shoal.coordinator.interface import Conflict, Coordinator
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import RunConfig
@@ -141,3 +141,25 @@ def until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.01)
+
+
+def count(coordinator: Coordinator) -> int:
+    found = coordinator.get("counter")
+    return 0 if found is None else int(found.value[:20])
+
+
+def incremented(
+    coordinator: Coordinator, is_done: Callable[[list[int]], bool], padding: bytes = b""
+) -> list[int]:
+    """Versions of a counter that is increased by compare-and-set."""
+    versions: list[int] = []
+    while not is_done(versions):
+        found = coordinator.get("counter")
+        number = int(found.value[:20]) if found is not None else 0
+        version = found.version if found is not None else 0
+        try:
+            value = b"%020d" % (number + 1) + padding
+            versions.append(coordinator.put_if("counter", value, version).version)
+        except Conflict:
+            continue
+    return versions

@@ -20,7 +20,7 @@ from shoal.coordinator.interface import (
 )
 from shoal.errors import BadInput
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster
-from tests.coordinator.helpers import Connect, etcd_run, local, served, until
+from tests.coordinator.helpers import Connect, count, etcd_run, incremented, local, served, until
 
 KINDS = {"local": local, "service": served}
 ETCD = pytest.param("etcd", marks=[pytest.mark.whole, NEEDS_ETCD])
@@ -65,19 +65,12 @@ def all_changes(coordinator: Coordinator, name: str, after: int, count: int) -> 
     return found
 
 
-def test_a_key_that_was_not_written_is_none(coordinator: Coordinator) -> None:
+@pytest.mark.parametrize("value", [b"\x00\xff value", b""])
+def test_a_value_is_read_back_with_its_version(coordinator: Coordinator, value: bytes) -> None:
     assert coordinator.get("chain/0") is None
-
-
-def test_a_value_is_read_back_with_its_version(coordinator: Coordinator) -> None:
-    written = coordinator.put_if("chain/0", b"\x00\xff value", 0)
+    written = coordinator.put_if("chain/0", value, 0)
     assert written.version > 0
-    assert coordinator.get("chain/0") == Versioned(b"\x00\xff value", written.version)
-
-
-def test_an_empty_value_is_a_value(coordinator: Coordinator) -> None:
-    written = coordinator.put_if("chain/0", b"", 0)
-    assert coordinator.get("chain/0") == written
+    assert coordinator.get("chain/0") == Versioned(value, written.version)
 
 
 def test_another_version_is_a_conflict_that_shows_the_current_value(
@@ -118,24 +111,11 @@ def test_one_of_many_that_race_wins_each_version(connect: Connect) -> None:
     threads = 4
     each = 10
 
-    def increment(coordinator: Coordinator) -> list[int]:
-        versions: list[int] = []
-        while len(versions) < each:
-            found = coordinator.get("counter")
-            number = int(found.value) if found is not None else 0
-            try:
-                version = found.version if found is not None else 0
-                written = coordinator.put_if("counter", b"%d" % (number + 1), version)
-            except Conflict:
-                continue
-            versions.append(written.version)
-        return versions
-
     coordinators = [connect() for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        versions = [version for made in pool.map(increment, coordinators) for version in made]
-    found = coordinators[0].get("counter")
-    assert found is not None and int(found.value) == threads * each
+        done = [lambda made, each=each: len(made) == each] * threads
+        versions = [v for made in pool.map(incremented, coordinators, done) for v in made]
+    assert count(coordinators[0]) == threads * each
     assert len(set(versions)) == threads * each
 
 
@@ -199,13 +179,16 @@ def test_a_lease_that_never_was_is_lost(coordinator: Coordinator) -> None:
         coordinator.put_if("a", b"", 0, 123456789)
 
 
-def test_a_listing_has_the_keys_of_a_folder_or_one_key(coordinator: Coordinator) -> None:
+def test_a_name_is_a_folder_or_one_key(coordinator: Coordinator) -> None:
+    start = coordinator.list("").revision
     for key in ("chain/1", "chain/10", "chain", "chains/1"):
         coordinator.put_if(key, key.encode(), 0)
     assert list(coordinator.list("chain/").entries) == ["chain/1", "chain/10"]
     assert list(coordinator.list("chain/1").entries) == ["chain/1"]
     assert list(coordinator.list("").entries) == ["chain", "chain/1", "chain/10", "chains/1"]
     assert coordinator.list("none/").entries == {}
+    changes = coordinator.watch("chain/1", start, 5.0).changes
+    assert [change.key for change in changes] == ["chain/1"]
 
 
 def test_a_watch_sees_every_change_in_order(coordinator: Coordinator, connect: Connect) -> None:
@@ -232,14 +215,6 @@ def test_a_watch_sees_every_change_in_order(coordinator: Coordinator, connect: C
     assert (changes[5].key, changes[5].value) == ("chain/1", None)
     assert changes[5].revision > third.version
     assert all_changes(watcher, "chain/", start, 6) == changes
-
-
-def test_a_watch_of_one_key_does_not_see_longer_ones(coordinator: Coordinator) -> None:
-    start = coordinator.list("").revision
-    coordinator.put_if("chain/10", b"", 0)
-    coordinator.put_if("chain/1", b"", 0)
-    changes = coordinator.watch("chain/1", start, 5.0).changes
-    assert [change.key for change in changes] == ["chain/1"]
 
 
 def test_a_watch_without_changes_returns_none(coordinator: Coordinator) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from shoal.coordinator.connect import open_etcd
 from shoal.coordinator.etcd.answers import TransactionAnswer, parse
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.gateway import Endpoint, check_trusted, parse_endpoints
-from shoal.coordinator.interface import Conflict, LeaseLost, Unavailable, Versioned
+from shoal.coordinator.interface import Unavailable, Versioned
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, RunConfig
 from shoal.runtime.secret import new_secret
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, EtcdCluster, etcd_cluster
+from tests.coordinator.helpers import count, incremented
 from tests.server.cutting import proxied
 from tests.server.test_tls import certificate, needs_openssl
 
@@ -100,20 +101,9 @@ def three() -> Iterator[EtcdCluster]:
         yield cluster
 
 
-def incremented(hosts: str, ending: Callable[[], bool]) -> tuple[int, list[int]]:
-    """How often a counter was increased until then, and the versions that it had."""
-    versions: list[int] = []
+def incremented_there(hosts: str, ending: threading.Event) -> list[int]:
     with opened(hosts) as coordinator:
-        while not ending():
-            found = coordinator.get("counter")
-            number = int(found.value) if found is not None else 0
-            version = found.version if found is not None else 0
-            try:
-                entry = coordinator.put_if("counter", b"%d" % (number + 1), version)
-            except Conflict:
-                continue
-            versions.append(entry.version)
-    return len(versions), versions
+        return incremented(coordinator, lambda versions: ending.is_set())
 
 
 @pytest.mark.whole
@@ -127,18 +117,17 @@ def test_changes_go_on_when_the_leader_is_lost(three: EtcdCluster, how: signal.S
         coordinator.put_if("alive/1", b"", 0, lease.id)
         ending = threading.Event()
         with ThreadPoolExecutor(2) as pool:
-            made = [pool.submit(incremented, three.hosts, ending.is_set) for _ in range(2)]
+            made = [pool.submit(incremented_there, three.hosts, ending) for _ in range(2)]
             _wait_count(coordinator, 5)
             leader = three.leader()
             three.signal(leader, how)
             began_s = time.monotonic()
-            at = int(_counter(coordinator).value)
-            _wait_count(coordinator, at + 10)
+            _wait_count(coordinator, count(coordinator) + 10)
             print(f"10 changes after the leader was lost: {time.monotonic() - began_s:.2f} s")
             ending.set()
             results = [each.result() for each in made]
-        assert int(_counter(coordinator).value) == sum(count for count, _ in results)
-        versions = [version for _, several in results for version in several]
+        versions = [version for several in results for version in several]
+        assert count(coordinator) == len(versions)
         assert len(set(versions)) == len(versions)
         assert coordinator.keep_alive(lease.id) > 0
         if how is signal.SIGSTOP:
@@ -148,13 +137,9 @@ def test_changes_go_on_when_the_leader_is_lost(three: EtcdCluster, how: signal.S
         assert coordinator.put_if("after", b"", 0).version > max(versions)
 
 
-def _counter(coordinator: EtcdCoordinator) -> Versioned:
-    return coordinator.get("counter") or Versioned(b"0", 0)
-
-
-def _wait_count(coordinator: EtcdCoordinator, count: int) -> None:
+def _wait_count(coordinator: EtcdCoordinator, wanted: int) -> None:
     after = 0
-    while int(_counter(coordinator).value) < count:
+    while count(coordinator) < wanted:
         after = coordinator.watch("counter", after, 1.0).revision
 
 
@@ -217,20 +202,6 @@ def test_a_change_that_was_given_up_is_not_made_after_the_next_call() -> None:
             revision = other.list("").revision
             assert other.watch("a", revision, 1.0).changes == ()
             assert other.get("a") == seen
-
-
-@pytest.mark.whole
-@NEEDS_ETCD
-def test_a_lease_that_has_ended_is_lost() -> None:
-    with etcd_cluster() as cluster:
-        cluster.leader()
-        with opened(cluster.hosts) as client:
-            lease = client.grant(1.0, "server 1")
-            client.put_if("alive/1", b"", 0, lease.id)
-            client.revoke(lease.id)
-            with pytest.raises(LeaseLost):
-                client.put_if("alive/1", b"", 0, lease.id)
-            assert client.put_if("alive/1", b"", 0).version > 0
 
 
 # ---- TLS ----------------------------------------------------------------------------------------

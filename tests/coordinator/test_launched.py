@@ -147,15 +147,6 @@ def test_what_it_writes_is_said_before_it_is_given_up() -> None:
 
 
 @pytest.mark.whole
-def test_a_failpoint_kills_it_once() -> None:
-    said = Said()
-    with embedded(said, "log.append.written:kill") as (_, client, _):
-        written = client.put_if("a", b"1", 0)
-        assert client.get("a") == written
-    assert len(said) == 1
-
-
-@pytest.mark.whole
 def test_a_stopped_coordinator_ends_with_the_block() -> None:
     with embedded(Said()) as (coordinator, client, _):
         client.get("a")

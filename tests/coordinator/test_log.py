@@ -15,7 +15,6 @@ from shoal.coordinator.core import Core
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.records import Answer, Failed, Found, Get, Grant, PutIf, RequestId, Written
 from shoal.errors import BadInput
-from shoal.runtime.failpoints import armed
 
 
 def opened(path: Path, growth_bytes: int = 1 << 20) -> Core:
@@ -213,14 +212,3 @@ def test_leases_that_end_while_the_disk_is_full_end_when_it_is_not(
     core.tick()
     assert value_of(core, "alive") is None
     core.close()
-
-
-def test_a_failpoint_is_passed_before_and_after_each_write(path: Path) -> None:
-    core = opened(path)
-    passed: list[str] = []
-    names = ["log.append.before", "log.append.partial", "log.append.written", "log.append.synced"]
-    for name in names:
-        with armed(name, lambda name=name: passed.append(name)):  # type: ignore[misc]
-            put(core, name, b"", number=len(passed) + 1)
-    core.close()
-    assert passed == names

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.interface import Conflict, Unavailable
-from tests.coordinator.helpers import CoordinatorProcess, process, until
+from shoal.coordinator.interface import Unavailable
+from tests.coordinator.helpers import CoordinatorProcess, count, incremented, process, until
 
 APPEND = ["log.append.before", "log.append.partial", "log.append.written", "log.append.synced"]
 COMPACT = [
@@ -22,27 +22,6 @@ COMPACT = [
     "log.compact.renamed",
     "log.compact.done",
 ]
-
-
-def incremented(client: RemoteCoordinator, times: int) -> list[int]:
-    """Versions of a counter that is increased by compare-and-set."""
-    versions: list[int] = []
-    while len(versions) < times:
-        found = client.get("counter")
-        number = int(found.value[:20]) if found is not None else 0
-        version = found.version if found is not None else 0
-        try:
-            value = b"%020d" % (number + 1) + bytes(60_000)
-            versions.append(client.put_if("counter", value, version).version)
-        except Conflict:
-            continue
-    return versions
-
-
-def count(client: RemoteCoordinator) -> int:
-    found = client.get("counter")
-    assert found is not None
-    return int(found.value[:20])
 
 
 def restarting(found: CoordinatorProcess, ending: threading.Event) -> int:
@@ -73,8 +52,11 @@ def test_killed_while_it_writes_it_loses_nothing_and_counts_nothing_twice(
             restarts = pool.submit(restarting, found, ending)
             try:
                 clients = [found.client() for _ in range(2)]
-                made = pool.map(incremented, clients, [each, each])
-                versions = [version for several in made for version in several]
+                made = [
+                    pool.submit(incremented, c, lambda v: len(v) == each, bytes(60_000))
+                    for c in clients
+                ]
+                versions = [version for several in made for version in several.result()]
             finally:
                 ending.set()
         assert restarts.result() == 1

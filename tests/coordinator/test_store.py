@@ -25,7 +25,7 @@ from shoal.coordinator.records import (
     Revoke,
     Written,
 )
-from shoal.coordinator.store import Store, StoreFull, covers
+from shoal.coordinator.store import Store, StoreFull
 from tests.coordinator.local import LocalCoordinator
 
 KEYS = st.sampled_from(["a", "chain/0", "chain/1", "alive/1"])
@@ -90,24 +90,11 @@ def test_a_log_after_an_image_gives_the_same_store(
     assert restored.image() == store.image()
 
 
-def test_deciding_changes_nothing() -> None:
-    store = Store()
-    before = store.image()
-    store.decide(PutIf("a", b"1", 0), 0.0)
-    store.decide(Grant(1.0, "x"), 0.0)
-    assert store.image() == before
-
-
 def test_records_come_one_after_the_other() -> None:
     store = Store()
     effect = store.decide(PutIf("a", b"1", 0), 0.0)
     with pytest.raises(ValueError, match="record 2 after record 0"):
         store.apply(Record(2, effect), 0.0)
-
-
-def test_a_name_that_ends_with_a_slash_stands_for_all_keys_that_begin_with_it() -> None:
-    assert covers("", "a") and covers("a/", "a/b") and covers("a", "a")
-    assert not covers("a/", "a") and not covers("a", "a/b") and not covers("a", "ab")
 
 
 def test_leases_end_by_the_time_that_is_given() -> None:
@@ -156,13 +143,6 @@ def test_a_request_that_arrives_after_its_client_has_gone_on_changes_nothing() -
     assert isinstance(core.answer(PutIf("a", b"late", 0), RequestId(1, 5, 0)), Failed)
     assert core.answer(PutIf("a", b"", 9), RequestId(1, 7, 1)) == Conflicts(None)
     assert isinstance(core.answer(PutIf("a", b"late", 0), RequestId(1, 7, 0)), Failed)
-
-
-def test_outcomes_survive_on_disk() -> None:
-    store = Store()
-    by = RequestId(1, 5)
-    outcome = store.apply(Record(1, store.decide(PutIf("a", b"1", 0), 0.0), by), 0.0)
-    assert Store.of_image(store.image(), 0.0).outcome(by) == outcome
 
 
 def test_a_store_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

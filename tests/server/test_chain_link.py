@@ -75,23 +75,16 @@ def test_a_view_follows_the_highest_epoch_and_reads_are_spread_over_members() ->
     assert view.head is None, "there is no replica 9"
 
 
-def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread() -> None:
-    with fake_chain() as chain, worker_of(chain, 0) as first:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread(rank: int) -> None:
+    with fake_chain() as chain, worker_of(chain, rank) as client:
         assert set(chain.descriptors) == {0, 1, 2}
-        push(first, 2)
-        first.pull(None, 0).wait()
-        first.links[0].call("pull", Request(FrameKind.STATE_SET))
-        first.pull(None, 0).wait()
+        push(client, 2)
+        client.pull(None, 0).wait()
+        client.links[0].call("pull", Request(FrameKind.STATE_SET))
+        client.pull(None, 0).wait()
         assert (chain.counted, chain.repeated) == ([1, 2], [])
-        assert chain.pulls == [0, 0]
-
-
-def test_another_worker_pulls_from_another_member_and_writes_to_the_head() -> None:
-    with fake_chain() as chain, worker_of(chain, 1) as second:
-        second.pull(None, 0).wait()
-        second.links[0].call("pull", Request(FrameKind.STATE_SET))
-        second.pull(None, 0).wait()
-        assert chain.pulls == [1, 1]
+        assert chain.pulls == [rank, rank]
 
 
 def test_the_head_is_found_wherever_it_is() -> None:

@@ -20,7 +20,6 @@ from shoal.server.messages import (
     ModelSpec,
     ParameterSlice,
     PushDecided,
-    StepApplied,
     WorkerLeft,
 )
 from shoal.server.model import log as log_module
@@ -203,20 +202,6 @@ def test_the_entries_of_a_log_reproduce_the_state(
 
 def left(position: int, epoch: int = 1, worker: int = 0) -> LogEntry:
     return LogEntry(position, epoch, WorkerLeft(worker))
-
-
-def test_entries_have_positions_from_1_on_and_an_epoch() -> None:
-    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=True)
-    generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(SIZE, generator=generator)
-    push = Push(0, 1, Commit(0, 0, 0.5, 0.1), gradients, torch.ones(3), None)
-    assert send(model, push) == "admitted"
-    model.membership.leave(1)
-    assert model.log.entries_after(0) == [
-        LogEntry(1, 1, PushDecided(0, 1, 0, "admitted", 0.5, 0.1)),
-        LogEntry(2, 1, StepApplied(1, 0.1, 0.5, None)),
-        LogEntry(3, 1, WorkerLeft(1)),
-    ]
 
 
 def test_an_entry_out_of_order_is_refused() -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import RunOver, ShoalError
-from shoal.protocol.hello import generation_of, new_incarnation
 from shoal.runtime import waits
 from shoal.server.client.client import Client
 from shoal.server.consistency import Ledger, Rule
@@ -44,12 +43,6 @@ def _wait_for_loss(model: ServedModel, worker: int) -> None:
 
 def back(found: list[Server], rank: int, rule: Rule = ASYNC, generation: int = 1) -> Client:
     return client_of(found, rank, rule, generation=generation)
-
-
-def test_generations_are_ordered_whatever_the_random_bits_are() -> None:
-    numbers = [new_incarnation(generation) for generation in range(5)]
-    assert numbers == sorted(numbers)
-    assert [generation_of(number) for number in numbers] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("count", [1, 3])

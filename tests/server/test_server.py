@@ -197,15 +197,6 @@ def test_a_worker_that_leaves_or_dies_lowers_the_quorum(leaves: bool, count: int
         drop(client)
 
 
-def test_a_server_that_ends_is_an_error_that_names_it() -> None:
-    with servers(2) as found:
-        client = client_of(found, 0, Rule(1))
-        found[1].close()
-        with pytest.raises(PeerLost, match="server 1"):
-            client.commit(*fill(client, 1.0))
-        client.close()
-
-
 def test_the_loss_of_a_server_is_the_loss_of_a_peer_to_a_worker_of_another() -> None:
     """So that the launcher takes it for a consequence."""
     with servers() as found:

@@ -20,23 +20,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.server.client.link.PATIENCE", 1e6)
 
 
-def test_an_update_that_misses_a_worker_names_it(patient: None) -> None:
+@pytest.mark.parametrize("waits_in", ["PULL", "BARRIER"])
+def test_a_wait_that_misses_a_worker_names_it(patient: None, waits_in: str) -> None:
     with servers(1) as found, Watcher(LIMITED):
         client = client_of(found, 0, Rule(2))
         silent = client_of(found, 1, Rule(2))
         client.commit(*fill(client, 1.0))
-        with pytest.raises(PeerLost, match="rank 0 lost rank 1 in PULL to server 0"):
-            client.pull(1, 1).wait()
-        client.close()
-        silent.close()
-
-
-def test_a_barrier_that_misses_a_worker_names_it(patient: None) -> None:
-    with servers(1) as found, Watcher(LIMITED):
-        client = client_of(found, 0, Rule(2))
-        silent = client_of(found, 1, Rule(2))
-        with pytest.raises(PeerLost, match="rank 0 lost rank 1 in BARRIER to server 0"):
-            client.barrier()
+        with pytest.raises(PeerLost, match=f"rank 0 lost rank 1 in {waits_in} to server 0"):
+            client.barrier() if waits_in == "BARRIER" else client.pull(1, 1).wait()
         client.close()
         silent.close()
 

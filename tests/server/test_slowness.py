@@ -9,7 +9,6 @@ import pytest
 
 from shoal.server.consistency import Rule
 from shoal.server.process import model_host
-from shoal.server.process.model_host import Slowness
 from shoal.server.process.server import Server
 from tests.server.helpers import client_of, fill, servers, weights
 from tests.server.replicas.world import push_one_hot, world
@@ -40,20 +39,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(model_host, "busy_s", made.work)
     monkeypatch.setattr(model_host, "sleep", made.sleep)
     yield made
-
-
-def test_work_is_paid_for_once(clock: Clock) -> None:
-    slow = Slowness()
-    slow.begin()
-    slow.pay()
-    assert clock.slept_s == [] and clock.busy_s == 0, "as fast as it is"
-    slow.factor = 4.0
-    slow.pay()
-    assert clock.slept_s == [0.0], "a thread that has begun nothing"
-    slow.begin()
-    slow.pay()
-    slow.pay()
-    assert clock.slept_s == [0.0, 3.0, 3.0]
 
 
 def slowed(server: Server) -> None:

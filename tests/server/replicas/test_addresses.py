@@ -14,10 +14,9 @@ import torch
 from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.core import Core
 from shoal.coordinator.service import CoordinatorService
-from shoal.errors import BadInput, PeerLost
+from shoal.errors import BadInput
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import RunConfig, TlsConfig
-from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.chain_view import CopyAddresses
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
@@ -130,17 +129,6 @@ def test_a_replica_that_moved_serves_alone_when_the_others_are_lost() -> None:
         counts = client.stats()[0]
         assert sum(counts["missed_updates"].values()) == counts["updates"] == step + 1
         assert not counts["is_complete"]  # who had served earlier pulls is gone
-        client.close()
-
-
-def test_without_a_coordinator_it_is_not_found() -> None:
-    with world(replicas=2, tls=PLAIN) as made:
-        client = worker_of(made, None)
-        route = client.links[0].route
-        assert isinstance(route, ChainRoute)
-        route.find_head_s = 0.5
-        with pytest.raises(PeerLost, match="looking for the head of shard 0"):
-            push_one_hot(client, 3, push_while_one_comes_back(made, client))
         client.close()
 
 

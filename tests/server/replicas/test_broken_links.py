@@ -101,7 +101,16 @@ def copies_are_equal(made: World) -> bool:
     return all(torch.equal(first, other) for other in others)
 
 
-def pushes_count_once(seed: int, pushes: int, cuts: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "pushes", "cuts"),
+    [
+        (1, 24, 3),
+        *(pytest.param(seed, 60, 20, marks=pytest.mark.whole) for seed in range(20, 200, 20)),
+    ],
+)
+def test_pushes_count_once_though_connections_between_replicas_break(
+    seed: int, pushes: int, cuts: int
+) -> None:
     with proxied_world(seed, cuts, most_bytes=2_000) as made:
         client = made.client(0, ASYNC)
         for step in range(pushes):
@@ -112,16 +121,6 @@ def pushes_count_once(seed: int, pushes: int, cuts: int) -> None:
         assert copies_are_equal(made)
         assert made.proxies.cut >= 2
         client.close()
-
-
-def test_pushes_count_once_though_connections_between_replicas_break() -> None:
-    pushes_count_once(seed=1, pushes=24, cuts=3)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("seed", range(20, 200, 20))
-def test_pushes_count_once_at_other_places_of_the_break(seed: int) -> None:
-    pushes_count_once(seed, pushes=60, cuts=20)
 
 
 def test_unix_sockets_between_replicas_are_opened_again() -> None:
