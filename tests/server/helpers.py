@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -52,8 +52,12 @@ def flat_of() -> FlatParams:
     return FlatParams(nn.Linear(3, 5).named_parameters())
 
 
-def client_of(
-    found: list[Server],
+def client_of(found: list[Server], rank: int, rule: Rule, **options: Any) -> Client:
+    return client_at([server.address for server in found], rank, rule, **options)
+
+
+def client_at(
+    addresses: Sequence[str | Sequence[str]],
     rank: int,
     rule: Rule,
     secret: bytes = SECRET,
@@ -61,10 +65,10 @@ def client_of(
     generation: int = 0,
     **options: Any,
 ) -> Client:
-    flat = flat_of()
+    """Of servers, or of shards that have several copies each."""
     served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
-    addresses = [server.address for server in found]
-    specs = specs_of(flat, [addresses[0]] * len(addresses), served)
+    first = addresses[0] if isinstance(addresses[0], str) else addresses[0][0]
+    specs = specs_of(flat_of(), [first] * len(addresses), served)
     return Client(rank, MODEL, addresses, secret, specs, tls=tls, generation=generation)
 
 

@@ -15,28 +15,21 @@ from shoal.server.client.chain_view import ChainView
 from shoal.server.client.client import Client
 from shoal.server.client.request import Request
 from shoal.server.consistency import Rule
-from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.fake_chain import (
     ANSWER_WITHOUT_EFFECT,
     EFFECT_WITHOUT_ANSWER,
     FakeChain,
     fake_chain,
 )
-from tests.server.helpers import MODEL, SECRET, fill, flat_of
-
-RULE = Rule(workers=1)
+from tests.server.helpers import client_at, fill
 
 
 @contextmanager
 def worker_of(chain: FakeChain, rank: int = 0) -> Iterator[Client]:
-    served = ServedOptions(RULE, NamedOptimizer("SGD", {"lr": 1.0}))
-    addresses = [replica.address for replica in chain.replicas]
-    specs = specs_of(flat_of(), [addresses[0]], served)
-    (spec,) = specs
+    client = client_at([[replica.address for replica in chain.replicas]], rank, Rule(workers=1))
+    (spec,) = client.specs
     chain.pull_bytes = 4 * (1 + spec.parameters) + 4 * (spec.stop - spec.start)
-    client = Client(rank, MODEL, [addresses], SECRET, specs)
     try:
         yield client
     finally:

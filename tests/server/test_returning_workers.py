@@ -171,26 +171,18 @@ def test_it_cannot_enter_a_run_that_the_others_have_finished() -> None:
 
 
 def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> None:
-    with servers() as found:
+    with servers() as found, ThreadPoolExecutor(3) as pool:
         zero, one, two = (client_of(found, r, Rule(3, asynchronous=True)) for r in range(3))
         lose(found, zero)
         zero = back(found, 0, Rule(3, asynchronous=True))
         zero.enter()
         for client in (one, two):  # of a meeting that began with the former process of worker 0
             client.meet(5 << 20, (0, 0, 0))
-        threads = [threading.Thread(target=client.barrier) for client in (one, two)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        list(pool.map(Client.barrier, (one, two)))
         assert one.lowest_survivor == two.lowest_survivor == 1
         for client in (zero, one, two):
             client.meet(6 << 20, (1, 0, 0))
-        threads = [threading.Thread(target=client.barrier) for client in (zero, one, two)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        list(pool.map(Client.barrier, (zero, one, two)))
         assert zero.lowest_survivor == one.lowest_survivor == 0
         for client in (zero, one, two):
             client.close()

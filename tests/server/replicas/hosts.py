@@ -27,11 +27,9 @@ from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
-from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.process.server import Server
-from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.namespaces import Host, Lan, lan, why_not
-from tests.server.helpers import MODEL, SECRET, flat_of
+from tests.server.helpers import MODEL, SECRET, client_at
 from tests.server.replicas.world import pulled, push_one_hot
 
 TRUSTED = TlsConfig(trusted_network=True)
@@ -86,10 +84,7 @@ class HostWorld:
 
     def client(self, rank: int = 0, rule: Rule = ASYNC) -> Client:
         """To be called on the host of the worker."""
-        served = ServedOptions(rule, optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
-        addresses = [server.address for server in self.servers]
-        specs = specs_of(flat_of(), [addresses[0]], served)
-        return Client(rank, MODEL, [addresses], SECRET, specs, tls=TRUSTED)
+        return client_at([[server.address for server in self.servers]], rank, rule, tls=TRUSTED)
 
     @property
     def config(self) -> ChainConfig:

@@ -21,10 +21,8 @@ from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests import forked
-from tests.server.helpers import MODEL, SECRET, flat_of
+from tests.server.helpers import SECRET, client_at
 
 START_S = 60.0
 NO_CHECKPOINT = ServerCheckpointConfig()
@@ -37,14 +35,11 @@ def make_client(
     run_dir: RunDir, replicas: int, rank: int = 0, generation: int = 0, workers: int = 1
 ) -> Client:
     """It waits until the servers have started."""
-    served = ServedOptions(
-        Rule(workers, asynchronous=True), optimizer=NamedOptimizer("SGD", {"lr": 1.0})
-    )
-    addresses = [run_dir.socket(replica) for replica in range(replicas)]
-    specs = specs_of(flat_of(), [addresses[0]], served)
+    rule = Rule(workers, asynchronous=True)
     secret = run_dir.read_secret()
     assert secret is not None
-    return Client(rank, MODEL, [addresses], secret, specs, generation=generation)
+    addresses = [run_dir.socket(replica) for replica in range(replicas)]
+    return client_at([addresses], rank, rule, secret, generation=generation)
 
 
 class Processes:

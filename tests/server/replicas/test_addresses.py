@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +21,12 @@ from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member.place import AddressBook, ChainPlace, OwnAddress
 from shoal.server.member.start import ChainSettings
-from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.process.server import Server
-from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.helpers import until
 from tests.coordinator.local import LocalCoordinator
-from tests.server.helpers import MODEL, SECRET, flat_of
+from tests.server.helpers import SECRET, client_at
 from tests.server.replicas.world import World, pulled, push_one_hot, world
-from tests.server.test_tls import certificate
+from tests.server.test_tls import certificate, needs_openssl
 
 UNIX = "unix:/run/0.sock"
 
@@ -60,7 +57,14 @@ def test_a_replica_does_not_listen_beyond_loopback_in_the_clear() -> None:
         Server("tcp:0.0.0.0:0", SECRET, chain=settings)
 
 
-def replicas_over_tcp(tls: TlsConfig) -> None:
+@pytest.mark.parametrize(
+    "is_tls", [False, pytest.param(True, marks=[pytest.mark.whole, needs_openssl])]
+)
+def test_replicas_find_each_other_over_tcp(tmp_path: Path, is_tls: bool) -> None:
+    tls = PLAIN
+    if is_tls:
+        cert, key = certificate(tmp_path, "server")
+        tls = TlsConfig(str(cert), str(key), authority=str(cert))
     with world(replicas=2, shards=2, tls=tls) as made:
         client = made.client(0, Rule(1, asynchronous=True))
         elements = [0, 12, 1, 13]
@@ -72,17 +76,6 @@ def replicas_over_tcp(tls: TlsConfig) -> None:
         assert [i for i, value in enumerate(weights) if value] == sorted(elements)
         assert torch.equal(made.weights_of(1, 0), made.weights_of(1, 1))
         client.close()
-
-
-def test_replicas_find_each_other_over_tcp() -> None:
-    replicas_over_tcp(PLAIN)
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
-def test_replicas_find_each_other_under_tls(tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path, "server")
-    replicas_over_tcp(TlsConfig(str(cert), str(key), authority=str(cert)))
 
 
 ASYNC = Rule(1, asynchronous=True)
@@ -97,10 +90,7 @@ def served(core: Core) -> Iterator[RunConfig]:
 
 
 def worker_of(made: World, config: RunConfig | None) -> Client:
-    addresses = CopyAddresses(made.addresses[0], 0, config)
-    served = ServedOptions(ASYNC, optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
-    specs = specs_of(flat_of(), [addresses[0]], served)
-    return Client(0, MODEL, [addresses], SECRET, specs)
+    return client_at([CopyAddresses(made.addresses[0], 0, config)], 0, ASYNC)
 
 
 def push_while_one_comes_back(made: World, client: Client) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from shoal.coordinator.alive import forget
 from shoal.coordinator.interface import Lease
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
+from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.state import ChainConsistency
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
@@ -24,12 +26,10 @@ from shoal.server.member import keeper
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.messages import Commit
-from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.process.server import Server
-from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.local import LocalCoordinator
 from tests.folders import socket_folder
-from tests.server.helpers import MODEL, SECRET, flat_of
+from tests.server.helpers import MODEL, SECRET, client_at
 
 TTL_S = 0.5  # the servers look at the coordinator 5 times in this time
 
@@ -111,18 +111,12 @@ class World:
         return self.members(shard)[0]
 
     def members(self, shard: int = 0) -> tuple[int, ...]:
-        import msgspec
-
-        from shoal.server.chain.config import ChainConfig
-
         stored = self.coordinator.get(f"chain/{shard}")
         assert stored is not None
         return msgspec.msgpack.decode(stored.value, type=ChainConfig).members
 
     def client(self, rank: int, rule: Rule, **options: Any) -> Client:
-        served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
-        specs = specs_of(flat_of(), [self.addresses[0][0]] * self.shards, served)
-        return Client(rank, MODEL, self.addresses, SECRET, specs, tls=self.tls or PLAIN)
+        return client_at(self.addresses, rank, rule, tls=self.tls or PLAIN, **options)
 
     def weights_of(self, shard: int, replica: int) -> Tensor:
         """When all that the replica has logged is applied there."""

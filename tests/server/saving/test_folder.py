@@ -71,9 +71,7 @@ def test_two_complete_checkpoints_stay(tmp_path: Path) -> None:
     "error",
     [
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        SafetensorError(
-            "Error while serializing: No space left on device (os error 28)"
-        ),
+        SafetensorError("Error while serializing: No space left on device (os error 28)"),
     ],
     ids=["of the system", "of safetensors"],
 )
