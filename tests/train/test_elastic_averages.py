@@ -77,6 +77,7 @@ def train(
     job: Job,
     data: Data = one_hot,
     evaluates: bool = False,
+    changes: bool = False,
     at_step: Callable[[Job], None] = lambda job: None,
 ) -> Any:
     step = tally_step(job)
@@ -85,7 +86,7 @@ def train(
             at_step(job)
             if evaluates and job.steps % 3 == 0:  # the batch was fetched before
                 job.evaluate(lambda loss, targets: loss, one_hot())
-            step(batch)
+            step((batch[0] * 1.0,) if changes else batch)
     job.save(workers.folder / "saved")
     return job.steps
 
@@ -147,6 +148,14 @@ def test_a_batch_that_was_fetched_before_an_evaluation_loses_no_sample(
     check(workers)
 
 
+def test_a_script_that_changes_its_rows_gets_a_lost_batch_again(tmp_path: Path) -> None:
+    script = partial(train, changes=True)
+    dies = {GroupMember(1, 0): (13, "before")}
+    workers = Workers(tmp_path, 4, script, "ddp(elastic=True)", dies=dies)
+    workers.run()
+    check(workers)
+
+
 def loader_of(data: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=BATCH)
 
@@ -162,13 +171,15 @@ def train_on_global_batches(workers: Workers, job: Job) -> Any:
     return job.steps
 
 
-@pytest.mark.parametrize(("rank", "call"), [(1, 4), (2, 6)])
+@pytest.mark.parametrize(
+    ("strategy", "rank", "call"), [(LOCALSGD, 1, 4), (LOCALSGD, 2, 6), ("ddp(elastic=True)", 0, 9)]
+)
 def test_streams_and_loaders_of_the_script_are_split_again(
-    tmp_path: Path, rank: int, call: int
+    tmp_path: Path, strategy: str, rank: int, call: int
 ) -> None:
     """The period that is undone has batches of both loops."""
     dies = {GroupMember(rank, 0): (call, "after")}
-    workers = Workers(tmp_path, 3, train_on_global_batches, LOCALSGD, dies=dies)
+    workers = Workers(tmp_path, 3, train_on_global_batches, strategy, dies=dies)
     workers.run()
     check(workers)
 
