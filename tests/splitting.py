@@ -145,7 +145,7 @@ def trained(
     strategy: str,
     make: Callable[[], nn.Module],
     data: Any,
-    steps: int,
+    steps: int | None,
     load: Path | None = None,
     save: Path | None = None,
     **options: Any,

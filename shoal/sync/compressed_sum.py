@@ -72,7 +72,6 @@ class CompressedSum:
     residual: Tensor
     unused: Tensor  # positions of the buffer between parameters, and of copies
     under_way: list[Staged]
-    feedback: bool = True  # False: what compression loses is lost, to see what that does
     on_stage: Callable[[], None] | None = None  # called when a stage has begun, to look at memory
 
     def start(self, x: Tensor, at: slice) -> None:
@@ -145,11 +144,9 @@ class FactoredSum(CompressedSum):
         yield self.group.all_reduce(left)
         factors.orthogonalise(left)
         right = factors.correlate(wanted, left)
-        if self.feedback:
-            sent = torch.cat([left[: factors.num_left], rest])
-            torch.sub(wanted, factors.expand(sent, right), out=self.residual[at])
-            del sent
-        del wanted, rest
+        sent = torch.cat([left[: factors.num_left], rest])
+        torch.sub(wanted, factors.expand(sent, right), out=self.residual[at])
+        del sent, wanted, rest
         if factors.num_right:
             yield self.group.all_reduce(right)
         factors.continue_from(right)
@@ -228,8 +225,7 @@ class ShardedSum(CompressedSum):
         wanted = x + self.residual[at]
         rows = F.pad(wanted, (0, size * shard - x.numel())).view(size, shard)
         packed = torch.stack([self.compressor.pack(row) for row in rows])
-        if self.feedback:
-            torch.sub(wanted, self._join(self.compressor, packed, x), out=self.residual[at])
+        torch.sub(wanted, self._join(self.compressor, packed, x), out=self.residual[at])
         return packed
 
     def _pack_sum(self, arrived: Tensor, at: slice) -> Tensor:
@@ -240,9 +236,8 @@ class ShardedSum(CompressedSum):
         for message in arrived:
             total += self.compressor.unpack(message, shard)
         answer = self.sum_compressor.pack(total)
-        if self.feedback:
-            total -= self.sum_compressor.unpack(answer, shard)
-            owed.copy_(total[: owed.numel()])
+        total -= self.sum_compressor.unpack(answer, shard)
+        owed.copy_(total[: owed.numel()])
         return answer
 
     def state(self) -> dict[str, Tensor]:

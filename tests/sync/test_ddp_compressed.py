@@ -121,20 +121,15 @@ def test_bytes_against_full_precision(
 ) -> None:
     models = [large() for _ in range(size)]
 
-    def body(group: Group) -> dict[str, Any]:
-        job, step = start(group, f'ddp(compress="{method}")', models[group.rank])
+    def body(group: Group, strategy: str) -> tuple[dict[str, Any], list[str]]:
+        job, step = start(group, strategy, models[group.rank])
         for batch in job.batches(samples(30), 10):
             step(batch)
-        return step.sync.report()
+        return step.sync.report(), step.sync.summary()
 
-    def plain(group: Group) -> dict[str, Any]:
-        job, step = start(group, "ddp", models[group.rank])
-        for batch in job.batches(samples(30), 10):
-            step(batch)
-        return step.sync.report()
-
-    compressed = world(size, body)[0]
-    full = world(size, plain)[0]
+    compressed, summary = world(size, lambda g: body(g, f'ddp(compress="{method}")'))[0]
+    full, _ = world(size, lambda g: body(g, "ddp"))[0]
+    assert method != "bf16" or "2.0 times less" in summary[0]
     assert compressed["steps"] == full["steps"] == 3
     assert full["bytes_per_step"] == full["ddp_bytes_per_step"] == compressed["ddp_bytes_per_step"]
     assert least <= full["bytes_sent"] / compressed["bytes_sent"] <= most
@@ -162,36 +157,6 @@ def test_bytes_of_topk_do_not_grow_with_the_workers(world: World, size: int, tim
         ratio = report["ddp_bytes_per_step"] / report["bytes_per_step"]
         assert ratio == pytest.approx(times, rel=0.02)
         assert torch.equal(data_of_rank, found[0][1])
-
-
-@pytest.mark.whole
-def test_without_error_feedback_topk_does_not_learn(world: World) -> None:
-    """One weight in two hundred a step: what waits is sent later, or never."""
-    x = torch.randn(240, 20, generator=torch.Generator().manual_seed(0))
-    data = torch.utils.data.TensorDataset(x, x[:, :10].argmax(1))
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10))
-
-    def train(text: str, feedback: bool) -> float:
-        models = [model(), model()]
-
-        def body(group: Group) -> float:
-            job, step = start(group, text, models[group.rank])
-            if "compress" in text:
-                sums_of(step).feedback = feedback
-            for batch in job.batches(data, 40, epochs=20):
-                loss = step(batch)
-            return float(loss)
-
-        found: float = world(2, body)[0]
-        return found
-
-    full = train("ddp", True)
-    kept, lost = (train('ddp(compress="topk(0.005)")', feedback) for feedback in (True, False))
-    assert kept < full + 0.25
-    assert lost > full + 0.75
 
 
 def test_scaled_gradients_are_not_compressed() -> None:
@@ -262,16 +227,3 @@ def test_a_checkpoint_of_plain_ddp_loads_and_the_other_way_round(
             return job.steps
 
         assert world(2, body) == [i + 1, i + 1]
-
-
-def test_the_summary_says_how_much_was_sent(world: World) -> None:
-    models = [large(), large()]
-
-    def body(group: Group) -> list[str]:
-        job, step = start(group, 'ddp(compress="bf16")', models[group.rank])
-        for batch in job.batches(samples(20), 10):
-            step(batch)
-        return step.sync.summary()
-
-    (sentence,) = world(2, body)[0]
-    assert "2.0 times less" in sentence

@@ -17,7 +17,9 @@ from torch.utils.data import TensorDataset
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput, PeerLost
+from shoal.server.client import started
 from shoal.strategy.strategy import parse
+from shoal.sync.ps import connect
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from shoal.train.step.step import Step
@@ -253,16 +255,6 @@ def test_a_quorum_may_be_a_count_and_the_start_says_what_it_leaves(
     assert capsys.readouterr().err.count(said) == 1
 
 
-def test_quorum_of_all_workers_equals_one_device(world: World) -> None:
-    """The sum over the admitted is divided by their share: 1 when all of them are there."""
-    alone = train(solo_group(), "single", mlp(), samples(50), 12)
-    models = [mlp(), mlp()]
-    strategy = 'ps(quorum=1, placement="rank0")'
-    for _, state in world(2, lambda g: train(g, strategy, models[g.rank], samples(50), 12)):
-        for name, tensor in alone[1].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize("rule", ["quorum=1", "staleness=2", 'mode="async"'])
 def test_one_worker_under_any_rule_equals_one_device(world: World, rule: str) -> None:
     """Its weights hold its own latest push."""
@@ -389,3 +381,29 @@ def test_evaluation_sees_the_weights_of_the_servers(world: World) -> None:
     for value, data in others:
         assert value == first[0]
         assert torch.equal(data, first[1])
+
+
+# ---- on a device: here the CPU stands in, whose memory is not shared with workers
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_servers_on_a_device_equal_one_device(
+    world: World, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    for module in (connect, started):
+        monkeypatch.setattr(module, "device_of_server", lambda term: CPU)
+    strategy = f'ps(placement="{placement}", on="cuda")'
+    options = {"optimizer": ADAMW, "clip_norm": 0.1}
+    assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without CUDA")
+def test_a_host_without_cuda_is_one_sentence() -> None:
+    job = Job(parse('ps(placement="rank0", on="cuda")'), solo_group(), device=CPU)
+    with pytest.raises(BadInput, match="there is no CUDA here"):
+        job.step(mlp(), F.cross_entropy, optimizer=SGD)
+
+
+def test_server_processes_have_no_gpu_of_a_worker() -> None:
+    with pytest.raises(BadInput, match='add placement="rank0"'):
+        parse('ps(on="cuda")').layout(2)

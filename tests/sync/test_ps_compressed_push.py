@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
@@ -34,7 +33,6 @@ from tests.products import few_or_all
 from tests.server.helpers import client_of, launched, servers
 from tests.sync.compressing import (
     METHODS,
-    POWERSGD_FLOATS,
     assert_continued_alike,
     assert_same_bits_and_learning,
     large,
@@ -82,35 +80,6 @@ def test_relaxed_rules_learn(world: World, rule: str, method: str) -> None:
 
     for before, after in world(3, body):
         assert after < 0.5 * before
-
-
-@pytest.mark.whole
-def test_a_classifier_reaches_what_full_precision_reaches(world: World) -> None:
-    """Within 1.5 points of 600 samples, after 90 steps."""
-    x = torch.randn(600, 20, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(x, x[:, :10].argmax(1))
-
-    def accuracy(compress: str) -> float:
-        models = [nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10)) for _ in range(2)]
-
-        def body(group: Group) -> float:
-            job, step = start(group, f'ps(placement="rank0"{compress})', models[group.rank])
-            for batch in job.batches(data, 100, epochs=15):
-                step(batch)
-            found = job.evaluate(lambda out, y: (out.argmax(1) == y).float().mean(), data)
-            job.close()
-            assert isinstance(found, float)
-            return found
-
-        torch.manual_seed(0)
-        for model in models:
-            model.load_state_dict(models[0].state_dict())
-        found: float = world(2, body)[0]
-        return found
-
-    full = accuracy("")
-    for method in ["fp16", "bf16", "int8", "onebit", "topk(0.05)", "powersgd(rank=4)"]:
-        assert accuracy(f', compress="{method}"') >= full - 0.015, method
 
 
 # ---- bytes --------------------------------------------------------------------------------------
@@ -162,23 +131,6 @@ def test_bytes_against_full_precision(
         compressed = sent(f'ps(servers={count}, compress="{method}")')
     # two servers get twice the frames and heads, which this model is small beside
     assert least * (1 - 0.2 * (count - 1)) <= full / compressed <= most
-
-
-def test_powersgd_takes_the_rows_that_a_server_holds(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """48,640 weights on one server: the factors of both large matrices, and the rest as it is."""
-    models = [large(), large()]
-
-    def body(group: Group) -> list[int]:
-        text = 'ps(compress="powersgd(rank=4)")'
-        job, step = start(group, text, models[group.rank])
-        found = [packing.num_bytes for packing in packed_of(step).packings]
-        job.close()
-        return found
-
-    with launched(monkeypatch, 1):
-        assert world(2, body)[0] == [4 * POWERSGD_FLOATS]
 
 
 # ---- error feedback and checkpoints -------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.conftest import World
 from tests.models import mlp, samples
 from tests.products import few_or_all
 from tests.server.helpers import launched
-from tests.splitting import assert_equal, gpt, job_of, texts, train, whole
+from tests.splitting import assert_close, assert_equal, gpt, job_of, texts, trained, whole
 from tests.test_hybrids import GPT_OPTIONS
 
 CPU = torch.device("cpu")
@@ -96,17 +96,11 @@ def test_where_all_workers_count_it_equals_one_device(
     if rule == "staleness=0":
         assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)
         return
-    alone = in_the_end(world, 1, "single")
-    together = in_the_end(world, 4, strategy)
-    for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_close(in_the_end(world, 4, strategy), in_the_end(world, 1, "single"))
 
 
 def in_the_end(world: World, size: int, strategy: str) -> dict[str, Tensor]:
-    models = [gpt() for _ in range(size)]
-    body = partial(train, data=texts(22), batch_size=8, **GPT_OPTIONS)
-    found: dict[str, Tensor] = world(size, lambda g: body(g, strategy, models[g.rank]))[0][1]
-    return found
+    return trained(world, strategy, gpt, texts(22), None, size=size, **GPT_OPTIONS)
 
 
 @pytest.mark.product
@@ -126,10 +120,7 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
 ) -> None:
     with launched(monkeypatch, 2, tcp) as servers:
         strategy = f"ps(quorum=1, servers=2) + {split}"
-        alone = in_the_end(world, 1, "single")
-        together = in_the_end(world, 4, strategy)
-        for name, tensor in alone.items():
-            torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=2e-5)
+        assert_close(in_the_end(world, 4, strategy), in_the_end(world, 1, "single"))
         assert all(server.wait_idle(60) for server in servers)
 
 

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
+from tests.splitting import assert_equal, gpt, texts
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single, assert_same_bits
+from tests.test_hybrids import GPT_OPTIONS
 
 STAGES = ["zero(1)", "zero(2)", "zero(3)"]
 
@@ -114,38 +115,9 @@ def test_exact_gives_the_same_bits(world: World, strategy: str) -> None:
     assert_same_bits(world, 3, strategy, 6)
 
 
-MINI = Size(layers=3, width=16, heads=2, context=8, lr=1e-3)
-
-
-def gpt() -> nn.Module:
-    torch.manual_seed(0)
-    return GPT(MINI)
-
-
-def tokens(rows: int = 24) -> torch.utils.data.TensorDataset:
-    found = torch.randint(0, 98, (rows, 8), generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.TensorDataset(found, found.roll(-1, 1))
-
-
-def train_gpt(group: Group, strategy: str, model: nn.Module) -> tuple[list[float], float]:
-    """Losses, and what an evaluation between the steps says; the head is the embedding again."""
-    job = Job(parse(strategy), group, device=torch.device("cpu"))
-    step = job.step(model, next_token_loss, optimizer=ADAMW, clip_norm=1.0)
-    losses = []
-    found = 0.0
-    for batch in job.batches(tokens(), 6):
-        losses.append(float(step(batch)))
-        found = job.evaluate(next_token_loss, tokens(10), 4)
-    return losses, found
-
-
 @pytest.mark.parametrize("strategy", STAGES)
-def test_a_gpt_with_tied_weights_trains_and_is_evaluated(world: World, strategy: str) -> None:
-    alone = train_gpt(solo_group(), "single", gpt())
-    models = [gpt() for _ in range(2)]
-    for losses, evaluated in world(2, lambda g: train_gpt(g, strategy, models[g.rank])):
-        assert losses == pytest.approx(alone[0], abs=2e-5)
-        assert evaluated == pytest.approx(alone[1], abs=2e-5)
+def test_a_gpt_with_tied_weights(world: World, strategy: str) -> None:
+    assert_equal(world, 2, strategy, gpt, texts(22), **GPT_OPTIONS)
 
 
 def decayed(pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -10,7 +10,83 @@ import pytest
 
 from tests.products import few_or_all
 from tests.scripts import shoal, started
-from tests.sync import zero_scripts
+
+# the same model, batches and optimizer under zero(2) and under FSDP2, in the same processes
+AGAINST_FSDP = """
+from functools import partial
+import json, sys, torch, shoal
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+def make():
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
+    return nn.Sequential(block(), block(), nn.LayerNorm(16), nn.Linear(16, 5))
+
+g = torch.Generator().manual_seed(1)
+batches = [(torch.randn(8, 16, generator=g), torch.randint(0, 5, (8,), generator=g))
+           for _ in range(12)]
+adamw = partial(torch.optim.AdamW, lr=1e-2)
+
+def train(job):
+    step = job.step(make(), cross_entropy, optimizer=adamw)
+    ours = [float(step(batch)) for batch in job.batches(batches)]
+    model = make()
+    mesh = init_device_mesh("cpu", (job.size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model.parameters())
+    theirs = []
+    for x, y in batches:
+        half = slice(job.rank * 4, job.rank * 4 + 4)
+        loss = cross_entropy(model(x[half]), y[half])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        theirs.append(float(total) / job.size)
+    job.print(json.dumps([ours, theirs]))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
+
+# 128 MB of parameters, built on the meta device; MEGABYTES is how much may be taken from there on
+LARGE = """
+from functools import partial
+import json, os, resource, torch, shoal
+from torch import nn
+
+LIMIT = int(os.environ.get("MEGABYTES", "0"))
+
+def limit_memory():
+    spare = nn.Parameter(torch.zeros(1))
+    spare.grad = torch.zeros(1)
+    torch.optim.AdamW([spare]).step()  # imports much at its first use
+    for line in open("/proc/self/status"):
+        if line.startswith("VmData"):
+            now = int(line.split()[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (now + (LIMIT << 20),) * 2)
+
+g = torch.Generator().manual_seed(1)
+batch = (torch.randn(4, 1000, generator=g), torch.randn(4, 1000, generator=g))
+
+def train(job):
+    if LIMIT:
+        limit_memory()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1000, 1000, bias=i % 2 == 0) for i in range(32)))
+    step = job.step(model, nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-4))
+    job.print(json.dumps([float(step(b)) for b in job.batches([batch] * 2)]))
+
+if __name__ == "__main__":
+    shoal.run(train)
+"""
 
 
 def last_json(text: str) -> list[object]:
@@ -21,7 +97,7 @@ def last_json(text: str) -> list[object]:
 
 @pytest.mark.parametrize("strategy", [pytest.param("zero(2)", marks=pytest.mark.whole), "zero(3)"])
 def test_losses_are_those_of_fsdp2(tmp_path: Path, strategy: str) -> None:
-    (tmp_path / "train.py").write_text(zero_scripts.AGAINST_FSDP)
+    (tmp_path / "train.py").write_text(AGAINST_FSDP)
     done = shoal("run", "train.py", "-n", "2", "-s", strategy, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ours, theirs = last_json(done.stdout)
@@ -33,7 +109,7 @@ def test_losses_are_those_of_fsdp2(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.whole
 def test_a_model_too_large_for_one_worker_trains_on_two(tmp_path: Path) -> None:
     """AdamW alone takes 512 MB (parameters, gradients, state); each of two takes half of that."""
-    (tmp_path / "train.py").write_text(zero_scripts.LARGE)
+    (tmp_path / "train.py").write_text(LARGE)
     # without reserved arenas, and without what a fork inherits: the limit counts what is used
     env = {"MIMALLOC_ARENA_RESERVE": "0", "MIMALLOC_PURGE_DELAY": "0"}
     alone = shoal("run", "train.py", cwd=tmp_path, **env)

@@ -22,7 +22,7 @@ from shoal.train.step.model_checks import KnownParameters
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.seeds import seeded
-from tests.splitting import SGD, job_of
+from tests.splitting import SGD
 from tests.train.test_own_loop import assert_equal_to_single, run
 
 
@@ -65,21 +65,19 @@ class Inner(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("strategy", ["zero(3)", "tp(2)"])
-def test_torch_func_around_a_model(world: World, strategy: str) -> None:
-    with pytest.raises(BadInput, match=r"torch\.func.* take ddp, ps, zero\(1\) or zero\(2\)"):
-        world(2, lambda g: run(g, strategy, two_layers(), meta_learning))
+def stepping(job: Any, model: nn.Module, loss: Any = F.cross_entropy) -> None:
+    step = job.step(model, loss, optimizer=SGD)
+    for batch in job.batches(samples(8), 4):
+        step(batch)
 
 
 @pytest.mark.parametrize("strategy", ["zero(3)", "tp(2)"])
-def test_torch_func_in_a_model(world: World, strategy: str) -> None:
-    def script(group: Group) -> None:
-        with job_of(group, strategy, Inner()) as (job, step):
-            for batch in job.batches(samples(8), 4):
-                step(batch)
-
+@pytest.mark.parametrize(("script", "make"), [(meta_learning, two_layers), (stepping, Inner)])
+def test_torch_func_around_and_in_a_model(
+    world: World, script: Any, make: Any, strategy: str
+) -> None:
     with pytest.raises(BadInput, match=r"torch\.func.* take ddp, ps, zero\(1\) or zero\(2\)"):
-        world(2, script)
+        world(2, lambda g: run(g, strategy, make(), script))
 
 
 def test_sparse_adam(world: World) -> None:
@@ -94,20 +92,17 @@ def test_sparse_adam(world: World) -> None:
 
 
 def test_a_loss_that_reads_what_a_hook_has_stored(world: World) -> None:
-    def script(group: Group) -> None:
-        model: Any = two_layers()
+    def script(job: Job, model: Any) -> None:
         stored: dict[str, Tensor] = {}
         model[1].register_forward_hook(lambda m, i, o: stored.__setitem__("a", o))
 
         def loss(out: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(out, y) + stored["a"].mean()
 
-        with job_of(group, "pp(2)", model, loss=loss) as (job, step):
-            for batch in job.batches(samples(8), 4):
-                step(batch)
+        stepping(job, model, loss)
 
     with pytest.raises(BadInput, match=r"forward hooks, such as that of 1, run"):
-        world(2, script)
+        world(2, lambda g: run(g, "pp(2)", two_layers(), script))
 
 
 def test_torch_func_under_ddp(world: World) -> None:
@@ -179,14 +174,12 @@ def _append(model: Any) -> None:
 def test_a_step_notices(world: World, change: Any, name: str) -> None:
     models = [mlp(), mlp()]
 
-    def train(group: Any) -> None:
-        with job_of(group, "ddp", models[group.rank], optimizer=SGD) as (job, step):
-            for batch in job.batches(samples(16), 8):
-                step(batch)
-                change(models[group.rank])
+    def train(job: Job, model: nn.Module) -> None:
+        job.on_step.append(lambda step, loss: change(model))
+        stepping(job, model)
 
     with pytest.raises(BadInput, match=f"^{name} was added to Sequential, or replaced, after"):
-        world(2, train)
+        world(2, lambda g: run(g, "ddp", models[g.rank], train))
 
 
 def test_a_loop_notices() -> None:

@@ -55,12 +55,11 @@ class PushCompression:
         if isinstance(self.compressor, PowerSgd):
             self.compressor.basis = basis
 
-    def pack(self, gradient: Tensor, residual: Tensor, feedback: bool = True) -> Tensor:
+    def pack(self, gradient: Tensor, residual: Tensor) -> Tensor:
         """The bytes to push; `residual` becomes what they do not hold."""
         corrected = gradient + residual
         packed = self.compressor.pack(corrected)
-        if feedback:
-            torch.sub(corrected, self.compressor.unpack(packed, self.size), out=residual)
+        torch.sub(corrected, self.compressor.unpack(packed, self.size), out=residual)
         return packed.cpu()
 
     def unpack(self, payload: Tensor, into: Tensor) -> None:

@@ -143,7 +143,6 @@ class CompressedPush(GradientPush):
 
     memory_column: ClassVar[str] = "residuals"
     has_state = True
-    feedback: bool = True  # False: what compression loses stays lost, to see what that does
 
     def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
         super().__init__(flat, client)
@@ -179,7 +178,7 @@ class CompressedPush(GradientPush):
         if self._residual_before is not None:
             self._residual_before[elements] = self.residual[elements]
         packing = self.packings[index]
-        packed = packing.pack(gradients[elements], self.residual[elements], self.feedback)
+        packed = packing.pack(gradients[elements], self.residual[elements])
         self.residual[self._unused] = 0.0  # not needed, and not in a checkpoint
         self.pushed_bytes += packed.nbytes
         request = Request(
