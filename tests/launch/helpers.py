@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import OnProgress
+from shoal.launch.here.report import RunResult
 from shoal.runtime.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,7 @@ class Screen:
     def __init__(self) -> None:
         self.out = ""
         self.err = ""
+        self.result: RunResult
 
     def __call__(self, text: str, is_stderr: bool) -> None:
         assert text.endswith("\n")
@@ -58,7 +60,8 @@ def run(
     """Launch it with the repository on the path; what it printed, also in `screen`."""
     screen = screen or Screen()
     config = RunConfig.from_environment({**os.environ, "PYTHONPATH": str(ROOT), **(env or {})})
-    launch(LaunchSpec(python(script), workers, config, **options), screen, on_progress)
+    spec = LaunchSpec(python(script), workers, config, **options)
+    screen.result = launch(spec, screen, on_progress)
     return screen
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
-import textwrap
-import threading
 from pathlib import Path
 
 import pytest
 
 from shoal.commands.runs import join
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.here.local import LaunchSpec, launch
-from shoal.launch.here.report import RunResult
 from shoal.launch.here.running import RunFacts, enter_run, entries
 from shoal.launch.losses.joining import (
     StartedWorker,
@@ -24,9 +17,8 @@ from shoal.launch.losses.joining import (
     wait_until_joined,
 )
 from shoal.launch.losses.lost_workers import Tolerance
-from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import new_run_dir
-from tests.launch.helpers import ROOT, Screen, python
+from tests.launch.helpers import run
 
 SCRIPT = """
     from pathlib import Path
@@ -44,18 +36,9 @@ SCRIPT = """
 """
 
 
-def run(script: str, workers: int, start: int) -> tuple[RunResult, Screen]:
-    screen = Screen()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "SHOAL_START": str(start)}
-    config = RunConfig.from_environment(env)
-    spec = LaunchSpec(
-        python(textwrap.dedent(script)), workers, config, tolerance=Tolerance("hogwild")
-    )
-    return launch(spec, screen), screen
-
-
 def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
-    ending, screen = run(SCRIPT, 3, start=1)
+    screen = run(SCRIPT, 3, {"SHOAL_START": "1"}, tolerance=Tolerance("hogwild"))
+    ending = screen.result
     assert ending.reports == ({"rank": 0}, {"rank": 1}, None) and not ending.lost
     assert sorted(screen.out.splitlines()) == ["[0] generation 0", "[1] generation 1"]
     assert screen.err.splitlines() == [
@@ -74,20 +57,6 @@ def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
             "not_trained": 40,
         }
     ]
-
-
-def test_none_is_started_where_all_are_there() -> None:
-    script = """
-        from pathlib import Path
-        from shoal.runtime.run_dir import RunDir
-        RunDir(Path(run_dir)).ask_for_join()
-        while os.listdir(run_dir + "/joins"): time.sleep(0.005)
-    """
-    _, screen = run(script, 1, start=1)
-    assert (
-        screen.err
-        == "shoal: a worker was asked for, and none is started: its only worker is there\n"
-    )
 
 
 def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,28 +141,3 @@ def test_a_join_succeeds_only_when_the_worker_has_joined(
             wait_until_joined(run_dir, StartedWorker(2, 1, ""))
     with pytest.raises(ShoalError, match="the run has ended, and worker 3 had not joined"):
         wait_until_joined(run_dir, StartedWorker(3, 1, ""))
-
-
-@pytest.mark.whole
-def test_workers_join_a_run_that_goes_on() -> None:
-    with tempfile.TemporaryDirectory(prefix="join-") as folder:  # short: it holds sockets
-        _join_a_run(folder)
-
-
-def _join_a_run(folder: str) -> None:
-    command = [sys.executable, "-m", "shoal", "run", "digits", "-n", "3", "--start", "1"]
-    command += ["-s", 'ps(mode="async")', "--", "--epochs", "200"]
-    env = {**os.environ, "TMPDIR": folder, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
-        assert process.stderr is not None
-        lines: list[str] = []
-        reader = threading.Thread(target=lambda: lines.extend(process.stderr or []))
-        reader.start()
-        ask = [sys.executable, "-m", "shoal", "join"]
-        while subprocess.run(ask, env=env, check=False, capture_output=True).returncode:
-            assert process.poll() is None
-        process.wait(600)
-        reader.join()
-    said = "".join(lines)
-    assert process.returncode == 0, said
-    assert "worker 1 of 3 is started" in said and "worker 1: 0 pushes" not in said

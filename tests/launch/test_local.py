@@ -45,17 +45,6 @@ def test_output_is_prefixed_by_rank() -> None:
     assert sorted(screen.err.splitlines()) == ["[0] err 0", "[1] err 1"]
 
 
-def test_one_worker_has_no_prefix_and_odd_bytes_do_no_harm() -> None:
-    screen = run(r"sys.stdout.buffer.write(b'ok\n\xff\xfe\n'); print('end')", 1)
-    assert screen.out == "ok\n\\xff\\xfe\nend\n"
-
-
-def test_the_default_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-c", "import sys; print('a'); print('b', file=sys.stderr)"]
-    launch(spec(command, 1))
-    assert capfd.readouterr() == ("a\n", "b\n")
-
-
 def test_many_lines_keep_their_order() -> None:
     written: list[str] = []
     script = "import sys; sys.stdout.write(''.join(f'{i}\\n' for i in range(100_000)))"
@@ -84,24 +73,6 @@ def test_the_environment_of_a_worker() -> None:
     assert " 3 True" in run(script, 1, env=env, threads=3).out
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f" {share} True" in run(script, 2, env={"OMP_NUM_THREADS": ""}).out
-
-
-def test_workers_that_meet_twice_meet_at_two_files() -> None:
-    script = """
-        from shoal.launch.rank.environment import detect
-        from shoal.launch.rank.rendezvous import open_rendezvous
-        from shoal.runtime.config import RunConfig
-        for visit in range(2):
-            with open_rendezvous(detect(RunConfig.from_environment())) as where:
-                directory, _, name = where.removeprefix("file://").rpartition("/")
-                print(name)
-                open(f"{directory}/here-{visit}-{rank}", "w").close()
-                while not os.path.exists(f"{directory}/here-{visit}-{1 - rank}"):
-                    time.sleep(0.005)  # both enter before one leaves, as in a real rendezvous
-                time.sleep(rank * 0.1)
-    """
-    lines = sorted(run(script, 2).out.splitlines())
-    assert lines == ["[0] store-0", "[0] store-1", "[1] store-0", "[1] store-1"]
 
 
 def test_progress_of_rank_0() -> None:
@@ -139,37 +110,6 @@ def test_the_first_failure_is_reported_with_its_traceback() -> None:
     assert error.report.endswith("ValueError: boom")
 
 
-def test_without_a_report_the_end_of_stderr_is_shown() -> None:
-    error = failure("if rank == 1: raise ValueError('boom')\ntime.sleep(60)", 2)
-    assert (error.rank, error.exit_status) == (1, 1)
-    assert error.report.endswith("ValueError: boom")
-
-
-def test_a_mistake_of_the_user_is_one_sentence() -> None:
-    script = IMPORT + (
-        "try: raise BadInput('4 workers cannot form tp(3)')\n"
-        "except BadInput as error: report_failure(error); sys.exit(2)\n"
-    )
-    with pytest.raises(BadInput, match=r"^4 workers cannot form tp\(3\)$"):
-        run(script, 2)
-
-
-def test_a_killed_worker_wins_over_peers_that_lost_it() -> None:
-    script = IMPORT + (
-        "if rank == 1: print(os.getpid(), file=open(run_dir + '/part', 'w'))\n"
-        "if rank == 1: os.rename(run_dir + '/part', run_dir + '/pid'); time.sleep(60)\n"
-        "while not os.path.exists(run_dir + '/pid'): time.sleep(0.005)\n"
-        "if rank == 2: time.sleep(60)\n"
-        "try: raise RuntimeError('the ring is broken')\n"  # not known as a consequence
-        "except RuntimeError as error: report_failure(error)\n"
-        "os.kill(int(open(run_dir + '/pid').read()), signal.SIGKILL)\n"
-        "sys.exit(1)\n"
-    )
-    error = failure(script, 3)
-    assert (error.rank, error.exit_status) == (1, 137)
-    assert error.report == "worker 1 was killed by SIGKILL"
-
-
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(
     rope: Rope, tmp_path: Path
 ) -> None:
@@ -192,13 +132,6 @@ def test_workers_that_ignore_sigterm_and_their_children_are_killed(
     error = failure(script, 3, env={"ROPE": str(rope.path)})
     helper.join()
     assert (error.rank, error.exit_status) == (0, 5)
-    rope.wait_released()
-
-
-def test_children_that_outlive_their_worker_are_killed(rope: Rope) -> None:
-    script = HOLD + "if os.fork() == 0: time.sleep(60)\nos._exit(0)"
-    run(script, 2, env={"ROPE": str(rope.path)})
-    rope.wait_held(2)
     rope.wait_released()
 
 

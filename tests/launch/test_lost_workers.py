@@ -315,11 +315,6 @@ def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path
     assert [(lost.rank, lost.came_too_late) for lost in policy.lost] == [(1, True)]
 
 
-def test_a_worker_whose_code_raises_is_not_started_again() -> None:
-    with pytest.raises(WorkersFailed, match="the seventh seal"):
-        run("fail(ValueError('the seventh seal'))", 1, Tolerance("hogwild", restarts=2))
-
-
 def test_a_worker_is_not_started_again_when_another_has_finished(tmp_path: Path) -> None:
     told = Told()
     policy = LossPolicy(RunDir(tmp_path), 3, Tolerance("hogwild", restarts=2), told)

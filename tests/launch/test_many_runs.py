@@ -8,7 +8,6 @@ import sys
 import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,24 +91,20 @@ assert runs.alive() == 0
 """
 
 
-def on_two_workers(folder: Path, strategy: str, count: int) -> None:
-    (folder / "script.py").write_text(SCRIPT)
-    command: list[Any] = [sys.executable, "-m", "shoal", "run", folder / "script.py"]
+FIFTY = [
+    pytest.param(strategy, 50, marks=[pytest.mark.whole, pytest.mark.timeout(600)])
+    for strategy in ("ddp", "ps", "zero(3)", "gossip", "hogwild", "pp(2)")
+]
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("ps", 4), *FIFTY])
+def test_runs_on_two_workers_leave_no_weights_and_no_descriptors(
+    tmp_path: Path, strategy: str, count: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "2", "-s", strategy]
     done = forked.run(
-        [*map(str, command), "-n", "2", "-s", strategy, "--", str(count)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
+        [*command, "--", str(count)], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_runs_with_a_server_leave_no_weights_and_no_descriptors(tmp_path: Path) -> None:
-    on_two_workers(tmp_path, "ps", 4)
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ddp", "ps", "zero(3)", "gossip", "hogwild", "pp(2)"])
-def test_fifty_runs_on_two_workers_leave_nothing(tmp_path: Path, strategy: str) -> None:
-    on_two_workers(tmp_path, strategy, 50)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,21 +41,26 @@ SAVES_EVERY_STEP = SCRIPT.replace("IN_LOOP", 'job.save("saved", {"by": "the scri
 SAVES_AT_THE_END = SCRIPT.replace("IN_LOOP", "").replace("AT_END", 'job.save("saved")')
 
 
+@contextmanager
+def going_on(tmp_path: Path, script: str, *words: str) -> Iterator[forked.Popen]:
+    """`shoal run` of a script that has printed "go on"; killed at the end."""
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "shoal", "run", "train.py", *words]
+    pipe = subprocess.PIPE
+    process = forked.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        while "go on" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def preempted(tmp_path: Path, script: str, workers: int, strategy: str) -> tuple[int, str]:
     """The exit status and stderr of a run that gets SIGTERM after its fifth step."""
-    (tmp_path / "train.py").write_text(script)
-    command = ["run", "train.py", "-n", str(workers), "-s", strategy]
-    process = forked.Popen(
-        [sys.executable, "-m", "shoal", *command],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process:
-        while "go on" not in (line := process.stdout.readline()):
-            assert line, process.stderr and process.stderr.read()
+    with going_on(tmp_path, script, "-n", str(workers), "-s", strategy) as process:
         process.terminate()
         _, stderr = process.communicate(timeout=60)
     return process.returncode, stderr

@@ -8,11 +8,11 @@ import signal
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,19 +29,25 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
 from tests.launch.helpers import Screen
 from tests.launch.hosts_here import HostsHere
-from tests.launch.resuming import environ, undisturbed, write_script
 
 NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR SHOAL_HOST"
 
 
-def run(tmp_path: Path, program: str, slots: list[int], workers: int, **options: object) -> Screen:
+def run(
+    tmp_path: Path,
+    program: str,
+    slots: list[int],
+    workers: int,
+    write: Write | None = None,
+    **changes: Any,
+) -> Screen:
     script = tmp_path / "script.py"
     script.write_text(program)
     config = RunConfig.from_environment().with_environ(TMPDIR=str(tmp_path))
     shown = Screen()
-    spec = LaunchSpec([sys.executable, str(script)], workers, config)
+    spec = LaunchSpec([sys.executable, str(script)], workers, replace(config, **changes))
     with HostsHere(slots) as machines:
-        run_remote(machines, spec, options.get("write", shown))  # type: ignore[arg-type]
+        run_attempts(machines, spec, write or shown)
     assert not list(tmp_path.glob("shoal-*"))
     return shown
 
@@ -50,6 +56,8 @@ def test_ranks_of_a_host_are_neighbours() -> None:
     hosts = [Machine("a", "10.0.0.1", 2), Machine("b", "10.0.0.2", 3), Machine("c", "10.0.0.3", 2)]
     placed = place(hosts, 4)
     assert [(on.machine.name, list(on.ranks)) for on in placed] == [("a", [0, 1]), ("b", [2, 3])]
+    with pytest.raises(BadInput, match="room for 2 workers on 1 host, not for 3"):
+        place(hosts[:1], 3)
 
 
 def test_the_first_workers_of_an_elastic_run_are_placed_evenly() -> None:
@@ -63,11 +71,6 @@ def test_the_first_workers_of_an_elastic_run_are_placed_evenly() -> None:
     assert ranks(3, 6) == [*early, ("a", [3, 4]), ("c", [5])]
     assert ranks(4, 5) == [("a", [0, 1]), ("b", [2]), ("c", [3]), ("c", [4])]
     assert ranks(4, 4) == [("a", [0, 1, 2]), ("b", [3])]
-
-
-def test_more_workers_than_slots_are_refused() -> None:
-    with pytest.raises(BadInput, match="room for 2 workers on 1 host, not for 3"):
-        place([Machine("a", "10.0.0.1", 2)], 3)
 
 
 def test_workers_have_the_variables_of_torchrun_and_one_secret(tmp_path: Path) -> None:
@@ -181,57 +184,17 @@ def test_a_second_signal_ends_workers_that_save(tmp_path: Path) -> None:
         run(tmp_path, program, [1, 1], 2, write=write)  # and not after the 30 s of SHOAL_GRACE
 
 
-@pytest.mark.whole
-def test_a_preempted_run_saves_and_goes_on_with_more_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = undisturbed(tmp_path / "plain")
-    write_script(tmp_path / "job")
-
-    def attempt(workers: int) -> Screen:
-        command = [sys.executable, str(tmp_path / "job" / "train.py"), "file-struck", "any"]
-        config = RunConfig.from_environment(
-            environ(SHOAL_CHECKPOINT=str(tmp_path / "saved"), TMPDIR=str(tmp_path))
-        )
-        shown = Screen()
-        with HostsHere([1, 2]) as machines:
-            run_remote(machines, LaunchSpec(command, workers, config), shown)
-        return shown
-
-    def preempt() -> None:
-        while not (tmp_path / "job" / "struck").exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.chdir(tmp_path / "job")
-    preempting = threading.Thread(target=preempt)
-    preempting.start()
-    with pytest.raises(SystemExit) as end:
-        attempt(2)
-    preempting.join()
-    assert end.value.code == 143
-    shown = attempt(3)
-    assert "resuming from" in shown.err
-    assert f"final {expected} 3" in shown.out
-
-
 def test_after_a_loss_hosts_are_asked_for_again_and_all_workers_start(tmp_path: Path) -> None:
+    lost = str(tmp_path / "lost")
     program = (
         "import os, signal, sys, time\n"
-        "if not os.path.exists(sys.argv[1]):\n"
+        f"if not os.path.exists({lost!r}):\n"
         "    if os.environ['RANK'] == '0': time.sleep(60)\n"
-        "    open(sys.argv[1], 'w').close()\n"
+        f"    open({lost!r}, 'w').close()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "print('again', os.environ['RANK'], 'SHOAL_KILL' in os.environ)\n"
     )
-    script = tmp_path / "script.py"
-    script.write_text(program)
-    config = RunConfig.from_environment().with_environ(TMPDIR=str(tmp_path))
-    config = replace(config, restarts=1, kill=("1@5",))
-    spec = LaunchSpec([sys.executable, str(script), str(tmp_path / "lost")], 2, config)
-    shown = Screen()
-    with HostsHere([1, 1]) as machines:
-        run_attempts(machines, spec, shown)
+    shown = run(tmp_path, program, [1, 1], 2, restarts=1, kill=("1@5",))
     assert (
         "worker 1 on h1 was killed by SIGKILL; all workers are started again (1 of 1)" in shown.err
     )
@@ -239,13 +202,10 @@ def test_after_a_loss_hosts_are_asked_for_again_and_all_workers_start(tmp_path: 
 
 
 def test_an_error_of_the_script_is_not_tried_again(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nprint('once')\nsys.exit('wrong')\n")
-    config = replace(RunConfig.from_environment(), restarts=3)
-    spec = LaunchSpec([sys.executable, str(script)], 1, config)
+    program = "import sys\nprint('once')\nsys.exit('wrong')\n"
     shown = Screen()
-    with HostsHere([1]) as machines, pytest.raises(WorkersFailed, match="wrong"):
-        run_attempts(machines, spec, shown)
+    with pytest.raises(WorkersFailed, match="wrong"):
+        run(tmp_path, program, [1], 1, shown, restarts=3)
     assert shown.out.splitlines() == ["[0 h0] once"]
 
 

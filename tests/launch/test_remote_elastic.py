@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ShoalError
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
 from shoal.launch.here.report import RunResult
@@ -74,14 +73,6 @@ def test_a_lost_worker_comes_back_on_its_host_or_for_a_lost_host_on_another_one(
     assert ("h1 is lost" in shown.err) <= (how == "agent")
     assert [worker.rank for worker in result.returned] == [1]
     assert len(machines.started) == 3
-
-
-def test_with_fewer_workers_than_asked_for_the_run_ends_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ShoalError, match="1 worker is left, fewer than the 2 of --elastic"):
-        run(tmp_path, "worker", Screen(), HostsHere([1, 1]), min_workers=2)
 
 
 def test_a_worker_that_is_asked_for_starts_where_the_first_ones_have_left_a_slot(

@@ -64,16 +64,3 @@ def test_a_synchronous_run_with_three_killed_servers_ends_with_the_weights_of_on
     assert "shard 1: 30 updates" in stderr
     assert [lost["server"] for lost in report["servers_lost"]] == [0, 4, 1]
     assert report["without_service_s"] > 0
-
-
-def test_the_loss_of_all_replicas_ends_the_run_with_one_error(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "2"]
-    command += ["-s", "ps(replicas=2)", *kills("server:0@5", "server:1@5"), "--", "weights.pt"]
-    ended = forked.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1
-    said = [line for line in ended.stderr.splitlines() if line.startswith("shoal: ")]
-    said = [line for line in said if "starting 2 servers" not in line]
-    assert len(said) == 1 and "Traceback" not in ended.stderr
-    assert "all 2 replicas of shard 0 are lost, and its weights with them; start again" in said[0]

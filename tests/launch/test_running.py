@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,8 +22,7 @@ from shoal.launch.here.running import _NAMES, RunFacts, enter_run, entries, find
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir, new_run_dir
-from tests import forked
-from tests.launch.test_preemption import SAVES_EVERY_STEP
+from tests.launch.test_preemption import SAVES_EVERY_STEP, going_on
 
 alone = pytest.mark.usefixtures("own_folder")
 FACTS = RunFacts("ddp", 2, 0, (sys.executable, "train.py"), ("here", "here"))
@@ -125,22 +122,8 @@ def test_stop_takes_a_name_or_all(capsys: pytest.CaptureFixture[str]) -> None:
 @contextmanager
 def started(tmp_path: Path, script: str, *words: str) -> Iterator[tuple[str, Any]]:
     """A run of two workers that have printed "go on"; its name."""
-    (tmp_path / "train.py").write_text(script)
-    process = forked.Popen(
-        [sys.executable, "-m", "shoal", "run", "train.py", "-n", "2", *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        while "go on" not in (line := process.stdout.readline()):
-            assert line, process.stderr.read()
+    with going_on(tmp_path, script, "-n", "2", *words) as process:
         yield next(e.name for e in entries() if e.launcher_pid == process.pid), process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_run_that_is_stopped_saves_and_its_output_is_in_files(
@@ -223,11 +206,3 @@ def test_a_terminal_is_shown_the_name() -> None:
         enter(spec, run_dir, lambda text, _: said.append(text))
         (entry,) = entries()
     assert said == [f"shoal: run {entry.name} (shoal stop {entry.name} ends it)\n"]
-
-
-@alone
-def test_names_come_first_in_first_out() -> None:
-    with run_of() as (first, _):
-        time.sleep(0.01)
-        with run_of() as (second, _):
-            assert [entry.name for entry in entries()] == [first, second]

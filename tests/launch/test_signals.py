@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.launch.helpers import DIE_WITH_LAUNCHER, Rope, launcher
+from tests.launch.helpers import Rope, launcher
 
 SLEEP = """
     if rank == 0 and os.fork() == 0: os.write(rope, b"x")
@@ -17,13 +17,6 @@ signal.signal(signal.SIGTERM, lambda *_: os.write(rope, b"t"))
 os.write(rope, b"x")
 time.sleep(60)
 """
-LOYAL = (
-    DIE_WITH_LAUNCHER
-    + """
-os.write(rope, b"x")
-time.sleep(60)
-"""
-)
 
 
 def left_in_tmp(rope: Rope) -> list[str]:
@@ -59,20 +52,6 @@ def test_a_second_ctrl_c_kills_without_the_grace_period(rope: Rope) -> None:
         process.send_signal(signal.SIGINT)
         rope.wait_released()
     assert left_in_tmp(rope) == []
-
-
-def test_stubborn_workers_are_killed_after_one_ctrl_c(rope: Rope) -> None:
-    with launcher(STUBBORN, 2, rope) as process:
-        rope.wait_held(4)
-        process.send_signal(signal.SIGINT)
-        rope.wait_released()
-
-
-def test_workers_die_with_a_killed_launcher(rope: Rope) -> None:
-    with launcher(LOYAL, 3, rope) as process:
-        rope.wait_held(6)
-        process.kill()
-        rope.wait_released()
 
 
 def test_an_ignored_signal_stays_ignored(rope: Rope) -> None:

@@ -29,6 +29,8 @@ ONE = {
     "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GB}\n",
     "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\noom_kill 2\n",
 }
+OUTER = {**TWO, "sys/fs/cgroup/pod/memory.max": f"{GB}\n"}
+MACHINE = {"proc/meminfo": TWO["proc/meminfo"], "proc/self/cgroup": "0::/\n"}
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -38,23 +40,18 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_container_leaves_its_limit_less_what_is_used_and_no_cache(tmp_path: Path) -> None:
-    assert memory_left(write(tmp_path, TWO)) == MemoryLeft(2 * GB, "this container")
-
-
-def test_containers_of_the_first_kind(tmp_path: Path) -> None:
-    assert memory_left(write(tmp_path, ONE)) == MemoryLeft(GB, "this container")
-
-
-def test_the_limit_of_an_outer_container_counts(tmp_path: Path) -> None:
-    outer = {**TWO, "sys/fs/cgroup/pod/memory.max": f"{GB}\n"}
-    assert memory_left(write(tmp_path, outer)) == MemoryLeft(GB - 1, "this container")
-
-
-def test_a_machine_without_containers(tmp_path: Path) -> None:
-    files = {"proc/meminfo": TWO["proc/meminfo"], "proc/self/cgroup": "0::/\n"}
-    assert memory_left(write(tmp_path, files)) == MemoryLeft(16 * GB, "this machine")
-    assert memory_left(tmp_path / "nothing") is None
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        (TWO, MemoryLeft(2 * GB, "this container")),  # its limit less what is used, and no cache
+        (ONE, MemoryLeft(GB, "this container")),
+        (OUTER, MemoryLeft(GB - 1, "this container")),
+        (MACHINE, MemoryLeft(16 * GB, "this machine")),
+        ({}, None),
+    ],
+)
+def test_what_is_left(tmp_path: Path, files: dict[str, str], left: MemoryLeft | None) -> None:
+    assert memory_left(write(tmp_path, files)) == left
 
 
 @pytest.mark.parametrize("files", [TWO, ONE])

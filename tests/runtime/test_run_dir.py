@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import stat
@@ -14,7 +13,7 @@ import pytest
 from shoal.errors import BadInput
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
-from shoal.runtime.secret import SECRET_BYTES, new_secret, parse_secret
+from shoal.runtime.secret import SECRET_BYTES, new_secret
 from tests.sources import SHOAL, answers, question
 
 
@@ -27,22 +26,12 @@ def test_a_new_directory_is_private_has_a_secret_and_is_removed() -> None:
     assert not run_dir.path.exists()
 
 
-def test_a_directory_without_a_secret_has_none(tmp_path: Path) -> None:
-    assert RunDir(tmp_path).read_secret() is None
-
-
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.write_secret(new_secret())
     run_dir.secret.chmod(0o640)
     with pytest.raises(BadInput, match="other users can read it: chmod 600"):
         run_dir.read_secret()
-
-
-@pytest.mark.parametrize("text", ["", "abc", "0" * 30, "z" * 64])
-def test_a_secret_that_is_too_short_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match="SHOAL_SECRET has to hold"):
-        parse_secret(text, "SHOAL_SECRET")
 
 
 NAMES = re.compile(
@@ -68,33 +57,12 @@ def test_no_other_file_names_a_file_of_a_run() -> None:
     assert [line for lines in found.values() for line in lines] == []
 
 
-def test_names_of_different_things_are_different(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    by_rank = (run_dir.failure, run_dir.finished, run_dir.exited, run_dir.report)
-    others = (run_dir.operations, run_dir.spans, run_dir.server_address)
-    folders = (run_dir.start_folder, run_dir.tally_folder)
-    paths = [name(rank) for name in (*by_rank, *others, *folders) for rank in (0, 1)]
-    paths += [run_dir.secret, run_dir.all_joined, run_dir.begun]
-    assert len(set(paths)) == len(paths)
-    assert all(path.parent == tmp_path for path in paths)
-    assert run_dir.socket(1) == f"unix:{tmp_path}/server-1.sock"
-    assert run_dir.rendezvous == f"file://{tmp_path}/store"
-
-
 def test_finished_workers_in_the_order_in_which_they_finished(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for moment_ns, rank in enumerate((2, 0, 1), start=1):
         run_dir.mark_finished(rank)
         os.utime(run_dir.finished(rank), ns=(moment_ns, moment_ns))
     assert run_dir.finished_ranks() == [2, 0, 1]
-
-
-def test_an_exit_is_noted_for_the_other_workers(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    assert not run_dir.has_exited(1)
-    run_dir.note_exit(1, -9)
-    assert run_dir.has_exited(1) and not run_dir.has_exited(0)
-    assert json.loads(run_dir.exited(1).read_text())["signal"] == "SIGKILL"
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
