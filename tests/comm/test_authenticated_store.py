@@ -82,26 +82,22 @@ def test_a_secret_that_only_some_ranks_have_is_an_error() -> None:
         opened(HashStore(), SECRET, None)
 
 
-def test_a_stranger_cannot_talk_ranks_out_of_the_secret() -> None:
-    open_store = HashStore()
-    open_store.set("secret/1", "none")
-    with pytest.raises(BadInput, match="rank 1 has no secret"):
-        authenticated(open_store, SECRET, 0, 2)
-
-
-def test_a_word_that_no_rank_writes_was_written_by_another_process() -> None:
-    open_store = HashStore()
-    open_store.set("secret/1", "overwritten")
-    with pytest.raises(BadInput, match=r"what rank 1 wrote .* was overwritten"):
-        authenticated(open_store, SECRET, 0, 2)
-
-
-@pytest.mark.parametrize("key", ["hello/1", "secret/1"])
-def test_a_stranger_who_comes_before_the_ranks_have_met_is_refused(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "word", "said"),
+    [
+        ("secret/1", "none", "rank 1 has no secret"),
+        ("secret/1", "overwritten", r"what rank 1 wrote .* was overwritten"),
+        ("secret/1", "\xff" * 9, ""),
+        ("hello/1", "\xff" * 9, ""),
+    ],
+)
+def test_a_stranger_who_comes_before_the_ranks_have_met_is_refused(
+    key: str, word: str, said: str
+) -> None:
     open_store = HashStore()
     open_store.set("secret/1", "given")
-    open_store.set(key, "\xff" * 9)
-    with pytest.raises(ShoalError):
+    open_store.set(key, word)
+    with pytest.raises(ShoalError, match=said):
         authenticated(open_store, SECRET, 0, 2)
 
 

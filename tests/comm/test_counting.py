@@ -33,12 +33,7 @@ CALLS: dict[str, Callable[[Group], Work]] = {
     "reduce_scatter": lambda g: g.reduce_scatter(torch.empty(12), torch.ones(12 * g.size)),
     "all_to_all": lambda g: g.all_to_all(torch.empty(12 * g.size), torch.ones(12 * g.size)),
 }
-ALGORITHMS = {
-    "all_reduce": "ring",
-    "all_gather": "ring",
-    "reduce_scatter": "ring",
-    "all_to_all": "direct",
-}
+ALGORITHMS = {**dict.fromkeys(CALLS, "ring"), "all_to_all": "direct"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -124,10 +124,8 @@ def test_values_of_another_length_are_refused(damage: bytes) -> None:
 # ------------------------------------------------------------------ from rank to rank
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-@given(st.lists(trees, min_size=1, max_size=4))
-def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
-    """On one tag, so that descriptions are repeated and replaced."""
+def carried(*sent: Any) -> list[Any]:
+    """What arrives on one tag, so that descriptions are repeated and replaced."""
 
     def body(group: Group) -> list[Any]:
         channel = PytreeChannel(group, CPU)
@@ -137,8 +135,13 @@ def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
             return []
         return [channel.recv(0, tag=3) for _ in sent]
 
-    got = run_world(2, body)[1]
-    assert all(map(same, sent, got))
+    return list(run_world(2, body)[1])
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_every_tree_arrives_as_it_was_sent(sent: list[Any]) -> None:
+    assert all(map(same, sent, carried(*sent)))
 
 
 def test_a_description_is_sent_once(world: World) -> None:
@@ -153,28 +156,9 @@ def test_a_description_is_sent_once(world: World) -> None:
     assert world(2, body)[0] == 3 + 2 + 3  # length, description, tensor
 
 
-def test_what_had_a_gradient_requires_one_again(world: World) -> None:
-    def body(group: Group) -> Any:
-        channel = PytreeChannel(group, CPU)
-        if group.rank == 0:
-            channel.send((torch.ones(2, requires_grad=True) * 2, torch.ones(2)), 1, 0).wait()
-            return None
-        first, second = channel.recv(0, 0)
-        return first.requires_grad, first.is_leaf, second.requires_grad
-
-    assert world(2, body)[1] == (True, True, False)
-
-
-def test_messages_are_distinguished_by_their_tags(world: World) -> None:
-    def body(group: Group) -> Any:
-        channel = PytreeChannel(group, CPU)
-        if group.rank == 0:
-            for tag in (1, 2):
-                channel.send(torch.full((tag,), tag), 1, tag).wait()
-            return None
-        return [channel.recv(0, tag).tolist() for tag in (2, 1)]
-
-    assert world(2, body)[1] == [[2, 2], [1]]
+def test_what_had_a_gradient_requires_one_again() -> None:
+    first, second = carried(torch.ones(2, requires_grad=True) * 2, torch.ones(2))
+    assert (first.requires_grad, first.is_leaf, second.requires_grad) == (True, True, False)
 
 
 def test_what_is_no_tree_is_refused(world: World) -> None:
@@ -224,18 +208,10 @@ def test_a_damaged_description_is_refused(world: World, text: bytes) -> None:
         world(2, body)
 
 
-def test_types_of_torch_arrive_too(world: World) -> None:
+def test_types_of_torch_arrive_too() -> None:
     """A device becomes that of the receiver."""
     sent = {"shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": CPU, 7: b"raw"}
-
-    def body(group: Group) -> Any:
-        channel = PytreeChannel(group, CPU)
-        if group.rank == 0:
-            channel.send(sent, 1, 0).wait()
-            return sent
-        return channel.recv(0, 0)
-
-    received = world(2, body)[1]
+    (received,) = carried(sent)
     assert received == sent
     assert type(received["shape"]) is torch.Size
 

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.collectives.catalog import kinds
 from shoal.transport.shm.segment import is_built
+from shoal.transport.transport import Work
 from tests.comm.cases import DTYPES, Case, call, check, given_to
 from tests.comm.shm import ShmWorld, memory_of
 from tests.products import few_or_all
@@ -36,6 +37,14 @@ def shm_world(size: int, body: Any) -> Iterator[ShmWorld]:
     finally:
         world.close()
     assert set(os.listdir("/dev/shm")) == before
+
+
+def loss_in(call: Callable[[], Work]) -> str:
+    try:
+        call().wait()
+    except PeerLost as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def _one(group: Group, seed: int) -> None:
@@ -115,11 +124,7 @@ def test_a_rank_that_closes_the_group_and_lives_on_is_reported() -> None:
         if group.rank == 1:
             group.close()
             signal.pause()
-        try:
-            group.all_reduce(torch.zeros(2)).wait()
-        except PeerLost as error:
-            return str(error)
-        return "nothing was raised"
+        return loss_in(lambda: group.all_reduce(torch.zeros(2)))
 
     with shm_world(2, body) as world:
         assert "lost rank 1 in all_reduce #1" in (told := world.answer(0))
@@ -135,11 +140,7 @@ def test_a_rank_that_waits_for_a_message_of_a_killed_rank_raises_peer_lost() -> 
     def body(group: Group) -> str:
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            group.recv(torch.empty(4), 1, tag=3).wait()
-        except Exception as error:
-            return str(error)
-        return "nothing was raised"
+        return loss_in(lambda: group.recv(torch.empty(4), 1, tag=3))
 
     with shm_world(2, body) as world:
         assert "lost rank 1 in recv from 1, tag 3" in world.answer(0)
@@ -151,11 +152,7 @@ def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: 
         group.broadcast(torch.zeros(3)).wait()
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            group.all_reduce(torch.zeros(2)).wait()
-        except Exception as error:
-            return str(error)
-        return "nothing was raised"
+        return loss_in(lambda: group.all_reduce(torch.zeros(2)))
 
     with shm_world(2, body) as world:
         world.answer(0)

@@ -91,12 +91,6 @@ def forgetful(stages, stage, microbatches):
 def looped(stages, stage, microbatches, chunks):
     every = [Action(ActionKind.FORWARD, 0, c) for c in range(chunks)]
     return every + [Action(ActionKind.BACKWARD, 0, c) for c in reversed(range(chunks))]
-
-def words(stages, stage, microbatches):
-    return ["F0", "B0"]
-
-def fails(stages, stage, microbatches):
-    return 1 / 0
 """
 
 
@@ -109,13 +103,8 @@ def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
     assert looped.exit_code == 0 and "B0.2" in looped.stdout
     wrong = run("show", f"{file}:forgetful")
     assert wrong.exit_code == 1 and "stage 0 never does B0" in wrong.stderr
-    for name, sentence in (
-        ("words", "words must return a list of Action, and a str is in it"),
-        ("nothing", "own.py has no function nothing"),
-        ("fails", "fails raised ZeroDivisionError: division by zero (line 19)"),
-    ):
-        refused = run("show", f"{file}:{name}")
-        assert refused.exit_code == 2 and sentence in refused.stderr
+    refused = run("show", f"{file}:nothing")
+    assert refused.exit_code == 2 and "own.py has no function nothing" in refused.stderr
 
 
 def test_times_may_have_a_unit() -> None:
