@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
+from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, VOCABULARY, Size, adamw, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.state import gather_model
@@ -109,6 +110,21 @@ def assert_equal(
             assert torch.equal(found[name], tensor), name
         else:
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+
+
+def refused(
+    world: World,
+    size: int,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    data: Any = None,
+    **options: Any,
+) -> str:
+    """The sentence that refuses to build a step, or to train where there is data."""
+    models = [make() for _ in range(size)]
+    with pytest.raises((BadInput, NotBuilt)) as caught:
+        world(size, lambda g: train(g, strategy, models[g.rank], data or [], 8, **options))
+    return str(caught.value)
 
 
 def assert_own_loop_equal(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,10 +25,10 @@ from shoal.replica.batchnorm import (
     use_microbatch_norm,
 )
 from shoal.replica.split.attributes import copy_structure
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples
+from tests.seeds import seeded
+from tests.splitting import assert_equal, train
 
 CHANNELS = 4
 SHAPES: list[tuple[type[_BatchNorm], tuple[int, ...]]] = [
@@ -125,24 +124,17 @@ def test_equals_the_layer_on_the_concatenated_batch(
     compare(world, kind, shape, parts)
 
 
-@pytest.mark.parametrize("parts", [[1, 5], [7, 1, 2], [1, 1]], ids=str)
-def test_parts_may_be_uneven(world: World, parts: list[int]) -> None:
+@pytest.mark.parametrize(
+    "parts", [[1, 5], [7, 1, 2], [1, 1], [0, 3], [3, 0, 2], [0, 0, 2]], ids=str
+)
+def test_parts_may_be_uneven_and_rows_that_stand_in_do_not_count(
+    world: World, parts: list[int]
+) -> None:
     compare(world, nn.BatchNorm1d, (CHANNELS,), parts)
     compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), parts)
 
 
-@pytest.mark.parametrize("parts", [[0, 3], [3, 0, 2], [0, 0, 2]], ids=str)
-def test_rows_that_stand_in_are_no_part_of_anything(world: World, parts: list[int]) -> None:
-    compare(world, nn.BatchNorm1d, (CHANNELS,), parts)
-    compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), parts)
-
-
-def test_evaluation_uses_the_running_statistics(world: World) -> None:
-    compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), [2, 3], training=False)
-
-
-def test_evaluation_without_running_statistics_uses_those_of_the_batch(world: World) -> None:
-    compare(world, nn.BatchNorm1d, (CHANNELS,), [2, 3], training=False, track_running_stats=False)
+HAS_BIAS = "bias" in inspect.signature(nn.BatchNorm1d).parameters
 
 
 @pytest.mark.parametrize(
@@ -154,6 +146,9 @@ def test_evaluation_without_running_statistics_uses_those_of_the_batch(world: Wo
         {"track_running_stats": False},
         {"eps": 0.5},
         {"affine": False, "track_running_stats": False},
+        {"training": False},
+        {"training": False, "track_running_stats": False},
+        *([{"bias": False}] if HAS_BIAS else []),
     ],
     ids=str,
 )
@@ -161,55 +156,27 @@ def test_options_mean_what_they_mean_on_one_device(world: World, options: dict[s
     compare(world, nn.BatchNorm1d, (CHANNELS,), [2, 3], steps=3, **options)
 
 
-@pytest.mark.skipif(
-    "bias" not in inspect.signature(nn.BatchNorm1d).parameters, reason="this torch has no bias="
-)
-def test_a_layer_may_have_a_weight_and_no_bias(world: World) -> None:
-    compare(world, nn.BatchNorm1d, (CHANNELS,), [2, 3], bias=False)
-
-
 def test_a_microbatch_that_is_empty_on_every_rank_changes_nothing(world: World) -> None:
     """The last batch has 3 samples for 4 micro-batches."""
 
-    def train(group: Group, net: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
-        job = Job(parse("ddp"), group, device=torch.device("cpu"))
-        step = job.step(
-            net, F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1), accumulate=4
-        )
-        losses = [float(step(b)) for b in job.batches(samples(11, (1, 4, 4)), 8)]
-        return losses, {name: t.clone() for name, t in step.model.state_dict().items()}
-
+    @seeded(0)
     def make() -> nn.Module:
-        torch.manual_seed(0)
         return nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
         )
 
-    nets = [make() for _ in range(2)]
-    losses, state = train(solo_group(), make())
+    data = samples(11, (1, 4, 4))
+    assert_equal(world, 2, "ddp", make, data, 8, accumulate=4)
+    state = train(solo_group(), "single", make(), data, 8, accumulate=4)[1]
     assert state["1.num_batches_tracked"] == 4 + 3
-    for got_losses, got_state in world(2, lambda g: train(g, nets[g.rank])):
-        assert got_losses == pytest.approx(losses, abs=1e-5)
-        for name, tensor in state.items():
-            torch.testing.assert_close(got_state[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_a_large_mean_does_not_swallow_the_variance(world: World) -> None:
+@pytest.mark.parametrize(("shift", "dtype"), [(1e4, torch.float32), (0.0, torch.bfloat16)], ids=str)
+def test_statistics_are_computed_in_enough_digits(
+    world: World, shift: float, dtype: torch.dtype
+) -> None:
     """The variance of float32 numbers around 10,000 would cancel in a sum of squares."""
-    x = numbers(8, CHANNELS, dtype=torch.float32) + 1e4
-    layers = [layer_of(nn.BatchNorm1d, torch.float32) for _ in range(2)]
-
-    def body(group: Group) -> Tensor:
-        layer = GlobalBatchNorm(layers[group.rank], group, ForwardState())
-        out: Tensor = layer(x.chunk(2)[group.rank])
-        return out.detach()
-
-    wanted = layer_of(nn.BatchNorm1d)(x.double()).float().detach()
-    torch.testing.assert_close(torch.cat(world(2, body)), wanted, rtol=1e-2, atol=1e-2)
-
-
-def test_bfloat16_inputs_are_normalized_in_float32(world: World) -> None:
-    x = numbers(8, CHANNELS, dtype=torch.float32).bfloat16()
+    x = (numbers(8, CHANNELS, dtype=torch.float32) + shift).to(dtype)
     layers = [layer_of(nn.BatchNorm1d, torch.float32) for _ in range(2)]
 
     def body(group: Group) -> Tensor:
@@ -218,7 +185,7 @@ def test_bfloat16_inputs_are_normalized_in_float32(world: World) -> None:
         return out.detach()
 
     out = torch.cat(world(2, body))
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == dtype
     wanted = layer_of(nn.BatchNorm1d)(x.double()).detach()
     torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
 
@@ -408,13 +375,8 @@ def test_noted_rows_that_stand_in_leave_no_trace() -> None:
     assert not net[0].running_mean.any()
 
 
-class NormAndActivation(nn.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.relu(super().forward(input))
-
-
 def test_a_batchnorm_with_a_forward_of_its_own_keeps_it_in_the_copy() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 1), NormAndActivation(4))
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), NormAct(4))
     use_global_batchnorm(model, solo_group())
     twin = copy_structure(model)
     x = torch.ones(2, 1, 3, 3)

@@ -16,7 +16,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from tests.conftest import World
 from tests.models import samples
-from tests.splitting import train
+from tests.splitting import assert_close, assert_equal, train
 
 
 class Block(nn.Module):
@@ -116,8 +116,7 @@ def test_what_another_stage_keeps_cannot_be_used(
 def test_what_is_kept_and_not_used_does_not_matter(
     world: World, make: Callable[[], nn.Module]
 ) -> None:
-    alone = train(solo_group(), "single", make(), samples(16), 8)
-    assert _pipelined(world, make)[0][0] == pytest.approx(alone[0], abs=2e-5)
+    assert_equal(world, 2, "pp(2)", make, samples(16))
 
 
 def test_the_loss_uses_what_the_model_keeps(world: World) -> None:
@@ -125,5 +124,4 @@ def test_the_loss_uses_what_the_model_keeps(world: World) -> None:
     alone = train(solo_group(), "single", model, samples(16), 8, loss=partial(_with_kept, model))
     losses, tensors = _pipelined(world, Keeping, _with_kept)[0]
     assert losses == pytest.approx(alone[0], abs=2e-5)
-    for name, tensor in alone[1].items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_close(tensors, alone[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.models import samples
-from tests.splitting import assert_equal, train
+from tests.splitting import assert_equal, refused, train
 
 
 def test_cuts_hold_whole_units_and_are_as_equal_as_can_be() -> None:
@@ -181,22 +180,17 @@ def test_what_is_found_by_itself() -> None:
     assert roles(nn.Sequential(layer), Tp(8)) == {"0.linear1": "column", "0.linear2": "row"}
 
 
-def test_weights_that_several_layers_share_stay_whole() -> None:
-    chain = nn.Sequential(
-        *(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
-        *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
-    )
-    chain[2].weight = chain[0].weight
-    assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
+def test_weights_that_are_shared_or_computed_stay_whole() -> None:
+    def chain() -> nn.Sequential:
+        return nn.Sequential(
+            *(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+            *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+        )
 
-
-def test_a_layer_whose_weight_is_computed_stays_whole() -> None:
-    chain = nn.Sequential(
-        *(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
-        *(nn.Softmax(1), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
-    )
-    nn.utils.parametrizations.weight_norm(chain[2])
-    assert roles(chain, Tp(2)) == {"4": "column", "6": "row"}
+    shared, computed = chain(), chain()
+    shared[2].weight = shared[0].weight
+    nn.utils.parametrizations.weight_norm(computed[2])
+    assert roles(shared, Tp(2)) == roles(computed, Tp(2)) == {"4": "column", "6": "row"}
 
 
 def test_heads_of_ranks() -> None:
@@ -359,8 +353,5 @@ class Normed(nn.Module):
 
 
 def test_the_layer_whose_features_were_spread_is_named(world: World) -> None:
-    models = [Normed() for _ in range(4)]
-    with pytest.raises(BadInput, match=re.escape('plan={"up": "whole"}')):
-        world(2, lambda g: train(g, "tp(2)", models[g.rank], samples(8), 4))
-    kept = 'tp(2, plan={"up": "whole"})'
-    world(2, lambda g: train(g, kept, models[2 + g.rank], samples(8), 4))
+    assert 'plan={"up": "whole"}' in refused(world, 2, "tp(2)", Normed, samples(8))
+    assert_equal(world, 2, 'tp(2, plan={"up": "whole"})', Normed, samples(8), 4)
