@@ -43,13 +43,9 @@ class Node:
             return alone
         return min(self.crowded, key=lambda known: abs(math.log(known[0] / max(1, workers))))[1]
 
-    def calls(self, kind: str, ranks: int, executor: str | None = None) -> MeasuredCalls | None:
+    def calls(self, kind: str, ranks: int) -> MeasuredCalls | None:
         """The measured calls of a kind, with the nearest number of ranks."""
-        known = [
-            calls
-            for calls in self.measured
-            if calls.kind == kind and executor in (None, calls.executor)
-        ]
+        known = [calls for calls in self.measured if calls.kind == kind]
         return min(known, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
 
 

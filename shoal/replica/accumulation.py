@@ -5,13 +5,14 @@
     OrderedAccumulation   each micro-batch by itself, reported in order at the end of the step,
                           for pipelines, where the backwards of micro-batches overlap
 
-Losses are added up alike, and travel in the header of the gradient buckets.
+Losses are added up alike, and travel in the header of the gradient buckets. The engine calls
+`begin`, `add_loss` before the backward of a micro-batch, `before` and `after` each action, and
+`finish`, which returns the loss of the step, or of the last micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +23,6 @@ from shoal.schedules.pipelines.actions import Action, ActionKind
 
 # the gradients of the weights are complete afterwards
 _ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)
-
-
-class Accumulation(Protocol):
-    """Called by the engine, in this order: `begin`, the others per action, `finish`."""
-
-    def begin(self, on_bucket: OnBucket, microbatches: int) -> None: ...
-
-    def add_loss(self, microbatch: int, loss: Tensor) -> None:
-        """The weighted loss of a micro-batch, before its backward."""
-
-    def before(self, action: Action, is_last: bool) -> None: ...
-
-    def after(self, action: Action, is_last: bool) -> None: ...
-
-    def finish(self) -> Tensor:
-        """The loss of the step, or of the last micro-batch where they are not added up."""
 
 
 class StepAccumulation:
@@ -152,3 +137,6 @@ class OrderedAccumulation:
             self._flat.grads.flush()
             self._flat.reshard()
         return loss
+
+
+Accumulation = StepAccumulation | NoAccumulation | OrderedAccumulation

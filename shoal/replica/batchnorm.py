@@ -15,7 +15,7 @@ through the statistics as well: backward is then made of operations that autogra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,6 @@ class BatchNormCall(NamedTuple):
     eps: float = 1e-5
 
 
-class NormalizesCalls(Protocol):
-    def normalize(self, call: BatchNormCall) -> Tensor: ...
-
-
 class OwnForward:
     """Stands in for the forward of `layer`; batches of training are normalized by `shared`.
 
@@ -55,7 +51,7 @@ class OwnForward:
 
     def __init__(self, layer: _BatchNorm, shared: Any, own_forward: Any = None):
         self.layer = layer
-        self.shared: NormalizesCalls = shared
+        self.shared: GlobalBatchNorm | MicroBatchNorm = shared
         self.own_forward = own_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +72,7 @@ class OwnForward:
 
 
 class _Answers(TorchFunctionMode):
-    def __init__(self, shared: NormalizesCalls, tracked: Tensor | None):
+    def __init__(self, shared: GlobalBatchNorm | MicroBatchNorm, tracked: Tensor | None):
         super().__init__()
         self.shared = shared
         self.called = False
@@ -322,10 +318,6 @@ class MicroBatchNorm(_BatchNorm):
             torch.cat([mean, var, mean.new_tensor([float(self._state.rows_are_real)])])
         )
 
-    def forget(self) -> None:
-        """The step will be computed again."""
-        self._recorded.clear()
-
     @torch.no_grad()
     def update_running(self, group: Group, missing: float) -> None:
         """One all-gather of 2C + 1 numbers per micro-batch; then the same updates on all ranks.
@@ -391,7 +383,7 @@ def update_running_statistics(model: nn.Module, group: Group, missing: float = 0
 def forget_statistics(model: nn.Module) -> None:
     """Drop what was recorded for the running statistics in a step that is computed again."""
     for layer in _microbatch_norms(model):
-        layer.forget()
+        layer._recorded.clear()
 
 
 def _microbatch_norms(model: nn.Module) -> Iterator[MicroBatchNorm]:

@@ -116,6 +116,11 @@ def full_name(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+def is_in(name: str, module: str) -> bool:
+    """Whether it is the name of that module, or of something inside of it."""
+    return name == module or not module or name.startswith(module + ".")
+
+
 def _check_initializable(name: str, module: nn.Module) -> None:
     if not callable(getattr(module, "reset_parameters", None)):
         raise BadInput(

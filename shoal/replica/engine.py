@@ -34,7 +34,7 @@ from shoal.replica.microbatch import (
     autocast_for,
     fork_rng,
 )
-from shoal.replica.stage import Stage, WholeModel
+from shoal.replica.stage import Stage
 from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines.actions import Action, ActionKind
 
@@ -298,7 +298,7 @@ def engine_of_model(
     """The engine of a replica that is not pipelined; `stage` computes if it is not the model."""
     every = options.every_microbatch
     accumulation = NoAccumulation(flat) if every else StepAccumulation(flat)
-    whole = stage or WholeModel(model, flat.device)
+    whole = stage or Stage(model, flat.device)
     return Engine(whole, loss, flat, actions, accumulation, options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,39 +13,13 @@ from shoal.replica.microbatch import MicroBatch, call_model, seed_forward
 from shoal.schedules.pipelines.actions import Action
 
 
-class Stage(Protocol):
-    """What this worker computes of a replica, and what it exchanges with the other stages."""
+class Stage:
+    """The only stage of a replica that is not pipelined: no messages.
 
-    model: nn.Module
-    is_last: bool
-    """Whether the model's outputs and the loss are known here."""
+    The stages of a pipeline override all of it.
+    """
 
-    def begin(self) -> None: ...
-
-    def computes_loss(self, action: Action) -> bool: ...
-
-    def recv_inputs(self, action: Action, micro: MicroBatch) -> Tree: ...
-
-    def compute(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree: ...
-
-    def send_outputs(self, action: Action, outputs: Tree) -> None: ...
-
-    def recv_grads(self, action: Action) -> Sequence[Tensor | None]:
-        """The gradients of the outputs that require one."""
-
-    def send_grads(self, action: Action, grads: Sequence[Tensor | None]) -> None: ...
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
-
-    def predict(self, inputs: Any) -> Any:
-        """The outputs of the model where `is_last`, else None; for `job.evaluate`."""
-
-
-class WholeModel:
-    """The only stage of a replica that is not pipelined: no messages."""
-
-    is_last = True
+    is_last = True  # whether the model's outputs and the loss are known here
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model = model
@@ -68,13 +42,15 @@ class WholeModel:
         return None
 
     def recv_grads(self, action: Action) -> Sequence[Tensor | None]:
+        """The gradients of the outputs that require one."""
         raise AssertionError("a backward of the whole model starts at the loss")
 
     def send_grads(self, action: Action, grads: Sequence[Tensor | None]) -> None:
         return None
 
     def finish(self) -> None:
-        return None
+        """Wait until everything that was sent has arrived."""
 
     def predict(self, inputs: Any) -> Any:
+        """The outputs of the model where `is_last`, else None; for `job.evaluate`."""
         return call_model(self.model, inputs)

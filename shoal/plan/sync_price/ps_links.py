@@ -227,7 +227,8 @@ def _network(term: Any, question: SyncQuestion, message_bytes: float, passes: in
     node_rate = cluster.node.nics * nic.rate
     traffic = step_traffic(term, question, message_bytes)
     workers = min(question.workers, cluster.node.devices)
-    into_node = traffic.into_server * _servers_of_host(term, question, workers)
+    # one server a host, or those of all its workers
+    into_node = traffic.into_server * (workers if term.placement == "workers" else 1)
     into_s = into_node / node_rate
     narrow = [
         (traffic.of_worker * workers / node_rate, f"{nic.name} of a worker's node"),
@@ -242,11 +243,6 @@ def _network(term: Any, question: SyncQuestion, message_bytes: float, passes: in
     alone_s = nic.alpha_s + traffic.of_worker / node_rate
     service_s = seconds / question.workers
     return Way(nic.alpha_s + seconds, max(alone_s, service_s), service_s, bound)
-
-
-def _servers_of_host(term: Any, question: SyncQuestion, workers: int) -> int:
-    """Servers that share a node's NICs: one a host, or those of all its workers."""
-    return workers if term.placement == "workers" else 1
 
 
 def _uplink_s(term: Any, question: SyncQuestion, message_bytes: float) -> float:

@@ -57,7 +57,8 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
         return SyncPrice(parts, memory, spread_s=synchronous_spread(question))
     gradients = _reduced(term.stage, _beside_gathers(term.stage, question))
     weights = _gathered(question) if term.stage == 3 else _spread(question)
-    share = _largest_held(term, question) / max(1.0, question.sizes.trained)
+    held = max(_owned(term, question, rank) for rank in _ranks(question))
+    share = held / max(1.0, question.sizes.trained)
     copies = _copied(term, question) if term.elastic else Part("copies", 0.0, "")
     waiting, update = waiting_part(question), update_part(question, share)
     return SyncPrice(
@@ -87,10 +88,6 @@ def _owned(term: Any, question: SyncQuestion, rank: int) -> float:
     """Elements of the tensors of these shards."""
     sizes, n = question.sizes, question.replicas
     return sum(sizes.owned(n, shard) for shard in _held(term, question, rank))
-
-
-def _largest_held(term: Any, question: SyncQuestion) -> float:
-    return max(_owned(term, question, rank) for rank in _ranks(question))
 
 
 def _copied(term: Any, question: SyncQuestion) -> Part:

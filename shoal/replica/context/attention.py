@@ -72,7 +72,6 @@ def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
         dropout=dropout,
         seed=int(torch.randint(1 << 61, ())) if dropout else 0,
     )
-    context.ring_attentions += 1
     out = ring_attention(q, k, v, plan)
     return context.wrap(out.flatten(-4, -3) if groups > 1 else out, spec)
 

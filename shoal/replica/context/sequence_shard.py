@@ -39,7 +39,6 @@ class SequenceContext:
     say: Callable[[str], None] = lambda sentence: None
     rng: TensorParallelRng = field(init=False)
     gathered: set[str] = field(default_factory=set)  # operations that needed all positions
-    ring_attentions: int = 0
 
     def __post_init__(self) -> None:
         self.rng = TensorParallelRng(self.group.rank, active=True)

@@ -13,11 +13,11 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.split.sharded_tensor import full_tensors
-from shoal.replica.stage import WholeModel
+from shoal.replica.stage import Stage
 from shoal.schedules.pipelines.actions import Action
 
 
-class ContextStage(WholeModel):
+class ContextStage(Stage):
     """The only stage of a replica whose workers share sequences."""
 
     def __init__(self, model: nn.Module, device: torch.device, context: SequenceContext):

@@ -19,6 +19,7 @@ from shoal.replica.context.stage import in_full
 from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
+from shoal.replica.stage import Stage
 from shoal.runtime.trace import Tracer
 from shoal.schedules.pipelines.actions import (
     Action,
@@ -108,7 +109,7 @@ class StageMessages:
         raise AssertionError(f"stage {other.stage} has no counterpart of {action}")
 
 
-class PipelineStage:
+class PipelineStage(Stage):
     """The stage of this rank, for the engine.
 
     With `carries_rng` the states of random generators travel with the activations, so that

@@ -94,7 +94,7 @@ class TokenAxes:
         """Replace what belongs to a copy by what the first rank has."""
         for axis in self.axes:
             copies = [tensor for p, tensor in tensors.items() if not axis.is_slice(p)]
-            _apply_flat(copies, axis.group.broadcast)
+            apply_flat(copies, axis.group.broadcast)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether the first rank of an axis holds it, too."""
@@ -111,10 +111,10 @@ def _plain(p: nn.Parameter) -> Tensor:
 def _sum_in_place(tensors: Sequence[Tensor], group: Group) -> None:
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        _apply_flat(alike, group.all_reduce)
+        apply_flat(alike, group.all_reduce)
 
 
-def _apply_flat(tensors: Sequence[Tensor], apply: Callable[[Tensor], Work]) -> None:
+def apply_flat(tensors: Sequence[Tensor], apply: Callable[[Tensor], Work]) -> None:
     """Change tensors in place by one operation on all of their numbers."""
     if not tensors:
         return

@@ -65,13 +65,11 @@ def known_pairs(module: nn.Module) -> Iterator[LayerPair]:
             yield LayerPair("linear1", "linear2")
     elif is_transformers(module, "GPT2MLP"):
         yield LayerPair("c_fc", "c_proj")
-    elif is_transformers(module, "GPT2Attention") and not _is_cross_attention(module):
+    elif is_transformers(module, "GPT2Attention") and not getattr(
+        module, "is_cross_attention", True
+    ):
         unit = int(module.head_dim)  # type: ignore[arg-type]
         yield LayerPair("c_attn", "c_proj", unit, unit, blocks=3)
-
-
-def _is_cross_attention(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_cross_attention", True))
 
 
 def adapt(model: nn.Module, group: Group) -> None:
@@ -141,12 +139,8 @@ def _with_summed_gradients(
     own = {name: p for name in names if (p := module._parameters[name]) is not None}
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in own.values()):
         return forward(*args, **kwargs)
-    shared = {name: copy(p, group) for name, p in own.items()}
-    return functional_call(_Call(module, forward), _named(shared), args, kwargs)
-
-
-def _named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"module.{name}": tensor for name, tensor in tensors.items()}
+    shared = {f"module.{name}": copy(p, group) for name, p in own.items()}
+    return functional_call(_Call(module, forward), shared, args, kwargs)
 
 
 class _Call(nn.Module):

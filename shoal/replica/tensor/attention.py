@@ -60,7 +60,7 @@ class ParallelAttention(TensorParallelLayer):
         q, k, v = self._project(query, key, value, is_batched)
         if self.training:
             self.rng.fork(query)
-        mask = self._mask(q, k, key_padding_mask, attn_mask, is_batched)
+        mask = self._mask(q, key_padding_mask, attn_mask, is_batched)
         drop = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -113,7 +113,6 @@ class ParallelAttention(TensorParallelLayer):
     def _mask(
         self,
         q: Tensor,
-        k: Tensor,
         padding: Tensor | None,
         mask: Tensor | None,
         is_batched: bool,

@@ -19,6 +19,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.split.attributes import copy_structure
+from shoal.replica.split.token_axes import apply_flat
 from shoal.replica.tensor.adapters import adapt, change_in_place
 from shoal.replica.tensor.attention import ParallelAttention
 from shoal.replica.tensor.linear import (
@@ -115,10 +116,6 @@ class TensorSplit:
                 typical.setdefault(kind, block)
         return list(dict.fromkeys(typical.values()))
 
-    def shard_of(self, name: str, full: Tensor) -> Tensor:
-        """This rank's slice of the full parameter of that name, or of its gradient."""
-        return self._slice(name, full)
-
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors from slices; all ranks call it.
 
@@ -128,7 +125,7 @@ class TensorSplit:
 
     def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's slices of full tensors; what has another shape is left as it is."""
-        return {name: self._slice(name, tensor) for name, tensor in tensors.items()}
+        return {name: self.shard_of(name, tensor) for name, tensor in tensors.items()}
 
     def pack(self, tree: Tree) -> Tree:
         """What goes from this rank of a stage to the same one of another: plain tensors."""
@@ -140,13 +137,7 @@ class TensorSplit:
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace what belongs to a parameter that every rank holds by what the first one has."""
         copies = [tensor for p, tensor in tensors.items() if not self.is_slice(p)]
-        if not copies:
-            return
-        flat = torch.cat([tensor.reshape(-1) for tensor in copies])
-        self.group.broadcast(flat).wait()
-        values = torch.split(flat, [tensor.numel() for tensor in copies])
-        for tensor, value in zip(copies, values, strict=True):
-            tensor.copy_(value.view(tensor.shape))
+        apply_flat(copies, self.group.broadcast)
 
     def _full(self, name: str, tensor: Tensor) -> Tensor:
         spec = self._spec_of(name)
@@ -154,7 +145,8 @@ class TensorSplit:
             return tensor
         return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
 
-    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+    def shard_of(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's slice of the full parameter of that name, or of its gradient."""
         spec = self._spec_of(name)
         if spec is None or spec.dim >= tensor.dim() or tensor.shape[spec.dim] != spec.size:
             return tensor

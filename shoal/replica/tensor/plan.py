@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.replica.deferred_init import full_name
+from shoal.replica.deferred_init import full_name, is_in
 from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
 from shoal.replica.tensor.linear import linear_like
 from shoal.replica.tensor.roles import Role, Roles
@@ -139,7 +139,7 @@ class _Planner:
     def _plan_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         is_plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
         is_plain = is_plain and linear_like(module.out_proj) is not None
-        is_free = not any(_is_in(role, name) for role in self.roles) and not self._is_whole(name)
+        is_free = not any(is_in(role, name) for role in self.roles) and not self._is_whole(name)
         if is_plain and is_free and module.num_heads >= self.tp.size and not self._is_shared(name):
             self.roles[name] = Role("attention")
 
@@ -189,7 +189,7 @@ class _Planner:
 
     def _is_whole(self, name: str) -> bool:
         """Whether the plan keeps it, or what it is in, or what is in it, as it is."""
-        return any(_is_in(name, whole) or _is_in(whole, name) for whole in self._whole)
+        return any(is_in(name, whole) or is_in(whole, name) for whole in self._whole)
 
     def _is_shared(self, name: str) -> bool:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())
@@ -240,7 +240,3 @@ def _features(module: nn.Module, role: Role) -> int:
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
     return module._parameters.get("weight")
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name == module or not module or name.startswith(module + ".")

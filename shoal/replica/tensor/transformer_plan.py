@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shoal.pytree import tensors_of
-from shoal.replica.deferred_init import full_name
+from shoal.replica.deferred_init import full_name, is_in
 from shoal.replica.split.attributes import attributes_kept, copy_structure
 from shoal.replica.tensor.blocks import (
     GATHERED_COLUMN,
@@ -148,9 +148,7 @@ class TransformerPlan:
         if split is None:
             return None
         roles = (
-            self._fused(block, columns, split)
-            if len(columns) == 1
-            else _separate(columns, split, self.ranks)
+            self._fused(block, columns, split) if len(columns) == 1 else _separate(columns, split)
         )
         inside = self._inside(block, split)
         if roles is None or inside is None:
@@ -161,8 +159,8 @@ class TransformerPlan:
 
     def _can_run(self, block: SplitBlock, layers: dict[str, LinearLike], roles: Roles) -> bool:
         start = len(block.around) + 1 if block.around else 0
-        inside = {n[start:]: linear for n, linear in layers.items() if _contains(block.around, n)}
-        own = {n[start:]: role for n, role in roles.items() if _contains(block.around, n)}
+        inside = {n[start:]: linear for n, linear in layers.items() if is_in(n, block.around)}
+        own = {n[start:]: role for n, role in roles.items() if is_in(n, block.around)}
         has_tables = any(role.kind == "sharded" for role in roles.values())
         if has_tables:  # which would have to be made smaller, too
             return True
@@ -189,7 +187,7 @@ class TransformerPlan:
         roles = {block.around: Role("heads", heads=split, shards=shards)}
         for key, child in module._modules.items():
             name = full_name(block.around, key)
-            is_split = name in block.columns or _contains(name, block.row)
+            is_split = name in block.columns or is_in(block.row, name)
             if child is None or is_split or not any(True for _ in child.parameters()):
                 continue
             role = _role_inside(child, split)
@@ -239,7 +237,7 @@ def _called(module: nn.Module, method: str) -> nn.Module | None:
     return result if isinstance(result, nn.Module) else None
 
 
-def _separate(columns: dict[str, LinearLike], split: HeadSplit, ranks: int) -> Roles | None:
+def _separate(columns: dict[str, LinearLike], split: HeadSplit) -> Roles | None:
     """Layers for queries, keys and values of their own."""
     roles = Roles()
     width = split.heads * split.head_dim
@@ -326,7 +324,3 @@ def is_lookup(module: nn.Module | None, ranks: int = 1) -> bool:
     code = forward.__code__
     calls_super = "__class__" in code.co_freevars and "embedding" not in code.co_names
     return forward is nn.Embedding.forward or calls_super
-
-
-def _contains(module: str, name: str) -> bool:
-    return name == module or not module or name.startswith(module + ".")

@@ -39,9 +39,7 @@ class Ddp(ElasticOption):
     def equals_single(self) -> bool:
         return self.compress is None
 
-    @property
-    def is_exact_at_any_number(self) -> bool:
-        return True
+    is_exact_at_any_number = True
 
     @property
     def collective_algorithm(self) -> str | None:

@@ -15,37 +15,14 @@ class Hogwild(SyncTerm):
 
     momentum: Annotated[bool, FLAG] = False
 
-    @property
-    def batches(self) -> Batches:
-        return Batches.IN_TURNS
-
-    @property
-    def lockstep(self) -> bool:
-        return False
-
-    @property
-    def equals_single(self) -> bool:
-        return False
-
-    @property
-    def survives_loss(self) -> bool:
-        return True
-
-    @property
-    def takes_back(self) -> bool:
-        return True
-
-    @property
-    def needs_one_host(self) -> bool:
-        return True
-
-    @property
-    def needs_cpu(self) -> bool:
-        return True
-
-    @property
-    def why_not_split(self) -> str | None:
-        return (
-            "each worker runs the whole model asynchronously, "
-            "and the workers of a split model wait for each other"
-        )
+    batches = Batches.IN_TURNS
+    lockstep = False
+    equals_single = False
+    survives_loss = True
+    takes_back = True
+    needs_one_host = True
+    needs_cpu = True
+    why_not_split = (
+        "each worker runs the whole model asynchronously, "
+        "and the workers of a split model wait for each other"
+    )

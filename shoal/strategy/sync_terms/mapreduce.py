@@ -21,10 +21,5 @@ class Mapreduce(SyncTerm):
     def batches(self) -> Batches:
         return Batches.WHOLE_DATASET if self.batch == "full" else Batches.SPLIT
 
-    @property
-    def why_not_own_loop(self) -> str | None:
-        return "its master alone updates, with the gradients of all map tasks"
-
-    @property
-    def why_not_split(self) -> str | None:
-        return "a map task is the whole model on one worker, so that another can run it again"
+    why_not_own_loop = "its master alone updates, with the gradients of all map tasks"
+    why_not_split = "a map task is the whole model on one worker, so that another can run it again"

@@ -92,9 +92,7 @@ class Ps(SyncTerm):
     def needs_first_replica(self) -> bool:
         return self.placement == "rank0"
 
-    @property
-    def has_servers(self) -> bool:
-        return True
+    has_servers = True
 
     @property
     def server_processes(self) -> int:

@@ -17,9 +17,7 @@ class Single(SyncTerm):
 
     sync_module: ClassVar[str] = "shoal.sync.local"
 
-    @property
-    def communicates(self) -> bool:
-        return False
+    communicates = False
 
     def check(self, replicas: int) -> None:
         if replicas > 1:

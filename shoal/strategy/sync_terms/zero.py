@@ -27,9 +27,7 @@ class Zero(ElasticOption):
                 "copy of the shard of another one"
             )
 
-    @property
-    def shards_state(self) -> bool:
-        return True
+    shards_state = True
 
     @property
     def shard_copies(self) -> int:

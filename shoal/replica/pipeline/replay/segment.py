@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.replica.microbatch import default_generators
 from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.replay.lineage import (
@@ -34,23 +34,13 @@ from shoal.replica.pipeline.replay.lineage import (
     unknown_values,
     unpack_result,
 )
-from shoal.replica.pipeline.replay.units import SplitUnit
+
+if TYPE_CHECKING:
+    from shoal.replica.pipeline.replay.module_split import ModuleSplit
 
 
 class LeftForward(BaseException):
     """A forward was left where a later stage begins."""
-
-
-class Plan(Protocol):
-    """What a replay has to know of the split."""
-
-    model: nn.Module
-    units: list[SplitUnit]
-    around: list[nn.Module]  # the modules around units
-
-    def stages_of(self, module: nn.Module) -> set[int]: ...
-
-    def refused(self, what: str) -> BadInput: ...
 
 
 class Replay:
@@ -60,7 +50,11 @@ class Replay:
     """
 
     def __init__(
-        self, plan: Plan, virtual: int, received: Sequence[CallRecord], learned: Learned | None
+        self,
+        plan: ModuleSplit,
+        virtual: int,
+        received: Sequence[CallRecord],
+        learned: Learned | None,
     ):
         self._plan = plan
         self._virtual = virtual
