@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.prediction import DeviceMemory, Part, Prediction
+from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankOrder
 from shoal.plan.step.stages import Stage
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
@@ -142,7 +142,11 @@ class Predictor:
             low_s=step_s - sync.spread_s[0],
             high_s=step_s + sync.spread_s[1],
             parts=parts,
-            memory=_with_activations(sync.memory, replica),
+            memory=replace(
+                sync.memory,
+                activations=sync.memory.activations + replica.activation_bytes,
+                buffers=sync.memory.buffers + replica.recompute_bytes,
+            ),
             memory_limit_bytes=pricer.cluster.device.memory_bytes,
             samples_per_s=settings.batch / step_s,
             mfu=self._model_flops(settings) / (pricer.peak_flops * workers * step_s),
@@ -260,11 +264,3 @@ def _shape(strategy: Strategy, settings: PlanSettings) -> PipelineShape:
     balance = "even" if settings.even_stages else pp.balance
     scatter = settings.scatter_sends and strategy.tp is not None and not strategy.tp.sequence
     return PipelineShape(pp.schedule, chunks, balance, scatter)
-
-
-def _with_activations(memory: DeviceMemory, replica: ReplicaPrice) -> DeviceMemory:
-    return replace(
-        memory,
-        activations=memory.activations + replica.activation_bytes,
-        buffers=memory.buffers + replica.recompute_bytes,
-    )

@@ -47,7 +47,7 @@ class DeferredInit:
         if self._modules.pop(id(module), None) is None:
             return
         for p in module._parameters.values():
-            if p is not None and _is_placeholder(p):
+            if p is not None and is_placeholder(p):
                 p.data = torch.empty(p.shape, dtype=p.dtype)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -148,5 +148,6 @@ def _move(slots: list[TensorSlot], device: torch.device) -> None:
                 slot.module._buffers[slot.key] = tensor.to(device)
 
 
-def _is_placeholder(tensor: Tensor) -> bool:
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether it has a shape and no memory here."""
     return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()

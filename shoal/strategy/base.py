@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
@@ -70,7 +70,8 @@ class Term:
     @cached_property
     def _text(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        words = [_write_option(f, getattr(self, f.name)) for f in changed]
+        values = [(f, write(getattr(self, f.name))) for f in changed]
+        words = [f"{f.name}={value}" if f.kw_only else value for f, value in values]
         return f"{self.name}({', '.join(words)})" if words else self.name
 
 
@@ -79,10 +80,6 @@ def constraints_of(kind: type[Term]) -> dict[str, Constraint]:
         hints = get_type_hints(kind, include_extras=True)
         _CONSTRAINTS[kind] = {f.name: hints[f.name].__metadata__[0] for f in fields(kind)}
     return _CONSTRAINTS[kind]
-
-
-def _write_option(option: Field[Any], value: object) -> str:
-    return f"{option.name}={write(value)}" if option.kw_only else write(value)
 
 
 class SyncTerm(Term, role="sync", abstract=True):

@@ -249,13 +249,9 @@ def parse(text: str) -> Strategy:
 def _join(values: Sequence[Term | Strategy]) -> Strategy:
     by_role: dict[str, list[Any]] = {role: [] for role in _ROLES}
     for value in values:
-        for term in _terms_of(value):
+        for term in value.terms if isinstance(value, Strategy) else [value]:
             by_role[term.role].append(term)
     return Strategy(**{role: _at_most_one(by_role[role], _ROLES[role]) for role in _ROLES})
-
-
-def _terms_of(value: Term | Strategy) -> Sequence[Term]:
-    return value.terms if isinstance(value, Strategy) else [value]
 
 
 def _at_most_one(terms: Sequence[Any], role: str) -> Any:

@@ -92,7 +92,7 @@ class Throughput:
         `samples_per_s` is its share of the replica's, so that the sum over ranks is the job's.
         `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
         """
-        first = self._after_warm_up()
+        first = self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None
         last = self._last
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
         totals: dict[str, Any] = {"seconds": seconds, "samples": self._rank_samples}
@@ -104,9 +104,6 @@ class Throughput:
             "samples_per_s": (last.samples - first.samples) / self._sharing / seconds,
             "measured_ns": [first.time_ns - origin_ns, last.time_ns - origin_ns],
         }
-
-    def _after_warm_up(self) -> Mark | None:
-        return self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None
 
 
 class LossWatch:

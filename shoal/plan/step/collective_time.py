@@ -246,12 +246,9 @@ def _ring(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> C
 def _bounded(alphas_s: float, moving_s: float, words: str, messages: int) -> CollectiveTime:
     """Bound by its narrowest link, or by latency where that is more than half."""
     if alphas_s > moving_s:
-        return CollectiveTime(alphas_s + moving_s, _latency(messages), messages)
+        words = f"latency of {messages} message{'s' * (messages != 1)} a call"
+        return CollectiveTime(alphas_s + moving_s, words, messages)
     return CollectiveTime(alphas_s + moving_s, words)
-
-
-def _latency(messages: int) -> str:
-    return f"latency of {messages} message{'s' * (messages != 1)} a call"
 
 
 def _mean_alpha_s(cluster: Cluster, group: RankGroup, way: tuple[RingHop, ...]) -> float:

@@ -23,10 +23,6 @@ def _dims(op: ShardedCall, x: SequenceShard) -> list[int]:
     return [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
 
 
-def _keepdim(op: ShardedCall) -> bool:
-    return bool(op.argument(2, "keepdim", False))
-
-
 def _local(op: ShardedCall) -> Any:
     """Along other dimensions than that of the positions."""
     x = op.args[0]
@@ -69,7 +65,7 @@ def _mean(op: ShardedCall) -> Any:
 
 def _total(op: ShardedCall, x: SequenceShard) -> Tensor:
     """The sum along the dimensions of the call, over the positions of all ranks."""
-    local = _wide(x.local).sum(_dims(op, x), keepdim=_keepdim(op))
+    local = _wide(x.local).sum(_dims(op, x), keepdim=bool(op.argument(2, "keepdim", False)))
     return sum_over_ranks(local, op.context.group)
 
 

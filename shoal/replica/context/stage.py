@@ -36,7 +36,8 @@ def shard_inputs(inputs: Tree, context: SequenceContext) -> Tree:
     found: list[Tensor] = []
 
     def shard(tensor: Tensor) -> Tensor:
-        if not _is_sequence(tensor) or tensor.shape[1] < 2 * context.group.size:
+        is_sequence = tensor.dim() == (3 if tensor.is_floating_point() else 2)
+        if not is_sequence or tensor.shape[1] < 2 * context.group.size:
             return tensor
         found.append(tensor)
         return context.shard(tensor, 1)
@@ -54,10 +55,6 @@ def shard_inputs(inputs: Tree, context: SequenceContext) -> Tree:
 def has_shards(tree: Tree) -> bool:
     """Whether a tree has been through `shard_inputs`."""
     return any(isinstance(tensor, SequenceShard) for tensor in tensors_of(tree))
-
-
-def _is_sequence(tensor: Tensor) -> bool:
-    return tensor.dim() == (3 if tensor.is_floating_point() else 2)
 
 
 def in_full(tree: Tree) -> Tree:

@@ -23,13 +23,13 @@ from shoal.replica.expert.mixtures import Mixture, StackedMixture
 from shoal.replica.expert.stacked import BatchedExperts, StackedExperts
 from shoal.replica.pipeline.stages import replace_by_shape
 from shoal.replica.split.attributes import copy_structure
-from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
+from shoal.replica.tensor.shard_spec import ShardSpec, SlicedTensors, even_ranges
 
 Named = list[tuple[str, nn.Parameter]]
 _GATHER_TAG = 0
 
 
-class ExpertSplit:
+class ExpertSplit(SlicedTensors):
     """A model whose experts are spread over `group`; `specs` are those of stacked tensors."""
 
     def __init__(
@@ -78,17 +78,6 @@ class ExpertSplit:
         """Those of the parameters that are here."""
         return [(n, p) for n, p in named if self._owner.get(n, self.group.rank) == self.group.rank]
 
-    def is_slice(self, parameter: nn.Parameter) -> bool:
-        """Whether it belongs to experts, so that other workers have none or another part of it."""
-        return parameter in self._slices
-
-    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors from slices of stacked ones; all ranks call it.
-
-        A key is a parameter's name, or that and "/" and the name of an optimizer state.
-        """
-        return {name: self._full(name, tensor) for name, tensor in tensors.items()}
-
     def complete(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors, those of experts in lists from their workers; all ranks call it."""
         full = self.gather_full(tensors)
@@ -123,10 +112,6 @@ class ExpertSplit:
         """Whether this rank has it, or a slice of it."""
         return self._owner.get(name, self.group.rank) == self.group.rank
 
-    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's slices of full stacked tensors; all others are left as they are."""
-        return {name: self._shard(name, tensor) for name, tensor in tensors.items()}
-
     def gather(self, tree: Tree) -> list[Tree]:
         """The trees of all ranks on the first one; the others get their own."""
         if not self._owner:
@@ -157,21 +142,6 @@ class ExpertSplit:
             return
         for slot in slots:
             slot.module._buffers[slot.key] = shard
-
-    def _full(self, name: str, tensor: Tensor) -> Tensor:
-        spec = self._spec_of(name)
-        if spec is None or not tensor.dim():
-            return tensor
-        return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
-
-    def _shard(self, name: str, tensor: Tensor) -> Tensor:
-        spec = self._spec_of(name)
-        if spec is None or not tensor.dim() or tensor.shape[0] != spec.size:
-            return tensor
-        return spec.take_shard(tensor, self.group.rank)
-
-    def _spec_of(self, name: str) -> ShardSpec | None:
-        return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])
 
 
 def keep_first_experts(mixtures: Sequence[Mixture], ranks: int) -> None:

@@ -63,7 +63,8 @@ class _Walk:
     def _is_divided(self, module: nn.Module, params: list[nn.Parameter]) -> bool:
         if module in self._undivided and module is not self._model:
             return False
-        if module is self._model or not _has_forward(module):
+        # containers such as ModuleList are never called
+        if module is self._model or type(module).forward is nn.Module.forward:
             return True
         has_children = any(True for _ in module.children())
         is_divisible = has_children and not self._unassigned(module, recurse=False)
@@ -81,11 +82,6 @@ class _Walk:
 
     def _assign(self, params: list[nn.Parameter]) -> None:
         self._left.difference_update(map(id, params))
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Containers such as ModuleList are never called."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _numel(params: Collection[nn.Parameter]) -> int:

@@ -60,7 +60,7 @@ def kept_tensors(model: nn.Module) -> dict[Slot, Any]:
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if not key.startswith("_") or isinstance(value, Tensor)
-        if _holds_tensors(value)
+        if next(_tensors(value), None) is not None
     }
 
 
@@ -94,10 +94,6 @@ def hidden(model: nn.Module, slots: Iterable[Slot], stage: int) -> Iterator[None
     finally:
         for (name, key), value in before.items():
             vars(model.get_submodule(name))[key] = value
-
-
-def _holds_tensors(value: Any) -> bool:
-    return next(_tensors(value), None) is not None
 
 
 def _ids(value: Any) -> list[int]:

@@ -52,9 +52,6 @@ class StageMessages:
         # by receiver, with the position of the receiver's action that takes it
         self.held: dict[int, list[tuple[int, PytreeWork]]] = {}
 
-    def has_source(self, action: Action) -> bool:
-        return self.pipeline.producer(self.stage, action) is not None
-
     def recv(self, action: Action) -> Tree:
         """What the stage computed that comes before this one in the action's direction."""
         source = self.pipeline.producer(self.stage, action)
@@ -135,7 +132,7 @@ class PipelineStage(Stage):
         return self.messages.virtual(action) == self.stages.virtual_stages - 1
 
     def recv_inputs(self, action: Action, micro: MicroBatch) -> Tree:
-        if not self.messages.has_source(action):
+        if self.messages.pipeline.producer(self.messages.stage, action) is None:
             return self.stages.bind_inputs(micro.inputs)[1]
         values = self.messages.recv(action)
         if self._carries_rng:

@@ -122,7 +122,7 @@ class ShardedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        leader = _sharded_in((args, kwargs))[0]
+        leader = next(t for t in tensors_of((args, kwargs)) if isinstance(t, ShardedTensor))
         call = ShardedCall(func, _name_of(func), args, kwargs or {}, leader)
         with torch._C.DisableTorchFunctionSubclass():
             rules = leader.rules
@@ -152,10 +152,6 @@ def reshaped(name: str, old: torch.Size, args: Sequence[Any], kwargs: Mapping[st
         return probe.reshape(-1).shape
     function: Callable[..., Tensor] = getattr(probe, "reshape" if name == "view" else name)
     return function(*args, **kwargs).shape
-
-
-def _sharded_in(tree: Tree) -> list[ShardedTensor]:
-    return [t for t in tensors_of(tree) if isinstance(t, ShardedTensor)]
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -47,12 +47,8 @@ class TiedWeights:
         self.tied = [
             (p, holders[name]) for name, p in named if p.requires_grad and len(holders[name]) > 1
         ]
-        self._tied_ids = {id(p) for p, _ in self.tied}
         first = {name: min(stages) for name, stages in holders.items()}
         self._counted_ids = {id(p) for name, p in named if first[name] == channel.group.rank}
-
-    def is_tied(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._tied_ids
 
     def is_counted_here(self, parameter: nn.Parameter) -> bool:
         """True on one of the holders: what is a sum over all stages counts it once."""
@@ -161,7 +157,8 @@ class StageShard(ReplicaShard):
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
         actions = pipeline.actions[self.group.rank]
         flat.splits_backward = any(action.kind is ActionKind.INPUT for action in actions)
-        flat.grads.tied = {i for i, p in enumerate(flat.params) if self.tied.is_tied(p)}
+        tied = {id(p) for p, _ in self.tied.tied}
+        flat.grads.tied = {i for i, p in enumerate(flat.params) if id(p) in tied}
         options = replace(options, recompute=self.pp.recompute)
         stage = self._stage(pipeline, flat, options)
         accumulation = self._accumulation(flat, options)

@@ -34,10 +34,10 @@ from shoal.replica.tensor.linear import (
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
 from shoal.replica.tensor.sequence_parallel import pack, unpack
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.replica.tensor.shard_spec import ShardSpec, SlicedTensors
 
 
-class TensorSplit:
+class TensorSplit(SlicedTensors):
     """A model whose layers were replaced; `specs` says which parameters are slices, by name."""
 
     def __init__(
@@ -74,9 +74,6 @@ class TensorSplit:
         for layer in _parallel_layers(model.modules()):
             layer.is_sequence_parallel = sequence
         self.specs = self._specs_by_name()
-
-    def is_slice(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._slices
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether the first rank holds it, too."""
@@ -116,17 +113,6 @@ class TensorSplit:
                 typical.setdefault(kind, block)
         return list(dict.fromkeys(typical.values()))
 
-    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors from slices; all ranks call it.
-
-        A key is a parameter's name, or that and "/" and the name of an optimizer state.
-        """
-        return {name: self._full(name, tensor) for name, tensor in tensors.items()}
-
-    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's slices of full tensors; what has another shape is left as it is."""
-        return {name: self.shard_of(name, tensor) for name, tensor in tensors.items()}
-
     def pack(self, tree: Tree) -> Tree:
         """What goes from this rank of a stage to the same one of another: plain tensors."""
         return pack(tree)
@@ -138,22 +124,6 @@ class TensorSplit:
         """Replace what belongs to a parameter that every rank holds by what the first one has."""
         copies = [tensor for p, tensor in tensors.items() if not self.is_slice(p)]
         apply_flat(copies, self.group.broadcast)
-
-    def _full(self, name: str, tensor: Tensor) -> Tensor:
-        spec = self._spec_of(name)
-        if spec is None or spec.dim >= tensor.dim():
-            return tensor
-        return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
-
-    def shard_of(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's slice of the full parameter of that name, or of its gradient."""
-        spec = self._spec_of(name)
-        if spec is None or spec.dim >= tensor.dim() or tensor.shape[spec.dim] != spec.size:
-            return tensor
-        return spec.take_shard(tensor, self.group.rank)
-
-    def _spec_of(self, name: str) -> ShardSpec | None:
-        return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])
 
     # ------------------------------------------------------------------ at the start
 

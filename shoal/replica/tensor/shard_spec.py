@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.group import Group
 
@@ -112,3 +112,43 @@ class ShardSpec:
         group.all_gather(gathered, padded).wait()
         rows = gathered.view(group.size, longest)
         return self.concatenate([r[: s.numel()].view(s) for r, s in zip(rows, shapes, strict=True)])
+
+
+class SlicedTensors:
+    """Tensors by name, of which every rank of a group has a slice where `specs` has the name.
+
+    A name is that of a parameter, or that and "/" and the name of an optimizer state.
+    """
+
+    group: Group
+    device: torch.device
+    specs: dict[str, ShardSpec]
+    _slices: set[nn.Parameter]
+
+    def is_slice(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks have another part of it, or all of it."""
+        return parameter in self._slices
+
+    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors from slices; all ranks call it."""
+        return {name: self._full(name, tensor) for name, tensor in tensors.items()}
+
+    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's slices of full tensors; what has another shape is left as it is."""
+        return {name: self.shard_of(name, tensor) for name, tensor in tensors.items()}
+
+    def shard_of(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's slice of the full parameter of that name, or of its gradient."""
+        spec = self._spec_of(name)
+        if spec is None or spec.dim >= tensor.dim() or tensor.shape[spec.dim] != spec.size:
+            return tensor
+        return spec.take_shard(tensor, self.group.rank)
+
+    def _full(self, name: str, tensor: Tensor) -> Tensor:
+        spec = self._spec_of(name)
+        if spec is None or spec.dim >= tensor.dim():
+            return tensor
+        return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
+
+    def _spec_of(self, name: str) -> ShardSpec | None:
+        return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])

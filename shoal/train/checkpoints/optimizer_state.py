@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CheckpointError
+from shoal.replica.deferred_init import is_placeholder
 from shoal.replica.split.state_dicts import state_of
 from shoal.runtime.checkpoint_folders import damaged
 from shoal.server.model.expected_state import Form, Forms, expected_state, misfit
@@ -68,7 +69,7 @@ def copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy what `fit_model` returned into the model."""
     with torch.no_grad():
         for name, tensor in state_of(model).items():
-            if isinstance(tensor, Tensor) and not _is_elsewhere(tensor):
+            if isinstance(tensor, Tensor) and not is_placeholder(tensor):
                 tensor.copy_(tensors[name])
 
 
@@ -82,11 +83,6 @@ def _check_tensor(name: str, saved: Tensor, tensor: Tensor, where: Path) -> None
 
 def _another_model(where: Path, sentence: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint at {where} is of another model: {sentence}")
-
-
-def _is_elsewhere(tensor: Tensor) -> bool:
-    """Whether another rank holds it: here it has a shape and no memory."""
-    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
 def on_cpu(tensor: Tensor) -> Tensor:

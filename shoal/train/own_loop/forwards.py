@@ -118,7 +118,8 @@ class LoopForwards:
 
         parts = self._parts_of(shard.model)
         device = next(shard.model.parameters()).device.type
-        dtype = _dtype_of(shard.model) if torch.is_autocast_enabled(device) else None
+        dtypes = (p.dtype for p in shard.model.parameters() if p.is_floating_point())
+        dtype = next(dtypes, None) if torch.is_autocast_enabled(device) else None
         given = (_input_of(args, dtype), _input_of(kwargs, dtype))
         with_gradients = all(type(part.flat) is FlatParams for part in parts)
         with ExitStack() as stack:
@@ -127,10 +128,6 @@ class LoopForwards:
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
             shard.compare(ModuleCall(given[0], given[1], 0), with_gradients)
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _input_of(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -110,7 +110,7 @@ def set_up(
         _prepared(
             model,
             term,
-            _with_tp(context(), tp),
+            replace(context(), strategy=replace(context().strategy, tp=tp)),
             is_copy=any(have_experts) and not has_experts,
         )
         for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
@@ -167,10 +167,6 @@ def _has_experts(model: nn.Module, ep: Ep | None) -> bool:
     from shoal.replica.expert.mixtures import mixtures_of
 
     return bool(mixtures_of(model, ep.experts))
-
-
-def _with_tp(context: StepContext, tp: Tp | None) -> StepContext:
-    return replace(context, strategy=replace(context.strategy, tp=tp))
 
 
 def _prepared(

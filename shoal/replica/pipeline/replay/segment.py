@@ -79,7 +79,8 @@ class Replay:
         """What the forward returns, or None where it is left for a later stage."""
         self._device = device
         self._generators = default_generators(device)
-        with replaced_forwards(self._replacements()), self.lineage:
+        replacements = {module: self._replacement(module) for module in self._number_of}
+        with replaced_forwards(replacements), self.lineage:
             try:
                 outputs = forward()
             except LeftForward:
@@ -87,9 +88,6 @@ class Replay:
         # the loss may use what the model itself has kept
         self._read(self.lineage.marks_of((outputs, kept_by(self._plan.around))))
         return outputs
-
-    def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:
-        return {module: self._replacement(module) for module in self._number_of}
 
     def _replacement(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward

@@ -24,27 +24,12 @@ from shoal.runtime.decoders import parse_module
 _METADATA = {"dtype", "device", "shape", "size", "data"}
 
 
-def names_in_order(module: nn.Module) -> list[str]:
-    """The attributes of self in the order in which `forward` calls or reads them."""
-    return list(dict.fromkeys(_read(module).names))
-
-
 def calls_in_order(module: nn.Module) -> list[str]:
     """The attributes of self that `forward` calls, once for every place where it does.
 
     Of two branches only one counts, and none that leaves the forward.
     """
     return _read(module).calls
-
-
-def open_weights(module: nn.Module) -> set[str]:
-    """The children whose `weight` or `bias` the forward itself computes with."""
-    return _read(module).weights
-
-
-def calls_input_embeddings(module: nn.Module) -> bool:
-    """Whether it calls Hugging Face's get_input_embeddings, wherever that module is."""
-    return "get_input_embeddings" in _read(module).names
 
 
 def _read(module: nn.Module) -> _Reader:
@@ -185,23 +170,20 @@ def find_units(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> l
 
 
 def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]:
-    weights = open_weights(module)
+    read = _read(module)
     units: list[SplitUnit] = []
     for key, child in ordered_children(module):
         child_name = full_name(name, key)
-        if child_name in opened and _has_units(child):
+        # a norm with an activation in it is one unit
+        has_units = any(True for inner in child.children() for _ in inner.parameters())
+        if child_name in opened and has_units:
             units += _units_in(child, child_name, opened)
-        elif any(True for _ in child.parameters()) and key not in weights:
+        elif any(True for _ in child.parameters()) and key not in read.weights:
             units.append(SplitUnit(child_name, child))
-    if calls_input_embeddings(module):
+    if "get_input_embeddings" in read.names:  # of Hugging Face, wherever that module is
         embedding = module.get_input_embeddings()  # type: ignore[operator]
         units.sort(key=lambda unit: unit.module is not embedding)
     return _with_repeated(module, name, units)
-
-
-def _has_units(module: nn.Module) -> bool:
-    """Whether children have parameters; a norm with an activation in it is one unit."""
-    return any(True for child in module.children() for _ in child.parameters())
 
 
 def _with_repeated(module: nn.Module, name: str, units: list[SplitUnit]) -> list[SplitUnit]:
@@ -226,6 +208,6 @@ def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return children
     places = {key: place for place, (key, _) in enumerate(children)}
-    named = [name for name in names_in_order(module) if name in places]
+    named = [name for name in dict.fromkeys(_read(module).names) if name in places]
     places |= dict(zip(named, sorted(places[name] for name in named), strict=True))
     return sorted(children, key=lambda item: places[item[0]])
