@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
-from shoal.replica.fsdp.unit_gather import Run, UnitGather, in_backward
-
-if TYPE_CHECKING:
-    from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.replica.fsdp.unit_gather import Run, ShardHolder, UnitGather, in_backward
 
 _METADATA = {  # what a function may ask of a parameter without using its values
     getattr(torch.Tensor, name).__get__
@@ -47,10 +44,16 @@ class SavedPosition(NamedTuple):
     offset: int  # from the start of the run
 
 
+class HookedParams(ShardHolder, Protocol):
+    dtype: torch.dtype
+    is_full: bool
+    on_saved: Callable[[Tensor], Tensor]
+
+
 class UnitHooks:
     """Calls `gather` and `reshard` while the model computes."""
 
-    def __init__(self, flat: ShardedParams, gather: UnitGather):
+    def __init__(self, flat: HookedParams, gather: UnitGather):
         self._flat = flat
         self._gather = gather
         self._depth = 0  # of forwards that are running

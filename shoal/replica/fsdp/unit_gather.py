@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.comm.group import Group
+from shoal.replica.flat.layout import ParamRange
+from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.wrapping import WrappedModule
 from shoal.transport.transport import Work
-
-if TYPE_CHECKING:
-    from shoal.replica.fsdp.sharded_params import ShardedParams
 
 
 @dataclass
@@ -50,10 +50,32 @@ class Unit:
     missing_grads: int = 0
 
 
+class ShardHolder(Protocol):
+    """What gathering needs to know of the parameters and this rank's shard."""
+
+    group: Group
+    params: list[nn.Parameter]
+    ranges: list[ParamRange]
+    owners: list[int]
+    held: HeldShards
+    shard_data: Tensor
+    splits_backward: bool
+
+    def round_up(self, elements: int) -> int: ...
+
+    def view(self, i: int, memory: Tensor, start: int) -> Tensor: ...
+
+    def is_held(self, i: int) -> bool: ...
+
+    def shard_view(self, where: slice) -> Tensor: ...
+
+    def reshard_param(self, i: int) -> None: ...
+
+
 class UnitGather:
     """The units of a model. Every rank gathers the same units in the same order."""
 
-    def __init__(self, flat: ShardedParams, wrapped: Sequence[WrappedModule]):
+    def __init__(self, flat: ShardHolder, wrapped: Sequence[WrappedModule]):
         self._flat = flat
         self.units: list[Unit] = []
         self.unit_of = [0] * len(flat.params)

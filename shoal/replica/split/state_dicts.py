@@ -5,20 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from shoal.errors import BadInput
-
-if TYPE_CHECKING:
-    from shoal.replica.fsdp.sharded_params import ShardedParams
 
 PLAIN = (
     "job.save, called on all workers, saves the whole model; docs/training.md (Checkpoints) shows "
     "how to read it as a plain state_dict"
 )
 _ours = threading.local()
+
+
+class Released(Protocol):
+    """Parameters of which other workers own some."""
+
+    named: list[tuple[str, nn.Parameter]]
+
+    def is_released(self, i: int) -> bool: ...
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -30,7 +35,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         _ours.reads = False
 
 
-def refuse_released(model: nn.Module, flat: ShardedParams) -> None:
+def refuse_released(model: nn.Module, flat: Released) -> None:
     """Have `state_dict()` raise while it would return a placeholder."""
     index_of = {id(p): i for i, (_, p) in enumerate(flat.named)}
 

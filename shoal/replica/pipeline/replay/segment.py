@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ShoalError
+from shoal.errors import BadInput, ShoalError
 from shoal.replica.microbatch import default_generators
 from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.replay.lineage import (
@@ -34,13 +34,23 @@ from shoal.replica.pipeline.replay.lineage import (
     unknown_values,
     unpack_result,
 )
-
-if TYPE_CHECKING:
-    from shoal.replica.pipeline.replay.module_split import ModuleSplit
+from shoal.replica.pipeline.replay.units import SplitUnit
 
 
 class LeftForward(BaseException):
     """A forward was left where a later stage begins."""
+
+
+class Plan(Protocol):
+    """What a replay has to know of the split."""
+
+    model: nn.Module
+    units: list[SplitUnit]
+    around: list[nn.Module]  # the modules around units
+
+    def stages_of(self, module: nn.Module) -> set[int]: ...
+
+    def refused(self, what: str) -> BadInput: ...
 
 
 class Replay:
@@ -50,11 +60,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        plan: ModuleSplit,
-        virtual: int,
-        received: Sequence[CallRecord],
-        learned: Learned | None,
+        self, plan: Plan, virtual: int, received: Sequence[CallRecord], learned: Learned | None
     ):
         self._plan = plan
         self._virtual = virtual
@@ -79,8 +85,7 @@ class Replay:
         """What the forward returns, or None where it is left for a later stage."""
         self._device = device
         self._generators = default_generators(device)
-        replacements = {module: self._replacement(module) for module in self._number_of}
-        with replaced_forwards(replacements), self.lineage:
+        with replaced_forwards(self._replacements()), self.lineage:
             try:
                 outputs = forward()
             except LeftForward:
@@ -88,6 +93,9 @@ class Replay:
         # the loss may use what the model itself has kept
         self._read(self.lineage.marks_of((outputs, kept_by(self._plan.around))))
         return outputs
+
+    def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:
+        return {module: self._replacement(module) for module in self._number_of}
 
     def _replacement(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
