@@ -147,7 +147,7 @@ class Connection:
             try:
                 if self._deadline_s is not None:
                     self._limit_wait(self._deadline_s)
-                if self._ahead is not None and self._ahead.suits(size - done):
+                if self._ahead is not None and (size - done < self._ahead._buffer.nbytes):
                     count = self._ahead.receive(self._receive, view[done:])
                 else:
                     count = self._receive(view[done:] if done else view)
@@ -259,9 +259,6 @@ class _ReadAhead:
     def __init__(self, num_bytes: int) -> None:
         self._buffer = memoryview(bytearray(num_bytes))
         self._left = self._buffer[:0]
-
-    def suits(self, size: int) -> bool:
-        return size < self._buffer.nbytes
 
     def has(self, count: int) -> bool:
         return self._left.nbytes >= count

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from contextlib import suppress
+from typing import Self
 
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
@@ -38,6 +39,15 @@ class ConnectionService:
             threading.Thread(target=self._accept, args=(each,), name="shoal-accept", daemon=True)
             for each in self.listeners
         ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
     def serve(self, connection: Connection, hello: Hello, header: Header, number: int) -> None:
         """Serve a connection that has proven the secret, to its end."""

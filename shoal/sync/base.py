@@ -118,6 +118,8 @@ class Sync(Elastic, Returning, Served):
     The defaults are those of replicas that hold the same weights and own their optimizers.
     """
 
+    flat: FlatParams
+    update: OptimizerStep
     every_microbatch: bool = False  # report buckets after each micro-batch, not only the last
     synchronous: bool = True  # False: no step waits for all replicas
     gradient_scale: float = 1.0
@@ -146,11 +148,11 @@ class Sync(Elastic, Returning, Served):
         return None
 
     def finish(self) -> None:
-        """The update is done when this returns; the replica is ready for the next step.
-
-        It is `collect`, the update, and `spread`, which a loop of the user's own calls apart.
-        """
-        raise NotImplementedError
+        """The replica is ready for the next step; a loop of the user's own calls its parts."""
+        self.collect()
+        self.update.apply()
+        self.flat.zero_grad()
+        self.spread()
 
     def collect(self) -> None:
         """All buckets were reported: `p.grad` is the reduced gradient when this returns.
@@ -359,3 +361,8 @@ def plan_for(term: SyncTerm) -> SyncPlan[Any]:
     """What `term` means at run time; its module, `sync_module`, is imported when it is used."""
     importlib.import_module(term.sync_module)
     return _PLANS[type(term)](term)
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a checkpoint whose names begin with this, without it."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

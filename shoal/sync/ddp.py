@@ -59,11 +59,6 @@ class DdpSync(Sync):
             return
         self._under_way += map(self._exchange, tensors)
 
-    def finish(self) -> None:
-        self.collect()
-        self.update.apply()
-        self.flat.zero_grad()
-
     def collect(self) -> None:
         self._wait()
         self.flat.grads.publish()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.replica.flat.layout import FlatLayout
 from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES
-from shoal.sync.base import Replica, Sync
+from shoal.sync.base import Replica, Sync, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
@@ -48,11 +48,6 @@ class CompressedReduce(Sync):
         if bucket.start == 0:
             self._header = self.group.all_reduce(self.flat.grads.header)
 
-    def finish(self) -> None:
-        self.collect()
-        self.update.apply()
-        self.flat.zero_grad()
-
     def collect(self) -> None:
         from shoal.sync.residuals import synchronize_copies
 
@@ -75,10 +70,10 @@ class CompressedReduce(Sync):
         return {f"gradients/{name}": tensor for name, tensor in saved.items()}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
-        self.sums.check_state(_of_gradients(tensors))
+        self.sums.check_state(under("gradients/", tensors))
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        self.sums.load_state(_of_gradients(tensors))
+        self.sums.load_state(under("gradients/", tensors))
         self.sums.clear_unused()
 
     def report(self) -> dict[str, Any]:
@@ -86,11 +81,6 @@ class CompressedReduce(Sync):
 
     def summary(self) -> list[str]:
         return self.traffic.summary()
-
-
-def _of_gradients(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "gradients/"
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def ddp_buckets(layout: FlatLayout, bucket_bytes: int) -> list[slice]:

@@ -154,11 +154,6 @@ class MixGradients(Mixer):
 
     mixes_gradients = True
 
-    def finish(self) -> None:
-        self.collect()
-        self.update.apply()
-        self.flat.zero_grad()
-
     def collect(self) -> None:
         peers = f"average gradients with {self.group.size - 1} others"
         with self.update.tracer.span(WAIT, peers):
@@ -189,11 +184,6 @@ class MixWeights(Mixer):
 
     mixes_gradients = False
     collects = False
-
-    def finish(self) -> None:
-        self.update.apply()
-        self.flat.zero_grad()
-        self.spread()
 
     def spread(self) -> None:
         with self.update.tracer.span(WAIT, f"average weights with neighbours, {self.mixing.name}"):

@@ -64,11 +64,6 @@ class AsyncGossip(InRankMemory):
     def begin(self) -> None:
         self.ranks.job_steps[self.rank] = self.update.steps
 
-    def finish(self) -> None:
-        self.update.apply()
-        self.flat.zero_grad()
-        self.spread()
-
     def spread(self) -> None:
         data = self.flat.data
         has_room = self.flat.header_fits

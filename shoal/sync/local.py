@@ -18,10 +18,6 @@ class LocalSync(Sync):
         self.flat = replica.flat
         self.update = replica.update
 
-    def finish(self) -> None:
-        self.update.apply()
-        self.flat.zero_grad()
-
 
 @runs(Single)
 class SinglePlan(SyncPlan[Single]):

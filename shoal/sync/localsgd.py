@@ -22,7 +22,7 @@ from shoal.errors import CheckpointError
 from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms.localsgd import Localsgd
-from shoal.sync.base import Replica, Sync, SyncPlan, runs
+from shoal.sync.base import Replica, Sync, SyncPlan, runs, under
 from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import mean_state
@@ -69,7 +69,7 @@ class Outer:
 
     def check_state(self, saved: dict[str, Tensor]) -> None:
         """Refuse what `load_state` could not take: all of the optimizer's tensors, or none."""
-        state = self._own(saved)
+        state = under(f"{self.name}/", saved)
         if "rounds" in state:
             check_number(state.pop("rounds"))
         expected = (expected_state(self.optimizer) or {}).get(self.weights, {})
@@ -84,16 +84,12 @@ class Outer:
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
         """Load what the same optimizer has saved; ignore what another one has."""
-        state = self._own(saved)
+        state = under(f"{self.name}/", saved)
         if "rounds" in state:
             self.rounds = int(state.pop("rounds"))
         for key, tensor in state.items():
             device = self.weights.device if tensor.dim() else "cpu"
             self.optimizer.state[self.weights][key] = tensor.to(device, copy=True)
-
-    def _own(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-        prefix = f"{self.name}/"
-        return {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
 
 
 def outer_state_bytes(text: str, buffer_bytes: int) -> int:
@@ -158,14 +154,6 @@ class LocalSgdSync(Sync):
 
     def begin(self) -> None:
         self._loss = None
-
-    def reduce(self, bucket: slice) -> None:
-        return None
-
-    def finish(self) -> None:
-        self.update.apply()
-        self.flat.zero_grad()
-        self.spread()
 
     def spread(self) -> None:
         self.traffic.steps += 1
@@ -262,7 +250,7 @@ class LocalSgdSync(Sync):
         return {f"weights/{name}": tensor for name, tensor in saved.items()}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
-        saved = _of_weights(tensors)
+        saved = under("weights/", tensors)
         if "agreed" in saved:
             check_size(saved["agreed"], self.agreed)
         if "since" in saved:
@@ -273,7 +261,7 @@ class LocalSgdSync(Sync):
             self.sums.check_state(saved)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        saved = _of_weights(tensors)
+        saved = under("weights/", tensors)
         if "agreed" in saved:
             self.agreed.data.copy_(saved["agreed"])
             self.since = int(saved["since"].sum()) if "since" in saved else self.every
@@ -288,11 +276,6 @@ class LocalSgdSync(Sync):
 
     def summary(self) -> list[str]:
         return self.traffic.summary()
-
-
-def _of_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    prefix = "weights/"
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def _put(flat: Tensor, into: Sequence[Tensor]) -> None:

@@ -150,7 +150,6 @@ class OptimizerStep:
         lr: LearningRate | None = None,
         scheduler: SchedulerFactory | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        tracer: Tracer = OFF,
     ):
         self.named = named
         self.params = [p for _, p in named]
@@ -160,7 +159,7 @@ class OptimizerStep:
         self.grad_norm = grad_norm or GradNorm()
         self.lr = lr
         self.scaler = scaler
-        self.tracer = tracer
+        self.tracer: Tracer = OFF
         self.steps = 0
         self._ratios = ratios(self.optimizer)
         self._scheduler = scheduler

@@ -141,4 +141,4 @@ class Training(threading.Thread):
 def open_client(attacked: Attacked, address: str, model: int) -> Client:
     served = ServedOptions(Rule(1), optimizer=NamedOptimizer("SGD", {"lr": LR}))
     specs = specs_of(flat_of(), [address], served)
-    return Client(0, model, [address], SECRET, specs, tls=attacked.tls)
+    return Client(0, model, [address], SECRET, specs, RunConfig(tls=attacked.tls))

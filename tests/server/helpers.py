@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.protocol.endpoint import PLAIN
 from shoal.replica.flat.params import FlatParams
-from shoal.runtime.config import TlsConfig
+from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.secret import new_secret
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
@@ -69,7 +69,7 @@ def client_at(
     served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
     first = addresses[0] if isinstance(addresses[0], str) else addresses[0][0]
     specs = specs_of(flat_of(), [first] * len(addresses), served)
-    return Client(rank, MODEL, addresses, secret, specs, tls=tls, generation=generation)
+    return Client(rank, MODEL, addresses, secret, specs, RunConfig(generation=generation, tls=tls))
 
 
 def fill(client: Client, value: float) -> tuple[Commit, Tensor]:

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError
 from shoal.protocol.endpoint import Listener, connect
-from shoal.runtime.config import TlsConfig
+from shoal.runtime.config import RunConfig, TlsConfig
+from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
@@ -232,9 +234,11 @@ def test_a_listener_beyond_loopback_asks_for_tls_or_a_word() -> None:
         connect("tcp:nowhere")
 
 
-def test_a_worker_whose_server_has_ended_with_the_run_does_not_wait_for_it() -> None:
+def test_a_worker_whose_server_has_ended_with_the_run_does_not_wait_for_it(tmp_path: Path) -> None:
     with servers() as found:
         pass
     specs = specs_of(flat_of(), [found[0].address], ServedOptions(ASYNC))
+    config = RunConfig(generation=1, run_dir=RunDir(tmp_path))
+    (tmp_path / "finished-0").touch()
     with pytest.raises(RunOver, match="worker 1 came after the others had finished"):
-        Client(1, MODEL, [found[0].address], SECRET, specs, is_over=lambda: True)
+        Client(1, MODEL, [found[0].address], SECRET, specs, config)

@@ -122,5 +122,7 @@ def test_a_factory_may_be_any_function(factory: Callable[..., Any]) -> None:
 
 def test_the_update_leaves_a_span() -> None:
     tracer = Recorder(0, 0)
-    OptimizerStep(named(0.0), SGD, tracer=tracer).apply()
+    update = OptimizerStep(named(0.0), SGD)
+    update.tracer = tracer
+    update.apply()
     assert [span.kind for span in tracer.spans] == ["update"]

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,17 +18,16 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RunOver
-from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.frames import FrameKind, Header, decode, encode
 from shoal.protocol.hello import new_incarnation
-from shoal.runtime.config import TlsConfig
+from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import OFF, Tracer
 from shoal.server import shared_memory as shared
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.device_exchange import DeviceExchange, share_device
 from shoal.server.client.link import PostedRequest, ServerLink
 from shoal.server.client.request import Reply, Request
-from shoal.server.client.route import Dialer, DirectRoute, IsOver, Route, never
+from shoal.server.client.route import Dialer, DirectRoute, Route
 from shoal.server.messages import (
     Ack,
     BarrierRequest,
@@ -94,15 +94,10 @@ class Client:
         addresses: Sequence[str | Sequence[str]],
         secret: bytes,
         specs: Sequence[ModelSpec],
+        config: RunConfig | None = None,
         tracer: Tracer = OFF,
-        tls: TlsConfig = PLAIN,
-        generation: int = 0,
-        is_over: IsOver = never,
     ):
-        """`generation` is how often the process of this worker was started again.
-
-        `is_over` tells whether a server that is not there has ended with the run.
-        """
+        config = config or RunConfig()
         first = specs[0]
         self.rank = rank
         self.model = model
@@ -122,13 +117,13 @@ class Client:
         self.comes_back = False  # the servers had lost this worker: it has to enter
         self._settling: list[PostedRequest] = []
         self._descriptor: int | None = None
-        header = Header(FrameKind.HELLO, rank, model, new_incarnation(generation))
+        header = Header(FrameKind.HELLO, rank, model, new_incarnation(config.generation))
         try:
             for index, address in enumerate(addresses):
                 whom = _in_words(index, address)
-                dialer = Dialer(index, whom, secret, header, first.split.rank, tls)
+                dialer = Dialer(index, whom, secret, header, first.split.rank, config.tls)
                 route: Route = (
-                    DirectRoute(dialer, address, is_over)
+                    DirectRoute(dialer, address, partial(_is_too_late, config))
                     if isinstance(address, str)
                     else ChainRoute(dialer, address)
                 )
@@ -140,7 +135,9 @@ class Client:
             self.close()
             raise
         finally:
-            self._close_descriptor()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
 
     @property
     def shared_memory(self) -> str | None:
@@ -362,11 +359,6 @@ class Client:
             self.out = torch.zeros(self._sums_per_push, self.size, dtype=self.dtype)
             self.inbox = torch.zeros(self.size, dtype=self.dtype)
 
-    def _close_descriptor(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
     def _join(self, link: ServerLink, spec: ModelSpec) -> None:
         set_up = link.join(encode(spec), self._descriptor)
         if set_up.is_over:
@@ -383,6 +375,12 @@ class Client:
             argument=commit.step,
         )
         return link.post("push", request)
+
+
+def _is_too_late(config: RunConfig) -> bool:
+    """Whether this worker was started again too late: a server may end with the worker it is in."""
+    run_dir = config.run_dir
+    return config.generation > 0 and run_dir is not None and bool(run_dir.finished_ranks())
 
 
 def _in_words(index: int, address: str | Sequence[str]) -> str:

@@ -32,7 +32,7 @@ _NO_REPLY = Reply(b"", bytearray())
 class PostedRequest(QueuedWork):
     """A request that is carried out, in the background or by the one who waits for it."""
 
-    __slots__ = ("_channel", "_failure", "_link", "_reply", "_request")
+    __slots__ = ("_channel", "_failure", "_link", "_request", "reply")
 
     def __init__(self, queue: WorkQueue, link: ServerLink, channel: Channel, request: Request):
         super().__init__(queue)
@@ -81,7 +81,7 @@ class PostedRequest(QueuedWork):
                             header, each.meta, *each.payload, descriptor=each.descriptor
                         )
                     is_sent = True
-                    self._reply = link.receive(connection, request)
+                    self.reply = link.receive(connection, request)
                 break
             except Closed as error:
                 broken = link.why_broken(channel, request.kind, error, is_sent)
@@ -102,12 +102,7 @@ class PostedRequest(QueuedWork):
     def result(self) -> Reply:
         """Wait for the answer."""
         self.wait()
-        return self._reply
-
-    def result_now(self) -> Reply:
-        """Carry it out in this thread, beside the queue."""
-        self.run()
-        return self._reply
+        return self.reply
 
 
 class ServerLink:
@@ -208,7 +203,9 @@ class ServerLink:
 
     def call(self, channel: Channel, request: Request) -> Reply:
         """Carry out a request now, in this thread."""
-        return PostedRequest(self._queues[channel], self, channel, request).result_now()
+        posted = PostedRequest(self._queues[channel], self, channel, request)
+        posted.run()
+        return posted.reply
 
     def close(self) -> None:
         connections = self.route.connections

@@ -24,11 +24,6 @@ from shoal.server.messages import SetUp
 
 START_TIMEOUT_S = 120.0  # a server process may still be starting, on a busy host
 RETRY_S = 0.02
-IsOver = Callable[[], bool]
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass
@@ -139,7 +134,7 @@ class DirectRoute:
     copies = 1
     epoch = 0
 
-    def __init__(self, dialer: Dialer, address: str, is_over: IsOver = never):
+    def __init__(self, dialer: Dialer, address: str, is_over: Callable[[], bool]):
         """`is_over` tells whether a server that is not there has ended, and will not start."""
         self.address = address
         self.is_unix = address.startswith("unix:")

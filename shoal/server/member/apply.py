@@ -15,7 +15,6 @@ from shoal.protocol.frames import Refused
 from shoal.server.member import operations as ops
 from shoal.server.member.operations import EMPTY, Operation, Payload
 from shoal.server.messages import Ack, Entered
-from shoal.server.model.served_model import ServedModel
 from shoal.server.process.model_host import ModelHost
 
 
@@ -32,7 +31,7 @@ def _join(host: ModelHost, operation: ops.Joined, _: Payload) -> None:
 
 
 def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
-    model = _model(host, operation.model)
+    model = host.model(operation.model)
     worker = operation.worker
     member = model.membership.members.get(worker)
     if member is None or member.incarnation != operation.incarnation:
@@ -48,39 +47,39 @@ def _push(host: ModelHost, operation: ops.Pushed, payload: Payload) -> Ack:
 
 
 def _enter(host: ModelHost, operation: ops.Returned, _: Payload) -> Entered:
-    return _model(host, operation.model).enter(operation.worker)
+    return host.model(operation.model).enter(operation.worker)
 
 
 def _decide(host: ModelHost, operation: ops.Decided, _: Payload) -> None:
-    _model(host, operation.model).replay(operation.entry)
+    host.model(operation.model).replay(operation.entry)
 
 
 def _close_step(host: ModelHost, operation: ops.StepClosed, _: Payload) -> None:
-    model = _model(host, operation.model)
+    model = host.model(operation.model)
     with model.lock:
         model.log.close_step(operation.step)
         model.lock.notify_all()
 
 
 def _reach(host: ModelHost, operation: ops.BarrierReached, _: Payload) -> None:
-    _model(host, operation.model).membership.reach(
+    host.model(operation.model).membership.reach(
         operation.worker, operation.number, operation.generations
     )
 
 
 def _leave(host: ModelHost, operation: ops.Left, _: Payload) -> int:
-    membership = _model(host, operation.model).membership
+    membership = host.model(operation.model).membership
     if not membership.has_left(operation.worker):
         membership.leave(operation.worker)
     return membership.lowest_survivor
 
 
 def _lose(host: ModelHost, operation: ops.Lost, _: Payload) -> None:
-    _model(host, operation.model).membership.record_loss(operation.worker, operation.reason)
+    host.model(operation.model).membership.record_loss(operation.worker, operation.reason)
 
 
 def _set_state(host: ModelHost, operation: ops.StateSet, payload: Payload) -> None:
-    model = _model(host, operation.model)
+    model = host.model(operation.model)
     try:
         model.restore(operation.state, payload.data)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
@@ -88,11 +87,11 @@ def _set_state(host: ModelHost, operation: ops.StateSet, payload: Payload) -> No
 
 
 def _make_table(host: ModelHost, operation: ops.TableMade, _: Payload) -> None:
-    _model(host, operation.model).tables.make(operation.spec)
+    host.model(operation.model).tables.make(operation.spec)
 
 
 def _set_rows(host: ModelHost, operation: ops.RowsSet, payload: Payload) -> None:
-    model = _model(host, operation.model)
+    model = host.model(operation.model)
     chunk = operation.chunk
     with model.lock:
         table = model.tables.table(chunk.table)
@@ -104,20 +103,13 @@ def _set_rows(host: ModelHost, operation: ops.RowsSet, payload: Payload) -> None
 
 
 def _save_residual(host: ModelHost, operation: ops.ResidualSaved, payload: Payload) -> None:
-    model = _model(host, operation.model)
+    model = host.model(operation.model)
     with model.lock:
         model.membership.members[operation.worker].residual = payload.data
 
 
 def _resume(host: ModelHost, operation: ops.Resumed, _: Payload) -> None:
-    _model(host, operation.model).resume(operation.worker, operation.sequence, operation.step)
-
-
-def _model(host: ModelHost, number: int) -> ServedModel:
-    model = host.models.get(number)
-    if model is None:
-        raise Refused(f"there is no model {number} here")
-    return model
+    host.model(operation.model).resume(operation.worker, operation.sequence, operation.step)
 
 
 _APPLIED_BY: dict[type, Callable[..., Any]] = {

@@ -15,7 +15,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from shoal.protocol.frames import Refused
 from shoal.server.consistency import ImpossiblePush
@@ -90,15 +89,6 @@ MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the los
 FIRST_EPOCH = 1
 
 
-class FollowerSet(Protocol):
-    """The other servers, as the leader sees them."""
-
-    def wait_connected(self) -> None: ...
-    def publish(self, entry: LogEntry) -> None: ...
-    def request_norms(self, divisor: float) -> None: ...
-    def receive_norms(self) -> list[float]: ...
-
-
 class NoFollowers:
     """The leader of a model with one server."""
 
@@ -128,7 +118,7 @@ class Log:
         self.may_lose = False  # what was acknowledged: eventual consistency
         self._defers_norms = defers_norms
         self.epoch = FIRST_EPOCH
-        self.followers: FollowerSet = NoFollowers()
+        self.followers = NoFollowers()
         self.on_save: Callable[[int], None] = lambda number: None
         self._state = state
         self._clipping = clipping

@@ -26,6 +26,7 @@ from shoal.server.messages import (
 )
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.server.process.model_host import check_spec
 from shoal.server.process.peer import Peer, handles
 from shoal.server.shared_memory import WorkerSegment, attach
 
@@ -50,7 +51,7 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
             peer.reply(encode(SetUp(is_over=True)))
             return
         spec = decode(meta, ModelSpec)
-        peer.host.check(spec)
+        check_spec(spec, peer.host.max_bytes)
         segment = None if descriptor is None else _segment(descriptor, spec)
         peer.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
         model = peer.host.models[peer.model_id]

@@ -26,6 +26,7 @@ from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.place import Elsewhere
 from shoal.server.messages import ErrorReply, Follow, LogEntry, Norms, NormsRequest, WorkerLeft
+from shoal.server.model.log import NoFollowers
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 
@@ -36,7 +37,7 @@ _MAX_ENTRY_BYTES = 8192
 _POLL_S = 1.0
 
 
-class Followers:
+class Followers(NoFollowers):
     """The leader's side: connections of the other servers, under the model's lock."""
 
     def __init__(self, model: ServedModel):

@@ -133,9 +133,11 @@ class ModelHost:
         found = [follower.connection for follower in self._following]
         return [connection for connection in found if connection is not None]
 
-    def check(self, spec: ModelSpec) -> None:
-        """Refuse a model that this server cannot hold."""
-        check_spec(spec, self.max_bytes)
+    def model(self, number: int) -> ServedModel:
+        model = self.models.get(number)
+        if model is None:
+            raise Refused(f"this server does not hold model {number}")
+        return model
 
     def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
         """The model; it is made when its first worker joins. Called by every connection."""

@@ -71,12 +71,6 @@ class Server(ConnectionService):
         if self.chain is not None:
             self.chain.start()
 
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def models(self) -> dict[int, ServedModel]:
         return self.host.models

@@ -13,17 +13,8 @@ from shoal.server.model.membership import ModelFailure
 from shoal.server.process import control_requests, push_requests, rows_requests
 from shoal.server.process.peer import HANDLERS, Peer, Registered
 
-# importing them fills the table
-HANDLER_MODULES = (
-    control_requests,
-    push_requests,
-    control_requests,
-    control_requests,
-    rows_requests,
-    push_requests,
-    push_requests,
-    rows_requests,
-)
+HANDLER_MODULES = (control_requests, push_requests, rows_requests)  # they fill the table
+
 _MAX_SHORT_META_BYTES = 64 << 10
 _PULL_BYTES = 64 << 10  # a request for 4,000 rows is read at once
 _UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
@@ -100,16 +91,16 @@ class Session:
 
     def _is_present(self, header: Header) -> bool:
         """Whether a replicated server may serve this frame; else it says where to send it."""
-        control_requests = self.peer.host.chain
-        if control_requests is None:
+        chain = self.peer.host.chain
+        if chain is None:
             return True
         try:
             if self.peer.channel != "follow":
-                control_requests.check_epoch(header.epoch)
+                chain.check_epoch(header.epoch)
             if self._moved is not None:
                 raise self._moved
             if header.kind not in _OF_ANY_MEMBER:
-                control_requests.check_head()
+                chain.check_head()
         except Elsewhere as elsewhere:
             self.peer.connection.skip(header.payload_bytes)
             self._move(elsewhere, header)

@@ -9,7 +9,6 @@ from functools import partial
 
 from shoal.errors import BadInput
 from shoal.replica.flat.params import FlatParams
-from shoal.runtime.config import RunConfig
 from shoal.server.client.client import Client
 from shoal.server.client.discovery import ServerSet, all_gather_text, find_or_start_servers
 from shoal.server.client.started import device_of_server
@@ -189,22 +188,14 @@ def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client
         servers.addresses,
         servers.secret,
         specs,
+        replica.config,
         replica.update.tracer,
-        replica.config.tls,
-        replica.config.generation,
-        partial(_have_others_finished, replica.config),
     )
     if shares_leader and replica.replica_group.is_leader:
         replica.replica_group.barrier()
     if served.on == "cuda" and replica.flat.device.type == "cuda" and served.compress is None:
         client.share_device(replica.flat.device)
     return client
-
-
-def _have_others_finished(config: RunConfig) -> bool:
-    """Whether this worker was started again too late: a server may end with the worker it is in."""
-    run_dir = config.run_dir
-    return config.generation > 0 and run_dir is not None and bool(run_dir.finished_ranks())
 
 
 def _shares_leader(replica: Replica, rule: Rule) -> bool:

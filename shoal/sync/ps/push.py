@@ -26,13 +26,8 @@ from shoal.server.client.request import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.base import Copies
-from shoal.sync.residuals import (
-    check_residuals,
-    is_alike,
-    take_residual,
-    unused_positions,
-)
+from shoal.sync.base import Copies, under
+from shoal.sync.residuals import check_residuals, is_alike, take_residual, unused_positions
 
 
 class GradientPush:
@@ -206,12 +201,12 @@ class CompressedPush(GradientPush):
         return {f"{PREFIX}{name}": tensor for name, tensor in saved.items()}
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
-        saved = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+        saved = under(PREFIX, tensors)
         check_residuals(saved, self.residual)
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take this worker's residual back; another number of workers divides the sum equally."""
-        saved = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+        saved = under(PREFIX, tensors)
         rank = self.client.rank
         take_residual(saved, self.residual, rank, self.client.specs[0].rule.workers)
         self.residual[self._unused] = 0.0

@@ -49,8 +49,8 @@ def build_optimizer(
         lr=functions.lr,
         scheduler=functions.scheduler,
         scaler=_grad_scaler(owned, context) if scales else None,
-        tracer=context.services.tracer,
     )
+    update.tracer = context.services.tracer
     functions.check_optimizer(update.optimizer)
     check_pieces(update, shard, context)
     return update
