@@ -33,15 +33,16 @@ demo: setup
 	$(BIN)/shoal eval runs/digits
 	$(BIN)/shoal verify digits -n 2 -s ddp --steps 20
 
-# two at a time: half of the tests wait for processes that they have started
+# one more than there are cores: tests wait for processes that they have started
+PROCESSES := $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --whole
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal --whole
 
 check-models: setup
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[models,frameworks,ray]'

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections import Counter
 from contextlib import suppress
-from typing import Self
+from typing import TypeVar
 
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
@@ -20,6 +20,7 @@ from shoal.runtime.strangers import Strangers
 
 MAX_REASONS = 64
 JOIN_S = 5.0
+Service = TypeVar("Service", bound="ConnectionService")
 
 
 class ConnectionService:
@@ -40,7 +41,7 @@ class ConnectionService:
             for each in self.listeners
         ]
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Service) -> Service:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -185,11 +185,14 @@ def test_the_end_of_the_store_is_one_sentence_with_the_reason_that_was_left(
     assert str(raised.value) == f"rank 1: {expected}"
 
 
-def test_a_refusal_that_came_before_the_others_is_heard_by_each_of_them() -> None:
+def test_a_refusal_that_came_before_the_others_is_heard_by_each_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.comm.store.authenticated._UNTIL_HEARD_S", 60.0)
     store, heard = HashStore(), list[str]()
     Refusals(store, None, 1).leave("of an earlier start")
     refusing = threading.Thread(
-        target=Refusals(store, None, 1).leave_until_heard, args=("no key", 3, 60.0)
+        target=Refusals(store, None, 1).leave_until_heard, args=("no key", 3)
     )
     refusing.start()
     before = store.get("refused")

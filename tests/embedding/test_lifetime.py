@@ -128,7 +128,7 @@ def test_a_saved_table_goes_on_at_any_number_of_shards(
     for step, ids in enumerate(history, 1):
         if step == at:
             chunks = [chunk for part in parts for chunk in part.state(chunk_rows=3)]
-            assert all(len(chunk["ids"]) <= 3 for chunk in chunks)
+            assert all(len(ids) <= 3 for chunk in chunks for ids in chunk.values())
             parts = [RowTable(table, shard, shards[1]) for shard in range(shards[1])]
             push(parts, [0, 3, 5], 1)  # what was there before does not stay
             for part in parts:
