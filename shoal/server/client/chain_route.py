@@ -105,6 +105,8 @@ class ChainRoute:
 
     def close(self) -> None:
         self._watch.close()
+        if isinstance(self.addresses, CopyAddresses):
+            self.addresses.close()
         control = self._take_control()
         self.connections.former += [] if control is None else [control]
         if self._descriptor is not None:

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.coordinator.alive import Alive, alive_key
 from shoal.coordinator.connect import open_coordinator
-from shoal.coordinator.interface import CoordinatorError
+from shoal.coordinator.interface import Coordinator, CoordinatorError
 from shoal.protocol.hello import Channel, Moved
 from shoal.runtime.config import RunConfig
 from shoal.runtime.decoders import msgpack_decoder
@@ -122,6 +122,7 @@ class CopyAddresses(Sequence[str]):
         has_coordinator = config is not None and config.coordinator is not None
         self._config = config if may_move and has_coordinator else None
         self._asking = threading.Lock()
+        self._coordinator: Coordinator | None = None  # that is asked
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -135,20 +136,23 @@ class CopyAddresses(Sequence[str]):
 
     def look_again(self) -> None:
         """One of them does not answer."""
-        if self._config is not None and self._asking.acquire(blocking=False):
-            thread = threading.Thread(target=self._ask, name="shoal-ps-addresses", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter ends
-                self._asking.release()
-
-    def _ask(self) -> None:
-        assert self._config is not None
+        if self._config is None or not self._asking.acquire(blocking=False):
+            return
         try:
-            with (
-                suppress(CoordinatorError, OSError),
-                closing(open_coordinator(self._config, "a worker")) as coordinator,
-            ):
+            asked = self._coordinator = open_coordinator(self._config, "a worker")
+            name = "shoal-ps-addresses"
+            threading.Thread(target=self._ask, args=(asked,), name=name, daemon=True).start()
+        except (CoordinatorError, OSError, RuntimeError):  # RuntimeError: the interpreter ends
+            self._asking.release()
+
+    def close(self) -> None:
+        """End a question that waits: a coordinator that was never reached has 30 s to start."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def _ask(self, coordinator: Coordinator) -> None:
+        try:
+            with suppress(CoordinatorError, OSError), closing(coordinator):
                 for copy in range(len(self._addresses)):
                     found = coordinator.get(alive_key(self._first + copy))
                     if found is not None:

@@ -14,7 +14,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -156,9 +156,20 @@ class OtherOptimizers:
 
 
 def _wraps_models() -> bool:
-    """Whether the script has torch's DDP or FSDP reduce gradients."""
+    """Whether the script has torch's DDP or FSDP reduce gradients.
+
+    A list of all objects would have tuples in it that other threads are making, which breaks them.
+    """
     wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDP")
-    return any(type(found).__name__.startswith(wrappers) for found in gc.get_objects())
+    kinds = [kind for kind in _subclasses(nn.Module) if kind.__name__.startswith(wrappers)]
+    return any(type(found) is kind for kind in kinds for found in gc.get_referrers(kind))
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    children: list[type] = kind.__subclasses__()
+    for each in children:
+        yield each
+        yield from _subclasses(each)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
