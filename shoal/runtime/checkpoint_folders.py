@@ -202,7 +202,7 @@ def _remove_others(folder: Path) -> None:
 
 
 def _has_ended(workplace: Path) -> bool:
-    """Whether nobody writes in a workplace any more; then it is removed."""
+    """Whether no save writes in a workplace any more; then it is removed."""
     try:
         descriptor = os.open(workplace / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -212,7 +212,7 @@ class OutputPump:
 
     @contextmanager
     def progress_pipe(self, on_progress: OnProgress | None) -> Iterator[int | None]:
-        """A worker's end, open while the worker is started; None where nobody looks."""
+        """A worker's end, open while the worker is started; None where progress is not shown."""
         if on_progress is None:
             yield None
             return

@@ -336,7 +336,7 @@ class ServerAgent(Agent):
         self.send(ServerExited(exit.returncode))
 
     def _run_coordinator(self) -> None:
-        """Until SIGTERM; the launcher is told what it holds, whenever it changes."""
+        """Until SIGTERM; it reports to the launcher what it holds, whenever that changes."""
         write = self._writer(0)
         config = replace(self.config, coordinator_beyond=self._remote)
         coordinator = EmbeddedCoordinator(
