@@ -49,13 +49,24 @@ def layer_of(module: str) -> int:
 
 @question
 def imports_of(path: Path, nodes: list[ast.AST]) -> set[str]:
-    """Modules of shoal that a file imports, anywhere in it, without the leading `shoal.`."""
+    """Modules of shoal that a file imports, anywhere in it, without the leading `shoal.`.
+
+    Imports for type checkers alone are left out where they stay in the top folder of the file.
+    """
+    for_types = {
+        id(inner)
+        for node in nodes
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    here = f"shoal.{module_name(path).split('.')[0]}."
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            if id(node) not in for_types or not node.module.startswith(here):
+                found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return {name.removeprefix("shoal.") for name in found} & modules()
 
 
