@@ -22,7 +22,6 @@ from shoal.launch.here.checkpoint_option import (
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.here.process_config import replication_of
-from shoal.launch.here.processes import Forks
 from shoal.launch.here.report import RunResult, run_report
 from shoal.launch.hosts.machines import Machines
 from shoal.launch.losses.lost_workers import taking_back, tolerance_of
@@ -289,7 +288,7 @@ def run_quietly(
     command: Sequence[str],
     workers: int,
     config: RunConfig,
-    forks: Forks | None = None,
+    forks: bool = False,
     on: str | None = None,
 ) -> None:
     """Run workers without showing their output; a failure is raised with its report."""

@@ -22,8 +22,7 @@ from shoal.commands.launching import (
 )
 from shoal.commands.output import show
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.here.processes import Forks
-from shoal.launch.here.python_fork import can_fork, load, modules_to_load
+from shoal.launch.here.python_fork import can_fork, load
 from shoal.runtime.config import CaptureConfig, RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
@@ -68,22 +67,10 @@ class ScriptRuns:
         self.quiet = quiet
         self.count = 0
         self._on = on
-        self._forks: Forks | None = None
-        if on is None:  # all runs in forks or none: see `first`
-            load()
-            self._forks = Forks(folder / "modules.json") if can_fork(command) else None
-
-    def first(self, name: str, config: RunConfig, **options: Any) -> CapturedRun:
-        """On one worker. What it has imported need not be imported by the others."""
-        run = self.capture(name, config, 1, **options)
-        if self._forks is None or self._forks.modules_file is None:
-            return run
-        load(modules_to_load(self._forks.modules_file))
-        if can_fork(self.command):
-            self._forks = Forks()
-            return run
-        self._forks = None  # all runs in forks or none: Python orders sets by a seed of the process
-        return self.capture(name, config, 1, **options)
+        self._forks = False
+        if on is None:  # all runs in forks or none: Python orders sets by a seed of the process
+            load(command)
+            self._forks = can_fork(command)
 
     def capture(
         self, name: str, config: RunConfig, workers: int, steps: int | None = None, **options: Any
@@ -129,7 +116,7 @@ class RunPair:
 
     def alone(self) -> CapturedRun:
         """BadInput where it gives nothing that several workers could be compared with."""
-        run = self.runs.first("alone", self.single, early=DOUBLE_STEPS)
+        run = self.runs.capture("alone", self.single, 1, early=DOUBLE_STEPS)
         if run.not_finite is not None:
             raise BadInput(NOT_FINITE.format(run.not_finite))
         if run.calls > 1:

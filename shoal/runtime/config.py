@@ -276,10 +276,6 @@ class RunConfig:
         return Path(folder) / "shoal" / "key"
 
 
-def environment_of_process() -> dict[str, str]:
-    return dict(os.environ)
-
-
 def set_default_variables(**variables: str) -> None:
     """For libraries that read the environment of this process; what the user has set stays."""
     for name, text in variables.items():

@@ -10,22 +10,21 @@ from typing import Any
 
 import pytest
 
+from shoal.launch.here.python_fork import imports_of
 from tests import forked
 
 STARTS = """
 import json, sys
-from pathlib import Path
 from shoal.errors import ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
-from shoal.launch.here.processes import Forks
 from shoal.launch.here.python_fork import can_fork, load
 from shoal.runtime.config import RunConfig
 
-load()
 command = [sys.executable, "script.py", "--lr", "1"]
+load(command)
 assert can_fork(command)
 ends = []
-for forks in (Forks(Path("modules.json")), None):
+for forks in (True, False):
     lines = []
     try:
         spec = LaunchSpec(command, 1, RunConfig.from_environment(), forks=forks)
@@ -104,23 +103,26 @@ def test_what_is_drawn_before_shoal_is_imported_is_drawn_afresh(tmp_path: Path) 
     assert not set(first[0].split()) & set(second[0].split())
 
 
-def test_installed_modules_are_noted_unless_the_environment_was_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "is_loaded"),
+    [("import own, colorsys", True), ("import os, colorsys\nos.environ['MODE'] = 'fast'", False)],
+)
+def test_installed_modules_are_loaded_unless_the_environment_is_used(
+    tmp_path: Path, script: str, is_loaded: bool
+) -> None:
     (tmp_path / "own.py").write_text("")
-    ends(tmp_path, "import own, colorsys")
-    names = json.loads((tmp_path / "modules.json").read_text())
-    assert "colorsys" in names and "own" not in names and "shoal" not in names
-    (tmp_path / "modules.json").unlink()
-    ends(tmp_path, "import os, colorsys\nos.environ['MODE'] = 'fast'")
-    assert not (tmp_path / "modules.json").exists()
+    (tmp_path / "script.py").write_text(script)
+    names = imports_of([sys.executable, str(tmp_path / "script.py")])
+    assert names == (["colorsys"] if is_loaded else [])
 
 
 REFUSES = """
 import sys, threading
 from pathlib import Path
 from shoal.launch.here.python_fork import can_fork, load
-load()
 Path("script.py").write_text("")
 command = [sys.executable, "script.py"]
+load(command)
 assert can_fork(command)
 assert not can_fork(["sh", "script.py"])
 Path("numpy.py").write_text("")

@@ -39,7 +39,7 @@ from shoal.launch.here.process_config import (
     server_config,
     worker_config,
 )
-from shoal.launch.here.processes import Forks, Processes
+from shoal.launch.here.processes import Processes
 from shoal.launch.here.report import RunResult
 from shoal.launch.here.running import RunFacts, enter_run
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
@@ -72,7 +72,7 @@ class LaunchSpec:
     server_command: Sequence[str] = SERVER_COMMAND
     tolerance: Tolerance | None = None
     threads: int | None = None
-    forks: Forks | None = None
+    forks: bool = False  # of this process, which has loaded torch
     replication: Replication = SINGLE_COPY
     logs: Path | None = None  # a folder for the output of every process
     appends_logs: bool = False  # this run continues one that was lost

@@ -9,7 +9,6 @@ while the zombie exists, the system gives the number of its process group to no 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,11 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
-from shoal.launch.here.python_fork import PythonFork, can_fork, fork
+from shoal.launch.here.python_fork import Fork, can_fork, fork_function, fork_python
 from shoal.runtime.parent_death import in_child
 
 Role = Literal["worker", "server"]
@@ -37,39 +35,7 @@ class ProcessExit(NamedTuple):
     role: Role = "worker"
 
 
-class FunctionFork:
-    """A function in a fork of an interactive session, waited for as a Popen."""
-
-    def __init__(self, body: Callable[..., None], args: tuple[Any, ...]):
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_lead_session, args=(body, args))
-        self._process.start()
-        self.pid = self._process.pid or 0
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        self._process.join(0)
-        self.returncode = self._process.exitcode
-        return self.returncode
-
-    def wait(self) -> int:
-        self._process.join()
-        self.returncode = self._process.exitcode
-        return self.returncode or 0
-
-
-def _lead_session(body: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.setsid()
-    body(*args)
-
-
-class Forks(NamedTuple):
-    """Processes are forks of the launcher; the first one that ends writes what it has imported."""
-
-    modules_file: Path | None = None
-
-
-Process = subprocess.Popen[bytes] | PythonFork | FunctionFork
+Process = subprocess.Popen[bytes] | Fork
 _Processes = TypeVar("_Processes", bound="Processes")
 
 
@@ -80,7 +46,7 @@ class Processes:
         self,
         on_exit: Callable[[ProcessExit], None],
         role: Role = "worker",
-        forks: Forks | None = None,
+        forks: bool = False,
     ):
         """With `forks`, Python programs are forks of this process, where it can be forked."""
         self._on_exit = on_exit
@@ -132,7 +98,7 @@ class Processes:
 
     def fork(self, body: Callable[..., None], *args: Any) -> None:
         """Start the next process as a fork of this one, which has one thread, and calls `body`."""
-        self._add(FunctionFork(body, args))
+        self._add(fork_function(body, *args))
 
     def _add(self, process: Process, rank: int | None = None) -> None:
         self._ranks.append(len(self._ranks) if rank is None else rank)
@@ -147,8 +113,8 @@ class Processes:
         streams: tuple[int, int],
         inherited: Sequence[int],
     ) -> Process:
-        if self._forks is not None and not self._is_watched and can_fork(command):
-            return fork(command, env, streams, inherited, self._forks.modules_file)
+        if self._forks and not self._is_watched and can_fork(command):
+            return fork_python(command, env, streams, inherited)
         return subprocess.Popen(
             command,
             env=env,
@@ -224,9 +190,6 @@ def _signal_group(process: Process, number: signal.Signals) -> None:
 def _wait_unreaped(process: Process) -> int:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.wait()
-    try:
-        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # multiprocessing reaps its processes whenever it starts another one
-        return process.wait()
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert end is not None  # None comes with WNOHANG only
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

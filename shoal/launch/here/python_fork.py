@@ -5,20 +5,19 @@ and `python -m MODULE ARGS` do: it has its own session, environment, streams, pa
 signal handlers and functions to call at exit; nothing of a script has run in it; and generators of
 random numbers are in the state in which a new interpreter has them.
 
-    can_fork    not with a second thread, nor where a file of the script shadows a loaded module
-    fork        PythonFork, which is waited for as a Popen
-    load        also what the script imports, as far as it is installed (`modules_to_load`)
-
-A fork server (multiprocessing) would not do: what the script imports is known after its first run.
+    load           torch, and what the script imports, as far as it is installed
+    can_fork       not with a second thread, nor where a file of the script shadows a loaded module
+    fork_python    Fork, which is waited for as a Popen
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import importlib
+import importlib.util
 import io
-import json
 import os
 import runpy
 import signal
@@ -36,25 +35,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from shoal.runtime.config import environment_of_process, replace_environment
+from shoal.runtime.config import replace_environment
+from shoal.runtime.decoders import parse_module
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.seeding import seed_launched_worker
 
-TORCH = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "safetensors.torch",
-    "shoal.launch.rank.run",
-)
-_NOT_LOADED = ("shoal.", "torch._inductor", "triton")  # they start processes, or are programs
+_TORCH = ("torch", "torch._dynamo", "torch.distributed", "safetensors.torch")
+_NOT_LOADED = ("shoal", "triton")  # they seed, or start processes
 _NO_SOURCE = (".pyc", ".pyz", ".zip")
 _TASKS = Path("/proc/self/task")
 _fork_safe = 0  # threads that end before a fork: those of numpy's OpenBLAS, which sees to it
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-class PythonFork:
+class Fork:
     """What `Processes` uses of a Popen."""
 
     def __init__(self, pid: int):
@@ -65,9 +59,7 @@ class PythonFork:
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int:
-        status = self._reap(0)
-        assert status is not None
-        return status
+        return self._reap(0) or 0
 
     def _reap(self, flags: int) -> int | None:
         if self.returncode is None:
@@ -77,19 +69,51 @@ class PythonFork:
         return self.returncode
 
 
-def load(names: Sequence[str] = TORCH) -> None:
-    """Import these modules, silently, and as they would be without Shoal's own threads."""
+def load(command: Sequence[str]) -> None:
+    """Import torch and what the script names, silently."""
     global _fork_safe
     with _silent():
         if not _fork_safe:
             importlib.import_module("numpy")
             _fork_safe = _threads()
-        for name in names:
+        for name in (*_TORCH, "shoal.launch.rank.run", *imports_of(command)):
             with suppress(Exception):  # the script will report it, if it needs the module
                 importlib.import_module(name)
         sys.modules["torch"].set_num_threads(1)  # a fork has no use for a pool of its parent
     gc.collect()
     gc.freeze()  # what is loaded stays, and forks need not look through it
+
+
+def imports_of(command: Sequence[str]) -> list[str]:
+    """The installed modules that the script imports.
+
+    None where it uses its environment, which modules may look at, and beside a GPU: a module that
+    looks for one leaves it in a state that forks cannot use.
+    """
+    try:
+        spec = importlib.util.find_spec(command[2]) if command[1] == "-m" else None
+        source = Path((spec.origin if spec else None) or command[1]).read_text()
+        tree = parse_module(source)
+    except (OSError, ValueError, SyntaxError, ImportError, IndexError):
+        return []
+    if "environ" in source or any(Path(gpu).exists() for gpu in _GPUS):
+        return []
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if _is_installed(name.partition(".")[0])]
+
+
+def _is_installed(package: str) -> bool:
+    """Of the library, or of packages; a script's own files stay its own."""
+    folders = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    spec = importlib.util.find_spec(package)
+    return (
+        package not in _NOT_LOADED and spec is not None and (spec.origin or "").startswith(folders)
+    )
 
 
 def can_fork(command: Sequence[str]) -> bool:
@@ -106,50 +130,61 @@ def _threads() -> int:
     return len(list(_TASKS.iterdir())) if _TASKS.is_dir() else threading.active_count()
 
 
-def fork(
+def _shadows(command: Sequence[str]) -> bool:
+    """Whether the script's folder has a module of its own by the name of one that is loaded."""
+    folder = Path.cwd() if command[1] == "-m" else Path(command[1]).resolve().parent
+    names = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
+    for name in (names & set(sys.modules)) - {"__main__"}:
+        file = getattr(sys.modules[name], "__file__", None)
+        is_module = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+        if is_module and file is not None and not Path(file).resolve().is_relative_to(folder):
+            return True
+    return False
+
+
+def fork_python(
     command: Sequence[str],
     env: Mapping[str, str],
     streams: tuple[int, int],
     inherited: Sequence[int],
-    modules_file: Path | None,
-) -> PythonFork:
-    """Start it; `streams` become its stdout and stderr."""
-    die_with_parent = in_child(os.getpid())
+) -> Fork:
+    """Start a Python program; `streams` become its stdout and stderr."""
+    die_with_parent = in_child(os.getpid()) or (lambda: None)
+
+    def child() -> NoReturn:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        be_python(command[1:], env, (nothing, *streams), inherited, die_with_parent)
+
+    return _fork(child)
+
+
+def fork_function(body: Callable[..., None], *args: Any) -> Fork:
+    """Call a function in a fork of an interactive session, which has one thread."""
+
+    def child() -> None:
+        _forget_exit_functions()
+        status = _exit_status(lambda: body(*args))
+        _finish()
+        os._exit(status)
+
+    return _fork(child)
+
+
+def _fork(child: Callable[[], None]) -> Fork:
+    """`child` runs in a session of its own, and never returns."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: see can_fork
         pid = os.fork()
     if pid:
-        return PythonFork(pid)
-
-    def before() -> None:
-        if die_with_parent is not None:
-            die_with_parent()
-
-    def after() -> None:
-        if modules_file is not None and environment_of_process() == dict(env):
-            with suppress(OSError):
-                modules_file.write_text(json.dumps(list(_installed_modules())))
-
-    os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    be_python(command[1:], env, (nothing, *streams), inherited, before, after)
-
-
-def modules_to_load(modules_file: Path) -> list[str]:
-    """What a script has imported of what is installed.
-
-    Nothing where it changes its environment, which modules may look at, and beside a GPU: a module
-    that looks for one leaves it in a state that forks cannot use.
-    """
-    if any(Path(gpu).exists() for gpu in _GPUS):
-        return []
+        return Fork(pid)
     try:
-        names = json.loads(modules_file.read_text())
-    except (OSError, ValueError):
-        return []
-    return [name for name in names if name not in sys.modules]
+        os.setsid()
+        child()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 # ------------------------------------------------------------------ in the new process
@@ -161,20 +196,17 @@ def be_python(
     streams: Sequence[int],
     inherited: Sequence[int],
     before: Callable[[], None],
-    after: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """In a fork: be `python ARGS`, with these standard streams.
 
-    `before` and `after` are called around the program, which sees all as in a new process. The
-    stack above is never returned to.
+    `before` is called before the program. The stack above is never returned to.
     """
     status = 1
     try:
         _become_new(env, streams, inherited)
         before()
-        status = _exit_status(args)
+        status = _exit_status(lambda: _run(args))
         _finish()
-        after()
     except BaseException:
         traceback.print_exc()
     os._exit(status)
@@ -183,16 +215,22 @@ def be_python(
 def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Sequence[int]) -> None:
     for number, stream in enumerate([os.dup(stream) for stream in streams]):
         os.dup2(stream, number)
-    _close_all_but({0, 1, 2, *inherited})
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in {0, 1, 2, *inherited}:
+            with suppress(OSError):  # the descriptor of the listing
+                os.close(int(name))
     replace_environment(env)
     _open_streams("PYTHONUNBUFFERED" in env)
     _reset_signals()
     _forget_exit_functions()
     sys.excepthook = sys.__excepthook__
+    torch: Any = sys.modules["torch"]
     threads, _, _ = env.get("OMP_NUM_THREADS", "").partition(",")
     if threads.isdigit():
-        sys.modules["torch"].set_num_threads(int(threads))
-    _seed_by_chance()
+        torch.set_num_threads(int(threads))
+    torch.default_generator.seed()  # by chance; `random` sees to it itself
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     if "shoal" in sys.modules:  # else this is a fork of a fork that has not imported it
         sys.meta_path.insert(0, _SeedWhenImported(sys.modules.pop("shoal")))
 
@@ -208,9 +246,7 @@ class _SeedWhenImported(MetaPathFinder, Loader):
         self._module = module
         self._spec = module.__spec__
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name == "shoal" else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -222,21 +258,6 @@ class _SeedWhenImported(MetaPathFinder, Loader):
         seed_launched_worker()
 
 
-def _seed_by_chance() -> None:
-    """As a new interpreter does; `random` sees to it itself."""
-    sys.modules["torch"].default_generator.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-
-
-def _close_all_but(keep: set[int]) -> None:
-    """Close the descriptors that a new process would not have."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in keep:
-            with suppress(OSError):  # the descriptor of the listing
-                os.close(int(name))
-
-
 def _open_streams(unbuffered: bool) -> None:
     """Standard streams on descriptors 0 to 2, as the interpreter makes them."""
     sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))  # noqa: SIM115
@@ -244,13 +265,8 @@ def _open_streams(unbuffered: bool) -> None:
         before = getattr(sys, f"__{name}__")
         encoding = before.encoding if before is not None else "utf-8"
         raw = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(
-            raw,
-            encoding=encoding,
-            errors=errors,
-            line_buffering=number == 2,
-            write_through=unbuffered,
-        )
+        style: Any = {"line_buffering": number == 2, "write_through": unbuffered}
+        stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, **style)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -272,10 +288,10 @@ def _forget_exit_functions() -> None:
     finalize._registered_with_atexit = False
 
 
-def _exit_status(args: Sequence[str]) -> int:
-    """Run the program, and return what the interpreter makes of its end."""
+def _exit_status(run: Callable[[], None]) -> int:
+    """Run a program, and return what the interpreter makes of its end."""
     try:
-        _run(args)
+        run()
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
@@ -333,41 +349,16 @@ def _finish() -> None:
             stream.flush()
 
 
-# ------------------------------------------------------------------ modules
-
-
-def _installed_modules() -> Iterator[str]:
-    """Those of the library and of packages; a script's own files stay its own."""
-    folders = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-    for name, module in list(sys.modules.items()):
-        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-        if origin.startswith(folders) and not name.startswith(_NOT_LOADED):
-            yield name
-
-
-def _shadows(command: Sequence[str]) -> bool:
-    """Whether the script's folder has a module of its own by the name of one that is loaded."""
-    folder = Path.cwd() if command[1] == "-m" else Path(command[1]).resolve().parent
-    names = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
-    for name in (names & set(sys.modules)) - {"__main__"}:
-        file = getattr(sys.modules[name], "__file__", None)
-        is_module = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
-        if is_module and file is not None and not Path(file).resolve().is_relative_to(folder):
-            return True
-    return False
-
-
 @contextmanager
 def _silent() -> Iterator[None]:
     """What modules print when they are imported is said by the script already."""
     kept = [os.dup(1), os.dup(2)]
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    try:
+    with open(os.devnull, "wb") as nothing:
         for number in (1, 2):
-            os.dup2(nothing, number)
+            os.dup2(nothing.fileno(), number)
+    try:
         yield
     finally:
         for number, copy in zip((1, 2), kept, strict=True):
             os.dup2(copy, number)
             os.close(copy)
-        os.close(nothing)
