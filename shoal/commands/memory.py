@@ -88,7 +88,7 @@ def memory(
         document.pop("workers")
         document["notes"] = _notes(document["estimated"], value, workers)
         if measure:
-            rounds = value.sync_for(workers).round_steps
+            rounds = value.sync_for(workers).meets_every
             probe = MemoryProbeConfig(folder, steps=max(2, rounds))
             config = replace(config_for(value, seed, device), memory_probe=probe)
             run_quietly(command, workers, config)

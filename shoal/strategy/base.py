@@ -96,25 +96,33 @@ class SyncTerm(Term, role="sync", abstract=True):
         if "sync_module" not in vars(cls):
             cls.sync_module = f"shoal.sync.{cls.__name__.lower()}"
 
-    @property
-    def batches(self) -> Batches:
-        """Which samples a replica trains on in a step."""
-        return Batches.SPLIT
+    # ---- samples and steps
+    batches: Batches = Batches.SPLIT  # which samples a replica trains on in a step
+    lockstep: bool = True  # replicas take every step together, from the same weights
+    meets_every: int = 0  # replicas that are not in lockstep meet after so many steps; 0: never
+    equals_single: bool = True  # the result is that of one device, up to rounding
+    is_exact_at_any_number: bool = False  # exact=True allows any number of replicas
+    shards_state: bool = False  # each replica owns the training state of a run of parameters
+    collective_algorithm: str | None = None  # the all-reduce by its name; None: the cheapest one
 
-    @property
-    def lockstep(self) -> bool:
-        """Whether replicas take every step together, from the same weights."""
-        return True
+    # ---- losses
+    is_elastic: bool = False  # its group changes: replicas leave and join between two steps
+    needs_first_replica: bool = False  # the run fails with replica 0, even if it survives others
+    why_not_back: str | None = None  # which option keeps a lost worker from coming back
 
-    @property
-    def meets_every(self) -> int:
-        """Replicas that are not in lockstep meet after every so many steps; 0: never."""
-        return 0
+    # ---- where it runs
+    needs_one_host: bool = False  # all workers share the memory of one host
+    needs_cpu: bool = False
+    communicates: bool = True  # even if there is only one worker
+    why_not_own_loop: str | None = None  # why it trains by `job.step` only
 
-    @property
-    def equals_single(self) -> bool:
-        """Whether the result is that of one device, up to rounding."""
-        return True
+    # ---- servers
+    has_servers: bool = False
+    server_processes: int = 0  # that a launcher starts beside the workers
+    why_no_server_processes: str = "this strategy starts no servers; ps does"
+    server_replicas: int = 1  # processes that hold the same: server p is copy p % so many
+    server_consistency: str = "strong"
+    promise: str | None = None  # what copies of servers promise, in one sentence
 
     @property
     def survives_loss(self) -> bool:
@@ -126,9 +134,26 @@ class SyncTerm(Term, role="sync", abstract=True):
         return self.is_elastic
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether its group changes: replicas leave and join between two steps."""
-        return False
+    def starts_apart(self) -> bool:
+        """Whether replicas can start without one that was lost before the rendezvous."""
+        return self.is_elastic
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether a worker that was lost can come back, as a new process, and go on."""
+        return self.is_elastic
+
+    @property
+    def trains_complex_parameters(self) -> bool:
+        """Whether parameters may be complex: not where servers or compressors see their shapes."""
+        return not self.has_servers and getattr(self, "compress", None) is None
+
+    @property
+    def why_not_split(self) -> str | None:
+        """Why it makes no sense where a replica is split over workers, or None."""
+        if self.is_elastic:
+            return "the workers of a split replica stay the same; leave out elastic=True"
+        return None
 
     def as_elastic(self) -> SyncTerm:
         """This term with workers that leave and join, or as it is if they can anyway."""
@@ -139,102 +164,9 @@ class SyncTerm(Term, role="sync", abstract=True):
             'zero, localsgd, gossip, ps(mode="async") and hogwild can'
         )
 
-    @property
-    def is_exact_at_any_number(self) -> bool:
-        """Whether exact=True allows any number of replicas up to that of micro-batches."""
-        return False
-
-    @property
-    def round_steps(self) -> int:
-        """After how many steps replicas have communicated, at the latest."""
-        return 1
-
-    @property
-    def shards_state(self) -> bool:
-        """Whether each replica owns the training state of a run of whole parameters."""
-        return False
-
-    @property
-    def starts_apart(self) -> bool:
-        """Whether replicas can start without one that was lost before the rendezvous."""
-        return self.is_elastic
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether a worker that was lost can come back, as a new process, and go on."""
-        return self.is_elastic
-
     def taking_back(self, replicas: int) -> SyncTerm:
         """The nearest term under which a worker that was lost can come back, or this one."""
         return self
-
-    @property
-    def why_not_back(self) -> str | None:
-        """Which option keeps a lost worker from coming back, and what to take; None: the term."""
-        return None
-
-    @property
-    def needs_first_replica(self) -> bool:
-        """Whether the run fails with the workers of replica 0, even if it survives other losses."""
-        return False
-
-    @property
-    def needs_one_host(self) -> bool:
-        """Whether all workers have to be on one host, whose memory they share."""
-        return False
-
-    @property
-    def needs_cpu(self) -> bool:
-        """Whether workers cannot train on GPUs."""
-        return False
-
-    @property
-    def communicates(self) -> bool:
-        """Whether its workers communicate, even if there is only one."""
-        return True
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether parameter servers hold the weights."""
-        return False
-
-    @property
-    def trains_complex_parameters(self) -> bool:
-        """Whether parameters may be complex: not where servers or compressors see their shapes."""
-        return not self.has_servers and getattr(self, "compress", None) is None
-
-    @property
-    def server_processes(self) -> int:
-        """How many processes a launcher starts beside the workers."""
-        return 0
-
-    @property
-    def why_no_server_processes(self) -> str:
-        return "this strategy starts no servers; ps does"
-
-    @property
-    def server_replicas(self) -> int:
-        """How many of these processes hold the same: server p is replica p % so many."""
-        return 1
-
-    @property
-    def server_consistency(self) -> str:
-        return "strong"
-
-    @property
-    def promise(self) -> str | None:
-        """What replicas of servers promise, in one sentence; None where there are none."""
-        return None
-
-    @property
-    def collective_algorithm(self) -> str | None:
-        """The all-reduce that was asked for by name; None: the cheapest one."""
-        return None
-
-    @property
-    def why_not_own_loop(self) -> str | None:
-        """Why it trains by `job.step` only, or None."""
-        return None
 
     def in_own_loop(self) -> SyncTerm:
         """This term where the script calls the optimizer itself (`job.setup`)."""
@@ -243,13 +175,6 @@ class SyncTerm(Term, role="sync", abstract=True):
     def with_whole_parameters(self) -> SyncTerm:
         """This term for parameters that are used outside of any module, so never gathered."""
         return self
-
-    @property
-    def why_not_split(self) -> str | None:
-        """Why it makes no sense where a replica is split over workers, or None."""
-        if self.is_elastic:
-            return "the workers of a split replica stay the same; leave out elastic=True"
-        return None
 
     def check_server_saves(self, workers_of_replica: int) -> None:
         """Refuse periodic checkpoints where servers do not have what a checkpoint needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shoal.errors import StrategyError
@@ -44,26 +44,6 @@ def positive(most: int) -> Constraint:
     return Constraint(f"a number above 0 and at most {most}", accepts, keep)
 
 
-def fraction_or_count(of: str) -> Constraint:
-    """1 is the fraction, all of them, as 1.0 is: equal numbers mean the same. Counts are above."""
-    fraction = positive(1)
-    count = whole(2)
-    return Constraint(
-        f"{fraction.allowed}, or a whole number of {of} from 2 on",
-        lambda value: fraction.accepts(value) or count.accepts(value),
-        fraction.keep,
-    )
-
-
-def one_of_or_like(allowed: str, names: Sequence[str], pattern: str) -> Constraint:
-    """One of `names`, or a text of the form `pattern`, which is `allowed` in words."""
-    known = one_of(*names)
-    like = text_like(allowed, pattern)
-    return Constraint(
-        f"{known.allowed}, or {allowed}", lambda v: known.accepts(v) or like.accepts(v)
-    )
-
-
 def text_like(allowed: str, pattern: str) -> Constraint:
     return Constraint(allowed, lambda v: is_printable(v) and bool(re.fullmatch(pattern, v)))
 
@@ -79,18 +59,6 @@ def optional(constraint: Constraint) -> Constraint:
 def is_printable(value: object) -> bool:
     """A line break or a lone surrogate could not be written on a log line and read back."""
     return isinstance(value, str) and value.isprintable() and value != ""
-
-
-def is_plan(value: object) -> bool:
-    if not isinstance(value, Mapping) or not value:
-        return False
-    return all(
-        is_printable(name) and style in ("column", "row", "whole") for name, style in value.items()
-    )
-
-
-def is_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_printable, value))
 
 
 def show(value: object) -> str:
@@ -127,15 +95,22 @@ GRAPHS_OF_ANY_NUMBER = tuple(graph for graph in GRAPHS if graph != "hypercube")
 _SETTING = r"[a-z][a-z0-9_]*=[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
 _FRACTION = r"(1|0\.0{0,9}[1-9][0-9]{0,9}|[1-9](\.[0-9]{1,9})?e-[1-9][0-9]?)"
 SYNC_OR_ASYNC = one_of("sync", "async")
-QUORUM = fraction_or_count("workers")
+_FRACTION_OF_ALL = positive(1)  # 1 is all of them, as 1.0 is; counts are above
+QUORUM = Constraint(
+    f"{_FRACTION_OF_ALL.allowed}, or a whole number of workers from 2 on",
+    lambda value: _FRACTION_OF_ALL.accepts(value) or whole(2).accepts(value),
+    _FRACTION_OF_ALL.keep,
+)
 FLAG = Constraint("True or False", lambda value: isinstance(value, bool))
 _USER_SCHEDULE = '"FILE.py:FUNCTION"'
 ALGORITHM = text_like(
     f'a name such as "ring" or "tree", or {_USER_SCHEDULE}',
     rf"[A-Za-z_][A-Za-z0-9_-]*|{user.PATTERN}",
 )
-SCHEDULE = one_of_or_like(
-    f"{_USER_SCHEDULE} (chunks=2 beside it gives a device two stages)", SCHEDULES, user.PATTERN
+SCHEDULE = text_like(
+    f"{one_of(*SCHEDULES).allowed}, or {_USER_SCHEDULE} (chunks=2 beside it gives a device two "
+    "stages)",
+    "|".join([*SCHEDULES, user.PATTERN]),
 )
 COMPRESS = text_like(
     '"fp16", "bf16", "int8", "topk(0.01)", "powersgd(rank=4)" or "onebit"',
@@ -159,10 +134,18 @@ OUTER = text_like(
 )
 PLAN = Constraint(
     'a dict of module names to "column", "row" or "whole"',
-    is_plan,
+    lambda v: (
+        isinstance(v, Mapping)
+        and len(v) > 0
+        and all(is_printable(n) and how in ("column", "row", "whole") for n, how in v.items())
+    ),
     lambda v: dict(sorted(v.items())),
 )
-NAMES = Constraint("a list of module names", is_names, tuple)
+NAMES = Constraint(
+    "a list of module names",
+    lambda v: isinstance(v, list | tuple) and len(v) > 0 and all(map(is_printable, v)),
+    tuple,
+)
 
 
 # Outer optimizers of localsgd: what can be set, and its default.
@@ -173,37 +156,31 @@ OUTERS: dict[str, dict[str, float]] = {
 }
 
 
+_RANGES = {"lr": "above 0", "eps": "above 0", "warmup": "0 or more rounds"}
+
+
 def read_setting(text: str) -> tuple[str, dict[str, float]]:
     """The name before the bracket and the numbers inside; one without a name is called ""."""
     name, _, inside = text.rstrip(")").partition("(")
-    settings = {}
-    for word in filter(None, inside.split(",")):
-        key, _, value = word.strip().rpartition("=")
-        settings[key] = float(value)
-    return name, settings
+    words = [word.strip().rpartition("=") for word in inside.split(",") if word]
+    return name, {key: float(value) for key, _, value in words}
 
 
 def outer_settings(text: str) -> tuple[str, dict[str, float]]:
     """The outer optimizer that `text` names, with all its settings, checked."""
     name, given = read_setting(text)
-    if name not in OUTERS:
+    known = OUTERS.get(name)
+    if known is None:
         raise StrategyError(
             f"localsgd: there is no outer optimizer {name!r}; there are {', '.join(OUTERS)}"
         )
-    known = OUTERS[name]
-    for key in given:
+    for key, value in given.items():
         if key not in known:
             raise StrategyError(f"localsgd: outer {name} has no {key!r}; it has {', '.join(known)}")
-    settings = {**known, **given}
-    for key, value in settings.items():
-        if key in ("lr", "eps") and not 0 < value < float("inf"):
-            raise StrategyError(f"localsgd: {key} of outer {name} has to be above 0, not {value}")
-        if key == "warmup" and not 0 <= value < float("inf"):
-            raise StrategyError(f"localsgd: warmup of outer {name} has to be 0 or more rounds")
-        if key not in ("lr", "eps", "warmup") and not 0 <= value < 1:
-            raise StrategyError(
-                f"localsgd: {key} of outer {name} has to be from 0 to below 1, not {value}"
-            )
-    if name == "nesterov" and settings["momentum"] == 0:
+        words = _RANGES.get(key, "from 0 to below 1")
+        below = float("inf") if key in _RANGES else 1.0
+        if not 0 <= value < below or (value == 0 and words == "above 0"):
+            raise StrategyError(f"localsgd: {key} of outer {name} has to be {words}, not {value}")
+    if name == "nesterov" and given.get("momentum") == 0:
         raise StrategyError("localsgd: outer nesterov without momentum is sgd: say sgd")
-    return name, settings
+    return name, {**known, **given}

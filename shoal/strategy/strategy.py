@@ -26,8 +26,7 @@ from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.strategy.sync_terms.single import Single
 from shoal.strategy.terms import TERMS
 
-# of terms, and what they are called
-_ROLES = {"sync": "way to synchronize replicas", "tp": "tp", "pp": "pp", "ep": "ep", "cp": "cp"}
+_ROLES = ("sync", "tp", "pp", "ep", "cp")
 _SINGLE = Single()
 
 
@@ -100,33 +99,35 @@ class Strategy:
         return " + ".join(map(str, self.terms))
 
     @property
+    def _agreement(self) -> SyncTerm:
+        """The sync term, or that of further replicas."""
+        return self.sync or Ddp()
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether the result should be the single-device one, up to rounding."""
         drops_tokens = self.ep is not None and self.ep.capacity is not None
-        return not drops_tokens and (self.sync is None or self.sync.equals_single)
+        return not drops_tokens and self._agreement.equals_single
 
     @property
     def reference(self) -> Strategy:
         """What one worker runs to give the result that a synchronous strategy is to give."""
-        needs_all = self.sync is not None and self.sync.batches is Batches.WHOLE_DATASET
+        needs_all = self._agreement.batches is Batches.WHOLE_DATASET
         return self if needs_all else Strategy(Single())
 
     @property
     def survives_loss(self) -> bool:
-        """Whether the other replicas continue when a worker is killed.
-
-        The loss of a worker is that of its replica.
-        """
-        return self.sync is not None and self.sync.survives_loss
+        """Whether the other replicas continue when a worker, and its replica, is killed."""
+        return self._agreement.survives_loss
 
     @property
     def is_elastic(self) -> bool:
         """Whether workers leave and join between two steps."""
-        return self.sync is not None and self.sync.is_elastic
+        return self._agreement.is_elastic
 
     def as_elastic(self) -> Strategy:
         """This strategy with workers that leave and join between two steps (`--elastic`)."""
-        sync = (self.sync or Ddp()).as_elastic()
+        sync = self._agreement.as_elastic()
         if sync.is_elastic and self.splits:
             raise StrategyError(
                 f"--elastic: the workers of a replica that {self.splits[0]} splits stay the same; "
@@ -137,21 +138,17 @@ class Strategy:
     @property
     def is_exact_at_any_number(self) -> bool:
         """Whether exact=True allows any number of replicas up to that of micro-batches."""
-        is_any = self.sync is None or self.sync.is_exact_at_any_number
-        return is_any and not self.splits
+        return self._agreement.is_exact_at_any_number and not self.splits
 
     @property
     def starts_apart(self) -> bool:
-        """Whether workers can start without one that was lost before the rendezvous.
-
-        The workers of a split replica meet at the start.
-        """
-        return self.sync is not None and self.sync.starts_apart and not self.splits
+        """Whether workers can start without one that was lost before the rendezvous."""
+        return self._agreement.starts_apart and not self.splits
 
     @property
     def takes_back(self) -> bool:
         """Whether a worker that was lost can come back; those of a split replica cannot."""
-        return self.sync is not None and self.sync.takes_back and not self.splits
+        return self._agreement.takes_back and not self.splits
 
     def taking_back(self, workers: int) -> Strategy:
         """The nearest strategy under which a worker that was lost can come back, or this one."""
@@ -162,23 +159,20 @@ class Strategy:
     def require_takes_back(self, option: str = "--restart") -> None:
         """Refuse to start workers later (`option`) where they could not go on.
 
-        Servers with replicas are started again under every rule.
+        Servers with copies are started again under every rule.
         """
-        if self.takes_back or (self.sync is not None and self.sync.server_replicas > 1):
+        sync = self._agreement
+        if self.takes_back or sync.server_replicas > 1:
             return
         whom = "a worker back" if option == "--restart" else "a worker that comes later"
-        raise StrategyError(f"{option}: {self} cannot take {whom}: {self._why_not_back}")
-
-    @property
-    def _why_not_back(self) -> str:
-        if self.sync is not None and self.splits and self.sync.taking_back(2).takes_back:
-            split = self.splits[0]
-            return f"the workers of a replica that {split} splits meet at the start; leave it out"
-        why = None if self.sync is None else self.sync.why_not_back
-        return why or (
+        why = sync.why_not_back or (
             "its workers have to be there from the start to the end; ddp(elastic=True), ps, "
             'gossip(mode="async") and hogwild can'
         )
+        if self.splits and sync.taking_back(2).takes_back:
+            split = self.splits[0]
+            why = f"the workers of a replica that {split} splits meet at the start; leave it out"
+        raise StrategyError(f"{option}: {self} cannot take {whom}: {why}")
 
     def require_server_saves(self) -> None:
         """Refuse periodic checkpoints of servers where there is nothing, or not all, to save."""
@@ -186,8 +180,7 @@ class Strategy:
 
     def needs(self, rank: int) -> bool:
         """Whether the run fails with this worker even if it survives the loss of others."""
-        needs_first = self.sync is not None and self.sync.needs_first_replica
-        return needs_first and rank < self._workers_of_replica
+        return self._agreement.needs_first_replica and rank < self._workers_of_replica
 
     @property
     def _workers_of_replica(self) -> int:
@@ -247,18 +240,17 @@ def parse(text: str) -> Strategy:
 
 
 def _join(values: Sequence[Term | Strategy]) -> Strategy:
-    by_role: dict[str, list[Any]] = {role: [] for role in _ROLES}
+    by_role: dict[str, Any] = {}
     for value in values:
         for term in value.terms if isinstance(value, Strategy) else [value]:
-            by_role[term.role].append(term)
-    return Strategy(**{role: _at_most_one(by_role[role], _ROLES[role]) for role in _ROLES})
-
-
-def _at_most_one(terms: Sequence[Any], role: str) -> Any:
-    if len(terms) > 1:
-        both = f"{clip(str(terms[0]))} + {clip(str(terms[1]))}"
-        raise StrategyError(f"{both}: a strategy has at most one {role}; keep one of the two")
-    return terms[0] if terms else None
+            if term.role in by_role:
+                both = f"{clip(str(by_role[term.role]))} + {clip(str(term))}"
+                role = "way to synchronize replicas" if term.role == "sync" else term.role
+                raise StrategyError(
+                    f"{both}: a strategy has at most one {role}; keep one of the two"
+                )
+            by_role[term.role] = term
+    return Strategy(**by_role)
 
 
 def _add(values: Sequence[Any]) -> Any:

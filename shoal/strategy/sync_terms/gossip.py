@@ -46,9 +46,7 @@ class Gossip(ElasticOption):
     def lockstep(self) -> bool:
         return self.graph == "complete" and self.mode == "sync"
 
-    @property
-    def equals_single(self) -> bool:
-        return self.lockstep
+    equals_single = lockstep
 
     @property
     def needs_one_host(self) -> bool:
@@ -58,9 +56,7 @@ class Gossip(ElasticOption):
     def survives_loss(self) -> bool:
         return self.elastic or self.mode == "async"
 
-    @property
-    def takes_back(self) -> bool:
-        return self.survives_loss
+    takes_back = survives_loss
 
     def as_elastic(self) -> SyncTerm:
         return self if self.mode == "async" else super().as_elastic()

@@ -32,10 +32,6 @@ class Localsgd(ElasticOption):
         return self.every == 1
 
     @property
-    def round_steps(self) -> int:
-        return self.every
-
-    @property
     def equals_single(self) -> bool:
         """For plain SGD: momentum and weight decay are linear in the gradient, Adam is not."""
         return self.every == 1 and self.outer is None and self.compress is None

@@ -58,13 +58,7 @@ class Ps(SyncTerm):
         is_relaxed = self.mode == "async" or (self.quorum or 1) != 1 or bool(self.staleness)
         return is_relaxed and self.placement != "workers"
 
-    @property
-    def starts_apart(self) -> bool:
-        return self.survives_loss
-
-    @property
-    def takes_back(self) -> bool:
-        return self.survives_loss
+    starts_apart = takes_back = survives_loss
 
     def taking_back(self, replicas: int) -> Ps:
         """Where all are waited for: wait for those that are there."""
@@ -77,22 +71,19 @@ class Ps(SyncTerm):
     @property
     def why_not_back(self) -> str | None:
         if self.update == "worker":
-            return (
-                'with update="worker" every worker has to see every sum; use update="server", the '
-                "default"
-            )
+            return 'with update="worker" every worker has to see every sum; use update="server"'
         if self.placement == "workers":
             return (
                 'with placement="workers" each worker hosts a server, which is lost with it; use '
-                'placement="servers", the default'
+                'placement="servers"'
             )
         return 'each step waits for all workers; use ps(quorum=…) or ps(mode="async")'
+
+    has_servers = True
 
     @property
     def needs_first_replica(self) -> bool:
         return self.placement == "rank0"
-
-    has_servers = True
 
     @property
     def server_processes(self) -> int:
@@ -160,45 +151,32 @@ class Ps(SyncTerm):
             )
 
     def _check_options(self) -> None:
-        if len(self.relaxations) > 1:
-            raise StrategyError(
-                f"ps: {' and '.join(self.relaxations)} exclude each other; "
-                "each is a rule of its own for how long the server waits"
-            )
-        if self.late != "drop" and self.quorum is None:
-            raise StrategyError(f'ps: late="{self.late}" needs quorum; else nothing is ever late')
-        if self.update == "worker" and not self.lockstep:
-            raise StrategyError(
-                f'ps: update="worker" and {self.relaxations[0]} exclude each other; workers that '
-                "update by themselves have to see every sum"
-            )
-        self._check_replicas()
-        if self.placement == "rank0" and self.servers > 1:
-            raise StrategyError(
-                f'ps: servers={self.servers} and placement="rank0" exclude each other; '
-                "rank 0 has room for one server"
-            )
-
-    def _check_replicas(self) -> None:
-        if self.replicas > 1 and self.on != "cpu":
-            raise StrategyError(
-                f'ps: replicas={self.replicas} and on="{self.on}" exclude each other; the GPU of a '
-                "worker ends with it, and replicas are processes of their own"
-            )
-        if self.replicas > 1 and self.placement != "servers":
-            raise StrategyError(
-                f'ps: replicas={self.replicas} and placement="{self.placement}" exclude each '
-                "other; a replica has to outlive the process it copies, so each is a process of "
-                'its own (placement="servers")'
-            )
-        if self.consistency != "strong" and self.replicas == 1:
-            raise StrategyError(
-                f'ps: consistency="{self.consistency}" needs replicas, as in replicas=3; with one '
-                "copy of the weights there is nothing that could lag"
-            )
-        if self.consistency != "strong" and self.update == "worker":
-            raise StrategyError(
-                f'ps: consistency="{self.consistency}" and update="worker" (as in loops with '
-                "job.setup) exclude each other; workers that update by themselves have to see "
-                "every sum, and the loss of a server may undo some"
-            )
+        """A reason for each pair of options that contradict each other."""
+        relaxed = " and ".join(self.relaxations)
+        weak = f'consistency="{self.consistency}"' if self.consistency != "strong" else ""
+        copied = f"replicas={self.replicas}" if self.replicas > 1 else ""
+        sees_all = "workers that update by themselves have to see every sum"
+        contradictions = {
+            f"{relaxed} exclude each other; each is a rule of its own for how long the server "
+            "waits": len(self.relaxations) > 1,
+            f'late="{self.late}" needs quorum; else nothing is ever late': (
+                self.late != "drop" and self.quorum is None
+            ),
+            f'update="worker" and {relaxed} exclude each other; {sees_all}': (
+                self.update == "worker" and not self.lockstep
+            ),
+            f'{copied} and on="{self.on}" exclude each other; the GPU of a worker ends with it, '
+            "and replicas are processes of their own": copied and self.on != "cpu",
+            f'{copied} and placement="{self.placement}" exclude each other; a replica has to '
+            "outlive the process it copies, so each is a process of its own "
+            '(placement="servers")': copied and self.placement != "servers",
+            f"{weak} needs replicas, as in replicas=3; with one copy of the weights there is "
+            "nothing that could lag": weak and not copied,
+            f'{weak} and update="worker" (as in loops with job.setup) exclude each other; '
+            f"{sees_all}, and the loss of a server may undo some": weak and self.update == "worker",
+            f'servers={self.servers} and placement="rank0" exclude each other; rank 0 has room '
+            "for one server": self.placement == "rank0" and self.servers > 1,
+        }
+        for why, is_so in contradictions.items():
+            if is_so:
+                raise StrategyError(f"ps: {why}")
