@@ -34,7 +34,6 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
-from shoal.server.member.apply import apply
 from shoal.server.member.operations import OnCommitted, Operation, Pushed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace, Elsewhere
@@ -236,7 +235,7 @@ class ChainCore:
     def _outcome_of(self, proposed: Proposed) -> Outcome:
         outcome = Outcome()
         try:
-            outcome.answer = apply(self.host, proposed.operation, proposed.payload)
+            outcome.answer = proposed.operation.apply(self.host, proposed.payload)
         except (Refused, ModelFailure) as error:
             outcome.error = error
         except ShoalError as error:

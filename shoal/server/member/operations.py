@@ -1,24 +1,29 @@
 """What changes the state of a server, as values. All copies of a shard apply the same ones.
 
-A handler checks a request, makes an operation of it and lets it be executed. What it does to the
-state follows from the operation, its payload and the state alone (`replicas/apply.py`).
+A handler checks a request, makes an operation of it and lets it be executed. `apply` is
+deterministic: servers that apply the same operations in the same order have the same state, bit
+for bit, and give the same answers. No connection takes part in it. Refused is an answer, too: it
+changes nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from shoal.embedding.chunks import columns_with, entry_bytes, read_columns
 from shoal.embedding.spec import TableSpec
-from shoal.protocol.connection import Connection
-from shoal.protocol.frames import Header
+from shoal.protocol.frames import Refused
 from shoal.server.consistency import Count
-from shoal.server.member.place import ChainPlace, Elsewhere
 from shoal.server.messages import (
+    Ack,
     Commit,
+    Entered,
     Generations,
     LogEntry,
     ModelSpec,
@@ -29,127 +34,14 @@ from shoal.server.messages import (
     WireMessage,
 )
 from shoal.server.model.push_buffer import PushTensors, RowPush
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard_state import check_state
+
+if TYPE_CHECKING:
+    from shoal.server.process.model_host import ModelHost
 
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 MAX_PUSHED_TABLES = 256
-
-
-class Joined(WireMessage, frozen=True, tag="joined"):
-    model: Count
-    worker: Count
-    incarnation: Count
-    spec: ModelSpec
-
-
-class Pushed(WireMessage, frozen=True, tag="pushed"):
-    """A push is complete. Its gradients, loss, flags and rows are the payload.
-
-    The leader's shard decides about it when it is applied; others keep it until then.
-    """
-
-    model: Count
-    worker: Count
-    incarnation: Count
-    sequence: Count
-    commit: Commit
-    rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
-
-
-class Decided(WireMessage, frozen=True, tag="decided"):
-    """A decision of the leader, in another shard."""
-
-    model: Count
-    entry: LogEntry
-
-
-class StepClosed(WireMessage, frozen=True, tag="closed"):
-    """The leader's shard: the norms of all shards are known, so the open step is applied."""
-
-    model: Count
-    step: StepApplied
-
-
-class BarrierReached(WireMessage, frozen=True, tag="barrier"):
-    model: Count
-    worker: Count
-    number: Count
-    generations: Generations | None = None
-
-
-class Returned(WireMessage, frozen=True, tag="returned"):
-    """A worker that came back takes its place at the present step."""
-
-    model: Count
-    worker: Count
-
-
-class Left(WireMessage, frozen=True, tag="left"):
-    """A worker has finished its steps."""
-
-    model: Count
-    worker: Count
-
-
-class Lost(WireMessage, frozen=True, tag="lost"):
-    """A worker does not come back."""
-
-    model: Count
-    worker: Count
-    reason: Reason
-
-
-class StateSet(WireMessage, frozen=True, tag="state"):
-    """Weights and optimizer state of a checkpoint are the payload."""
-
-    model: Count
-    state: ShardState
-
-
-class TableMade(WireMessage, frozen=True, tag="table"):
-    model: Count
-    spec: TableSpec
-
-
-class RowsSet(WireMessage, frozen=True, tag="rows"):
-    """Saved rows of a table are the payload; without keys the table is cleared."""
-
-    model: Count
-    chunk: RowChunk
-
-
-class ResidualSaved(WireMessage, frozen=True, tag="residual"):
-    model: Count
-    worker: Count
-
-
-class Resumed(WireMessage, frozen=True, tag="resumed"):
-    """Eventual consistency: where a worker is; pushes before it may have been lost."""
-
-    model: Count
-    worker: Count
-    sequence: Count
-    step: Count
-
-
-Operation = (
-    Joined
-    | Pushed
-    | Decided
-    | StepClosed
-    | BarrierReached
-    | Returned
-    | Left
-    | Lost
-    | StateSet
-    | TableMade
-    | RowsSet
-    | ResidualSaved
-    | Resumed
-)
-
-
-# an eventual head answers them before others have them; all else it answers when all have it
-EARLY = (Pushed, Decided, StepClosed)
 
 
 @dataclass(eq=False)
@@ -175,30 +67,199 @@ class Payload:
 
 
 EMPTY = Payload()
-Execute = Callable[[Operation, Payload], Any]
+
+
+class Operation(WireMessage, frozen=True):
+    model: Count
+
+    def apply(self, host: ModelHost, payload: Payload = EMPTY) -> Any:
+        """Returns the answer for the worker that asked for it."""
+        return self.apply_to(host.model(self.model), payload)
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> Any:
+        raise NotImplementedError
+
+    def payload_bytes(self, model: ServedModel) -> int:
+        """What its payload has to have."""
+        return 0
+
+
+class Joined(Operation, frozen=True, tag="joined"):
+    worker: Count
+    incarnation: Count
+    spec: ModelSpec
+
+    def apply(self, host: ModelHost, payload: Payload = EMPTY) -> None:
+        model = host.hold(self.model, self.spec)
+        known = model.membership.members.get(self.worker)
+        if known is None or known.incarnation != self.incarnation or not host.in_chain:
+            model.join(self.worker, self.incarnation)
+
+
+class Pushed(Operation, frozen=True, tag="pushed"):
+    """A push is complete. Its gradients, loss, flags and rows are the payload.
+
+    The leader's shard decides about it when it is applied; others keep it until then.
+    """
+
+    worker: Count
+    incarnation: Count
+    sequence: Count
+    commit: Commit
+    rows: Annotated[tuple[RowBatch, ...], msgspec.Meta(max_length=MAX_PUSHED_TABLES)] = ()
+
+    def apply(self, host: ModelHost, payload: Payload = EMPTY) -> Ack:
+        model = host.model(self.model)
+        member = model.membership.members.get(self.worker)
+        if member is None or member.incarnation != self.incarnation:
+            raise Refused(f"worker {self.worker} was started again: its former process is refused")
+        with model.lock:
+            if payload.push is not None and not member.pushes.is_repeated(self.sequence):
+                member.pushes.expect(self.sequence)
+                # an eventual head may have pushes of this worker that are not sent yet
+                is_needed = host.keeps_payloads or host.may_lose
+                member.pushes.install(payload.push, recycles=not is_needed)
+                member.pushes.decompressed = self.sequence
+            return model.commit(member, self.sequence, self.commit, payload.rows)
+
+    def payload_bytes(self, model: ServedModel) -> int:
+        member = model.membership.members.get(self.worker)
+        if member is None:
+            raise Refused(f"a push of worker {self.worker}, which has not joined here")
+        pushes = member.pushes
+        rows = sum(r.count * (8 + 4 * model.tables.table(r.table).spec.dim) for r in self.rows)
+        return pushes.gradients.nbytes + pushes.loss_flags.nbytes + rows
+
+
+class Decided(Operation, frozen=True, tag="decided"):
+    """A decision of the leader, in another shard."""
+
+    entry: LogEntry
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        model.replay(self.entry)
+
+
+class StepClosed(Operation, frozen=True, tag="closed"):
+    """The leader's shard: the norms of all shards are known, so the open step is applied."""
+
+    step: StepApplied
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        with model.lock:
+            model.log.close_step(self.step)
+            model.lock.notify_all()
+
+
+class BarrierReached(Operation, frozen=True, tag="barrier"):
+    worker: Count
+    number: Count
+    generations: Generations | None = None
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        model.membership.reach(self.worker, self.number, self.generations)
+
+
+class Returned(Operation, frozen=True, tag="returned"):
+    """A worker that came back takes its place at the present step."""
+
+    worker: Count
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> Entered:
+        return model.enter(self.worker)
+
+
+class Left(Operation, frozen=True, tag="left"):
+    """A worker has finished its steps."""
+
+    worker: Count
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> int:
+        if not model.membership.has_left(self.worker):
+            model.membership.leave(self.worker)
+        return model.membership.lowest_survivor
+
+
+class Lost(Operation, frozen=True, tag="lost"):
+    """A worker does not come back."""
+
+    worker: Count
+    reason: Reason
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        model.membership.record_loss(self.worker, self.reason)
+
+
+class StateSet(Operation, frozen=True, tag="state"):
+    """Weights and optimizer state of a checkpoint are the payload."""
+
+    state: ShardState
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        try:
+            model.restore(self.state, payload.data)
+        except (ValueError, TypeError, RuntimeError, KeyError) as error:
+            raise Refused(f"the optimizer refuses this state: {error}") from error
+
+    def payload_bytes(self, model: ServedModel) -> int:
+        return check_state(model.state.shard, self.state)
+
+
+class TableMade(Operation, frozen=True, tag="table"):
+    spec: TableSpec
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        model.tables.make(self.spec)
+
+
+class RowsSet(Operation, frozen=True, tag="rows"):
+    """Saved rows of a table are the payload; without keys the table is cleared."""
+
+    chunk: RowChunk
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        chunk = self.chunk
+        with model.lock:
+            table = model.tables.table(chunk.table)
+            if chunk.keys:
+                columns = columns_with(table.spec, table.optimizer, chunk.keys)
+                table.load_chunk(read_columns(columns, chunk.count, payload.data))
+            else:
+                model.tables.clear(chunk.table, chunk.steps)
+
+    def payload_bytes(self, model: ServedModel) -> int:
+        table = model.tables.table(self.chunk.table)
+        columns = columns_with(table.spec, table.optimizer, self.chunk.keys)
+        if self.chunk.keys and not columns:
+            raise Refused(f"{self.chunk.keys} are not the columns of a chunk of {table.spec}")
+        return self.chunk.count * entry_bytes(columns)
+
+
+class ResidualSaved(Operation, frozen=True, tag="residual"):
+    worker: Count
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        with model.lock:
+            model.membership.members[self.worker].residual = payload.data
+
+    def payload_bytes(self, model: ServedModel) -> int:
+        if model.compression is None:
+            raise Refused("a residual, but this model is not compressed")
+        return model.compression.residual_bytes
+
+
+class Resumed(Operation, frozen=True, tag="resumed"):
+    """Eventual consistency: where a worker is; pushes before it may have been lost."""
+
+    worker: Count
+    sequence: Count
+    step: Count
+
+    def apply_to(self, model: ServedModel, payload: Payload) -> None:
+        model.resume(self.worker, self.sequence, self.step)
+
+
+AnyOperation = functools.reduce(operator.or_, Operation.__subclasses__())
+# an eventual head answers them before others have them; all else it answers when all have it
+EARLY = (Pushed, Decided, StepClosed)
 OnCommitted = Callable[[Any], None]  # gets the answer
-
-
-T = TypeVar("T")
-
-
-class ChainAccess(Protocol):
-    """The chain of a replicated server, as connections use it."""
-
-    place: ChainPlace
-
-    @property
-    def is_head(self) -> bool: ...
-    def check_epoch(self, epoch: int) -> None: ...
-    def check_head(self) -> None: ...
-    def elsewhere(self, reason: str) -> Elsewhere: ...
-    def catch_up(self) -> Any: ...
-    def await_committed(self) -> None: ...
-    def execute(
-        self, operation: Operation, payload: Payload, on_committed: OnCommitted | None = None
-    ) -> Any: ...
-    def read(self, action: Callable[[], T]) -> T: ...
-    def receive_snapshot(
-        self, sender: int, header: Header, meta: bytes, connection: Connection
-    ) -> None: ...
-    def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None: ...

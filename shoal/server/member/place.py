@@ -44,23 +44,6 @@ class Elsewhere(Exception):
         return ErrorReply(str(self)[:4000], moved=self.moved)
 
 
-@dataclass(frozen=True)
-class OwnAddress:
-    """What a server says of itself."""
-
-    local: str = ""  # where it listens; a Unix socket is for its host alone
-    remote: str = ""  # a second address, for other hosts
-    host: str = ""  # hosts with the same one share files and memory
-
-    @classmethod
-    def of(cls, local: str, remote: str, host: str, hostname: str) -> OwnAddress:
-        """Of one that listens at these two; `hostname` stands for all addresses of the host."""
-        return cls(_named(local, hostname), _named(remote, hostname), host)
-
-    def alive(self, incarnation: int, pid: int, unreachable: tuple[int, ...] = ()) -> Alive:
-        return Alive(incarnation, self.local, pid, self.remote, self.host, unreachable)
-
-
 @dataclass
 class AddressBook:
     """Of all processes of a run, by their number."""
@@ -79,6 +62,12 @@ class AddressBook:
     def of(self, process: int) -> str | None:
         """None where it is not known yet."""
         return self._seen.get(process) or self.known.get(process)
+
+
+def own_address(local: str, remote: str, host: str, hostname: str) -> Alive:
+    """What a server says of itself that listens at these two; `hostname` stands for all addresses
+    of its host."""
+    return Alive(0, _named(local, hostname), 0, _named(remote, hostname), host)
 
 
 def _named(address: str, hostname: str) -> str:

@@ -10,14 +10,11 @@ limit, and only while their node lives.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from shoal.errors import ShoalError
 from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
@@ -26,23 +23,18 @@ from shoal.server.member.core import Outcome, Waiter, pass_push
 from shoal.server.member.operations import (
     EARLY,
     EMPTY,
-    Execute,
-    Lost,
     OnCommitted,
     Operation,
     Payload,
 )
-from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.peers import ChainPeers
-from shoal.server.member.place import ChainPlace, Elsewhere
+from shoal.server.member.place import ChainPlace
 from shoal.server.member.wire import Proposed
 from shoal.server.model.membership import ModelFailure
 from shoal.server.process.model_host import ModelHost
 
-ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
 COMMIT_S = 120.0  # an operation that is not committed after so long ends the run
 _AGAIN_S = 1.0
-_POLL_S = 0.5
 T = TypeVar("T")
 
 
@@ -53,33 +45,29 @@ class ChainRuntime(ChainPeers):
         """`on_reset` ends all connections of workers: this member has lost its place."""
         super().__init__(place, host, self._forget_workers)
         self._end_connections = on_reset
-        self._is_eventual = place.consistency == "eventual"
-        self._losses = LostWorkers(host, lambda: self.is_head, self.execute)
-        host.in_chain = True
-        host.may_lose = self._is_eventual
-        host.execute = self.execute
-        host.on_loss = self._losses.note
-
-    def start(self, links: dict[int, PeerLink]) -> None:
-        self.links = links
-        for link in links.values():
-            link.start()
-        self._losses.start()
+        self.is_eventual = place.consistency == "eventual"
+        self.losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
+        self.on_loss: Callable[[], None] = lambda: None
+        host.chain = self
 
     def close(self, join_s: float) -> None:
         with self.changed:
             self.is_closed = True
             self.waiters.end_all()
             self.changed.notify_all()
-        self._losses.close()
         for link in self.links.values():
             link.close()
         for link in self.links.values():
             link.join(join_s)
 
     def _forget_workers(self) -> None:
-        self._losses.forget()
+        self.losses.clear()
         self._end_connections()
+
+    def note_loss(self, model: int, worker: int, reason: str) -> None:
+        """Called under the lock of a model: only noted, for a thread without it."""
+        self.losses.setdefault((model, worker), reason)
+        self.on_loss()
 
     # ------------------------------------------------------------------ its place in the chain
 
@@ -118,14 +106,14 @@ class ChainRuntime(ChainPeers):
         doing = f"the commitment of {type(operation).__name__}"
         with waiting(self.place.in_words(), self._awaited, doing):
             outcome = self._await_outcome(waiter)
-            if self._is_eventual and outcome.error is None and not isinstance(operation, EARLY):
+            if self.is_eventual and outcome.error is None and not isinstance(operation, EARLY):
                 # an eventual head waits for the others with all but pushes
                 with self.changed:
                     node, position = waiter.node, waiter.position
                     self._await_change(lambda: node.committed >= position, node)
         if outcome.error is not None:
             raise outcome.error
-        if self._is_eventual:
+        if self.is_eventual:
             self.confirm(waiter.node)
         return outcome.answer
 
@@ -139,9 +127,9 @@ class ChainRuntime(ChainPeers):
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise self.elsewhere("is not the head of its chain") from error
-        if self._is_eventual:
+        if self.is_eventual:
             on_committed = None
-        waiter = self.waiters.add(Waiter(node, position, self._is_eventual, on_committed))
+        waiter = self.waiters.add(Waiter(node, position, self.is_eventual, on_committed))
         pass_push("push.logged", proposed.operation)
         self.run(effects)
         return waiter
@@ -173,7 +161,7 @@ class ChainRuntime(ChainPeers):
             self._await_committed(self.node)
 
     def _await_committed(self, node: ChainNode) -> None:
-        if not self._is_eventual:
+        if not self.is_eventual:
             upto = node.position
             self._await_change(lambda: node.committed >= upto, node)
 
@@ -240,60 +228,3 @@ class ChainRuntime(ChainPeers):
             raise self.elsewhere("was removed from its chain")
         if time.monotonic() > deadline_s:
             raise ModelFailure(f"{self._awaited()} has not answered for {COMMIT_S:.0f} s")
-
-
-class LostWorkers:
-    """A thread that proposes `Lost`; only the head has any effect."""
-
-    def __init__(self, host: ModelHost, is_head: Callable[[], bool], execute: Execute):
-        self._host = host
-        self._is_head = is_head
-        self._execute = execute
-        self._is_closed = False
-        self._losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
-        self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
-        self._noted = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shoal-loss", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._noted.set()
-
-    def note(self, model: int, worker: int, reason: str) -> None:
-        """Called under the lock of a model: only noted, for a thread without it."""
-        self._losses.setdefault((model, worker), reason)
-        self._noted.set()
-
-    def forget(self) -> None:
-        """This copy has no state any more."""
-        self._losses.clear()
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            self._noted.wait(_POLL_S)
-            self._noted.clear()
-            self._note_absent()
-            for (model, worker), reason in list(self._losses.items()):
-                with suppress(Elsewhere, ModelFailure, ShoalError):
-                    if self._is_head():
-                        self._execute(Lost(model, worker, reason), EMPTY)
-                self._losses.pop((model, worker), None)
-
-    def _note_absent(self) -> None:
-        """Workers that do not connect to a head that is new to them."""
-        present = {
-            (number, worker)
-            for number, model in list(self._host.models.items())
-            for worker, member in list(model.membership.members.items())
-            if not member.channels and worker not in model.membership.departed
-        }
-        now_s = time.monotonic()
-        is_head = self._is_head()
-        self._absent = {key: self._absent.get(key, now_s) for key in present if is_head}
-        for (number, worker), since_s in self._absent.items():
-            if now_s - since_s > ABSENT_S:
-                reason = f"worker {worker} was lost: it has not come to the new head"
-                self._losses.setdefault((number, worker), reason)

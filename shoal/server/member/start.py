@@ -12,10 +12,9 @@ from shoal.coordinator.interface import Coordinator
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.frames import FrameKind, Header
 from shoal.runtime.config import TlsConfig
-from shoal.server.member.keeper import Keeper
-from shoal.server.member.leading import Leading
+from shoal.server.member.duties import Keeper, Leading
 from shoal.server.member.peer_link import PeerLink
-from shoal.server.member.place import AddressBook, ChainPlace, OwnAddress
+from shoal.server.member.place import AddressBook, ChainPlace, own_address
 from shoal.server.member.runtime import ChainRuntime
 from shoal.server.process.model_host import ModelHost
 
@@ -43,12 +42,6 @@ class ChainSettings:
         return AddressBook(self.host, known)
 
 
-def _load_optimizers() -> None:
-    """The first optimizer of a process loads modules for seconds: before others wait for it."""
-    p = torch.nn.Parameter(torch.zeros(1))
-    torch.optim.SGD([p], lr=0.0).step()
-
-
 class ChainParts:
     """The chain, its links and its keeper, of one server."""
 
@@ -63,35 +56,27 @@ class ChainParts:
     ):
         """It `listens` at these two addresses; the second, for other hosts, may be empty."""
         place = settings.place
-        _load_optimizers()
+        # the first optimizer of a process loads modules for seconds: before others wait for it
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
         self.runtime = ChainRuntime(place, host, on_reset)
-        host.chain = self.runtime
         header = Header(FrameKind.HELLO, place.copy, place.shard)
         book = settings.book()
         first = place.shard * place.copies
-        self._links = {
+        self.runtime.links = {
             peer: PeerLink(self.runtime, peer, partial(book.of, first + peer), secret, header, tls)
             for peer in range(place.copies)
             if peer != place.copy
         }
         self.leading = Leading(self.runtime, book.of, secret, tls)
-        own = OwnAddress.of(*listens, settings.host, settings.hostname)
-        agreed = (
-            settings.coordinator,
-            settings.ttl_s,
-            own,
-            book,
-            settings.leases,
-            self._unreachable,
-        )
-        self.keeper = Keeper(self.runtime, *agreed)
-
-    def _unreachable(self, seconds: float) -> tuple[int, ...]:
-        return tuple(peer for peer, link in self._links.items() if link.down_s > seconds)
+        own = own_address(*listens, settings.host, settings.hostname)
+        coordinator = settings.coordinator
+        leases = settings.leases or coordinator
+        self.keeper = Keeper(self.runtime, coordinator, leases, settings.ttl_s, own, book)
 
     def start(self) -> None:
         """Once the server listens."""
-        self.runtime.start(self._links)
+        for link in self.runtime.links.values():
+            link.start()
         self.keeper.start()
         self.leading.start()
 

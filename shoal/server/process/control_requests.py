@@ -53,7 +53,7 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
         spec = decode(meta, ModelSpec)
         check_spec(spec, peer.host.max_bytes)
         segment = None if descriptor is None else _segment(descriptor, spec)
-        peer.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
+        peer.host.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
         model = peer.host.models[peer.model_id]
         if segment is not None:
             model.attach(peer.worker, segment)
@@ -74,7 +74,7 @@ def _resume(peer: Peer, header: Header) -> None:
         return
     if not peer.host.may_lose or missing > MAX_LOST_PUSHES:
         raise Refused(f"the last {missing} pushes of worker {peer.worker} are not here")
-    peer.execute(Resumed(peer.model_id, peer.worker, header.sequence, header.argument))
+    peer.host.execute(Resumed(peer.model_id, peer.worker, header.sequence, header.argument))
 
 
 def _attach_again(peer: Peer, model: ServedModel) -> None:
@@ -97,7 +97,7 @@ def _set_up(peer: Peer) -> bytes:
 @handles(FrameKind.ENTER, "control")
 def enter(peer: Peer, header: Header, meta: bytes) -> None:
     peer.joined()
-    entered: Entered = peer.execute(Returned(peer.model_id, peer.worker))
+    entered: Entered = peer.host.execute(Returned(peer.model_id, peer.worker))
     peer.reply(encode(entered))
 
 
@@ -123,7 +123,7 @@ def barrier(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     request = decode(meta, BarrierRequest)
     number = request.number
-    peer.execute(BarrierReached(peer.model_id, peer.worker, number, request.generations))
+    peer.host.execute(BarrierReached(peer.model_id, peer.worker, number, request.generations))
     lowest = model.membership.wait_barrier(peer.worker, number, request.generations)
     peer.reply(encode(LowestSurvivor(lowest)))
 
@@ -141,7 +141,7 @@ def stats(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.LEAVE, "control")
 def leave(peer: Peer, header: Header, meta: bytes) -> None:
     peer.joined()
-    lowest = peer.execute(Left(peer.model_id, peer.worker))
+    lowest = peer.host.execute(Left(peer.model_id, peer.worker))
     peer.reply(encode(LowestSurvivor(lowest)))
 
 

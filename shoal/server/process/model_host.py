@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from shoal.protocol.frames import Refused
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.cores import server_threads
 from shoal.runtime.faults import busy_s
-from shoal.server.member.operations import ChainAccess, Execute
+from shoal.server.member.operations import EMPTY, OnCommitted, Operation, Payload
 from shoal.server.member.place import Elsewhere
 from shoal.server.messages import Follow, FollowRows, ModelSpec
 from shoal.server.model.membership import ModelFailure
@@ -28,6 +28,9 @@ from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.background import ShardSaver
 from shoal.server.process.log_stream import Follower, Followers
 from shoal.server.rows.copies import RowCopies
+
+if TYPE_CHECKING:
+    from shoal.server.member.runtime import ChainRuntime
 
 
 class Slowness:
@@ -95,13 +98,9 @@ class ModelHost:
     """
 
     most_threads: int | None = None
-    execute: Execute  # lets an operation take effect; returns its answer
-    in_chain = False
-    may_lose = False  # what was acknowledged: eventual consistency
     takes_back = False  # lost workers are started again
-    chain: ChainAccess | None = None  # of a replicated server
+    chain: ChainRuntime | None = None  # of a replicated server
     keeps_payloads = False  # a copy that comes back is taught from the log
-    on_loss: Callable[[int, int, str], None] | None = None  # model, worker, reason
     saver: ShardSaver | None = None  # writes checkpoints
     device: torch.device | None = None  # where weights and optimizers are; None: the CPU
 
@@ -126,6 +125,29 @@ class ModelHost:
         self._followers: dict[int, Followers] = {}  # of the models that are led here
         self._following: list[Follower] = []
         self._copies: dict[int, RowCopies] = {}  # of models with hot rows
+
+    @property
+    def in_chain(self) -> bool:
+        return self.chain is not None
+
+    @property
+    def may_lose(self) -> bool:
+        """What was acknowledged: eventual consistency."""
+        return self.chain is not None and self.chain.is_eventual
+
+    def execute(
+        self,
+        operation: Operation,
+        payload: Payload = EMPTY,
+        on_committed: OnCommitted | None = None,
+    ) -> Any:
+        """Let an operation take effect; returns its answer.
+
+        The chain of a replicated server may call `on_committed` with the answer before.
+        """
+        if self.chain is None:
+            return operation.apply(self, payload)
+        return self.chain.execute(operation, payload, on_committed)
 
     @property
     def connections(self) -> list[Connection]:
@@ -180,8 +202,8 @@ class ModelHost:
         has_exited = self.has_exited
         if has_exited is not None:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
-        if self.on_loss is not None:
-            model.membership.on_loss = partial(self.on_loss, model_id)
+        if self.chain is not None:
+            model.membership.on_loss = partial(self.chain.note_loss, model_id)
         if not is_leader and not self.in_chain:
             follower = Follower(model, model_id, self._secret, self._tls, model.replay)
         with self._changed:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.protocol.handshake import RECONNECT_S
-from shoal.server.member.operations import EMPTY, ChainAccess, OnCommitted, Operation, Payload
+from shoal.server.member.operations import Operation, Payload
 from shoal.server.messages import Channel, ErrorReply
 from shoal.server.model.membership import ActiveConnection, Member
 from shoal.server.model.served_model import ServedModel
@@ -80,20 +80,17 @@ class Peer:
             raise Refused(f"worker {self.worker} was started again: its former process is refused")
         return self.model, self.member
 
-    def execute(
-        self,
-        operation: Operation,
-        payload: Payload = EMPTY,
-        on_committed: OnCommitted | None = None,
-    ) -> Any:
-        """Let an operation take effect; returns its answer.
-
-        The chain of a replicated server may call `on_committed` with the answer before.
-        """
-        chain = self.host.chain
-        if chain is None or on_committed is None:
-            return self.host.execute(operation, payload)
-        return chain.execute(operation, payload, on_committed)
+    def execute_with_payload(self, operation: Operation, header: Header) -> None:
+        """Read its payload, let it take effect, and answer; the length is checked before."""
+        model, _ = self.joined()
+        num_bytes = operation.payload_bytes(model)
+        if header.payload_bytes != num_bytes:
+            kind = header.kind.name
+            raise Refused(f"expected {num_bytes} bytes of {kind}, got {header.payload_bytes}")
+        data = bytearray(num_bytes)
+        self.connection.read_into(memoryview(data))
+        self.host.execute(operation, Payload(data))
+        self.reply()
 
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
         """Once all that the answer may follow from is committed."""
@@ -140,17 +137,16 @@ class Peer:
         if self.member is None or self.model is None:
             return
         is_lost = not self._returns(self.model, self.member, is_broken)
-        chain = self.host.chain
-        if is_lost and (chain is None or self._is_lost_to(chain)):
+        if is_lost and self._is_gone(self.member):
             self.model.membership.lose(self.worker, self.incarnation)
         self.model.membership.lose_absent()
         self.host.release(self.model_id)
 
-    def _is_lost_to(self, chain: ChainAccess) -> bool:
-        """Whether this is the head, and none of the worker's connections is left."""
-        assert self.model is not None and self.member is not None
+    def _is_gone(self, member: Member) -> bool:
+        """In a chain: whether this is the head, and none of the worker's connections is left."""
+        chain = self.host.chain
         is_here = self.host.models.get(self.model_id) is self.model
-        return is_here and chain.is_head and not self.member.channels
+        return chain is None or (is_here and chain.is_head and not member.channels)
 
     def read(self, action: Callable[[], T]) -> T:
         """What the state holds, with everything that was acknowledged before."""

@@ -11,7 +11,6 @@ from shoal.server.messages import Ack, Commit, Pull, RowBatch, SavedResidual, Sh
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.model.served_model import ServedModel
-from shoal.server.model.shard_state import check_state
 from shoal.server.process.peer import EarlyReply, Peer, handles
 from shoal.server.shared_memory import bytes_of
 
@@ -67,7 +66,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
     payload = Payload(rows=rows, push=pushes.take_arrived())
     early = EarlyReply(peer, lambda ack: None if _is_open(ack, model) else encode(ack))
-    ack: Ack = peer.execute(Pushed(*identity, request, batches), payload, early.send)
+    ack: Ack = peer.host.execute(Pushed(*identity, request, batches), payload, early.send)
     if ack.verdict == "again":
         model.note_repeat()
     if _is_open(ack, model):
@@ -106,7 +105,9 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
     """All gradients of a push; no answer."""
     model, member = peer.joined()
     compression = _compression(model, header)
-    _check_size(header, compression.num_bytes)
+    if header.payload_bytes != compression.num_bytes:
+        expected = compression.num_bytes
+        raise Refused(f"expected {expected} bytes of COMPRESSED, got {header.payload_bytes}")
     catch_up(peer, member.pushes, header.sequence)
     if member.pushes.is_repeated(header.sequence):
         peer.connection.skip(header.payload_bytes)
@@ -121,12 +122,7 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.RESIDUAL_SET, "push", has_payload=True)
 def set_residual(peer: Peer, header: Header, meta: bytes) -> None:
     """What a worker carries from step to step, for the worker that saves a checkpoint."""
-    model, _ = peer.joined()
-    _check_size(header, _compression(model, header).residual_bytes)
-    residual = bytearray(header.payload_bytes)
-    peer.connection.read_into(memoryview(residual))
-    peer.execute(ResidualSaved(peer.model_id, peer.worker), Payload(residual))
-    peer.reply()
+    peer.execute_with_payload(ResidualSaved(peer.model_id, peer.worker), header)
 
 
 @handles(FrameKind.RESIDUAL_GET, "pull")
@@ -150,14 +146,6 @@ def _compression(model: ServedModel, header: Header) -> PushCompression:
     return model.compression
 
 
-def _check_size(header: Header, num_bytes: int) -> None:
-    """Refuse a payload of another length before anything is allocated for it."""
-    if header.payload_bytes != num_bytes:
-        raise Refused(
-            f"expected {num_bytes} bytes of {header.kind.name}, got {header.payload_bytes}"
-        )
-
-
 @handles(FrameKind.PULL, "pull")
 def pull(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
@@ -178,12 +166,4 @@ def get_state(peer: Peer, header: Header, meta: bytes) -> None:
 
 @handles(FrameKind.STATE_SET, "pull", has_payload=True)
 def set_state(peer: Peer, header: Header, meta: bytes) -> None:
-    model, _ = peer.joined()
-    state = decode(meta, ShardState)
-    num_bytes = check_state(model.state.shard, state)
-    if header.payload_bytes != num_bytes:
-        raise Refused(f"expected {num_bytes} bytes of state, got {header.payload_bytes}")
-    payload = bytearray(num_bytes)
-    peer.connection.read_into(memoryview(payload))
-    peer.execute(StateSet(peer.model_id, state), Payload(payload))
-    peer.reply()
+    peer.execute_with_payload(StateSet(peer.model_id, decode(meta, ShardState)), header)

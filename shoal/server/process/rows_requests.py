@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import columns_with, entry_bytes
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
 from shoal.protocol.connection import Connection
 from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.server.member.operations import Payload, RowsSet, TableMade
+from shoal.server.member.operations import RowsSet, TableMade
 from shoal.server.messages import (
     FollowRows,
     Heat,
@@ -37,7 +36,7 @@ MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
 @handles(FrameKind.TABLE_MAKE, "rows")
 def make(peer: Peer, header: Header, meta: bytes) -> None:
     peer.joined()
-    peer.execute(TableMade(peer.model_id, decode(meta, TableSpec)))
+    peer.host.execute(TableMade(peer.model_id, decode(meta, TableSpec)))
     peer.reply()
 
 
@@ -133,18 +132,9 @@ def get_chunk(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.TABLE_SET, "rows", has_payload=True)
 def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
     """Clear a table, or load a chunk of saved rows."""
-    model, _ = peer.joined()
-    request = decode(meta, RowChunk)
-    with model.lock:
-        table = model.tables.table(request.table)
-        columns = columns_with(table.spec, table.optimizer, request.keys)
-    if request.keys and not columns:
-        raise Refused(f"{request.keys} are not the columns of a chunk of {table.spec}")
-    check_size(header, request.count, entry_bytes(columns), entry_bytes(columns))
-    chunk = bytearray(header.payload_bytes)
-    peer.connection.read_into(memoryview(chunk))
-    peer.execute(RowsSet(peer.model_id, request), Payload(chunk))
-    peer.reply()
+    if header.payload_bytes > MAX_ROW_BYTES:
+        raise Refused(f"{header.payload_bytes} bytes of rows are too many for one request")
+    peer.execute_with_payload(RowsSet(peer.model_id, decode(meta, RowChunk)), header)
 
 
 def check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) -> None:

@@ -19,7 +19,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from shoal.protocol.connection import Connection
@@ -28,7 +27,6 @@ from shoal.protocol.frames import Header
 from shoal.protocol.hello import Hello
 from shoal.protocol.service import JOIN_S, ConnectionService
 from shoal.runtime.config import TlsConfig
-from shoal.server.member.apply import apply
 from shoal.server.member.peer_link import SILENT_COPY_S
 from shoal.server.member.start import ChainParts, ChainSettings
 from shoal.server.model.served_model import ServedModel
@@ -58,7 +56,6 @@ class Server(ConnectionService):
             remove_left_socket(address)
         super().__init__(secret, [address, *filter(None, [remote_address])], tls)
         self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
-        self.host.execute = partial(apply, self.host)
         self.address = self.listeners[0].address
         self.remote_address = self.listeners[1].address if remote_address else ""
         self._counts: Counter[str] = Counter()  # of connections that have ended

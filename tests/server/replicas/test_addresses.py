@@ -19,7 +19,7 @@ from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.client.chain_view import CopyAddresses
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.member.place import AddressBook, ChainPlace, OwnAddress
+from shoal.server.member.place import AddressBook, ChainPlace, own_address
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
 from tests.coordinator.helpers import until
@@ -32,7 +32,7 @@ UNIX = "unix:/run/0.sock"
 
 
 def test_a_unix_socket_is_for_its_own_host() -> None:
-    alive = OwnAddress(UNIX, "tcp:a:1", "a").alive(1, 2)
+    alive = own_address(UNIX, "tcp:a:1", "a", "")
     here, there = AddressBook("a"), AddressBook("b")
     for book in (here, there):
         book.saw(4, alive)
@@ -46,9 +46,9 @@ def test_an_address_that_others_cannot_use_does_not_replace_one_that_is_known() 
 
 
 def test_one_that_listens_at_all_addresses_is_found_by_the_name_of_its_host() -> None:
-    own = OwnAddress.of("tcp:0.0.0.0:7", "tcp::::8", "a", "node1")
-    assert (own.local, own.remote) == ("tcp:node1:7", "tcp:node1:8")
-    assert OwnAddress.of("tcp:h:7", "", "a", "node1") == OwnAddress("tcp:h:7", "", "a")
+    own = own_address("tcp:0.0.0.0:7", "tcp::::8", "a", "node1")
+    assert (own.address, own.remote) == ("tcp:node1:7", "tcp:node1:8")
+    assert own_address("tcp:h:7", "", "a", "node1") == Alive(0, "tcp:h:7", host="a")
 
 
 def test_a_replica_does_not_listen_beyond_loopback_in_the_clear() -> None:

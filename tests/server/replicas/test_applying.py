@@ -12,8 +12,7 @@ import pytest
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Acked, Append, At
-from shoal.server.member import core
-from shoal.server.member.operations import Left, Payload
+from shoal.server.member.operations import Left
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.runtime import ChainRuntime
@@ -43,7 +42,7 @@ class SlowApply:
         self.go_on = threading.Event()
         self.workers: list[int] = []
 
-    def __call__(self, host: ModelHost, operation: Left, payload: Payload) -> int:
+    def __call__(self, operation: Left) -> int:
         if not self.workers:
             self.began.set()
             assert self.go_on.wait(LIMIT_S)
@@ -54,7 +53,7 @@ class SlowApply:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowApply:
     found = SlowApply()
-    monkeypatch.setattr(core, "apply", found)
+    monkeypatch.setattr(Left, "apply", lambda left, host, payload: found(left))
     return found
 
 

@@ -22,7 +22,7 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.state import ChainConsistency
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.member import keeper
+from shoal.server.member import duties
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.messages import Commit
@@ -133,7 +133,7 @@ def world(
     consistency: ChainConsistency = "strong",
     tls: TlsConfig | None = None,
 ) -> Iterator[World]:
-    with socket_folder() as folder, patch.object(keeper, "_APART_OF_TTL", 1000):
+    with socket_folder() as folder, patch.object(duties, "_APART_OF_TTL", 1000):
         made = World(folder, replicas, shards, consistency, tls)
         try:
             yield made
