@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.members.board import Board, GroupMember, RunDirBoard
+from shoal.comm.members.board import Board, FileBoard, GroupMember
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.members.membership import GroupMembership
 from shoal.comm.network import HostSpec
@@ -148,7 +148,7 @@ class Workers:
             self.used.setdefault(step, set()).add(job.rank)
 
     def board(self, member: GroupMember) -> Board:
-        return RunDirBoard(self.run_dir, 1)
+        return FileBoard(self.run_dir.members(1), self.run_dir)
 
     def hosts(self, member: GroupMember) -> HostSpec | None:
         return None

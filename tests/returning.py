@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from shoal.comm.executor import Executor
 from shoal.comm.executors.deferred import Deferred
 from shoal.comm.group import Group
+from shoal.comm.members.board import FileBoard, GroupMember
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.comm.members.meetings import Meetings
 from shoal.runtime.config import RunConfig
@@ -76,10 +77,9 @@ class Run:
 
     def _job(self, rank: int, generation: int) -> Job:
         run_dir = self.run_dir
-        meetings = Meetings(
-            run_dir.meetings(1), rank, self.size, generation, run_dir.has_ended, 60.0
-        )
-        sums = ElasticSum(run_dir.tally_folder(1), rank, meetings.is_missing, 60.0)
+        board = FileBoard(run_dir.meetings(1), run_dir)
+        meetings = Meetings(board, GroupMember(rank, generation), self.size, 60.0)
+        sums = ElasticSum(run_dir.meetings(1), rank, meetings.is_missing, 60.0)
         config = replace(
             RunConfig.from_environment(), generation=generation, restarts=1, run_dir=run_dir
         )

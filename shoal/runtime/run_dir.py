@@ -15,7 +15,7 @@
     back-2.1.json        how it took its place among the others
     late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
-    meetings-1           what all workers did together (comm/members/meetings.py)
+    meetings-1           what all workers did together (comm/members/meetings.py, elastic_sum.py)
     members-1            generations of the group of an elastic run (comm/members/membership.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
@@ -25,7 +25,7 @@
                          .pid the number of its process
     killed-server-0-50   a worker has killed server 0 at step 50 (--kill)
     coordinator.sock     the coordinator's socket; .address holds its TCP address, .log its records
-    start-1/ tally-1/    of comm/members/elastic_sum.py, for the first shoal.run of the workers
+    start-1/             broadcasts at the start of the first shoal.run (executors/deferred.py)
     spans-0.json         the trace of worker 0 (in the folder of a trace or of a compared run)
     begun                a compared run has begun (in its folder)
 
@@ -187,10 +187,6 @@ class RunDir:
 
     def memory_folders(self) -> list[Path]:
         return list(self.path.glob("memory-*"))
-
-    def tally_folder(self, run_number: int) -> Path:
-        """For sums over the surviving ranks."""
-        return self.path / f"tally-{run_number}"
 
     @property
     def entry(self) -> Path:

@@ -20,12 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.wording import say
 
+T = TypeVar("T")
 _LONGEST_PAUSE_S = 1.0
+_FIRST_LOOK_S = 0.0005
+_LONGEST_LOOK_S = 0.02
 _STATES = {"T": "is stopped", "t": "is being debugged", "D": "waits for its disk", "Z": "has ended"}
 
 
@@ -179,3 +182,20 @@ class Backoff:
     def __call__(self) -> None:
         time.sleep(self._next_s)
         self._next_s = min(2 * self._next_s, self._longest_s)
+
+
+def until(
+    found: Callable[[], T | None],
+    wait: waiting,
+    patience_s: float,
+    too_late: Callable[[], Exception],
+) -> T:
+    """What `found` returns, which is called again and again until it is not None."""
+    deadline_s = time.monotonic() + patience_s
+    pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+    with wait:
+        while (result := found()) is None:
+            if time.monotonic() > deadline_s:
+                raise too_late()
+            pause()
+        return result

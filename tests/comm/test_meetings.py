@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.comm.members.board import FileBoard, GroupMember
 from shoal.comm.members.meetings import Meeting, Meetings
 from shoal.errors import CheckpointError, PeerLost
 
@@ -21,10 +22,9 @@ class Lives:
         self.ended: set[tuple[int, int]] = set()
 
     def of(self, rank: int, incarnation: int = 0, patience_s: float = 20.0) -> Meetings:
-        def has_exited(rank: int, incarnation: int) -> bool:
-            return (rank, incarnation) in self.ended
-
-        return Meetings(self.file, rank, self.size, incarnation, has_exited, patience_s)
+        board = FileBoard(self.file)
+        board.has_exited = self.ended.__contains__  # type: ignore[method-assign]
+        return Meetings(board, GroupMember(rank, incarnation), self.size, patience_s)
 
 
 def never(_: Meeting) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.comm.members.board import GroupMember
-from shoal.comm.members.network_board import LOG, BoardLog, NetworkBoard, ServedBoard
+from shoal.comm.members.network_board import LOG, NetworkBoard, ServedBoard, entry_bytes
 from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import AT_THE_END, StoreRequest
 from shoal.errors import BadInput, PeerLost
@@ -31,7 +31,7 @@ def opened(
     taken: list[Any] = []
     address = ("127.0.0.1", service.port)
     with closing(NetworkBoard(address, SECRET, GroupMember(worker, 0), run)) as board:
-        board.records(taken.append)
+        board.take = taken.append
         yield board, taken
 
 
@@ -71,7 +71,7 @@ def test_documents_of_another_call_of_the_script_are_not_handed_over(
 def test_what_a_process_appends_after_its_exit_does_not_count(service: StoreService) -> None:
     launcher = ServedBoard(service)
     me = GroupMember(1, 0)
-    late = BoardLog(1).written(me, {"after": 1})
+    late = entry_bytes({"by": me, "run": 1, "document": {"after": 1}})
     with opened(service, 0) as (board, taken), opened(service, 1) as (lost, _):
         lost.append(lambda: {"before": 1})
         launcher.note_exit(me)

@@ -11,6 +11,7 @@ made, for which all of them have to be there.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +22,9 @@ from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
-from shoal.comm.members.elastic_sum import FIRST_LOOK_S, LONGEST_LOOK_S
 from shoal.errors import Desync
 from shoal.runtime.files import write_atomically
-from shoal.runtime.waits import Backoff
+from shoal.runtime.waits import until, waiting
 from shoal.transport.threads import DoneWork
 from shoal.transport.transport import Work
 
@@ -90,17 +90,21 @@ class Deferred(Executor):
         order = [root, *(r for r in range(self.size) if r != root)]
         before = order[: order.index(self.rank)]
         path = self._path("given")
-        pause = Backoff(FIRST_LOOK_S, LONGEST_LOOK_S)
-        while True:
+
+        def has_data() -> bool | None:
             is_writer = all(self._has_exited(r) for r in before)  # first: then the file is final
             if path.exists():
                 self._read(path, data)
-                break
-            if is_writer:
+            elif is_writer:
                 self._write(path, data)
-                break
-            pause()
-        self._remove_if_last(path)
+            else:
+                return None
+            return True
+
+        wait = waiting(f"rank {self.rank}", f"rank {root}", "a broadcast by files")
+        until(has_data, wait, math.inf, AssertionError)
+        if not self._keeps:
+            self._remove_if_last(path)
 
     def _write(self, path: Path, data: Tensor) -> None:
         """The first one counts: the root may come back when another rank has taken its part."""
@@ -125,8 +129,6 @@ class Deferred(Executor):
         data.detach().copy_(received.view(data.shape))
 
     def _remove_if_last(self, path: Path) -> None:
-        if self._keeps:
-            return
         self._path(f"have-{self.rank}").touch()
         others = (r for r in range(self.size) if r != self.rank)
         if all(self._path(f"have-{r}").exists() or self._has_exited(r) for r in others):

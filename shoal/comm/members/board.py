@@ -1,6 +1,6 @@
-"""What workers of an elastic run know of each other: documents in one order, and who has exited.
+"""What workers of a run know of each other: documents in one order, and who has exited.
 
-    one host        lines of a file in the run directory           `RunDirBoard`, here
+    one host        lines of a file in the run directory           `FileBoard`, here
     several hosts   a log that the launcher of the run serves      `NetworkBoard`
 
 Documents and exits are consistent: what a process has appended is final where it has exited.
@@ -14,47 +14,92 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.errors import CheckpointError
 from shoal.runtime.run_dir import RunDir
 
+T = TypeVar("T")
+Document = dict[str, Any]  # JSON
+Key = tuple[int, int]  # a step, and the number of a call among those of that step
 _CHUNK_BYTES = 1 << 20
 
 
-class RecordFile:
-    """`take` is called with every document, those of this process included, in their order."""
+class GroupMember(NamedTuple):
+    """A process of a worker: the first one has the incarnation 0."""
 
-    def __init__(self, file: Path, take: Callable[[dict[str, Any]], None]):
+    worker: int
+    incarnation: int
+
+
+class Board:
+    """One worker's view of a run. `take` is called with every document, in their order."""
+
+    take: Callable[[Document], None]  # set by whoever reads it
+
+    def look(self) -> None:
+        """Take what the others have appended."""
+        raise NotImplementedError
+
+    def append(self, write: Callable[[], Document | None]) -> None:
+        """Append what `write` returns, if anything, and take it like the others.
+
+        `write` has seen all documents before its own: it is called again where others came first.
+        """
+        raise NotImplementedError
+
+    def has_grown(self) -> bool:
+        """Whether there is something to look at; cheap enough for every step."""
+        raise NotImplementedError
+
+    def has_exited(self, member: GroupMember) -> bool:
+        raise NotImplementedError
+
+    def is_absent(self, worker: int) -> bool:
+        """Whether no process of this worker runs."""
+        raise NotImplementedError
+
+    def watch(self, on_exit: Callable[[GroupMember], None]) -> None:
+        """From now on `on_exit` is called, from a thread, where connections do not show an exit."""
+
+    def close(self) -> None:
+        pass
+
+
+class FileBoard(Board):
+    """For workers that see one run directory. Groups of shared memory notice exits themselves."""
+
+    def __init__(self, file: Path, run_dir: RunDir | None = None):
+        """Without `run_dir` it does not know of exits."""
         self._file = file
-        self._take = take
+        self._run_dir = run_dir
         self._read_bytes = 0
 
     def look(self) -> None:
-        """Take what other processes have appended."""
-        with self._locked():
-            pass
+        if self.has_grown():
+            with self._locked():
+                pass
 
-    def append(self, write: Callable[[], dict[str, Any] | None]) -> None:
-        """Append what `write` returns, if anything. Meanwhile no process reads or appends.
-
-        `write` is called once, when all documents are taken.
-        """
+    def append(self, write: Callable[[], Document | None]) -> None:
+        """Meanwhile no process reads or appends, so `write` is called once."""
         with self._locked() as handle:
             document = write()
-            if document is None:
-                return
-            line = b"\n" + json.dumps(document).encode() + b"\n"
-            os.pwrite(handle, line, self._read_bytes)
-            self._read_bytes += len(line)
-            self._take_line(line)
+            if document is not None:
+                line = b"\n" + json.dumps(document).encode() + b"\n"
+                os.pwrite(handle, line, self._read_bytes)
+                self._read(handle)
 
     def has_grown(self) -> bool:
-        """Whether there is something that was not read; one system call."""
         try:
             return os.stat(self._file).st_size > self._read_bytes
         except FileNotFoundError:
             return False
+
+    def has_exited(self, member: GroupMember) -> bool:
+        return self._run_dir is not None and self._run_dir.has_ended(*member)
+
+    def is_absent(self, worker: int) -> bool:
+        return self._run_dir is not None and self._run_dir.has_exited(worker)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -68,104 +113,26 @@ class RecordFile:
             os.close(handle)  # and with it the lock
 
     def _read(self, handle: int) -> None:
+        """A process that was killed may have left a part of a line."""
         text = b""
         while chunk := os.pread(handle, _CHUNK_BYTES, self._read_bytes + len(text)):
             text += chunk
         self._read_bytes += len(text)
         for line in text.splitlines():
-            self._take_line(line)
-
-    def _take_line(self, line: bytes) -> None:
-        try:
-            document = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(document, dict):
-            self._take(document)
-
-
-Document = dict[str, Any]  # JSON
-
-
-class GroupMember(NamedTuple):
-    """A process of a worker: the first one has the incarnation 0."""
-
-    worker: int
-    incarnation: int
-
-
-class Records(Protocol):
-    """Documents that workers append. Each of them is handed to its reader once, in one order."""
-
-    def look(self) -> None:
-        """Hand over what the others have appended."""
-        ...
-
-    def append(self, write: Callable[[], Document | None]) -> None:
-        """Append what `write` returns, if anything, and hand it over like the others.
-
-        `write` has seen all documents before its own: it is called again where others came first.
-        """
-        ...
-
-    def has_grown(self) -> bool:
-        """Whether there is something to look at; cheap enough for every step."""
-        ...
-
-
-class Board(Protocol):
-    """One worker's view of an elastic run."""
-
-    def records(self, take: Callable[[Document], None]) -> Records:
-        """`take` is called with every document, those of this process included."""
-        ...
-
-    def has_exited(self, member: GroupMember) -> bool: ...
-
-    def is_absent(self, worker: int) -> bool:
-        """Whether no process of this worker runs."""
-        ...
-
-    def watch(self, on_exit: Callable[[GroupMember], None]) -> None:
-        """From now on `on_exit` is called, from a thread, where connections do not show an exit."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class RunDirBoard:
-    """For workers that see one run directory. Groups of shared memory notice exits themselves."""
-
-    def __init__(self, run_dir: RunDir, run_number: int):
-        self._run_dir = run_dir
-        self._run_number = run_number
-
-    def records(self, take: Callable[[Document], None]) -> Records:
-        return RecordFile(self._run_dir.members(self._run_number), take)
-
-    def has_exited(self, member: GroupMember) -> bool:
-        return self._run_dir.has_ended(*member)
-
-    def is_absent(self, worker: int) -> bool:
-        return self._run_dir.has_exited(worker)
-
-    def watch(self, on_exit: Callable[[GroupMember], None]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-T = TypeVar("T")
-Key = tuple[int, int]  # a step, and the number of a call among those of that step
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(document, dict):
+                self.take(document)
 
 
 class CallResults:
-    """The owner of `records` hands the documents of results to `take`."""
+    """What calls of all workers returned; the owner of `board` hands their documents to `take`."""
 
-    def __init__(self, records: Records):
-        self._records = records
-        self._results: dict[Key, dict[str, Any]] = {}
+    def __init__(self, board: Board):
+        self._board = board
+        self._results: dict[Key, Document] = {}
         self._last_key: Key | None = None
 
     def next_key(self, steps: int) -> Key:
@@ -194,9 +161,8 @@ class CallResults:
             raise CheckpointError(str(document["error"]))
         return document["result"]
 
-    def take(self, document: dict[str, Any]) -> None:
-        """A result that was read."""
+    def take(self, document: Document) -> None:
         self._results[document["at"][0], document["at"][1]] = document
 
-    def _conclude(self, key: Key, document: dict[str, Any]) -> None:
-        self._records.append(lambda: None if key in self._results else {"at": key, **document})
+    def _conclude(self, key: Key, document: Document) -> None:
+        self._board.append(lambda: None if key in self._results else {"at": key, **document})

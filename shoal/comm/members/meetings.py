@@ -14,17 +14,12 @@ Decisions and results are lines of one file, written under a lock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.comm.members.board import CallResults, Key, RecordFile
+from shoal.comm.members.board import Board, CallResults, Document, GroupMember, Key
 from shoal.errors import PeerLost
-from shoal.runtime.waits import Backoff, waiting
-
-_FIRST_LOOK_S = 0.001
-_LONGEST_LOOK_S = 0.05
+from shoal.runtime.waits import until, waiting
 
 
 class Meeting(NamedTuple):
@@ -53,26 +48,17 @@ class Seat(NamedTuple):
 
 
 class Meetings:
-    """One worker's view. `has_exited(rank, incarnation)` tells whether that process has ended."""
+    """The view of one process, `me`, of `size` workers."""
 
-    def __init__(
-        self,
-        file: Path,
-        rank: int,
-        size: int,
-        incarnation: int,
-        has_exited: Callable[[int, int], bool],
-        patience_s: float = float("inf"),
-    ):
-        self._records = RecordFile(file, self._take)
-        self._rank = rank
-        self._incarnation = incarnation
-        self._has_exited = has_exited
+    def __init__(self, board: Board, me: GroupMember, size: int, patience_s: float = float("inf")):
+        self._board = board
+        board.take = self._take
+        self._rank, self._incarnation = me
         self._patience_s = patience_s
-        self.is_away = incarnation > 0  # it has not taken its place yet
+        self.is_away = me.incarnation > 0  # it has not taken its place yet
         self._seats = [Seat()] * size
         self._held: dict[Key, Meeting] = {}
-        self._results = CallResults(self._records)
+        self._results = CallResults(board)
         self._current: Meeting | None = None
 
     def take_place(self, enter: Callable[[], int]) -> int:
@@ -80,52 +66,45 @@ class Meetings:
 
         It takes part in the meetings of later steps. No meeting begins meanwhile.
         """
-        step = -1
 
-        def write() -> dict[str, Any]:
-            nonlocal step
-            step = enter()
-            return {"back": [self._rank, self._incarnation, step]}
+        def write() -> Document:
+            return {"back": [self._rank, self._incarnation, enter()]}
 
-        self._records.append(write)
+        self._board.append(write)
         self.is_away = False
-        return step
+        return self._seats[self._rank].after
 
     def hold(self, steps: int, act: Callable[[Meeting], Any]) -> Any:
         """What `act` returns, which has to be JSON; or what it returned to those who took part."""
         key = self._results.next_key(steps)
-        meeting = self._begin(key)
-        if meeting is None:
+        doing = f"a meeting at step {steps}"
+        is_part = until(
+            lambda: self._is_part(key),
+            waiting(f"rank {self._rank}", "the other workers", doing),
+            self._patience_s,
+            lambda: PeerLost(self._rank, None, doing, self._patience_s),
+        )
+        if not is_part:
             return self._results.get(key)
-        self._current = meeting
+        meeting = self._current = self._held[key]
         return self._results.share(key, lambda: act(meeting))
 
     def is_missing(self, rank: int) -> bool:
         """Whether nothing more comes from this rank in the present meeting."""
         incarnation = -1 if self._current is None else self._current.incarnations[rank]
-        return incarnation < 0 or self._has_exited(rank, incarnation)
+        return incarnation < 0 or self._board.has_exited(GroupMember(rank, incarnation))
 
     # ------------------------------------------------------------------ beginning
 
-    def _begin(self, key: Key) -> Meeting | None:
-        """None where others hold it, or have held it, without this worker."""
-        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        start_s = time.monotonic()
-        with waiting(f"rank {self._rank}", "the other workers", f"a meeting at step {key[0]}"):
-            while True:
-                self._records.append(lambda: self._decide(key))
-                meeting = self._held.get(key)
-                if meeting is not None and meeting.incarnations[self._rank] == self._incarnation:
-                    return meeting
-                if key in self._results:
-                    return None
-                if time.monotonic() - start_s > self._patience_s:
-                    raise PeerLost(
-                        self._rank, None, f"a meeting at step {key[0]}", self._patience_s
-                    )
-                pause()
+    def _is_part(self, key: Key) -> bool | None:
+        """False where others have held it without this worker; None: it is not known yet."""
+        self._board.append(lambda: self._decide(key))
+        meeting = self._held.get(key)
+        if meeting is not None and meeting.incarnations[self._rank] == self._incarnation:
+            return True
+        return False if key in self._results else None
 
-    def _decide(self, key: Key) -> dict[str, Any] | None:
+    def _decide(self, key: Key) -> Document | None:
         """Who takes part, where that is not known and this worker may say it."""
         held = self._held.get(key)
         if key in self._results or (held is not None and not self._is_deserted(held.incarnations)):
@@ -144,17 +123,15 @@ class Meetings:
         return chosen
 
     def _is_deserted(self, incarnations: tuple[int, ...]) -> bool:
-        return all(g < 0 or self._has_exited(rank, g) for rank, g in enumerate(incarnations))
+        members = map(GroupMember, range(len(incarnations)), incarnations)
+        return all(m.incarnation < 0 or self._board.has_exited(m) for m in members)
 
-    # ------------------------------------------------------------------ the file
-
-    def _take(self, document: dict[str, Any]) -> None:
+    def _take(self, document: Document) -> None:
         if "back" in document:
             rank, incarnation, after = document["back"]
             self._seats[rank] = Seat(incarnation, after)
-            return
-        key = (document["at"][0], document["at"][1])
-        if "incarnations" in document:
+        elif "incarnations" in document:
+            key = (document["at"][0], document["at"][1])
             self._held[key] = Meeting(key, document["attempt"], tuple(document["incarnations"]))
-        else:
+        elif "at" in document:
             self._results.take(document)

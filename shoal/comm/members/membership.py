@@ -21,19 +21,15 @@ update is done.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from shoal.comm.members.board import Board, CallResults, Document, GroupMember
 from shoal.errors import PeerLost, RunOver
-from shoal.runtime.waits import Backoff, waiting
+from shoal.runtime.waits import until, waiting
 from shoal.transport.shm.memfd import Exchange
 
 T = TypeVar("T")
-_FIRST_LOOK_S = 0.0005
-_LONGEST_LOOK_S = 0.02
 
 
 class Generation(NamedTuple):
@@ -58,12 +54,12 @@ class GroupMembership:
         self.size = size
         self.generation = Generation(0, ())
         self._latest = self.generation
-        self._records = board.records(self._take)
+        board.take = self._take
         self._patience_s = patience_s
         self._ready: dict[GroupMember, _Ready] = {}
         self._left: set[GroupMember] = set()
         self._said: dict[tuple[int, int, GroupMember], bytes] = {}
-        self._results = CallResults(self._records)
+        self._results = CallResults(board)
         self.has_finished = False  # a worker has come to the end of the script
         self.has_begun = False  # there is a state that newcomers have to get from a member
 
@@ -86,8 +82,7 @@ class GroupMembership:
 
     def has_newcomers(self) -> bool:
         """Whether a worker asks to be admitted; one system call where nothing was written."""
-        if self._records.has_grown():
-            self._records.look()
+        self.board.look()
         return bool(self._newcomers())
 
     def check(self) -> None:
@@ -97,8 +92,7 @@ class GroupMembership:
         """
         members = self.generation.members
         exited = [m for m in members if m not in self._left and self.board.has_exited(m)]
-        if exited or self._records.has_grown():
-            self._records.look()  # those have exited before, so what they have written is final
+        self.board.look()  # those have exited before, so what they have written is final
         lost = [m for m in exited if m not in self._left]
         if lost or self._has_given_up(self.generation):
             peer = lost[0].worker if lost else None
@@ -108,25 +102,22 @@ class GroupMembership:
         """All members have the same state, which must not get lost from now on."""
         if not self.has_begun:
             begun = {"begun": self.generation.number}
-            self._records.append(lambda: None if self.has_begun else begun)
+            self.board.append(lambda: None if self.has_begun else begun)
 
     def leave(self) -> None:
         """This worker takes part in nothing more."""
-        self._records.append(lambda: {"left": self.me})
+        self.board.append(lambda: {"left": self.me})
 
     def _agree(self, admits: bool, can_send: bool) -> None:
         after = self.generation.number
         ready = {"ready": self.me, "after": after, "admits": admits, "can_send": can_send}
-        self._records.append(lambda: ready)
-        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        with self._waiting("the next generation of workers") as check_patience:
-            while True:
-                self._records.append(self._decide)
-                if self._latest.number > self.generation.number and self.me in self._latest.members:
-                    self.generation = self._latest
-                    return
-                check_patience()
-                pause()
+        self.board.append(lambda: ready)
+        self.generation = self._until(self._next_of_mine, "the next generation of workers")
+
+    def _next_of_mine(self) -> Generation | None:
+        self.board.append(self._decide)
+        is_next = self._latest.number > self.generation.number
+        return self._latest if is_next and self.me in self._latest.members else None
 
     def _decide(self) -> Document | None:
         """Who forms the next generation, if that is known."""
@@ -170,29 +161,26 @@ class GroupMembership:
             nonlocal rounds
             rounds += 1
             said = {"said": [generation.number, rounds, self.me], "text": message.decode()}
-            self._records.append(lambda: said)
+            self.board.append(lambda: said)
             return [self._hear(generation, rounds, member) for member in generation.members]
 
         return exchange
 
     def _hear(self, generation: Generation, round_number: int, member: GroupMember) -> bytes:
-        key = (generation.number, round_number, member)
-        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        with self._waiting(f"worker {member.worker}") as check_patience:
-            while True:
-                gone = self._is_gone(member)  # before reading: then what it has written is final
-                self._records.look()
-                if key in self._said:
-                    return self._said[key]
-                if gone or self._has_given_up(generation):
-                    doing = f"forming generation {generation.number}"
-                    raise PeerLost(self.me.worker, member.worker, doing)
-                check_patience()
-                pause()
+        def heard() -> bytes | None:
+            gone = self._is_gone(member)  # before reading: then what it has written is final
+            self.board.look()
+            text = self._said.get((generation.number, round_number, member))
+            if text is None and (gone or self._has_given_up(generation)):
+                doing = f"forming generation {generation.number}"
+                raise PeerLost(self.me.worker, member.worker, doing)
+            return text
+
+        return self._until(heard, f"worker {member.worker}")
 
     def check_forming(self) -> None:
         """PeerLost where a member of this generation is lost before it has formed."""
-        self._records.look()
+        self.board.look()
         generation = self.generation
         lost = [member.worker for member in generation.members if self._is_gone(member)]
         if lost or self._has_given_up(generation):
@@ -213,7 +201,7 @@ class GroupMembership:
         """
         key = self._results.next_key(steps)
         while True:
-            self._records.look()
+            self.board.look()
             if key in self._results:
                 return self._results.get(key)  # type: ignore[no-any-return]
             try:
@@ -225,17 +213,14 @@ class GroupMembership:
 
     # ------------------------------------------------------------------ the board
 
-    @contextmanager
-    def _waiting(self, whom: str) -> Iterator[Callable[[], None]]:
-        start_s = time.monotonic()
+    def _until(self, found: Callable[[], T | None], whom: str) -> T:
         doing = f"forming the group after generation {self.generation.number}"
-
-        def check_patience() -> None:
-            if time.monotonic() - start_s > self._patience_s:
-                raise PeerLost(self.me.worker, None, doing, self._patience_s)
-
-        with waiting(f"worker {self.me.worker}", whom, doing):
-            yield check_patience
+        return until(
+            found,
+            waiting(f"worker {self.me.worker}", whom, doing),
+            self._patience_s,
+            lambda: PeerLost(self.me.worker, None, doing, self._patience_s),
+        )
 
     def _take(self, document: Document) -> None:
         if "ready" in document:

@@ -22,8 +22,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal.comm.members.board import Document, GroupMember
-from shoal.comm.store.link import StoreLink, connect
+from shoal.comm.members.board import Board, Document, GroupMember
+from shoal.comm.store.link import connect
 from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import AT_THE_END, SILENT_HOST_S, BadFrame, StoreRequest
 from shoal.errors import BadInput, PeerLost
@@ -52,79 +52,33 @@ class ServedBoard:
         self._service.post(StoreRequest("append", [LOG], entry_bytes(entry), number=AT_THE_END))
 
 
-class BoardLog:
-    """A prefix of the log, as one process reads it, for one call of shoal.run."""
+_CONNECT_S = 60.0
 
-    def __init__(self, run_number: int):
+
+class NetworkBoard(Board):
+    """One process's view of the board at `address`, in one call of shoal.run."""
+
+    def __init__(self, address: tuple[str, int], secret: bytes, me: GroupMember, run_number: int):
+        self._me = me
         self._run_number = run_number
-        self._take: Callable[[Document], None] = lambda document: None
         self._latest: dict[int, int] = {}  # worker: incarnation
         self._exited: set[GroupMember] = set()
-        self.length = 0
-
-    def hand_to(self, take: Callable[[Document], None]) -> None:
-        """Documents that are read from now on are handed to `take`."""
-        self._take = take
-
-    def read(self, data: bytes) -> GroupMember | None:
-        """The next entry; returns the process that has exited, where it says so."""
-        self.length += 1
-        entry = json.loads(data)
-        if "started" in entry:
-            worker, incarnation = entry["started"]
-            self._latest[worker] = incarnation
-        elif "exited" in entry:
-            member = GroupMember(*entry["exited"])
-            self._exited.add(member)
-            return member
-        elif entry["run"] == self._run_number and not self.has_exited(GroupMember(*entry["by"])):
-            self._take(entry["document"])
-        return None
+        self._length = 0  # of what was taken
+        self._unread: queue.SimpleQueue[Document | None] = queue.SimpleQueue()  # None: broken
+        self._is_broken = self._is_closed = False
+        self._on_exit: Callable[[GroupMember], None] = lambda member: None
+        self._appending = connect(address, secret, _CONNECT_S)
+        self._reading = connect(address, secret, _CONNECT_S)
+        for link in (self._appending, self._reading):
+            link.notice_silence()
+        self._reader = threading.Thread(target=self._read_all, name="shoal-board", daemon=True)
+        self._reader.start()
 
     def has_exited(self, member: GroupMember) -> bool:
         return member in self._exited
 
     def is_absent(self, worker: int) -> bool:
         return GroupMember(worker, self._latest.get(worker, 0)) in self._exited
-
-    def written(self, by: GroupMember, document: Document) -> bytes:
-        """The entry of a document of this process."""
-        return entry_bytes({"by": by, "run": self._run_number, "document": document})
-
-
-_CONNECT_S = 60.0
-
-
-class NetworkBoard:
-    """One process's view of the board at `address`. It is its own `Records`."""
-
-    def __init__(self, address: tuple[str, int], secret: bytes, me: GroupMember, run_number: int):
-        self._me = me
-        self._log = BoardLog(run_number)
-        self._unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: it has broken
-        self._is_broken = self._is_closed = False
-        self._on_exit: Callable[[GroupMember], None] = lambda member: None
-        self._appending = self._connect(address, secret)
-        self._reading = self._connect(address, secret)
-        self._reader = threading.Thread(target=self._read_all, name="shoal-board", daemon=True)
-
-    def _connect(self, address: tuple[str, int], secret: bytes) -> StoreLink:
-        link = connect(address, secret, _CONNECT_S)
-        link.notice_silence()
-        return link
-
-    # ------------------------------------------------------------------ Board
-
-    def records(self, take: Callable[[Document], None]) -> NetworkBoard:
-        self._log.hand_to(take)
-        self._reader.start()
-        return self
-
-    def has_exited(self, member: GroupMember) -> bool:
-        return self._log.has_exited(member)
-
-    def is_absent(self, worker: int) -> bool:
-        return self._log.is_absent(worker)
 
     def watch(self, on_exit: Callable[[GroupMember], None]) -> None:
         """A board that breaks counts as the exit of this very process."""
@@ -133,12 +87,9 @@ class NetworkBoard:
     def close(self) -> None:
         self._is_closed = True
         self._reading.interrupt()
-        if self._reader.ident is not None:
-            self._reader.join()
+        self._reader.join()
         self._reading.close()
         self._appending.close()
-
-    # ------------------------------------------------------------------ Records
 
     def look(self) -> None:
         while not self._unread.empty():
@@ -151,9 +102,10 @@ class NetworkBoard:
             document = write()
             if document is None:
                 return
-            before = self._log.length
-            has_appended = self._ask(before, self._log.written(self._me, document))
-            while self._log.length <= before:  # its own entry, or those that came first
+            before = self._length
+            entry = {"by": self._me, "run": self._run_number, "document": document}
+            has_appended = self._ask(before, entry_bytes(entry))
+            while self._length <= before:  # its own entry, or those that came first
                 self._take_next()
                 self._check()
             if has_appended:
@@ -163,11 +115,17 @@ class NetworkBoard:
         return not self._unread.empty()
 
     def _take_next(self) -> None:
-        data = self._unread.get()
-        if data is None:
+        entry = self._unread.get()
+        self._length += 1
+        if entry is None:
             self._is_broken = True
-        else:
-            self._log.read(data)
+        elif "started" in entry:
+            worker, incarnation = entry["started"]
+            self._latest[worker] = incarnation
+        elif "exited" in entry:
+            self._exited.add(GroupMember(*entry["exited"]))
+        elif entry["run"] == self._run_number and GroupMember(*entry["by"]) not in self._exited:
+            self.take(entry["document"])
 
     def _ask(self, before: int, entry: bytes) -> bool:
         request = StoreRequest("append", [LOG], entry, number=before)
@@ -178,28 +136,24 @@ class NetworkBoard:
             raise self._lost() from error
 
     def _check(self) -> None:
-        if self._is_broken or self._log.has_exited(self._me):
+        if self._is_broken or self._me in self._exited:
             raise self._lost()
 
     def _lost(self) -> PeerLost:
-        return PeerLost(
-            self._me.worker, None, "reaching the launcher, which serves the board", SILENT_HOST_S
-        )
-
-    # ------------------------------------------------------------------ the thread
+        doing = "reaching the launcher, which serves the board"
+        return PeerLost(self._me.worker, None, doing, SILENT_HOST_S)
 
     def _read_all(self) -> None:
-        seen = BoardLog(-1)  # of exits alone
+        """In a thread: what is new, as soon as it comes."""
+        length = 0
         with suppress(OSError, BadFrame):
             while True:
-                reply = self._reading.ask(StoreRequest("read", [LOG], number=seen.length), None)
-                if reply.refusal:
-                    raise BadFrame(reply.refusal)
-                for data in reply.values:
-                    exited = seen.read(data)
-                    self._unread.put(data)
-                    if exited is not None:
-                        self._on_exit(exited)
+                reply = self._reading.ask(StoreRequest("read", [LOG], number=length), None)
+                length = reply.number
+                for entry in map(json.loads, reply.values):
+                    self._unread.put(entry)
+                    if "exited" in entry:
+                        self._on_exit(GroupMember(*entry["exited"]))
         if not self._is_closed:
             self._unread.put(None)
             self._on_exit(self._me)

@@ -312,26 +312,24 @@ class Worker:
         run_dir = self.run_dir
         if run_dir is None or not self.strategy.survives_loss or self.strategy.is_elastic:
             return None
-        folder = run_dir.tally_folder(self.number)
         has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
 
         from shoal.comm.members.elastic_sum import ElasticSum
 
-        return ElasticSum(folder, self.rank, has_exited, self._place.patience_s)
+        file = run_dir.meetings(self.number)
+        return ElasticSum(file, self.rank, has_exited, self._place.patience_s)
 
     def _make_meetings(self) -> Meetings | None:
         """None where lost workers do not come back."""
         run_dir = self.run_dir
         if run_dir is None or not self._place.comes_back:
             return None
-        file = run_dir.meetings(self.number)
-        generation = self.config.generation
-
+        from shoal.comm.members.board import FileBoard, GroupMember
         from shoal.comm.members.meetings import Meetings
 
-        return Meetings(
-            file, self.rank, self.size, generation, run_dir.has_ended, self._place.patience_s
-        )
+        board = FileBoard(run_dir.meetings(self.number), run_dir)
+        me = GroupMember(self.rank, self.config.generation)
+        return Meetings(board, me, self.size, self._place.patience_s)
 
 
 def _traced(executor: Executor, tracer: Tracer) -> Executor:

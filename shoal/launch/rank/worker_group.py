@@ -96,14 +96,14 @@ class WorkerGroup:
 
     def _make_elastic_group(self, run_dir: RunDir | None) -> ElasticGroup:
         """A group that is formed when this worker has built its model."""
-        from shoal.comm.members.board import GroupMember, RunDirBoard
+        from shoal.comm.members.board import FileBoard, GroupMember
         from shoal.comm.members.membership import GroupMembership
 
         me = GroupMember(self._rank, self._config.generation)
         hosts = None
         board: Board
         if run_dir is not None:
-            board = RunDirBoard(run_dir, self._number)
+            board = FileBoard(run_dir.members(self._number), run_dir)
         else:
             from shoal.comm.members.network_board import open_board
 
