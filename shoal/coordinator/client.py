@@ -7,6 +7,7 @@ then on the coordinator refuses it.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 import time
@@ -15,14 +16,11 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator.interface import Unavailable
-from shoal.coordinator.records import Answer, Request, TimeLeft, Watch
-from shoal.coordinator.requester import Requester, describe
-from shoal.errors import BadInput
+from shoal.coordinator.interface import Answer, Coordinator, Request, Unavailable, Watch, describe
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN, connect
 from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.protocol.handshake import AuthenticationError, authenticate
+from shoal.protocol.handshake import authenticate
 from shoal.protocol.hello import ErrorReply
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.waits import Backoff, waiting
@@ -34,7 +32,7 @@ _MAX_ANSWER_BYTES = 32 << 20
 _answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Answer)
 
 
-class RemoteCoordinator(Requester):
+class RemoteCoordinator(Coordinator):
     """`who` asks, for errors. Calls end within `call_s`, the first one within `start_s`."""
 
     def __init__(
@@ -47,78 +45,33 @@ class RemoteCoordinator(Requester):
         start_s: float = START_S,
     ):
         self.address = address
-        self._start_s = start_s
-        self._client = secrets.randbits(62)
-        self._call_s = call_s
         self._who = who
-        self._sequence = 0
-        self._asking = threading.Lock()
-        self._watching = threading.Lock()
-        self._calls = _Wire(address, secret, tls, self._client)
-        self._watches = _Wire(address, secret, tls, self._client)
-
-    def __enter__(self) -> RemoteCoordinator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._call_s = call_s
+        self._start_s = start_s
+        client = secrets.randbits(62)
+        self._calls = _Wire(address, secret, tls, client)
+        self._watches = _Wire(address, secret, tls, client)
 
     def close(self) -> None:
-        """Calls that wait in other threads end with Unavailable."""
-        for lock, wire in ((self._asking, self._calls), (self._watching, self._watches)):
-            wire.abort()
-            if lock.acquire(timeout=_CLOSE_S):  # else its holder closes the connection
-                wire.drop()
-                lock.release()
+        self._calls.close()
+        self._watches.close()
 
     def _ask(self, request: Request) -> Answer:
         is_known = self._calls.has_connected or self._watches.has_connected
         allowed_s = self._call_s if is_known else max(self._start_s, self._call_s)
+        wire = self._calls
         if isinstance(request, Watch):
+            wire = self._watches
             allowed_s += request.timeout_s
-            return self._locked(self._watching, self._watches, request, allowed_s)
-        return self._locked(self._asking, self._calls, request, allowed_s)
-
-    def _locked(
-        self, lock: threading.Lock, wire: _Wire, request: Request, allowed_s: float
-    ) -> Answer:
-        deadline_s = time.monotonic() + allowed_s
-        with waiting(self._who, "the coordinator", describe(request)):
-            if not lock.acquire(timeout=allowed_s):
-                raise self._unavailable(request, "another request waits")
-            try:
-                return self._exchange(wire, request, deadline_s)
-            finally:
-                lock.release()
-
-    def _exchange(self, wire: _Wire, request: Request, deadline_s: float) -> Answer:
-        """Send it until it is answered: a number belongs to one request."""
-        self._sequence += wire is self._calls
-        number = (self._sequence, 0)
-        pause = Backoff(0.005, 0.1)
-        while True:
-            try:
-                sent_s = time.monotonic()
-                answer = wire.exchange(request, number, deadline_s)
-                return _aged(answer, time.monotonic() - sent_s)
-            except (AuthenticationError, BadInput):
-                raise
-            except (OSError, Refused) as error:
-                if wire.is_closed or time.monotonic() >= deadline_s:
-                    raise self._unavailable(request, str(error)) from error
-            number = (number[0], number[1] + 1)
-            pause()
-
-    def _unavailable(self, request: Request, reason: str) -> Unavailable:
-        return Unavailable(
-            f"{self._who}: the coordinator at {self.address} has not answered "
-            f"{describe(request)} ({reason or 'no reason'})"
-        )
-
-
-def _aged(answer: Answer, age_s: float) -> Answer:
-    """What is left of a lease counts from before the request was sent."""
-    return TimeLeft(max(0.0, answer.seconds - age_s)) if isinstance(answer, TimeLeft) else answer
+        what = describe(request)
+        try:
+            with waiting(self._who, "the coordinator", what):
+                return wire.ask(request, time.monotonic() + allowed_s)
+        except (OSError, Refused) as error:
+            raise Unavailable(
+                f"{self._who}: the coordinator at {self.address} has not answered {what} "
+                f"({error or 'no reason'})"
+            ) from error
 
 
 class _Wire:
@@ -131,48 +84,63 @@ class _Wire:
         self._secret = secret
         self._tls = tls
         self._client = client
+        self._sequence = 0
         self._connection: Connection | None = None
+        self._asking = threading.Lock()
         self._changing = threading.Lock()
 
-    def exchange(self, request: Request, number: tuple[int, int], deadline_s: float) -> Answer:
-        """`number`: which request it is, and how often it was sent before."""
-        connection = self._connection or self._connected(deadline_s)
+    def ask(self, request: Request, deadline_s: float) -> Answer:
+        """Send it until it is answered: a number belongs to one request."""
+        if not self._asking.acquire(timeout=_left_s(deadline_s)):
+            raise TimeoutError("another request waits")
         try:
-            connection.sock.settimeout(_left_s(deadline_s))
-            header = Header(FrameKind.COORDINATE, 0, 0, self._client, *number)
-            connection.send(header, encode(request))
-            return self._answer(connection, number[0])
-        except BaseException:  # also Ctrl-C: an answer that comes later is not that of the next
-            self.drop()
-            raise
+            self._sequence += 1
+            pause = Backoff(0.005, 0.1)
+            for attempt in itertools.count():
+                sent_s = time.monotonic()
+                try:
+                    answer = self._exchange(request, attempt, deadline_s)
+                    break
+                except (OSError, Refused):
+                    if self.is_closed or time.monotonic() >= deadline_s:
+                        raise
+                pause()
+        finally:
+            self._asking.release()
+        if isinstance(answer, float):  # what is left of a lease counts from before it was asked for
+            return max(0.0, answer - (time.monotonic() - sent_s))
+        return answer
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """From any thread: the exchange that waits ends."""
         with self._changing:
             self.is_closed = True
             if self._connection is not None:
                 self._connection.abort()
+        if self._asking.acquire(timeout=_CLOSE_S):  # else its holder closes the connection
+            self._drop()
+            self._asking.release()
 
-    def drop(self) -> None:
-        """From the thread that may exchange."""
-        with self._changing:
-            connection = self._connection
-            self._connection = None
-        if connection is not None:
-            with suppress(OSError):
-                connection.close()
-
-    def _answer(self, connection: Connection, sequence: int) -> Answer:
-        header, meta = connection.receive(_MAX_ANSWER_BYTES)
-        if header.kind is FrameKind.ERROR:
-            raise Refused(decode(meta, ErrorReply).reason)
-        if header.kind is not FrameKind.OK or header.sequence != sequence or header.payload_bytes:
-            raise Refused("the coordinator's answer belongs to no request")
+    def _exchange(self, request: Request, attempt: int, deadline_s: float) -> Answer:
         try:
-            answer: Answer = _answers.decode(meta)
-        except (msgspec.MsgspecError, ValueError) as error:
+            connection = self._connection or self._connected(deadline_s)
+            connection.sock.settimeout(_left_s(deadline_s))
+            number = self._sequence
+            header = Header(FrameKind.COORDINATE, 0, 0, self._client, number, attempt)
+            connection.send(header, encode(request))
+            answer, meta = connection.receive(_MAX_ANSWER_BYTES)
+            if answer.kind is FrameKind.ERROR:
+                raise Refused(decode(meta, ErrorReply).reason)
+            if answer.kind is not FrameKind.OK or answer.sequence != number:
+                raise Refused("the coordinator's answer belongs to no request")
+            decoded: Answer = _answers.decode(meta)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._drop()
             raise Refused(f"the coordinator's answer cannot be read: {error}") from error
-        return answer
+        except BaseException:  # also Ctrl-C: an answer that comes later is not that of the next
+            self._drop()
+            raise
+        return decoded
 
     def _connected(self, deadline_s: float) -> Connection:
         if self.is_closed:
@@ -182,15 +150,20 @@ class _Wire:
             self._connection = connection
             if self.is_closed:
                 connection.abort()
-        try:
-            connection.sock.settimeout(_left_s(deadline_s))
-            header = Header(FrameKind.HELLO, incarnation=self._client)
-            authenticate(connection, self._secret, "coordinator", header)
-        except BaseException:
-            self.drop()
-            raise
+        connection.sock.settimeout(_left_s(deadline_s))
+        header = Header(FrameKind.HELLO, incarnation=self._client)
+        authenticate(connection, self._secret, "coordinator", header)
         self.has_connected = True
         return connection
+
+    def _drop(self) -> None:
+        """From the thread that may exchange."""
+        with self._changing:
+            connection = self._connection
+            self._connection = None
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
 
 
 def _left_s(deadline_s: float) -> float:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from shoal.coordinator.client import CALL_S, RemoteCoordinator
 from shoal.coordinator.etcd.coordinator import ETCD_CALL_S, EtcdCoordinator
-from shoal.coordinator.etcd.gateway import (
-    RunKeys,
-    check_trusted,
-    is_etcd,
-    parse_endpoints,
-    tls_context,
-)
+from shoal.coordinator.etcd.gateway import RunKeys, check_trusted, is_etcd, parse_endpoints
 from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
+from shoal.protocol.endpoint import client_context
 from shoal.runtime.config import RunConfig
 from shoal.runtime.variables import MIN_LEASE_S
 
@@ -39,7 +34,7 @@ def open_etcd(
     config: RunConfig, address: str, secret: bytes, who: str, call_s: float = ETCD_CALL_S
 ) -> EtcdCoordinator:
     endpoints = parse_endpoints(address)
-    context = tls_context(config.etcd) if address.startswith("etcds:") else None
+    context = client_context(config.etcd, "SHOAL_ETCD") if address.startswith("etcds:") else None
     if context is None:
         check_trusted(endpoints, config.tls.trusted_network)
     return EtcdCoordinator(endpoints, RunKeys.of_secret(secret), who, context, call_s)

@@ -8,30 +8,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal.coordinator.interface import Changes, Compacted, Conflict, LeaseLost
-from shoal.coordinator.log import LogBroken, StoreLog
-from shoal.coordinator.records import (
+from shoal.coordinator.interface import (
     Answer,
-    Conflicts,
-    Effect,
+    Changes,
+    CoordinatorError,
     Failed,
-    Found,
-    Get,
-    IsCompacted,
-    IsLost,
     KeepAlive,
     List,
-    Listed,
     Mutation,
     Outcome,
-    Record,
     Request,
-    RequestId,
-    TimeLeft,
+    Unavailable,
     Watch,
-    Watched,
 )
-from shoal.coordinator.store import MAX_CLIENTS, Store, StoreFull
+from shoal.coordinator.log import LogBroken, StoreLog
+from shoal.coordinator.store import MAX_CLIENTS, Expired, Record, RequestId, Store
 
 LONGEST_TICK_S = 0.1
 _MAX_WATCHED_BYTES = 4 << 20
@@ -76,18 +67,12 @@ class Core:
         """The answer to one request; to the same request again, the same one."""
         try:
             if isinstance(request, Watch):
-                return Watched(self._watch(request))
+                return self._watch(request)
             with self._changed:
                 self._expire()
                 return self._answer(request, by)
-        except Conflict as conflict:
-            return Conflicts(conflict.current)
-        except LeaseLost as lost:
-            return IsLost(lost.lease_id)
-        except Compacted:
-            return IsCompacted()
-        except StoreFull as error:
-            return Failed(str(error))
+        except CoordinatorError as error:
+            return Failed(type(error).__name__, str(error), error.current)
 
     def tick(self) -> None:
         """End the leases whose time is over."""
@@ -103,21 +88,14 @@ class Core:
 
     # ------------------------------------------------------------------ under the lock
 
-    def _answer(self, request: Request, by: RequestId | None) -> Answer:
+    def _answer(self, request: Mutation | KeepAlive | List, by: RequestId | None) -> Answer:
         if by is not None and not self._is_latest(by):
-            return Failed("this client has sent another request since")
-        store = self._store
-        match request:
-            case Get(key):
-                return Found(store.get(key))
-            case List(name):
-                return Listed(store.list(name))
-            case KeepAlive(lease_id):
-                return TimeLeft(store.renew(lease_id, self._clock_s()))
-            case Watch():
-                raise AssertionError("a watch waits outside of the lock")
-            case _:
-                return self._mutate(request, by)
+            raise Unavailable("this client has sent another request since")
+        if isinstance(request, List):
+            return self._store.list(request.name)
+        if isinstance(request, KeepAlive):
+            return self._store.renew(request.lease_id, self._clock_s())
+        return self._mutate(request, by)
 
     def _is_latest(self, by: RequestId) -> bool:
         """What its client has given up or sent again since, and arrives late, changes nothing."""
@@ -128,21 +106,21 @@ class Core:
             self._seen.popitem(last=False)
         return this >= latest
 
-    def _mutate(self, request: Mutation, by: RequestId | None) -> Answer:
+    def _mutate(self, request: Mutation, by: RequestId | None) -> Outcome:
         known = None if by is None else self._store.outcome(by)
         if known is not None:
             return known
-        effect = self._store.decide(request, self._clock_s())
+        self._store.check(request, self._clock_s())
         try:
-            return self._carry_out(effect, by)
+            return self._carry_out(request, by)
         except LogBroken:
             raise
         except OSError as error:
             reason = f"the coordinator could not write its log ({error.strerror})"
-            return Failed(f"{reason}: nothing was changed; make room for it")
+            raise Unavailable(f"{reason}: nothing was changed; make room for it") from error
 
-    def _carry_out(self, effect: Effect, by: RequestId | None) -> Outcome:
-        record = Record(self._store.index + 1, effect, by)
+    def _carry_out(self, change: Mutation | Expired, by: RequestId | None) -> Outcome:
+        record = Record(self._store.index + 1, change, by)
         if self._log is not None:
             self._log.append(record, self._store.image)
         outcome = self._store.apply(record, self._clock_s())
@@ -152,11 +130,11 @@ class Core:
         return outcome
 
     def _expire(self) -> None:
-        effect = self._store.expired(self._clock_s())
-        if effect is None or self._is_closed:
+        expired = self._store.expired(self._clock_s())
+        if expired is None or self._is_closed:
             return
         with suppress(OSError):  # tried again at the next request or tick
-            self._carry_out(effect, None)
+            self._carry_out(expired, None)
 
     # ------------------------------------------------------------------ waiting
 

@@ -1,5 +1,10 @@
 """The log of a coordinator: each record is on the disk before its request is answered.
 
+    magic, version, salt | length, crc, msgpack | length, crc, msgpack | …
+
+The first record is an image of the whole store. The salt, random for each file, goes into every
+CRC: bytes of a value, or of an older file, are not taken for a record.
+
 A write that fails leaves the log as it was. One that was cut off by a kill is cut away when the
 log is opened. When the log has grown, an image of the store replaces it: temporary file, fsync,
 rename, fsync of the folder.
@@ -9,20 +14,31 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import struct
 import sys
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from shoal.coordinator import log_format
-from shoal.coordinator.records import Record, StoreImage
-from shoal.coordinator.store import Store
+import msgspec
+
+from shoal.coordinator.store import Record, Store, StoreImage
 from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
 
 GROWTH_BYTES = 1 << 20  # after so much more, an image replaces the log
 _MAX_LOG_BYTES = 1 << 30
+_MAX_RECORD_BYTES = 64 << 20
+_MAGIC = b"SHOALCRD"
+_VERSION = 2
+_HEADER = struct.Struct("<8sII")  # magic, version, salt
+_FRAME = struct.Struct("<II")  # length, crc
+HEADER_BYTES = _HEADER.size
 Image = Callable[[], StoreImage]
+_items: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(StoreImage | Record)
 
 
 class LogBroken(OSError):
@@ -64,7 +80,7 @@ class StoreLog:
         """
         if self._is_doubtful:
             self._replace(image())
-        data = log_format.frame(record, self._salt)
+        data = frame(record, self._salt)
         failpoint("log.append.before")
         try:
             self._write(data)
@@ -121,24 +137,25 @@ class StoreLog:
         if self._path.stat().st_size > _MAX_LOG_BYTES:
             raise BadInput(f"the coordinator's log {self._path} is too large to be one")
         try:
-            found = log_format.read(self._path.read_bytes())
-            store = Store.of_image(found.image, 0.0)
-            for record in found.records:
-                store.apply(record, 0.0)
-        except (log_format.DamagedLog, ValueError, KeyError) as error:
+            store, self._salt, self._end = _stored(self._path.read_bytes())
+        except (
+            msgspec.MsgspecError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise BadInput(f"the coordinator's log {self._path} is damaged: {error}") from error
         self._handle = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        os.ftruncate(self._handle, found.good_bytes)
+        os.ftruncate(self._handle, self._end)
         os.fsync(self._handle)
-        self._salt = found.salt
-        self._end = found.good_bytes
         self._compact_at = self._end + self._growth_bytes
         return store
 
     def _replace(self, image: StoreImage) -> None:
         """Write the image to a new file, and put that in the place of the log."""
-        salt = log_format.new_salt()
-        data = log_format.header(salt) + log_format.frame(image, salt)
+        salt = secrets.randbits(32)
+        data = _HEADER.pack(_MAGIC, _VERSION, salt) + frame(image, salt)
         unfinished = self._path.with_suffix(".part")
         failpoint("log.compact.begin")
         handle = _written(unfinished, data)
@@ -158,6 +175,48 @@ class StoreLog:
         _sync_folder(self._path.parent)
         self._is_doubtful = False
         failpoint("log.compact.done")
+
+
+def frame(item: StoreImage | Record, salt: int) -> bytes:
+    data = msgspec.msgpack.encode(item)
+    return _FRAME.pack(len(data), zlib.crc32(data, salt)) + data
+
+
+def _stored(data: bytes) -> tuple[Store, int, int]:
+    """The store, the salt, and where the last whole record ends: a write was cut off there.
+
+    ValueError, or what msgspec raises, for bytes that this does not explain.
+    """
+    if len(data) < HEADER_BYTES:
+        raise ValueError("it is shorter than its header")
+    magic, version, salt = _HEADER.unpack_from(data)
+    if magic != _MAGIC or version != _VERSION:
+        raise ValueError("it is not the log of a coordinator of this version")
+    store: Store | None = None
+    at = HEADER_BYTES
+    while (end := _end_of_frame(data, at, salt)) is not None:
+        item = _items.decode(memoryview(data)[at + _FRAME.size : end])
+        if store is None:
+            store = Store.of_image(item, 0.0)
+        else:
+            store.apply(item, 0.0)
+        at = end
+    if store is None:
+        raise ValueError("it does not begin with an image of the store")
+    if any(_end_of_frame(data, later, salt) is not None for later in range(at + 1, len(data))):
+        raise ValueError(f"the record at byte {at} is damaged, and others follow it")
+    return store, salt, at
+
+
+def _end_of_frame(data: bytes, offset: int, salt: int) -> int | None:
+    if offset + _FRAME.size > len(data):
+        return None
+    length, check = _FRAME.unpack_from(data, offset)
+    begin = offset + _FRAME.size
+    if not 0 < length <= min(_MAX_RECORD_BYTES, len(data) - begin):
+        return None
+    is_whole = zlib.crc32(memoryview(data)[begin : begin + length], salt) == check
+    return begin + length if is_whole else None
 
 
 def _written(path: Path, data: bytes) -> int:

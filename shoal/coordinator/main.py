@@ -45,7 +45,6 @@ def _open(config: RunConfig) -> CoordinatorService:
     if run_dir is None or secret is None:
         raise BadInput("a coordinator needs a run directory and its secret: set SHOAL_RUN_DIR")
     log = StoreLog(run_dir.coordinator_log)
-    log.store.renew_all(0.0)
     addresses = [run_dir.coordinator]
     if config.coordinator_beyond:
         addresses.append(_same_port(run_dir, config.coordinator_beyond))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
 from shoal.coordinator.core import Core
+from shoal.coordinator.interface import MAX_NUMBER, requests
 from shoal.coordinator.log import LogBroken
-from shoal.coordinator.records import MAX_NUMBER, Request, RequestId
+from shoal.coordinator.store import RequestId
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.frames import FrameKind, Header, Refused, encode
@@ -26,7 +26,6 @@ MAX_REQUEST_BYTES = 96 << 10
 MAX_CLIENT_CONNECTIONS = 2048
 _SEND_S = 10.0  # a client that takes no answer for so long is disconnected
 _TICK_S = 0.03
-_requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Request)
 
 
 class CoordinatorService(ConnectionService):
@@ -39,12 +38,6 @@ class CoordinatorService(ConnectionService):
         self._ticking = threading.Thread(target=self._tick, name="shoal-leases", daemon=True)
         self._ticking.start()
         self.start()
-
-    def __enter__(self) -> CoordinatorService:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self.stop_listening()
@@ -74,19 +67,12 @@ class CoordinatorService(ConnectionService):
         by = RequestId(client, header.sequence, header.argument)
         if header.incarnation != client or max(client, by.sequence, by.attempt) > MAX_NUMBER:
             raise Refused("a request of another client")
-        request = decode_request(meta)
         try:
-            answer = self._core.answer(request, by)
+            answer = self._core.answer(requests.decode(meta), by)
         except LogBroken as error:
             raise Refused(f"the coordinator cannot write its log: {error.strerror}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise Refused(f"not a request to a coordinator: {error}") from error
         connection.sock.settimeout(_SEND_S)
         connection.send(Header(FrameKind.OK, sequence=header.sequence), encode(answer))
         connection.sock.settimeout(None)
-
-
-def decode_request(meta: bytes) -> Request:
-    try:
-        request: Request = _requests.decode(meta)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Refused(f"not a request to a coordinator: {error}") from error
-    return request

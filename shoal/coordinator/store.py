@@ -1,6 +1,6 @@
 """The store: a pure state machine. Time is an argument; nothing here waits or writes.
 
-    decide(request, now)     what would change; raises Conflict, LeaseLost; changes nothing
+    check(request, now)      raises Conflict, LeaseLost, Unavailable where it cannot be carried out
     apply(record, now)       the change, the same on every replay of the log
 
 Between the two the record is made durable. So a request whose record could not be written has
@@ -12,37 +12,27 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shoal.coordinator.interface import (
     Change,
     Changes,
     Compacted,
     Conflict,
-    CoordinatorError,
+    DeleteIf,
+    Grant,
+    Key,
     Lease,
     LeaseLost,
     Listing,
-    Versioned,
-)
-from shoal.coordinator.records import (
-    DeleteIf,
-    Done,
-    Effect,
-    Grant,
-    Granted,
-    KeyDeleted,
-    KeyPut,
-    LeaseBegun,
-    LeasesEnded,
-    LeaseTerms,
     Mutation,
-    NoEffect,
+    Number,
     Outcome,
     PutIf,
-    Record,
-    RequestId,
     Revoke,
-    StoreImage,
-    Written,
+    Tagged,
+    Unavailable,
+    Versioned,
 )
 
 MAX_KEYS = 8192
@@ -53,13 +43,42 @@ _MAX_HISTORY = 4096
 _MAX_HISTORY_BYTES = 4 << 20
 
 
-class StoreFull(CoordinatorError):
-    """As many keys, leases or bytes as a store holds; nothing was changed."""
+class RequestId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which client asks, which of its requests it is, and how often that was sent before."""
+
+    client: Number
+    sequence: Number
+    attempt: Number = 0
+
+
+class Expired(Tagged, frozen=True):
+    """The time of these leases is over."""
+
+    lease_ids: tuple[Number, ...]
+
+
+class Record(Tagged, frozen=True):
+    """One change of the store. `by` is the request that led to it; None for an expiry."""
+
+    index: Number
+    change: Mutation | Expired
+    by: RequestId | None = None
+
+
+class StoreImage(Tagged, frozen=True):
+    """A store as it is written to disk: all but the times of leases and the changes so far."""
+
+    index: Number
+    revision: Number
+    next_lease: Number
+    entries: dict[Key, Versioned]
+    leases: dict[Number, Grant]
+    outcomes: tuple[tuple[Number, Number, Outcome], ...]  # of the latest request of each client
 
 
 @dataclass
 class _HeldLease:
-    terms: LeaseTerms
+    terms: Grant
     ends_s: float
     keys: set[str] = field(default_factory=set)
 
@@ -87,16 +106,13 @@ class Store:
 
     # ------------------------------------------------------------------ reading
 
-    def get(self, key: str) -> Versioned | None:
-        return self._entries.get(key)
-
     def list(self, name: str) -> Listing:
         found = {key: self._entries[key] for key in sorted(self._entries) if covers(name, key)}
         return Listing(self.revision, found)
 
     def changes(self, name: str, after_revision: int) -> Changes:
         if after_revision < self._forgotten or after_revision > self.revision:
-            raise Compacted(after_revision)
+            raise Compacted.of(after_revision)
         found = (
             change
             for change in self._history
@@ -116,95 +132,75 @@ class Store:
         lease.ends_s = now_s + lease.terms.ttl_s
         return lease.terms.ttl_s
 
-    def renew_all(self, now_s: float) -> None:
-        """Give every lease its whole time: after a restart."""
-        for lease in self._leases.values():
-            lease.ends_s = now_s + lease.terms.ttl_s
-
-    def expired(self, now_s: float) -> LeasesEnded | None:
+    def expired(self, now_s: float) -> Expired | None:
         ended = sorted(number for number, held in self._leases.items() if held.ends_s <= now_s)
-        return LeasesEnded(tuple(ended)) if ended else None
-
-    def next_end_s(self) -> float | None:
-        """When the first lease ends, unless it is renewed."""
-        return min((lease.ends_s for lease in self._leases.values()), default=None)
+        return Expired(tuple(ended)) if ended else None
 
     def _held(self, lease_id: int, now_s: float) -> _HeldLease:
         lease = self._leases.get(lease_id)
         if lease is None or lease.ends_s <= now_s:
-            raise LeaseLost(lease_id)
+            raise LeaseLost.of(lease_id)
         return lease
 
-    # ------------------------------------------------------------------ deciding
+    # ------------------------------------------------------------------ changing
 
-    def decide(self, request: Mutation, now_s: float) -> Effect:
-        match request:
-            case Grant(ttl_s, holder):
-                if len(self._leases) >= MAX_LEASES:
-                    raise StoreFull(f"the coordinator holds {MAX_LEASES} leases, and no more")
-                return LeaseBegun(self._next_lease, ttl_s, holder)
-            case Revoke(lease_id):
-                return LeasesEnded((lease_id,)) if lease_id in self._leases else NoEffect()
-            case PutIf(key, value, version, lease_id):
-                self._check_version(key, version)
-                self._check_room(key, value)
-                if lease_id is not None:
-                    self._held(lease_id, now_s)
-                return KeyPut(key, value, lease_id)
-            case DeleteIf(key, version):
-                self._check_version(key, version)
-                if not version:
-                    raise Conflict(key, None)
-                return KeyDeleted(key)
-
-    def _check_version(self, key: str, version: int) -> None:
-        current = self._entries.get(key)
-        if version != (0 if current is None else current.version):
-            raise Conflict(key, current)
+    def check(self, request: Mutation, now_s: float) -> None:
+        """Raise the error of a request that cannot be carried out."""
+        if isinstance(request, Grant) and len(self._leases) >= MAX_LEASES:
+            raise Unavailable(f"the coordinator holds {MAX_LEASES} leases, and no more")
+        if isinstance(request, PutIf | DeleteIf):
+            current = self._entries.get(request.key)
+            if request.version != (0 if current is None else current.version):
+                raise Conflict.of(request.key, current)
+        if isinstance(request, DeleteIf) and not request.version:
+            raise Conflict.of(request.key, None)
+        if isinstance(request, PutIf):
+            self._check_room(request.key, request.value)
+            if request.lease_id is not None:
+                self._held(request.lease_id, now_s)
 
     def _check_room(self, key: str, value: bytes) -> None:
         old = self._entries.get(key)
         more_bytes = _entry_bytes(key, value) - (_entry_bytes(key, old.value) if old else 0)
         if old is None and len(self._entries) >= MAX_KEYS:
-            raise StoreFull(f"the coordinator holds {MAX_KEYS} keys, and no more")
+            raise Unavailable(f"the coordinator holds {MAX_KEYS} keys, and no more")
         if more_bytes > 0 and self._entry_bytes + more_bytes > MAX_STATE_BYTES:
-            raise StoreFull(f"the coordinator holds {MAX_STATE_BYTES} bytes, and no more")
-
-    # ------------------------------------------------------------------ applying
+            raise Unavailable(f"the coordinator holds {MAX_STATE_BYTES} bytes, and no more")
 
     def apply(self, record: Record, now_s: float) -> Outcome:
         """The records of a log come one after the other, none twice and none left out."""
         if record.index != self.index + 1:
             raise ValueError(f"record {record.index} after record {self.index}")
         self.index = record.index
-        outcome = self._effect(record.effect, now_s)
+        outcome = self._apply(record.change, now_s)
         if record.by is not None:
             self._remember(record.by, outcome)
         return outcome
 
-    def _effect(self, effect: Effect, now_s: float) -> Outcome:
-        match effect:
-            case LeaseBegun(lease_id, ttl_s, holder):
-                self._next_lease = lease_id + 1
-                self._leases[lease_id] = _HeldLease(LeaseTerms(ttl_s, holder), now_s + ttl_s)
-                return Granted(Lease(lease_id, ttl_s))
-            case LeasesEnded(lease_ids):
+    def _apply(self, change: Mutation | Expired, now_s: float) -> Outcome:
+        match change:
+            case Grant(ttl_s):
+                lease = Lease(self._next_lease, ttl_s)
+                self._next_lease += 1
+                self._leases[lease.id] = _HeldLease(change, now_s + ttl_s)
+                return lease
+            case Revoke(lease_id):
+                self._end(lease_id)
+            case Expired(lease_ids):
                 for lease_id in lease_ids:
                     self._end(lease_id)
-            case KeyPut(key, value, lease_id):
-                return Written(self._put(key, value, lease_id))
-            case KeyDeleted(key):
+            case PutIf(key, value, _, bound_to):
+                self._put(key, value, bound_to)
+            case DeleteIf(key):
                 self._delete(key)
-            case NoEffect():
-                pass
-        return Done(self.revision)
+        return self.revision
 
     def _end(self, lease_id: int) -> None:
-        lease = self._leases.pop(lease_id)
-        for key in sorted(lease.keys):
+        lease = self._leases.pop(lease_id, None)
+        for key in sorted(lease.keys) if lease is not None else ():
             self._delete(key)
 
-    def _put(self, key: str, value: bytes, lease_id: int | None) -> int:
+    def _put(self, key: str, value: bytes, lease_id: int | None) -> None:
         self._unbind(key)
         self.revision += 1
         self._entries[key] = Versioned(value, self.revision, lease_id)
@@ -212,7 +208,6 @@ class Store:
         if lease_id is not None:
             self._leases[lease_id].keys.add(key)
         self._note(Change(key, value, self.revision, lease_id))
-        return self.revision
 
     def _delete(self, key: str) -> None:
         self._unbind(key)

@@ -19,7 +19,7 @@ from pathlib import Path
 from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
 from shoal.runtime.acceptor import Acceptor, no_room
-from shoal.runtime.config import TlsConfig
+from shoal.runtime.config import EtcdConfig, TlsConfig
 from shoal.runtime.trust import is_loopback
 
 CONNECT_S = 30.0
@@ -61,7 +61,7 @@ def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socke
 def _secured(sock: socket.socket, host: str, address: str, tls: TlsConfig) -> ssl.SSLSocket:
     """The connection under TLS, to a server whose certificate SHOAL_TLS_CA has signed."""
     try:
-        context = _client_context(tls)
+        context = client_context(tls)
     except BadInput:
         sock.close()
         raise
@@ -80,23 +80,26 @@ def _secured(sock: socket.socket, host: str, address: str, tls: TlsConfig) -> ss
         sock.close()  # has no effect if TLS has taken the descriptor over
 
 
-def _client_context(tls: TlsConfig) -> ssl.SSLContext:
+def client_context(tls: TlsConfig | EtcdConfig, variables: str = "SHOAL_TLS") -> ssl.SSLContext:
     """With the certificate of this host, if it has one: servers may ask for it."""
     try:
         context = ssl.create_default_context(cafile=tls.authority)
     except OSError as error:
-        raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+        raise BadInput(f"{variables}_CA {tls.authority}: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     if tls.certificate:
-        _load_own(context, tls)
+        _load_own(context, tls, variables)
     return context
 
 
-def _load_own(context: ssl.SSLContext, tls: TlsConfig) -> None:
+def _load_own(
+    context: ssl.SSLContext, tls: TlsConfig | EtcdConfig, variables: str = "SHOAL_TLS"
+) -> None:
     assert tls.certificate is not None
     try:
         context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise BadInput(f"SHOAL_TLS_CERT {tls.certificate}: {error}") from error
+    except OSError as error:  # ssl.SSLError is one
+        raise BadInput(f"{variables}_CERT {tls.certificate}: {error}") from error
 
 
 def remove_left_socket(address: str) -> None:

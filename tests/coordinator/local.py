@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 
 from shoal.coordinator.core import Core
-from shoal.coordinator.records import Answer, Request
-from shoal.coordinator.requester import Requester
+from shoal.coordinator.interface import Answer, Coordinator, Request
 from shoal.coordinator.store import Store
 
 
-class LocalCoordinator(Requester):
+class LocalCoordinator(Coordinator):
     """Threads of one process share it. `clock_s` is what leases count in."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic):

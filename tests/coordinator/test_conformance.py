@@ -258,7 +258,6 @@ def test_a_watch_does_not_delay_other_calls(connect: Connect) -> None:
         lambda c: c.put_if("k", bytes(MAX_VALUE_BYTES + 1), 0),
         lambda c: c.put_if("k", b"", -1),
         lambda c: c.put_if("\ud800", b"", 0),
-        lambda c: c.get(""),
         lambda c: c.grant(0.0, "none"),
         lambda c: c.grant(float("nan"), "none"),
         lambda c: c.keep_alive(-1),

@@ -12,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.connect import open_etcd
-from shoal.coordinator.etcd.answers import TransactionAnswer, parse
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
-from shoal.coordinator.etcd.gateway import Endpoint, check_trusted, parse_endpoints
+from shoal.coordinator.etcd.gateway import (
+    Endpoint,
+    TransactionAnswer,
+    check_trusted,
+    parse,
+    parse_endpoints,
+)
 from shoal.coordinator.interface import Unavailable, Versioned
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, RunConfig

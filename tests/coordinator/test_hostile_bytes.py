@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.records import Get
+from shoal.coordinator.interface import List
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
@@ -126,14 +126,14 @@ def test_a_frame_that_is_none_of_this_client_is_refused(change: dict[str, Any]) 
     with victim() as found:
         connection = member(found)
         header = Header(FrameKind.COORDINATE, incarnation=CLIENT)._replace(**change)
-        connection.sock.sendall(pack(header, encode(Get("chain/0"))))
+        connection.sock.sendall(pack(header, encode(List("chain/0"))))
         assert connection.receive(1 << 16)[0].kind is FrameKind.ERROR
         connection.close()
 
 
 def test_random_and_damaged_requests(whole_suite: bool) -> None:
     chance = random.Random(1)
-    valid = [encode(Get("chain/0")), put(version=77), REQUESTS["a watch for ever"]]
+    valid = [encode(List("chain/0")), put(version=77), REQUESTS["a watch for ever"]]
     with victim() as found:
         for _ in range(400 if whole_suite else 30):
             data = bytearray(chance.choice(valid))
@@ -156,7 +156,7 @@ def test_a_client_that_takes_no_answers_delays_no_other() -> None:
         connection = member(found)
         connection.sock.settimeout(0.2)
         frame = pack(
-            Header(FrameKind.COORDINATE, incarnation=CLIENT, sequence=1), encode(Get("chain/0"))
+            Header(FrameKind.COORDINATE, incarnation=CLIENT, sequence=1), encode(List("chain/0"))
         )
         with suppress(TimeoutError):
             for _ in range(20_000):

@@ -102,7 +102,7 @@ def test_a_coordinator_that_was_stopped_ends_no_lease_for_it() -> None:
         found.signal(signal.SIGSTOP)
         impatient = found.client(call_s=1.5)
         impatient._start_s = 0.0
-        with pytest.raises(Unavailable, match=r"has not answered Get alive/1"):
+        with pytest.raises(Unavailable, match=r"has not answered List alive/1"):
             impatient.get("alive/1")
         found.signal(signal.SIGCONT)
         assert client.keep_alive(lease.id) > 0

@@ -1,6 +1,7 @@
 """HTTP requests to the members of an etcd cluster: the next member where one does not answer.
 
-A request that was not answered may have been carried out: `Tried.is_repeated`.
+Answers are JSON of declared types; numbers come as text, bytes as base64. A request that was not
+answered may have been carried out: `Tried.is_repeated`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
-from shoal.coordinator.etcd.answers import UNCERTAIN, EtcdError, error_of, parse
-from shoal.coordinator.interface import Unavailable
+import msgspec
+
+from shoal.coordinator.interface import Unavailable, Versioned
 from shoal.errors import BadInput
-from shoal.runtime.config import EtcdConfig
+from shoal.runtime.decoders import lax_json_decoder
 from shoal.runtime.trust import is_loopback
 
 _DEFAULT_PORT = 2379
@@ -49,16 +52,16 @@ def parse_endpoints(address: str) -> list[Endpoint]:
 
 
 def _endpoint(word: str, address: str) -> Endpoint:
-    host, colon, port = word.rpartition(":")
-    if not colon or word.endswith("]"):
-        host, port = word, str(_DEFAULT_PORT)
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port[:9]) < 65536 and len(port) < 6
-    host = host[1:-1] if is_bracketed else host
-    is_host = bool(host) and not set(host) & set("/@?# []") and (is_bracketed or ":" not in host)
-    if not is_port or not is_host:
+    try:
+        url = urlsplit(f"//{word}")
+        host = url.hostname or ""
+        port = _DEFAULT_PORT if url.port is None else url.port
+    except ValueError:
+        host, port = "", 0
+    is_host = bool(host) and url.netloc == word and "@" not in word
+    if not is_host or not port or (":" in host and not word.startswith("[")):
         raise BadInput(f"SHOAL_COORDINATOR is {address!r}, and {word!r} is no HOST:PORT: {_FORMS}")
-    return Endpoint(host, int(port))
+    return Endpoint(host, port)
 
 
 def check_trusted(endpoints: list[Endpoint], trusted_network: bool) -> None:
@@ -72,27 +75,108 @@ def check_trusted(endpoints: list[Endpoint], trusted_network: bool) -> None:
             )
 
 
-def tls_context(config: EtcdConfig) -> ssl.SSLContext:
-    """Verifies members by SHOAL_ETCD_CA, and shows SHOAL_ETCD_CERT where etcd asks for one."""
-    try:
-        context = ssl.create_default_context(cafile=config.authority)
-    except OSError as error:
-        raise BadInput(f"SHOAL_ETCD_CA {config.authority}: {error}") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if config.certificate:
-        try:
-            context.load_cert_chain(config.certificate, config.key)
-        except OSError as error:  # ssl.SSLError is one
-            raise BadInput(f"SHOAL_ETCD_CERT {config.certificate}: {error}") from error
-    return context
-
-
 T = TypeVar("T")
+NOT_FOUND = 5  # codes of gRPC
+ALREADY_EXISTS = 9  # "lease already exists": a failed precondition, for etcd
+UNCERTAIN = frozenset({1, 2, 4, 14})  # cancelled, unknown, deadline exceeded, unavailable
+
+
+class EtcdError(Unavailable):
+    """etcd has refused a request."""
+
+    def __init__(self, code: int, reason: str):
+        self.code = code
+        super().__init__(f"etcd: {reason}")
+
+
+class Revision(msgspec.Struct, frozen=True):
+    revision: int = 0
+
+
+class KeyValue(msgspec.Struct, frozen=True):
+    key: bytes = b""
+    value: bytes = b""
+    mod_revision: int = 0
+    lease: int = 0
+
+    def versioned(self) -> Versioned:
+        return Versioned(self.value, self.mod_revision, self.lease or None)
+
+
+class RangeAnswer(msgspec.Struct, frozen=True):
+    header: Revision = Revision()
+    kvs: tuple[KeyValue, ...] = ()
+
+
+class TransactionPart(msgspec.Struct, frozen=True):
+    response_range: RangeAnswer = RangeAnswer()
+
+
+class TransactionAnswer(msgspec.Struct, frozen=True):
+    header: Revision
+    succeeded: bool = False
+    responses: tuple[TransactionPart, ...] = ()
+
+    def found(self, part: int) -> KeyValue | None:
+        """What a range of the failure branch has found."""
+        kvs = self.responses[part].response_range.kvs if part < len(self.responses) else ()
+        return kvs[0] if kvs else None
+
+
+class LeaseAnswer(msgspec.Struct, frozen=True):
+    ID: int = 0
+    TTL: int = 0
+
+
+class KeepAliveAnswer(msgspec.Struct, frozen=True):
+    result: LeaseAnswer
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    kv: KeyValue
+    type: str = "PUT"
+
+
+class WatchResult(msgspec.Struct, frozen=True):
+    header: Revision = Revision()
+    canceled: bool = False
+    compact_revision: int = 0
+    cancel_reason: str = ""
+    events: tuple[WatchEvent, ...] = ()
+
+
+class WatchAnswer(msgspec.Struct, frozen=True):
+    result: WatchResult = WatchResult()
+    error: Any = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    error: Any = ""
+    message: str = ""
+    code: int = 2
+
+
+def parse(data: bytes, kind: type[T]) -> T:
+    """ValueError for what is not such an answer."""
+    try:
+        return lax_json_decoder(kind).decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"{data[:80]!r} is no answer of etcd ({error})") from error
+
+
+def error_of(status: int, data: bytes) -> EtcdError:
+    try:
+        answer = parse(data, ErrorAnswer)
+    except ValueError:
+        return EtcdError(2, f"HTTP status {status}: {data[:80]!r}")
+    return EtcdError(answer.code, str(answer.message or answer.error)[:400])
+
+
 FIRST_TRY_S = 0.5  # of each member; then twice as long, until the call has to end
 _LONGEST_TRY_S = 4.0
 _PAUSE_S = 0.03
 _MAX_ANSWER_BYTES = 64 << 20
-_HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
+HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
 
 
 class Tried(NamedTuple):
@@ -158,7 +242,8 @@ class Gateway:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reason = str(error) or type(error).__name__
             tries += 1
-            self._next()
+            self._drop()
+            self.skip_member()
             if self._is_closed or time.monotonic() + _PAUSE_S >= deadline_s:
                 raise Unavailable(f"{self._who}: {self} has not answered {path} ({reason})")
             time.sleep(_PAUSE_S)
@@ -169,7 +254,7 @@ class Gateway:
         connection.timeout = max(0.01, timeout_s)
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
-        connection.request("POST", path, data, _HEADERS)
+        connection.request("POST", path, data, HEADERS)
         response = connection.getresponse()
         answer = response.read(_MAX_ANSWER_BYTES)
         if response.status != 200:
@@ -185,10 +270,6 @@ class Gateway:
             return http.client.HTTPConnection(host, port, timeout=timeout_s)
         return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._context)
 
-    def _next(self) -> None:
-        self._drop()
-        self.skip_member()
-
     def skip_member(self) -> None:
         self._at += 1
 
@@ -196,10 +277,6 @@ class Gateway:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def stream_headers() -> dict[str, str]:
-    return dict(_HEADERS)
 
 
 def text_of(data: bytes) -> str:

@@ -10,8 +10,15 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shoal.coordinator.etcd.answers import WatchAnswer, WatchEvent, WatchResult, parse
-from shoal.coordinator.etcd.gateway import Gateway, RunKeys, stream_headers
+from shoal.coordinator.etcd.gateway import (
+    HEADERS,
+    Gateway,
+    RunKeys,
+    WatchAnswer,
+    WatchEvent,
+    WatchResult,
+    parse,
+)
 from shoal.coordinator.interface import Change, Changes, Compacted, Unavailable
 
 _MAX_LINE_BYTES = 64 << 20
@@ -68,29 +75,24 @@ class WatchStream:
 
     def _changes(self, name: str, after_revision: int, deadline_s: float) -> Changes:
         while True:
-            error: Exception | None = None
             try:
-                events = self._next_events(name, after_revision, deadline_s)
+                return self._arrived(self._next_events(name, after_revision, deadline_s))
             except Compacted:
                 self._drop()
                 raise
             except TimeoutError:
                 self._gateway.skip_member()  # this one may be cut off from the others
-                events = ()
-            except (OSError, http.client.HTTPException, ValueError) as broken:
+                self._drop()
+                return Changes(after_revision)
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 self._gateway.skip_member()
-                error = broken
-            if error is None:
-                return self._arrived(after_revision, events)
-            self._drop()
-            if self._is_closed or time.monotonic() + _PAUSE_S >= deadline_s:
-                raise Unavailable(f"{self._gateway} does not let watch {name}: {error}") from error
+                self._drop()
+                if self._is_closed or time.monotonic() + _PAUSE_S >= deadline_s:
+                    reason = f"{self._gateway} does not let watch {name}: {error}"
+                    raise Unavailable(reason) from error
             time.sleep(_PAUSE_S)
 
-    def _arrived(self, after_revision: int, events: tuple[WatchEvent, ...]) -> Changes:
-        if not events:
-            self._drop()
-            return Changes(after_revision)
+    def _arrived(self, events: tuple[WatchEvent, ...]) -> Changes:
         changes = tuple(self._change(event) for event in events)
         assert self._stream is not None
         self._stream.after_revision = changes[-1].revision
@@ -123,7 +125,7 @@ class WatchStream:
         create = {**self._keys.selection(name), "start_revision": str(after_revision + 1)}
         body = json.dumps({"create_request": create}).encode()
         try:
-            connection.request("POST", "/v3/watch", body, stream_headers())
+            connection.request("POST", "/v3/watch", body, HEADERS)
             sock = connection.sock
             response = connection.getresponse()
         except BaseException:
@@ -150,7 +152,7 @@ def _result(line: bytes, after_revision: int) -> WatchResult:
     if answer.error is not None:
         raise ConnectionError(str(answer.error)[:200])
     if answer.result.compact_revision:
-        raise Compacted(after_revision)
+        raise Compacted.of(after_revision)
     if answer.result.canceled:
         raise ConnectionError(answer.result.cancel_reason or "the watch was cancelled")
     return answer.result
