@@ -118,10 +118,7 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
 
 
 class DatasetBatches:
-    """One epoch over a map-style dataset, from batch number `start`.
-
-    `order` holds the indices of samples. With `in_turns` each replica takes whole batches.
-    """
+    """One epoch over a map-style dataset, from batch number `start`."""
 
     def __init__(
         self,

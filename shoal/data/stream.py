@@ -68,12 +68,7 @@ DEFAULT_BATCH_SIZE = 256  # of job.evaluate, where job.batches was not given one
 
 
 class BatchStream:
-    """Yields this replica's rows of every global batch, and counts the batches.
-
-    `delivered` counts batches over the whole run, resumed runs included. `positions` says which of
-    them each loop of the script has had; these are left out. `skip` stands for it in checkpoints
-    of earlier versions: so many batches of the first loops were trained on.
-    """
+    """Yields this replica's rows of every global batch, and counts the batches of the whole run."""
 
     def __init__(
         self,
@@ -182,10 +177,7 @@ class BatchStream:
         return min(self.skip, max(0, last_step - self.steps_passed))
 
     def _last_step(self, data: Any, options: BatchOptions) -> int | None:
-        """The step to stop after: the script's `steps` or `max_steps`, whichever is less.
-
-        A step on the whole dataset counts as all the batches in it.
-        """
+        """The step to stop after: the script's `steps` or `max_steps`, whichever is less."""
         if self.max_steps is None:
             return options.steps
         limit = self.max_steps

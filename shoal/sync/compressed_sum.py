@@ -117,11 +117,7 @@ class CompressedSum:
 
 
 class FactoredSum(CompressedSum):
-    """PowerSGD: all-reduces of P and of Q. The projections of all replicas are added up, P is made
-    orthogonal, and so on.
-
-    A replica keeps what its own matrices have outside of the space that P spans.
-    """
+    """PowerSGD: all-reduces of P and of Q; a replica keeps what its matrices have outside of P."""
 
     def __init__(
         self,

@@ -17,11 +17,7 @@ from shoal.transport.transport import Work
 
 
 class CompressedReduce(Sync):
-    """As `DdpSync`, with packed buckets. The header (loss and flags) travels as it is.
-
-    A bucket is packed and on its way while backward still runs; its further stages follow in
-    `finish`. The gradients of a step are those that arrived, the same bits on every replica.
-    """
+    """As `DdpSync`, with packed buckets. The header (loss and flags) travels as it is."""
 
     def __init__(self, replica: Replica, bucket_bytes: int, compress: str):
         from shoal.sync.compressed_sum import make_compressed_sum

@@ -57,10 +57,7 @@ class Neighbours:
         self._sum = torch.zeros(0)
 
     def mix(self, data: Tensor, step: int) -> None:
-        """`data` becomes the weighted sum of the neighbours' and its own; chunk by chunk.
-
-        Terms go in the order of ranks, so that equal weights give equal bits everywhere.
-        """
+        """`data` becomes the weighted sum of the neighbours' and its own; chunk by chunk."""
         weights = self.mixing.heard_by(self.group.rank, step)
         listeners = self.mixing.listeners(self.group.rank, step)
         before: Callable[[], None] | None = None

@@ -33,11 +33,7 @@ def averaged(tensors: Sequence[Tensor], group: Group) -> Iterator[None]:
 
 
 def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Tensor, Tensor]]:
-    """Put the mean over all ranks into rank 0's optimizer; returns (tensor, what it was before).
-
-    Only what has the shape of its parameter is averaged. Where ranks remember different things
-    (a parameter that got a gradient on some ranks only) rank 0's state is left as it is.
-    """
+    """Put the mean over all ranks into rank 0's optimizer; returns (tensor, what it was before)."""
     named = _alike(optimizer)
     device = optimizer.param_groups[0]["params"][0].device
     names = "\n".join(name for name, _ in named).encode()

@@ -289,11 +289,7 @@ class Job(LoopMethods):
                 self._say_once(sentence)
 
     def report(self) -> dict[str, Any]:
-        """What happened on this rank, for machines: JSON-able.
-
-        `logged` is the latest argument of job.log, `evaluated` the latest result of job.evaluate,
-        under "" where the metric is one number.
-        """
+        """What happened on this rank, for machines: JSON-able."""
         return {
             "rank": self.rank,
             "steps": self.steps,

@@ -28,10 +28,7 @@ Averages = list[tuple[dict[str, Tensor], dict[str, str]]]
 
 @dataclass
 class JobState:
-    """`models` and `emas` grow with `job.step`, `job.setup` and `job.ema`.
-
-    `steps` counts training steps, including those of the run that a checkpoint continues.
-    """
+    """`models` and `emas` grow with `job.step`, `job.setup` and `job.ema`."""
 
     context: StepContext
     rank: int
@@ -131,10 +128,7 @@ class JobState:
         self._start_late(saved.document["steps"])
 
     def pack_unsharded(self) -> dict[str, Any]:
-        """What every worker holds alike where the strategy shards the training state.
-
-        Buffers, frozen parameters, averages, and the numbers of steps: a newcomer gets them whole.
-        """
+        """What every worker holds alike where the strategy shards the training state."""
         return {
             "steps": self.steps,
             "models": [

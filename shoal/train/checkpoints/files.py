@@ -44,11 +44,7 @@ _MAX_READS = 100  # of a checkpoint that others replace at the same time
 
 @dataclass
 class Checkpoint:
-    """What is saved. Names of tensors are those of the model's `state_dict`.
-
-    `digest` is that of the manifest, and with it of everything, once it was saved or read.
-    `is_listed` is False for the first format, whose manifest does not list the optimizer's state.
-    """
+    """What is saved. Names of tensors are those of the model's `state_dict`."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -80,10 +76,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; every file is checked against its digest first.
-
-    A version that a saver replaces meanwhile is given up for the new one.
-    """
+    """The checkpoint at `path`; every file is checked against its digest first."""
     for _ in range(_MAX_READS):
         data = _manifest_bytes(path)
         try:

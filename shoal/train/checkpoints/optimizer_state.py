@@ -120,10 +120,7 @@ def optimizer_tensors(
 
 
 def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rest of `optimizer_tensors` of all shards, as that of the complete model.
-
-    Groups with the same settings become one.
-    """
+    """The rest of `optimizer_tensors` of all shards, as that of the complete model."""
     groups: dict[str, dict[str, Any]] = {}
     for shard in shards:
         for group in shard["groups"]:
@@ -139,11 +136,7 @@ def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What a checkpoint has of an optimizer.
-
-    `names` are those of the whole model. `lists_keys` is False for checkpoints of the first
-    format, which do not say which state there has to be.
-    """
+    """What a checkpoint has of an optimizer."""
 
     tensors: dict[str, Tensor]
     rest: Any
@@ -154,11 +147,7 @@ class SavedOptimizer:
     def fit(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
     ) -> tuple[dict[str, Any], list[str]]:
-        """A `state_dict` for an optimizer of the same class over the same parameters.
-
-        Also the names of parameters that have no state and will need one. Changes nothing; what
-        does not fit is an error.
-        """
+        """A `state_dict` for an optimizer of the same class over the same parameters."""
         if not isinstance(self.rest, dict) or self.rest.get("class") != type(optimizer).__name__:
             saved = self.rest.get("class") if isinstance(self.rest, dict) else "nothing"
             raise CheckpointError(

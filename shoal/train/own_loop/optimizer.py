@@ -71,10 +71,7 @@ def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
 
 
 class LoopOptimizer:
-    """Makes `optimizer.step` update all parts, and reduce before it what is not reduced yet.
-
-    `global_loss` is that of the latest backward; `after` is called when the update is done.
-    """
+    """Makes `optimizer.step` update all parts, and reduce before it what is not reduced yet."""
 
     def __init__(
         self,
@@ -293,10 +290,7 @@ class LoopOptimizer:
 
 
 class ServedSettings:
-    """What an optimizer asks for now, compared with what servers were given at the start.
-
-    Servers get one learning rate a step, and parameter groups keep their ratios to it.
-    """
+    """What an optimizer asks for now, compared with what servers were given at the start."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer

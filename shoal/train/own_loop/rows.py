@@ -100,10 +100,7 @@ Make = Callable[[int], Tensor]
 
 
 class LoopRows:
-    """What is known of the batch that `job.batches` yielded last.
-
-    The cutters of `parts` say what `shoal verify` changes: reversed samples, double precision.
-    """
+    """What is known of the batch that `job.batches` yielded last."""
 
     def __init__(self, mesh: Mesh, seed: int, device: torch.device, parts: Sequence[LoopPart]):
         self.mesh = mesh
@@ -125,10 +122,7 @@ class LoopRows:
 
     @property
     def fraction(self) -> float:
-        """This worker's fraction of the global batch; equal ones without `job.batches`.
-
-        Workers that have other positions of the same rows divide it.
-        """
+        """This worker's fraction of the global batch; equal ones without `job.batches`."""
         copies = self.mesh.cp.size
         if self.batch is None:
             return 1 / (self.mesh.data.size * copies)

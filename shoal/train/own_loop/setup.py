@@ -92,10 +92,7 @@ def set_up(
     taken: Taken,
     parts: list[LoopPart],
 ) -> tuple[list[PreparedModel], list[tuple[torch.optim.Optimizer, list[LoopPart]]]]:
-    """What was made of models, and of optimizers. All ranks call it together.
-
-    `taken` and `parts` are those of earlier calls; they grow.
-    """
+    """What was made of models, and of optimizers. All ranks call it together."""
     term = loop_term(context())
     _check_models(models)
     made = _make_optimizers(models, optimizers)
@@ -129,11 +126,7 @@ def set_up(
 
 
 class Taken:
-    """Parameters that `job.setup` has had, and what splitting has put in their place.
-
-    Each has one optimizer: a second one would find gradients and weights that belong to the first,
-    and a checkpoint has one state.
-    """
+    """Parameters that `job.setup` has had, and what splitting has put in their place."""
 
     def __init__(self) -> None:
         self._params = WeakIdKeyDictionary()
