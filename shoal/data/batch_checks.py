@@ -26,42 +26,21 @@ def is_stream(data: Any) -> bool:
 
 def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset: bool) -> None:
     """`is_full_dataset`: a step is on all samples."""
+    batch_size, epochs = options.batch_size, options.epochs
+    is_dataset = batch_size is not None and not is_stream(data)
     if options.sampler is not None:
-        _check_order(data, options)
-    if options.batch_size is None or is_stream(data):
-        _check_iterable(data, options.epochs, is_full_dataset)
-        if options.batch_size is not None:
-            _check_stream(data, options.batch_size, options.loaders, replicas)
-    else:
-        _check_dataset(data, options.batch_size, options.epochs, replicas)
-
-
-def _check_order(data: Any, options: BatchOptions) -> None:
-    sampler = options.sampler
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        _check_sampler(options.sampler, is_dataset, epochs)
+    if is_dataset and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise BadInput(
-            "the sampler of job.batches chooses samples as for one device, and a "
-            "DistributedSampler those of one worker: leave it out, job.batches shuffles and divides"
+            f"batch_size needs a map-style dataset (len and indexing), and "
+            f"{type(data).__name__} is not one; omit it for an iterable of batches"
         )
-    if not isinstance(sampler, Iterable):
-        raise BadInput(f"a sampler is an iterable of indices, and {type(sampler).__name__} is not")
-    if options.batch_size is None or is_stream(data):
+    if not is_dataset and is_full_dataset:
         raise BadInput(
-            "the sampler of job.batches chooses samples of a map-style dataset (len and "
-            "indexing), in batches of batch_size: give both, or leave out the sampler"
+            "mapreduce trains on the whole dataset in every step: give job.batches the dataset and "
+            'a batch_size (what is computed at a time), or use mapreduce(batch="mini")'
         )
-    if options.epochs > 1 and isinstance(sampler, Iterator):
-        raise BadInput("a generator cannot be the sampler of several epochs: pass a list")
-
-
-def _check_iterable(data: Any, epochs: int, is_full_dataset: bool) -> None:
-    if is_full_dataset:
-        raise BadInput(
-            "mapreduce trains on the whole dataset in every step: give job.batches the "
-            "dataset and a batch_size (what is computed at a time), or use "
-            'mapreduce(batch="mini")'
-        )
-    if not isinstance(data, Iterable):
+    if not is_dataset and not isinstance(data, Iterable):
         raise BadInput(
             f"job.batches takes a dataset with batch_size, or an iterable of batches; "
             f"{type(data).__name__} is neither"
@@ -71,26 +50,30 @@ def _check_iterable(data: Any, epochs: int, is_full_dataset: bool) -> None:
             "job.batches cannot repeat a generator for several epochs: pass a DataLoader or "
             "a list, or epochs=1"
         )
-
-
-def _check_stream(data: Any, batch_size: int, loaders: int, replicas: int) -> None:
-    if loaders:
+    if is_stream(data) and batch_size is not None and options.loaders:
         raise BadInput(
             f"loaders cannot share out {type(data).__name__}, which has no indices: give "
             "job.batches a DataLoader over it, without batch_size, or loaders=0"
         )
-    _check_enough(batch_size, replicas, "batch_size")
-
-
-def _check_dataset(data: Any, batch_size: int, epochs: int, replicas: int) -> None:
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        raise BadInput(
-            f"batch_size needs a map-style dataset (len and indexing), and "
-            f"{type(data).__name__} is not one; omit it for an iterable of batches"
-        )
-    _check_enough(batch_size, replicas, "batch_size")
-    if len(data) == 0 or epochs < 1:
+    if batch_size is not None:
+        _check_enough(batch_size, replicas, "batch_size")
+    if is_dataset and (len(data) == 0 or epochs < 1):
         raise BadInput("there is nothing to train on: the dataset is empty or epochs is 0")
+
+
+def _check_sampler(sampler: Any, is_dataset: bool, epochs: int) -> None:
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise BadInput(
+            "the sampler of job.batches chooses samples as for one device, and a "
+            "DistributedSampler those of one worker: leave it out, job.batches shuffles and divides"
+        )
+    if not is_dataset:
+        raise BadInput(
+            "the sampler of job.batches chooses samples of a map-style dataset (len and "
+            "indexing), in batches of batch_size: give both, or leave out the sampler"
+        )
+    if epochs > 1 and isinstance(sampler, Iterator):
+        raise BadInput("a generator cannot be the sampler of several epochs: pass a list")
 
 
 def _check_enough(samples: int, replicas: int, what: str) -> None:

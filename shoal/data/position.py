@@ -45,11 +45,6 @@ class LoopPosition:
         except (TypeError, ValueError, RecursionError, RuntimeError):
             return None
 
-    def begin_epoch(self, number: int) -> None:
-        self.epochs += 1
-        self.epoch = number
-        self.in_epoch = 0
-
     def advance(self, batches: int) -> None:
         self.batches += batches
         self.in_epoch += batches
@@ -76,15 +71,21 @@ class Positions:
             other.is_over |= other.is_left
 
     def begin_epoch(self, loop: LoopPosition) -> int:
-        number = self.epochs
+        loop.epoch = self.epochs
+        loop.in_epoch = 0
+        loop.epochs += 1
         self.epochs += 1
-        loop.begin_epoch(number)
-        return number
+        return loop.epoch
 
     def document(self) -> dict[str, Any]:
         """Equal neighbors that are over are counted: [how many, batches of each]."""
         loops = [*self.loops, *self._known[len(self.loops) :]]
-        rows = [_row(loop) for loop in loops]
+        rows = [
+            (loop.batches,)
+            if loop.is_over
+            else (loop.batches, loop.epochs, loop.epoch, loop.in_epoch)
+            for loop in loops
+        ]
         states = [loop.data_state() for loop in loops]
         return {
             "epochs": self.epochs,
@@ -95,33 +96,21 @@ class Positions:
 
 def positions_of(document: Any) -> Positions:
     """Back from `Positions.document`."""
-    loops = document.get("loops") if isinstance(document, dict) else None
-    if not isinstance(loops, list) or not _are_counts([document.get("epochs")]):
+    document = document if isinstance(document, dict) else {}
+    loops, states = document.get("loops"), document.get("data", {})
+    if (
+        not isinstance(loops, list)
+        or not isinstance(states, dict)
+        or not _are_counts([document.get("epochs")])
+        or not all(isinstance(r, list) and len(r) in (2, 5) and _are_counts(r) for r in loops)
+        or sum(row[0] for row in loops) > _MAX_LOOPS
+    ):
         raise CheckpointError("its position in the data is none")
-    if not all(isinstance(row, list) and len(row) in (2, 5) and _are_counts(row) for row in loops):
-        raise CheckpointError("its position in the data is none")
-    if sum(row[0] for row in loops) > _MAX_LOOPS:
-        raise CheckpointError("its position in the data has too many loops")
-    known = [_loop(row[1:]) for row in loops for _ in range(row[0])]
-    states = document.get("data", {})
-    if not isinstance(states, dict):
-        raise CheckpointError("its position in the data is none")
+    rows = [row[1:] for row in loops for _ in range(row[0])]
+    known = [LoopPosition(*row, is_over=len(row) == 1) for row in rows]
     for i, loop in enumerate(known):
         loop.state = states.get(str(i))
     return Positions(document["epochs"], _known=known)
-
-
-def _row(loop: LoopPosition) -> tuple[int, ...]:
-    if loop.is_over:
-        return (loop.batches,)
-    return loop.batches, loop.epochs, loop.epoch, loop.in_epoch
-
-
-def _loop(row: Sequence[int]) -> LoopPosition:
-    if len(row) == 1:
-        return LoopPosition(row[0], is_over=True)
-    batches, epochs, epoch, in_epoch = row
-    return LoopPosition(batches, epochs, epoch, in_epoch)
 
 
 def _are_counts(values: Sequence[Any]) -> bool:

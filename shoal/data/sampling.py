@@ -132,7 +132,9 @@ class DatasetBatches:
         self.dataset = seeded(dataset, loading.sample_seed)
         self.loading = loading
         self.replicas = split.replicas
-        batches = _minibatches(order, loading)[start:]
+        size = loading.batch_size
+        stop = len(order) - len(order) % size if loading.drop_last else len(order)
+        batches = [order[i : i + size] for i in range(start * size, stop, size)]
         self.batches = (
             list(round_robin(batches, split)) if in_turns else [(b, split) for b in batches]
         )
@@ -144,24 +146,22 @@ class DatasetBatches:
             yield batch
 
     def _load(self) -> Iterable[Any]:
+        data = self.dataset
         chosen = (take(rows, split.rows(len(rows))) for rows, split in self.batches)
-        if type(self.dataset) is TensorDataset and self.loading.collate is None:
-            return (tuple(t[i] for t in self.dataset.tensors) for i in chosen)
+        if type(data) is TensorDataset and self.loading.collate is None:
+            return (tuple(t[i] for t in data.tensors) for i in chosen)
         collate = self.loading.collate or default_collate
         if self.loading.loaders:
             return DataLoader(
-                self.dataset,
+                data,
                 batch_sampler=[i.tolist() for i in chosen],
                 collate_fn=collate,
                 num_workers=self.loading.loaders,
                 generator=torch.Generator().manual_seed(self.loading.loader_seed),
             )
-        return (collate(self._fetch(i.tolist())) for i in chosen)
-
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            return list(self.dataset.__getitems__(indices))
-        return [self.dataset[i] for i in indices]
+        if callable(getattr(data, "__getitems__", None)):
+            return (collate(list(data.__getitems__(i.tolist()))) for i in chosen)
+        return (collate([data[k] for k in i.tolist()]) for i in chosen)
 
 
 def split_batch(batch: Any, split: BatchSplit) -> AnyBatch:
@@ -169,12 +169,6 @@ def split_batch(batch: Any, split: BatchSplit) -> AnyBatch:
     total = num_rows(batch)
     ranges = split.rows(total)
     return batch_of(take_rows(batch, ranges, total), total, [len(rows) for rows in ranges])
-
-
-def _minibatches(order: Tensor, loading: Loading) -> list[Tensor]:
-    size = loading.batch_size
-    stop = len(order) - len(order) % size if loading.drop_last else len(order)
-    return [order[i : i + size] for i in range(0, stop, size)]
 
 
 def _slice(rows: range, index: int, count: int) -> range:

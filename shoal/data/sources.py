@@ -39,25 +39,18 @@ def draw_order(sampler: Iterable[Any], most: int | None, num_samples: int, seed:
     with restored_generators():
         seed_everything(seed)
         indices = list(islice(sampler, most))
-    if not all(_is_index(index, num_samples) for index in indices):
-        bad = next(index for index in indices if not _is_index(index, num_samples))
-        if isinstance(bad, (list, tuple)):
-            raise BadInput(
-                "the sampler of job.batches yields indices, and this one yields lists of them: "
-                "give job.batches a DataLoader with it as batch_sampler, without batch_size"
-            )
+    bad = next((index for index in indices if not _is_index(index, num_samples)), None)
+    if isinstance(bad, (list, tuple)):
+        raise BadInput(
+            "the sampler of job.batches yields indices, and this one yields lists of them: "
+            "give job.batches a DataLoader with it as batch_sampler, without batch_size"
+        )
+    if bad is not None:
         raise BadInput(
             f"the sampler of job.batches yields indices of the dataset, from 0 to "
             f"{num_samples - 1}, and {bad!r} is none"
         )
     return torch.tensor([int(index) for index in indices], dtype=torch.int64)
-
-
-def sampler_length(sampler: Any, otherwise: int | None) -> int | None:
-    try:
-        return len(sampler) if isinstance(sampler, Sized) else otherwise
-    except TypeError:
-        return otherwise
 
 
 def _is_index(index: Any, num_samples: int) -> bool:
@@ -72,25 +65,21 @@ class SampleLists:
     """Global batches of a dataset without indices, as lists of samples."""
 
     data: Iterable[Any]
-    batch_size: int
-    drop_last: bool
+    options: BatchOptions
     seed: int
 
     def __iter__(self) -> Iterator[list[Any]]:
+        size = self.options.batch_size or 0
         with restored_generators():
             seed_everything(self.seed)
             source = iter(self.data)
-        number = 0
-        while batch := self._next(source, number):
-            if len(batch) < self.batch_size and self.drop_last:
+        for number in itertools.count():
+            with restored_generators():
+                seed_everything(mix(self.seed, number))
+                batch = list(islice(source, size))
+            if not batch or (len(batch) < size and self.options.drop_last):
                 return
-            number += 1
             yield batch
-
-    def _next(self, source: Iterator[Any], number: int) -> list[Any]:
-        with restored_generators():
-            seed_everything(mix(self.seed, number))
-            return list(islice(source, self.batch_size))
 
 
 def collate_rows(samples: list[Any], split: BatchSplit, collate: Collate | None) -> AnyBatch:
@@ -150,11 +139,17 @@ class Source:
 
 
 def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
+    if options.batch_size is not None and not is_stream(data):
+        return DatasetSource(data, options, feed)
+    length = _length(data)
     if options.batch_size is None:
-        return IterableSource(data, feed)
-    if is_stream(data):
-        return StreamSource(data, options, feed)
-    return DatasetSource(data, options, feed)
+        return GlobalBatchSource(feed, length, lambda epoch: data, split_batch)
+    return GlobalBatchSource(
+        feed,
+        None if length is None else options.batches_in(length),
+        lambda epoch: SampleLists(data, options, mix(feed.seed, 7, epoch)),
+        partial(collate_rows, collate=options.collate),
+    )
 
 
 class DatasetSource(Source):
@@ -164,23 +159,21 @@ class DatasetSource(Source):
         super().__init__(feed, None)
         self.data = data
         self.options = options
-        length = len(data) if options.sampler is None else sampler_length(options.sampler, None)
+        length = _length(data if options.sampler is None else options.sampler)
         self.per_epoch = None if length is None else self._num_batches(length)
         self._number = 0
         self._present_order = torch.zeros(0, dtype=torch.int64)
 
     def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
-        feed = self.feed
-        order = self._order(number)
         self._number = number
-        self._present_order = order
-        num_batches = self._num_batches(len(order))
+        self._present_order = self._order(number)
+        num_batches = self._num_batches(len(self._present_order))
         start = min(start, num_batches)
-        feed.skipped(loop, start)
+        self.feed.skipped(loop, start)
         if start == num_batches:
             return []
         batches = self._batches_from(start)
-        return [FullDatasetBatch.over(batches)] if feed.is_full_dataset else batches
+        return [FullDatasetBatch.over(batches)] if self.feed.is_full_dataset else batches
 
     def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
         self.feed = replace(self.feed, split=split)
@@ -198,11 +191,8 @@ class DatasetSource(Source):
 
     def _batches_from(self, start: int) -> DatasetBatches:
         """The rest of the present epoch."""
-        split = self.feed.split
-        in_turns = self.feed.is_in_turns
-        return DatasetBatches(
-            self.data, self._present_order, split, self._loading(), start, in_turns
-        )
+        order, split, in_turns = self._present_order, self.feed.split, self.feed.is_in_turns
+        return DatasetBatches(self.data, order, split, self._loading(), start, in_turns)
 
     def _loading(self) -> Loading:
         seed = self.feed.seed
@@ -211,42 +201,48 @@ class DatasetSource(Source):
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Draw the orders of epochs that were trained on: a sampler may have a generator."""
-        if self.options.sampler is None:
-            return
-        for _ in range(epochs):
-            if batches <= 0:
-                return
-            batches -= self._num_batches(len(self._order(0)))
+        for _ in range(epochs if self.options.sampler is not None else 0):
+            if batches > 0:
+                batches -= self._num_batches(len(self._order(0)))
 
     def _num_batches(self, num_samples: int) -> int:
         return 1 if self.feed.is_full_dataset else self.options.batches_in(num_samples)
 
     def _order(self, epoch: int) -> Tensor:
-        sampler = self.options.sampler
-        count = len(self.data)
+        sampler, seed, count = self.options.sampler, self.feed.seed, len(self.data)
         if sampler is None:
-            shuffle = self.options.shuffle
-            return permutation(count, self.feed.seed, epoch) if shuffle else torch.arange(count)
+            return permutation(count, seed, epoch) if self.options.shuffle else torch.arange(count)
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        order = draw_order(sampler, self._most(sampler), count, mix(self.feed.seed, 8, epoch))
+        most = None
+        if self.options.steps is not None and _length(sampler) is None:  # it may have no end
+            most = self.options.steps * (self.options.batch_size or 0)
+        order = draw_order(sampler, most, count, mix(seed, 8, epoch))
         self.feed.check_same((order,), len(order))
         return order
 
-    def _most(self, sampler: Iterable[Any]) -> int | None:
-        """How many indices to draw of a sampler that may have no end."""
-        steps, batch_size = self.options.steps, self.options.batch_size
-        if sampler_length(sampler, None) is not None or steps is None or batch_size is None:
-            return None
-        return steps * batch_size
-
 
 class GlobalBatchSource(Source):
-    """A source of which each replica makes the global batches itself, and takes its rows."""
+    """Each replica makes the global batches itself, such as a DataLoader's, and takes its rows."""
 
     _rows: Iterator[AnyBatch]
     _latest: Any = None
-    _make: Callable[[Any, BatchSplit], AnyBatch]
+
+    def __init__(
+        self,
+        feed: Feed,
+        per_epoch: int | None,
+        data: Callable[[int], Iterable[Any]],
+        make: Callable[[Any, BatchSplit], AnyBatch],
+    ):
+        """`data` gives the global batches of an epoch, `make` a replica's rows of one of them."""
+        super().__init__(feed, per_epoch)
+        self._data = data
+        self._make = make
+
+    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
+        self._rows = self._take_rows(loop, number, start)
+        return self._rows
 
     def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
         self.feed = replace(self.feed, split=split)
@@ -257,21 +253,20 @@ class GlobalBatchSource(Source):
         latest = self._latest
         return lambda replica, replicas: self._make(latest, self._split_for(replica, replicas))
 
-    def _rows_of(
-        self,
-        data: Iterable[Any],
-        loop: LoopPosition,
-        start: int,
-        make: Callable[[Any, BatchSplit], AnyBatch],
-    ) -> Iterator[AnyBatch]:
-        """This replica's rows of global batches, without the first `start`; `make` takes them."""
-        self._make = make
-        self._rows = self._take_rows(_unseen(data, self.feed, loop, start))
-        return self._rows
+    def pass_over(self, batches: int, epochs: int) -> None:
+        """Iterate over what was trained on, as before: loaders draw, generators end."""
+        data = self._data(0)
+        for _ in range(epochs):
+            if batches <= 0:
+                return
+            for _ in data:
+                batches -= 1
+                if batches == 0:
+                    break
 
-    def _take_rows(self, unseen: Iterator[Any]) -> Iterator[AnyBatch]:
+    def _take_rows(self, loop: LoopPosition, number: int, start: int) -> Iterator[AnyBatch]:
         is_first = True
-        for global_batch, rows in self._assigned(unseen):
+        for global_batch, rows in self._assigned(loop, number, start):
             self._latest = global_batch
             batch = self._make(global_batch, rows)
             batch.concurrent = self.feed.split.replicas // rows.replicas
@@ -280,71 +275,24 @@ class GlobalBatchSource(Source):
             is_first = False
             yield batch
 
-    def _assigned(self, unseen: Iterator[Any]) -> Iterator[tuple[Any, BatchSplit]]:
-        """Global batches, and how each is split, which may change from one to the next."""
+    def _assigned(
+        self, loop: LoopPosition, number: int, start: int
+    ) -> Iterator[tuple[Any, BatchSplit]]:
+        """Batches that were not trained on before, and how each is split, which may change."""
+
+        def unseen() -> Iterator[Any]:
+            for i, batch in enumerate(self._data(number)):
+                if i < start:
+                    self.feed.skipped(loop, 1)
+                else:
+                    yield batch
+
         if self.feed.is_in_turns:
-            return round_robin(unseen, self.feed.split)
-        return ((batch, self.feed.split) for batch in unseen)
+            return round_robin(unseen(), self.feed.split)
+        return ((batch, self.feed.split) for batch in unseen())
 
 
-class IterableSource(GlobalBatchSource):
-    """Global batches that the script makes, such as those of a DataLoader."""
-
-    def __init__(self, data: Iterable[Any], feed: Feed):
-        super().__init__(feed, _length(data))
-        self.data = data
-
-    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
-        return self._rows_of(self.data, loop, start, split_batch)
-
-    def pass_over(self, batches: int, epochs: int) -> None:
-        iterate_again(self.data, batches, epochs)
-
-
-class StreamSource(GlobalBatchSource):
-    """Samples that come one after the other, in batches of `batch_size`."""
-
-    def __init__(self, data: Any, options: BatchOptions, feed: Feed):
-        length = _length(data)
-        super().__init__(feed, None if length is None else options.batches_in(length))
-        self.data = data
-        self.options = options
-
-    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
-        make = partial(collate_rows, collate=self.options.collate)
-        return self._rows_of(self._lists(number), loop, start, make)
-
-    def pass_over(self, batches: int, epochs: int) -> None:
-        iterate_again(self._lists(0), batches, epochs)
-
-    def _lists(self, epoch: int) -> SampleLists:
-        options = self.options
-        assert options.batch_size is not None
-        seed = mix(self.feed.seed, 7, epoch)
-        return SampleLists(self.data, options.batch_size, options.drop_last, seed)
-
-
-def _unseen(data: Iterable[Any], feed: Feed, loop: LoopPosition, start: int) -> Iterator[Any]:
-    """The batches that were not trained on before the checkpoint."""
-    for i, batch in enumerate(data):
-        if i < start:
-            feed.skipped(loop, 1)
-        else:
-            yield batch
-
-
-def iterate_again(data: Iterable[Any], batches: int, epochs: int) -> None:
-    """Iterate over what was trained on, as before: loaders draw, generators end."""
-    for _ in range(epochs):
-        if batches <= 0:
-            return
-        for _ in data:
-            batches -= 1
-            if batches == 0:
-                break
-
-
-def _length(data: Iterable[Any]) -> int | None:
+def _length(data: Any) -> int | None:
     """None if it has no length; a DataLoader over an IterableDataset raises instead."""
     try:
         return len(data) if isinstance(data, Sized) else None

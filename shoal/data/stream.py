@@ -108,8 +108,7 @@ class BatchStream:
             callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")
         ):
             loop.data = data
-        batches = self._epochs(loop, source, options.epochs, self._last_step(data, options))
-        return self._loop(loop, batches)
+        return self._loop(loop, source, options.epochs, self._last_step(data, options))
 
     def restore(self, delivered: int, positions: Positions | None) -> None:
         """Go on after `delivered` batches; an old checkpoint knows no positions."""
@@ -125,11 +124,13 @@ class BatchStream:
         self.delivered += trained
         self.skip += trained
 
-    def _loop(self, loop: LoopPosition, batches: Iterator[Any]) -> Iterator[Any]:
+    def _loop(
+        self, loop: LoopPosition, source: Source, epochs: int, last_step: int | None
+    ) -> Iterator[Any]:
         """Generators of loops that are left are closed: that is how `break` is seen."""
         self.positions.begin(loop)
         try:
-            yield from batches
+            yield from self._epochs(loop, source, epochs, last_step)
         finally:
             loop.is_left = True
 
@@ -154,7 +155,9 @@ class BatchStream:
             self._counted = loop.in_epoch if is_resumed else 0
             if is_resumed and has_state:
                 self._counted = 0  # the data itself goes on in place
-            start = self._counted + self._to_skip(last_step)
+            start = self._counted + self.skip
+            if last_step is not None:
+                start = self._counted + min(self.skip, max(0, last_step - self.steps_passed))
             delivery = Delivery(source, loop, number, start)
             self._under_way.append(delivery)
             try:
@@ -169,12 +172,6 @@ class BatchStream:
     def steps_passed(self) -> int:
         """The steps of the job as far as its loops have come: less while batches are left out."""
         return self.steps_done() - self.skip
-
-    def _to_skip(self, last_step: int | None) -> int:
-        """Batches of the present loop that were trained on, and no longer counted in it."""
-        if last_step is None:
-            return self.skip
-        return min(self.skip, max(0, last_step - self.steps_passed))
 
     def _last_step(self, data: Any, options: BatchOptions) -> int | None:
         """The step to stop after: the script's `steps` or `max_steps`, whichever is less."""

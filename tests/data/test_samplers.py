@@ -77,7 +77,6 @@ def test_what_is_no_order_is_refused() -> None:
     distributed = DistributedSampler(NUMBERS, num_replicas=2, rank=0)
     for data, options, sentence in [
         (NUMBERS, {"batch_size": 4, "sampler": distributed}, "as for one device"),
-        (NUMBERS, {"batch_size": 4, "sampler": 5}, "int is not"),
         (NUMBERS, {"batch_size": 4, "sampler": [[1, 2]]}, "lists of them: .* batch_sampler"),
         (NUMBERS, {"batch_size": 4, "sampler": [20]}, "20 is none"),
         ([], {"sampler": [1]}, "map-style"),
