@@ -16,7 +16,7 @@ from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.strategy.strategy import parse
-from shoal.sync.ddp_compressed import CompressedReduce
+from shoal.sync.ddp import CompressedReduce
 from shoal.sync.ps.push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.step.step import Step

@@ -29,7 +29,7 @@ from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.strategy import as_strategy
-from shoal.sync.ddp_compressed import ddp_buckets
+from shoal.sync.ddp import ddp_buckets
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer
 from shoal.train.job import Job
 from shoal.train.step.cut_batch import ForwardSignature

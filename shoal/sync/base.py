@@ -47,17 +47,12 @@ class Elastic:
     """What a sync does where the replicas of a run change; as for one that updates last."""
 
     movable: MovableShards | None = None  # in elastic runs, where each replica holds shards
-    undo_steps: int = 0
-    """In an elastic run: how many steps a loss undoes, at most.
-
-    0 where the update comes after all communication: what was interrupted has changed no weights.
-    """
+    undo_steps: int = 0  # that a loss undoes, at most; 0: the update follows all communication
     is_agreed: bool = True  # replicas have communicated since the latest update
     is_committing: bool = False  # `commit` was interrupted: other replicas may have ended the step
 
     def commit(self) -> None:
         """Return when all replicas have ended the step, where `finish` waits for some of them."""
-        return None
 
     def undo(self) -> None:
         """Weights and optimizer are again as they were when replicas agreed last."""
@@ -65,16 +60,13 @@ class Elastic:
 
     def regroup(self) -> None:
         """The replicas are others than before: the group of an elastic run has changed."""
-        return None
 
 
 class Returning:
     """What a sync does where lost workers come back. The default is that none does."""
 
-    is_skipped: bool = False
-    """Set by `begin`: the other replicas have done this step already, and this one skips it."""
-    lowest_survivor: int = 0
-    """The lowest surviving replica, as far as known here: it saves and prints for all."""
+    is_skipped: bool = False  # set by `begin`: the other replicas have done this step already
+    lowest_survivor: int = 0  # the lowest surviving replica, which saves and prints for all
 
     def skip(self) -> Tensor:
         """The step is skipped; returns the latest loss that is known."""
@@ -86,11 +78,9 @@ class Returning:
 
     def catch_up(self) -> None:
         """After `come_back`: take the present weights."""
-        return None
 
     def meet(self, number: int, generations: Sequence[int]) -> None:
         """What follows is done by these processes: see `comm/members/meetings.py`."""
-        return None
 
 
 class Served:
@@ -114,30 +104,17 @@ class Sync(Elastic, Returning, Served):
     update: OptimizerStep
     every_microbatch: bool = False  # report buckets after each micro-batch, not only the last
     synchronous: bool = True  # False: no step waits for all replicas
-    gradient_scale: float = 1.0
-    """Factor on a micro-batch's share of the global loss when backward starts.
-
-    1 where gradients are added up over replicas. The number of replicas where weights are
-    averaged instead, so that each replica trains on the mean over its own samples.
-    """
-
+    gradient_scale: float = 1.0  # of the loss; the number of replicas where weights are averaged
     batch_fraction: float = 1.0  # of the global batch, which this replica is about to compute
     next_steps: int = 0  # of the job, when the step that begins is done
-    collects: bool = True
-    """Whether `collect` makes the gradients of this rank those of the global batch.
-
-    False where replicas update with their own, or servers update with those of all.
-    """
-
+    collects: bool = True  # `collect` makes the gradients of this rank those of the global batch
     updates_here: bool = True  # False: servers update, and `finish` does all of it
 
     def begin(self) -> None:
         """Weights are usable when this returns."""
-        return None
 
     def reduce(self, bucket: slice) -> None:
         """The gradients of this slice are final here; backward may still run."""
-        return None
 
     def finish(self) -> None:
         """The replica is ready for the next step; a loop of the user's own calls its parts."""
@@ -148,11 +125,9 @@ class Sync(Elastic, Returning, Served):
 
     def collect(self) -> None:
         """All buckets were reported: `p.grad` is the reduced gradient when this returns."""
-        return None
 
     def spread(self) -> None:
         """The optimizer has stepped: the other replicas get to know the weights."""
-        return None
 
     def loss(self, local_loss: Tensor) -> Tensor:
         """The loss of the global batch, as far as known after `finish`."""
@@ -171,7 +146,6 @@ class Sync(Elastic, Returning, Served):
 
     def after_load(self) -> None:
         """A checkpoint was loaded into the model and the optimizer: continue from it."""
-        return None
 
     def state(self) -> dict[str, Tensor]:
         """What else a checkpoint has to hold, by name. All ranks call it; rank 0's is saved."""
@@ -179,11 +153,9 @@ class Sync(Elastic, Returning, Served):
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
         """Raise CheckpointError for what `load_state` could not take; nothing is changed."""
-        return None
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `state` gave, or what another strategy did; comes after `after_load`."""
-        return None
 
     def gradient_tensors(self) -> list[Tensor]:
         """Tensors that hold gradients now, besides the buffer and what is at parameters."""
@@ -203,19 +175,6 @@ class Sync(Elastic, Returning, Served):
 
     def close(self) -> None:
         """The run is over: stop threads, close connections."""
-        return None
-
-
-class Copies(Protocol):
-    """Parameters that several workers of a replica hold: all of them have to get the same."""
-
-    def is_duplicate(self, parameter: nn.Parameter) -> bool:
-        """Whether another worker decides its values."""
-        ...
-
-    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace the copies among these tensors by what the deciding workers have."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -228,7 +187,7 @@ class Replica:
     exact_microbatches: int | None = None  # the same bits at any number of replicas
     statistics: Sequence[Tensor] = ()  # of BatchNorm, where replicas keep their own
     say: Callable[[str], None] = lambda sentence: None
-    copies: Copies | None = None  # where a replica is split over workers
+    copies: ReplicaShard | None = None  # where a replica is split: it knows parameters held twice
     replica_group: ReplicaGroup = field(default_factory=ReplicaGroup)  # these workers
     config: RunConfig = field(default_factory=RunConfig)
 
@@ -255,10 +214,7 @@ T = TypeVar("T", bound=SyncTerm)
 
 
 class SyncPlan(Generic[T]):
-    """What a term means at run time. The defaults are those of replicas that hold the full model.
-
-    A plan stands in the file of its sync and is registered there with `@runs(Ddp)`.
-    """
+    """What a term means at run time; registered in the file of its sync with `@runs(Ddp)`."""
 
     def __init__(self, term: T):
         self.term = term

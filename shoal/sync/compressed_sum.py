@@ -24,8 +24,9 @@ from shoal.compress.powersgd import PowerSgd
 from shoal.errors import BadInput
 from shoal.replica.flat.layout import FlatLayout
 from shoal.replica.flat.params import FlatParams
+from shoal.replica.split.shard import ReplicaShard
 from shoal.strategy.base import SyncTerm
-from shoal.sync.base import Copies, StepSettings
+from shoal.sync.base import StepSettings
 from shoal.sync.memory import ModelSizes
 from shoal.sync.residuals import (
     INDEX_BYTES,
@@ -311,7 +312,7 @@ def make_compressed_sum(
     flat: FlatParams,
     group: Group,
     slices: Sequence[slice],
-    copies: Copies | None = None,
+    copies: ReplicaShard | None = None,
 ) -> CompressedSum:
     """What `compress="…"` asks for, for these slices of the buffer."""
     unused = unused_positions(flat, copies)

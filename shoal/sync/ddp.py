@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from shoal.schedules.buffer_layout import LARGE_BYTES
+from shoal.replica.flat.layout import FlatLayout
+from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms.ddp import Ddp
-from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
-from shoal.sync.ddp_compressed import CompressedReduce, compressed_ddp_memory, ddp_buckets
+from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 
 class DdpSync(Sync):
-    """Buckets are all-reduced while backward runs, in fixed order; then every replica updates.
-
-    On a host whose cores all compute they are all-reduced when backward has ended.
+    """Buckets are all-reduced in fixed order, while backward runs, or after it if cores are busy.
 
     Gradients come weighted by their share of the global batch, so the sum is the mean. A step
     exchanges the gradients once, plus one number a parameter and the loss.
@@ -78,6 +77,92 @@ class DdpSync(Sync):
         return self.traffic.report()
 
 
+class CompressedReduce(DdpSync):
+    """With packed buckets. The header (loss and flags) travels as it is.
+
+    A bucket is packed and on its way while backward still runs; its further stages follow in
+    `finish`. The gradients of a step are those that arrived, the same bits on every replica.
+    """
+
+    def __init__(self, replica: Replica, buckets: list[slice], compress: str):
+        from shoal.sync.compressed_sum import make_compressed_sum
+
+        super().__init__(replica, buckets)
+        bodies = [without_header(self.flat, bucket) for bucket in buckets]
+        self.sums = make_compressed_sum(compress, self.flat, self.group, bodies, replica.copies)
+        self._gaps = self.flat.gaps()
+        self._copies = replica.copies
+
+    def begin(self) -> None:
+        super().begin()
+        self.sums.under_way.clear()
+
+    def reduce(self, bucket: slice) -> None:
+        body = without_header(self.flat, bucket)
+        self.sums.start(self.flat.grads.buffer[body], body)
+        if bucket.start == 0:
+            self._under_way.append(self.group.all_reduce(self.flat.grads.header))
+
+    def collect(self) -> None:
+        from shoal.sync.residuals import synchronize_copies
+
+        self.sums.finish()
+        self._wait()
+        self.flat.grads.buffer[self._gaps] = 0.0  # unpacking leaves noise there, which would add up
+        self.sums.clear_unused()
+        synchronize_copies(self.flat, self.flat.grads.buffer, self._copies)
+        self.flat.grads.publish()
+
+    def state(self) -> dict[str, Tensor]:
+        """What each worker has still to send, and what the method carries from step to step."""
+        with self.traffic.uncounted():
+            saved = self.sums.state()
+        return {f"gradients/{name}": tensor for name, tensor in saved.items()}
+
+    def check_state(self, tensors: dict[str, Tensor]) -> None:
+        self.sums.check_state(under("gradients/", tensors))
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        self.sums.load_state(under("gradients/", tensors))
+        self.sums.clear_unused()
+
+    def summary(self) -> list[str]:
+        return self.traffic.summary()
+
+
+def ddp_buckets(layout: FlatLayout, bucket_bytes: int) -> list[slice]:
+    """The buckets of a step; the one that is full first is small."""
+    return layout.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
+
+
+def compressed_ddp_memory(
+    compress: str,
+    memory: SyncMemory,
+    sizes: ModelSizes,
+    buckets: Sequence[slice],
+    rank: int,
+    replicas: int,
+) -> SyncMemory:
+    """With a gradient buffer, and what compression takes."""
+    from shoal.sync.compressed_sum import compressed_memory
+
+    flat = sizes.flat
+    bodies = [without_header(flat, bucket) for bucket in buckets]
+    compressed = compressed_memory(compress, sizes, bodies, rank, replicas)
+    return replace(
+        memory,
+        gradients=sizes.bucketed_gradients(buckets),
+        copies=sizes.gap_index,
+        residuals=compressed.residuals,
+        in_flight=compressed.in_flight,
+    )
+
+
+def without_header(layout: FlatLayout, bucket: slice) -> slice:
+    """A bucket without the header, which travels uncompressed."""
+    return slice(max(bucket.start, layout.offset), bucket.stop)
+
+
 @runs(Ddp)
 class DdpPlan(SyncPlan[Ddp]):
     @property
@@ -111,6 +196,7 @@ class DdpPlan(SyncPlan[Ddp]):
             from shoal.sync.ddp_exact import ExactReduce
 
             return ExactReduce(replica, replica.exact_microbatches, self.bucket_bytes)
+        buckets = ddp_buckets(replica.flat, self.bucket_bytes)
         if self.term.compress is not None:
-            return CompressedReduce(replica, self.bucket_bytes, self.term.compress)
-        return DdpSync(replica, ddp_buckets(replica.flat, self.bucket_bytes), LARGE_BYTES)
+            return CompressedReduce(replica, buckets, self.term.compress)
+        return DdpSync(replica, buckets, LARGE_BYTES)

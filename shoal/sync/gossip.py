@@ -18,7 +18,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,8 +53,7 @@ class Neighbours:
     def __init__(self, group: Group, mixing: Mixing):
         self.group = group
         self.mixing = mixing
-        self._landing: dict[tuple[int, int], Tensor] = {}  # by position among peers, and turn
-        self._sum = torch.zeros(0)
+        self._landing: dict[tuple[int, int], Tensor] = {}  # by position among peers (-1: the sum)
 
     def mix(self, data: Tensor, step: int) -> None:
         """`data` becomes the weighted sum of the neighbours' and its own; chunk by chunk."""
@@ -92,16 +91,13 @@ class Neighbours:
     def _buffer(self, position: int, turn: int, like: Tensor) -> Tensor:
         buffer = self._landing.get((position, turn))
         if buffer is None or buffer.numel() < like.numel() or buffer.dtype != like.dtype:
-            buffer = torch.empty_like(like)
-            self._landing[position, turn] = buffer
+            buffer = self._landing[position, turn] = torch.empty_like(like)
         return buffer[: like.numel()]
 
     def _settle(self, chunk: Tensor, works: list[Work], terms: list[tuple[float, Tensor]]) -> None:
         for work in works:
             work.wait()
-        if self._sum.numel() < chunk.numel() or self._sum.dtype != chunk.dtype:
-            self._sum = torch.empty_like(chunk)
-        total = self._sum[: chunk.numel()].zero_()
+        total = self._buffer(-1, 0, chunk).zero_()
         for weight, term in terms:
             total.add_(term, alpha=weight)
         chunk.copy_(total)
@@ -195,13 +191,12 @@ class MixWeights(Mixer):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.traffic.uncounted(), averaged([self.flat.data, *self.statistics], self.group):
-            states = mean_state(self.update.optimizer, self.group) if optimizer else []
-            try:
-                yield
-            finally:
-                for tensor, before in states:
-                    tensor.copy_(before)
+        with (
+            self.traffic.uncounted(),
+            averaged([self.flat.data, *self.statistics], self.group),
+            mean_state(self.update.optimizer, self.group) if optimizer else nullcontext(),
+        ):
+            yield
 
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
@@ -283,8 +278,7 @@ class GossipPlan(SyncPlan[Gossip]):
         mixing = mixing_for(self.term.graph, replicas)
         copies = mixing_bytes(mixing, rank, sizes.flat.size, sizes.width)
         if self.term.elastic and not self.term.lockstep:  # what a loss returns to
-            copies += sizes.buffer + plain.optimizer
-            return replace(plain, copies=copies)
+            return replace(plain, copies=copies + sizes.buffer + plain.optimizer)
         if not mixing.is_uniform:
             return replace(plain, copies=copies)
         gradients = sizes.bucketed_gradients([slice(0, sizes.flat.size)])
@@ -300,24 +294,20 @@ class GossipPlan(SyncPlan[Gossip]):
             )
         if replica.group.size == 1:
             return LocalSync(replica)
-        self._check_same(mixing, replica)
+        if not _is_same(mixing, replica):
+            raise BadInput(
+                f"{self.term}: not all ranks have the same graph; give all hosts the same file "
+                "and the same version of networkx"
+            )
         replica.say(f"gossip over {mixing.expectation}")
         if self.term.mode == "async":
             return AsyncGossip(replica, mixing)
         return (MixGradients if mixing.is_uniform else MixWeights)(replica, mixing, graph)
 
-    def _check_same(self, mixing: Mixing, replica: Replica) -> None:
-        """Files may differ between hosts, and random graphs between versions of networkx."""
-        matrices = b"".join(matrix.tobytes() for matrix in mixing.matrices)
-        if not _is_same(replica, matrices):
-            raise BadInput(
-                f"{self.term}: not all ranks have the same graph; give all hosts the same file "
-                "and the same version of networkx"
-            )
 
-
-def _is_same(replica: Replica, data: bytes) -> bool:
-    """Whether all ranks have these bytes; of those that come when they come: as the first one."""
+def _is_same(mixing: Mixing, replica: Replica) -> bool:
+    """Whether all ranks have this graph: files may differ, and so may versions of networkx."""
+    data = b"".join(matrix.tobytes() for matrix in mixing.matrices)
     if not comes_back(replica):
         return all_equal(replica.group, data, replica.flat.device)
     digest = hashlib.sha256(data).hexdigest().encode()

@@ -9,7 +9,6 @@ its neighbours keep its weight themselves.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ from torch import Tensor
 from shoal.runtime.trace import WAIT
 from shoal.schedules.mixing import Mixing
 from shoal.sync.base import Comeback, Replica
-from shoal.sync.lasting import InRankMemory
+from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
 from shoal.transport.shm.versioned_pages import Bytes, VersionedPages, page_bytes
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
-_ALIGN = 64
 _POLL_S = 0.002
 _PATIENCE_S = 60.0
 
@@ -214,21 +212,12 @@ class Page:
     memory_column: ClassVar[str] = "copies"
 
     def __init__(self, tensors: Sequence[Tensor]):
-        ends = list(itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors))
-        page = torch.zeros(ends[-1], dtype=torch.uint8)
+        page = torch.zeros(aligned_bytes(t.nbytes for t in tensors), dtype=torch.uint8)
         self.bytes: Bytes = page.numpy()
-        self.views = [
-            page[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip([0, *ends], tensors, strict=False)
-        ]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
+        self.views = views_in(page, tensors)
 
 
 def async_memory(memory: SyncMemory, sizes: ModelSizes) -> SyncMemory:
     """With a copy of what is laid out, the sum over neighbours, and the page that they read."""
-    tensors = [sizes.buffer, *sizes.statistics]
-    laid_out = sum(map(_aligned, tensors))
+    laid_out = aligned_bytes([sizes.buffer, *sizes.statistics])
     return replace(memory, copies=laid_out + sizes.buffer, shared=page_bytes(laid_out))

@@ -16,7 +16,7 @@ would make, on weights that are a little older. What Adagrad adds up is shared l
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +29,10 @@ from shoal.errors import BadInput
 from shoal.runtime.waits import Backoff, waiting
 from shoal.strategy.sync_terms.hogwild import Hogwild
 from shoal.sync.base import Comeback, Replica, Sync, SyncPlan, runs
-from shoal.sync.lasting import InRankMemory
+from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.sync.local import LocalSync
 from shoal.transport.shm.rank_memory import FREE_MARK, header_bytes
 
-_ALIGN = 64
 _STEPS, _MISSED = FREE_MARK, FREE_MARK + 1
 _FIRST_LOOK_S = 0.0005
 _LONGEST_LOOK_S = 0.02
@@ -46,14 +45,16 @@ class HogwildSync(InRankMemory):
         statistics = replica.statistics
         self._settings = Settings(replica.update.optimizer, momentum, replica.say)
         tensors = [replica.flat.data, *statistics, *_sums(replica)]
-        places, num_bytes = _lay_out(tensors)
         offset = header_bytes(replica.group.size)
 
-        def fill(memory: mmap.mmap) -> None:
-            torch._foreach_copy_(_views(tensors, places, memory, offset), tensors)
+        def views_of(memory: mmap.mmap) -> list[Tensor]:
+            return views_in(torch.frombuffer(memory, dtype=torch.uint8, offset=offset), tensors)
 
-        super().__init__(replica, num_bytes, fill)
-        views = _views(tensors, places, self.ranks.memory, offset)
+        def fill(memory: mmap.mmap) -> None:
+            torch._foreach_copy_(views_of(memory), tensors)
+
+        super().__init__(replica, aligned_bytes(t.nbytes for t in tensors), fill)
+        views = views_of(self.ranks.memory)
         self.flat.move_to(views[0])
         for tensor, view in zip(statistics, views[1:], strict=False):
             tensor.data = view
@@ -175,17 +176,6 @@ def _sums(replica: Replica) -> list[Tensor]:
     return [optimizer.state[p]["sum"] for p in replica.flat.params]
 
 
-def _views(
-    tensors: Sequence[Tensor], places: Sequence[int], memory: mmap.mmap, offset: int
-) -> list[Tensor]:
-    """The same tensors in this memory."""
-    flat = [
-        torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=offset + at)
-        for t, at in zip(tensors, places, strict=True)
-    ]
-    return [view.view(tensor.shape) for view, tensor in zip(flat, tensors, strict=True)]
-
-
 class Settings:
     """The optimizer's settings as hogwild needs them, and as they were asked for."""
 
@@ -231,27 +221,14 @@ class Settings:
             )
         if not group.get("momentum"):
             return {}
-        self._say(why_no_momentum(group["momentum"]))
+        momentum = group["momentum"]
+        shorter = f", so steps are {1 / (1 - momentum):.3g} times shorter" if momentum < 1 else ""
+        self._say(
+            f"hogwild sets momentum={momentum:g} to 0{shorter}: every worker would push on with a "
+            "momentum of its own on weights that the others have moved, and late updates act as "
+            "momentum by themselves; hogwild(momentum=True) keeps it"
+        )
         return {"momentum": 0.0, **({"nesterov": False} if "nesterov" in group else {})}
-
-
-def why_no_momentum(momentum: float) -> str:
-    longer = f", so steps are {1 / (1 - momentum):.3g} times shorter" if momentum < 1 else ""
-    return (
-        f"hogwild sets momentum={momentum:g} to 0{longer}: every worker would push on with a "
-        "momentum of its own on weights that the others have moved, and late updates act as "
-        "momentum by themselves; hogwild(momentum=True) keeps it"
-    )
-
-
-def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each begins, in bytes, and how many bytes all of them take."""
-    places = []
-    end = 0
-    for tensor in tensors:
-        places.append(end)
-        end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    return places, end
 
 
 @runs(Hogwild)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,28 @@ from torch import Tensor
 from shoal.comm.objects import all_gather_bytes, broadcast_bytes
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.runtime.files import write_atomically
+from shoal.runtime.run_dir import RunDir
 from shoal.sync.base import Replica, Sync
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from shoal.transport.shm.rank_memory import RankMemory, header_bytes
+
+_ALIGN = 64
+
+
+def aligned_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of so many bytes take, each from the beginning of a cache line on."""
+    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+
+
+def views_in(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these in a tensor of `aligned_bytes`, one after the other."""
+    views = []
+    start = 0
+    for tensor in tensors:
+        raw = memory[start : start + tensor.nbytes]
+        views.append(raw.view(tensor.dtype).view(tensor.shape))
+        start += aligned_bytes([tensor.nbytes])
+    return views
 
 
 def comes_back(replica: Replica) -> bool:
@@ -50,7 +69,7 @@ class InRankMemory(Sync):
     ) -> RankMemory:
         run_dir = replica.config.run_dir
         if self._is_apart and run_dir is not None:
-            lasting = _join_lasting(replica, header_bytes(self.size) + num_bytes, fill)
+            lasting = _join_lasting(replica, run_dir, header_bytes(self.size) + num_bytes, fill)
             place = (self.rank, self.size, replica.config.generation)
             return RankMemory.lasting(lasting, place, run_dir.has_ended)
         exchange = partial(all_gather_bytes, self.group, device=self.flat.device)
@@ -81,11 +100,9 @@ class InRankMemory(Sync):
 
 
 def _join_lasting(
-    replica: Replica, num_bytes: int, fill: Callable[[mmap.mmap], None]
+    replica: Replica, run_dir: RunDir, num_bytes: int, fill: Callable[[mmap.mmap], None]
 ) -> LastingMemory:
     """All workers call it, each when it comes."""
-    run_dir = replica.config.run_dir
-    assert run_dir is not None
     rank = replica.group.rank
     name = broadcast_bytes(replica.group, secrets.token_hex(8).encode(), 0)
     folder = run_dir.memory_folder(name.decode())
@@ -123,9 +140,11 @@ class KeptStatistics:
         if now_s - self._written_s < _EVERY_S:
             return
         self._written_s = now_s
-        data = b"".join(_bytes_of(tensor.detach().cpu()) for tensor in self._tensors)
+        flat = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in self._tensors]
         with suppress(OSError):
-            write_atomically(self._folder / f"{self._rank}.statistics", data)
+            write_atomically(
+                self._folder / f"{self._rank}.statistics", torch.cat(flat).numpy().tobytes()
+            )
 
     def take(self) -> bool:
         """Use the latest that a worker has written; False if there are none."""
@@ -149,8 +168,3 @@ def kept_statistics(replica: Replica) -> KeptStatistics | None:
         return None
     name = broadcast_bytes(replica.group, secrets.token_hex(8).encode(), 0).decode()
     return KeptStatistics(run_dir.memory_folder(name), replica.group.rank, replica.statistics)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return data

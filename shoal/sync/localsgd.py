@@ -10,7 +10,7 @@ An agreement costs what a step of ddp costs, so bytes go down by `every`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from shoal.strategy.sync_terms.localsgd import Localsgd
 from shoal.sync.base import Replica, Sync, SyncPlan, runs, under
 from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.replica_mean import mean_state
+from shoal.sync.replica_mean import kept, mean_state
 from shoal.sync.residuals import check_number, check_size, synchronize_copies
 from shoal.sync.traffic import StepTraffic
 
@@ -115,12 +115,12 @@ class LocalSgdSync(Sync):
         self.since = 0
         self.undo_steps = term.every if term.elastic else 0
         self.outer = Outer(term.outer, self.agreed) if term.outer else None
-        body = slice(flat.offset, flat.size)
-        self.sums: CompressedSum | None = (
-            make_compressed_sum(term.compress, flat, self.group, [body], replica.copies)
-            if term.compress
-            else None
-        )
+        self._body = slice(flat.offset, flat.size)
+        self.sums: CompressedSum | None = None
+        if term.compress:
+            self.sums = make_compressed_sum(
+                term.compress, flat, self.group, [self._body], replica.copies
+            )
         self._gaps = flat.gaps()
         self._copies = replica.copies
         self._loss: Tensor | None = None
@@ -179,8 +179,7 @@ class LocalSgdSync(Sync):
         if self.sums is None:
             self.group.all_reduce(difference).wait()
         else:
-            body = slice(self.flat.offset, self.flat.size)
-            self.sums.start(difference[body], body)
+            self.sums.start(difference[self._body], self._body)
             self.sums.finish()
         work.wait()
         difference[self._gaps] = 0.0
@@ -200,22 +199,17 @@ class LocalSgdSync(Sync):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        weights = self.flat.data.clone()
-        statistics = [t.clone() for t in self.statistics]
-        with self.traffic.uncounted():
-            states = mean_state(self.update.optimizer, self.group) if optimizer else []
-            if self.since:
-                difference = self.agreed.data - self.flat.data
-                self.group.all_reduce(difference, Op.MEAN).wait()
-                means = self._mean_statistics()
-                torch.sub(self.agreed.data, difference, out=self.flat.data)
-                _put(means, self.statistics)
-        try:
+        with kept([self.flat.data, *self.statistics]), ExitStack() as stack:
+            with self.traffic.uncounted():
+                if optimizer:
+                    stack.enter_context(mean_state(self.update.optimizer, self.group))
+                if self.since:
+                    difference = self.agreed.data - self.flat.data
+                    self.group.all_reduce(difference, Op.MEAN).wait()
+                    means = self._mean_statistics()
+                    torch.sub(self.agreed.data, difference, out=self.flat.data)
+                    _put(means, self.statistics)
             yield
-        finally:
-            self.flat.data.copy_(weights)
-            for tensor, before in [*zip(self.statistics, statistics, strict=True), *states]:
-                tensor.copy_(before)
 
     def after_load(self) -> None:
         self.agreed.data.copy_(self.flat.data)

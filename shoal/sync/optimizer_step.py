@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.comm.group import Group, Op
 from shoal.errors import BadInput
-from shoal.replica.flat.optimizers import ratios
+from shoal.replica.flat.optimizers import PARAM_KEYS, ratios
 from shoal.runtime.trace import OFF, Tracer
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 _TRIED_STEPS = 100
-_PARAMS = ("params", "param_names")
 
 
 class Schedule:
@@ -40,7 +39,7 @@ class Schedule:
         """`trial` is an optimizer like it, to see whether the factory can be used."""
         self.optimizer = optimizer
         self._factory = factory
-        self._initial = [_settings(group) for group in optimizer.param_groups]
+        self._initial = settings_of(optimizer)
         if trial is not None:
             check_scheduler(factory(trial) if callable(factory) else factory)
         self._scheduler: LRScheduler | None = None
@@ -60,22 +59,7 @@ class Schedule:
         self._scheduler = None
 
     def common_lr(self, ratios: Sequence[float]) -> float:
-        """The one learning rate of all groups, but for their ratios: what servers receive."""
-        groups = self.optimizer.param_groups
-        for group, initial in zip(groups, self._initial, strict=True):
-            changed = [k for k, v in initial.items() if k != "lr" and group[k] != v]
-            if changed:
-                raise BadInput(
-                    f"the scheduler changes {changed[0]} of the optimizer, which servers do not "
-                    'receive in a step: use ps(update="worker")'
-                )
-        rates = [float(g["lr"]) / r for g, r in zip(groups, ratios, strict=True) if r]
-        if any(abs(rate - rates[0]) > 1e-9 * abs(rates[0]) for rate in rates):
-            raise BadInput(
-                "the scheduler gives parameter groups schedules of their own, and servers receive "
-                'one learning rate a step: use ps(update="worker")'
-            )
-        return rates[0] if rates else 0.0
+        return common_lr(self.optimizer, self._initial, ratios)
 
     def check_for_servers(self, trial: torch.optim.Optimizer, ratios: Sequence[float]) -> None:
         """See `common_lr`: of the first steps, on an optimizer that trains nothing."""
@@ -89,7 +73,7 @@ class Schedule:
 
     def _start(self) -> LRScheduler:
         for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
-            for key in [key for key in group if key not in initial and key not in _PARAMS]:
+            for key in [key for key in group if key not in initial and key not in PARAM_KEYS]:
                 del group[key]
             group.update(initial)
         self._done = 0
@@ -109,8 +93,30 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _PARAMS}
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each group of parameters."""
+    return [{k: v for k, v in g.items() if k not in PARAM_KEYS} for g in optimizer.param_groups]
+
+
+def common_lr(
+    optimizer: torch.optim.Optimizer, initial: Sequence[dict[str, Any]], ratios: Sequence[float]
+) -> float:
+    """The one learning rate of all groups, but for their ratios: all that servers receive."""
+    groups = optimizer.param_groups
+    for group, before in zip(groups, initial, strict=True):
+        changed = [k for k, v in before.items() if k != "lr" and group[k] != v]
+        if changed:
+            raise BadInput(
+                f"the scheduler changes {changed[0]} of the optimizer, which servers do not "
+                'receive in a step: use ps(update="worker"), or ddp'
+            )
+    rates = [float(g["lr"]) / r for g, r in zip(groups, ratios, strict=True) if r]
+    if any(abs(rate - rates[0]) > 1e-6 * abs(rates[0]) for rate in rates):
+        raise BadInput(
+            "the scheduler gives parameter groups schedules of their own, and servers receive "
+            'one learning rate a step: use ps(update="worker"), or ddp'
+        )
+    return rates[0] if rates else 0.0
 
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

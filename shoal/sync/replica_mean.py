@@ -32,35 +32,25 @@ def averaged(tensors: Sequence[Tensor], group: Group) -> Iterator[None]:
         yield
 
 
-def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> list[tuple[Tensor, Tensor]]:
-    """Put the mean over all ranks into rank 0's optimizer; returns (tensor, what it was before)."""
-    named = _alike(optimizer)
-    device = optimizer.param_groups[0]["params"][0].device
-    names = "\n".join(name for name, _ in named).encode()
-    if group.size == 1 or not all_equal(group, names, device):
-        return []
-    means = []
-    for _, tensor in named:
-        mean = tensor.clone()
-        group.reduce(mean, op=Op.MEAN).wait()
-        if group.rank == 0:
-            means.append((tensor, mean))
-    return [(tensor, _exchange(tensor, mean)) for tensor, mean in means]
+@contextmanager
+def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> Iterator[None]:
+    """While the block runs, rank 0's optimizer has the mean over all ranks.
 
-
-def _exchange(tensor: Tensor, other: Tensor) -> Tensor:
-    """Give the tensor the values of the other one, and the other one its values."""
-    before = tensor.clone()
-    tensor.copy_(other)
-    return other.copy_(before)
-
-
-def _alike(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """State tensors that are shaped as their parameters, in the order of the parameters."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return [
-        (f"{i}/{key}", value)
+    Of what has the shape of its parameter, if all ranks remember the same things (a parameter may
+    get a gradient on some ranks only).
+    """
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    named = {
+        f"{i}/{key}": value
         for i, p in enumerate(params)
         for key, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point()
-    ]
+    }
+    if group.size == 1 or not all_equal(group, "\n".join(named).encode(), params[0].device):
+        yield
+        return
+    with kept(list(named.values()) if group.rank == 0 else []):
+        for tensor in named.values():
+            mean = tensor if group.rank == 0 else tensor.clone()
+            group.reduce(mean, op=Op.MEAN).wait()
+        yield

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.replica.flat.params import FlatParams
-from shoal.sync.base import Copies
+from shoal.replica.split.shard import ReplicaShard
 
 INDEX_BYTES = 8  # of a position in the buffer
 
@@ -68,13 +68,13 @@ def is_alike(saved: Tensor, expected: Tensor) -> bool:
     return saved.shape == expected.shape and saved.dtype == expected.dtype
 
 
-def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: Copies | None) -> None:
+def synchronize_copies(flat: FlatParams, buffer: Tensor, copies: ReplicaShard | None) -> None:
     """Make equal what several workers of a replica have of the same parameters in `buffer`."""
     if copies is not None:
         copies.synchronize_copies({p: flat.view(i, buffer, 0) for i, p in enumerate(flat.params)})
 
 
-def unused_positions(flat: FlatParams, copies: Copies | None) -> Tensor:
+def unused_positions(flat: FlatParams, copies: ReplicaShard | None) -> Tensor:
     """Positions of the buffer between parameters, and of copies that another worker decides."""
     positions = [flat.gaps()]
     for param, p in zip(flat.ranges, flat.params, strict=True):

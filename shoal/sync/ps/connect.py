@@ -9,6 +9,7 @@ from functools import partial
 
 from shoal.errors import BadInput
 from shoal.replica.flat.params import FlatParams
+from shoal.replica.split.shard import ReplicaShard
 from shoal.server.client.client import Client
 from shoal.server.client.discovery import ServerSet, all_gather_text, find_or_start_servers
 from shoal.server.client.started import device_of_server
@@ -18,7 +19,7 @@ from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
 from shoal.strategy.sync_terms.ps import Ps
-from shoal.sync.base import Copies, Replica
+from shoal.sync.base import Replica
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.consistency import PullAheadPs, RelaxedPs, SynchronousPs
@@ -243,7 +244,9 @@ def _relaxed(context: PsContext, replica: Replica, served: ServedOptions) -> Rel
     return RelaxedPs(context, push, updates, client)
 
 
-def _push_of(context: PsContext, served: ServedOptions, copies: Copies | None) -> GradientPush:
+def _push_of(
+    context: PsContext, served: ServedOptions, copies: ReplicaShard | None
+) -> GradientPush:
     flat = context.flat
     client = context.client
     if served.compress is not None:
@@ -255,7 +258,7 @@ def _push_of(context: PsContext, served: ServedOptions, copies: Copies | None) -
     return StagedPush(flat, client)
 
 
-def _updates_of(context: PsContext, served: ServedOptions, copies: Copies | None) -> Updates:
+def _updates_of(context: PsContext, served: ServedOptions, copies: ReplicaShard | None) -> Updates:
     flat = context.flat
     update = context.update
     client = context.client

@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.protocol.frames import FrameKind, decode
 from shoal.replica.flat.ordered_sum import Node, add_leaf, full_subtrees, runs_of
 from shoal.replica.flat.params import FlatParams
+from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.client.client import Client
 from shoal.server.client.link import PostedRequest
@@ -26,7 +27,7 @@ from shoal.server.client.request import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.base import Copies, under
+from shoal.sync.base import under
 from shoal.sync.residuals import check_residuals, is_alike, take_residual, unused_positions
 
 
@@ -139,7 +140,7 @@ class CompressedPush(GradientPush):
     memory_column: ClassVar[str] = "residuals"
     has_state = True
 
-    def __init__(self, flat: FlatParams, client: Client, copies: Copies | None = None):
+    def __init__(self, flat: FlatParams, client: Client, copies: ReplicaShard | None = None):
         super().__init__(flat, client)
         flat.grads.watch(flat.buckets(PUSH_BUCKET_BYTES))
         self.packings = [PushCompression(spec) for spec in client.specs]

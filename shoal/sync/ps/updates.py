@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 from shoal.replica.flat.params import FlatParams
+from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client, PullResult
-from shoal.sync.base import Copies
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.residuals import synchronize_copies
 
@@ -26,7 +26,11 @@ class Updates:
     """Chosen once, when the worker is built."""
 
     def __init__(
-        self, flat: FlatParams, update: OptimizerStep, client: Client, copies: Copies | None = None
+        self,
+        flat: FlatParams,
+        update: OptimizerStep,
+        client: Client,
+        copies: ReplicaShard | None = None,
     ):
         """`copies` are parameters of which the servers of several shards hold one each."""
         self.flat = flat

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
-from shoal.replica.flat.optimizers import PARAM_KEYS, LooksAt, like, looks_at
+from shoal.replica.flat.optimizers import PARAM_KEYS, LooksAt, like, looks_at, ratios
+from shoal.sync.optimizer_step import OptimizerStep, common_lr, settings_of
 from shoal.train.own_loop.part import LoopPart
 from shoal.train.own_loop.torch_hooks import agree_on_overflow
 from shoal.train.step.model_checks import refuse_sparse_adam
 
 Closure = Callable[[], Any]
 Named = Iterable[tuple[str, nn.Parameter]]
-_TOLERANCE = 1e-6  # of the factor between groups: schedulers compute it group by group
 
 
 class PartOptimizers:
@@ -51,12 +51,11 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings, of some of its parameters (by id)."""
-    groups = []
-    for group in optimizer.param_groups:
-        params = [p for p in group["params"] if id(p) in wanted]
-        if params:
-            settings = {k: v for k, v in group.items() if k not in PARAM_KEYS}
-            groups.append({"params": params, **settings})
+    groups = [
+        {"params": [p for p in group["params"] if id(p) in wanted], **settings}
+        for group, settings in zip(optimizer.param_groups, settings_of(optimizer), strict=True)
+    ]
+    groups = [group for group in groups if group["params"]]
     try:
         made: torch.optim.Optimizer = like(optimizer, groups)
     except (TypeError, ValueError) as error:
@@ -88,7 +87,7 @@ class LoopOptimizer:
         self._after = after
         self._step = optimizer.step
         self._zero_grad = optimizer.zero_grad
-        self._seen = [_settings(group) for group in optimizer.param_groups]
+        self._seen = settings_of(optimizer)
         self._is_stepping = False
         self._check_lbfgs()
         for part in parts:
@@ -100,35 +99,39 @@ class LoopOptimizer:
         self._replace_own_methods()
         for part in parts:
             if not part.sync.updates_here:
-                update = part.step.update
-                update.lr = ServedSettings(update.optimizer).learning_rate
+                _follow_rate(part.step.update)
 
     @property
     def is_alone(self) -> bool:
         """Whether it updates all parameters itself."""
         return all(of_part is self.optimizer for of_part in self.of_parts)
 
-    def step(self, closure: Closure | None = None) -> Any:
-        return self._update(None if closure is None else self._with_global_loss(closure))
-
     def take_settings(self) -> None:
         """After a checkpoint was loaded: settings of the parts are those of the optimizer."""
         for group, of_part in self._pairs():
-            group.update(_settings(of_part))
-        self._seen = [_settings(group) for group in self.optimizer.param_groups]
+            group.update({k: v for k, v in of_part.items() if k not in PARAM_KEYS})
+        self._seen = settings_of(self.optimizer)
 
     def give_settings(self) -> None:
         """Before an update or a checkpoint: a scheduler may have changed the optimizer's.
 
         What it has not changed stays as it is: some optimizers count steps in their groups.
         """
+        present = settings_of(self.optimizer)
         changed = {
-            id(group): _changed(group, seen)
-            for group, seen in zip(self.optimizer.param_groups, self._seen, strict=True)
+            id(group): {
+                key: value  # tensors are shared with the parts
+                for key, value in now.items()
+                if key not in seen
+                or (seen[key] is not value and (isinstance(value, Tensor) or seen[key] != value))
+            }
+            for group, now, seen in zip(
+                self.optimizer.param_groups, present, self._seen, strict=True
+            )
         }
         for group, of_part in self._pairs():
             of_part.update(changed[id(group)])
-        self._seen = [_settings(group) for group in self.optimizer.param_groups]
+        self._seen = present
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
         """Any worker's; for GradScaler."""
@@ -141,23 +144,24 @@ class LoopOptimizer:
         step.mesh.world.all_reduce(found, Op.MAX).wait()
         return found
 
-    def _update(self, closure: Closure | None) -> Any:
-        if not self.parts[0].sync.updates_here:
-            self.give_settings()
-            result = _call(closure)
-            for part in self.parts:
-                part.update_on_servers()
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
-            self._after(self.parts[0])
-            return result
-        with self._one_step():
-            if self.is_alone and closure is not None:
-                return self._step(closure)
-            result = _call(closure)
-            for part in self.parts:
-                part.before_update()
-            self._step_parts()
-            return result
+    def step(self, closure: Closure | None = None) -> Any:
+        closure = None if closure is None else self._with_global_loss(closure)
+        if self.parts[0].sync.updates_here:
+            with self._one_step():
+                if self.is_alone and closure is not None:
+                    return self._step(closure)
+                result = None if closure is None else closure()
+                for part in self.parts:
+                    part.before_update()
+                self._step_parts()
+                return result
+        self.give_settings()
+        result = None if closure is None else closure()
+        for part in self.parts:
+            part.update_on_servers()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+        self._after(self.parts[0])
+        return result
 
     @contextmanager
     def _one_step(self) -> Iterator[None]:
@@ -177,7 +181,13 @@ class LoopOptimizer:
         if self.is_alone:
             self._step()
             return
-        self._check_separable()
+        is_divided = sum(part.trains for part in self.parts) > 1
+        if is_divided and looks_at(self.optimizer) is LooksAt.MODEL:
+            raise BadInput(
+                f"{type(self.optimizer).__name__} updates a parameter by looking at others, and "
+                "job.setup updates each model, and what was frozen in it, apart: give it a model "
+                "and an optimizer at a time"
+            )
         self.give_settings()
         for of_part in self.of_parts:
             of_part.step()
@@ -204,11 +214,6 @@ class LoopOptimizer:
 
         return computed
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._zero_grad(set_to_none)
-        for part in self.parts:
-            part.forget(self._ids)
-
     def _replace_methods(self) -> None:
         """Attributes of the instance come before methods of its class."""
 
@@ -216,7 +221,9 @@ class LoopOptimizer:
             return self.step(closure)
 
         def zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            self.zero_grad(set_to_none)
+            self._zero_grad(set_to_none)
+            for part in self.parts:
+                part.forget(self._ids)
 
         def add_param_group(optimizer: torch.optim.Optimizer, group: Any) -> None:
             raise BadInput(
@@ -266,17 +273,6 @@ class LoopOptimizer:
 
         return step
 
-    def _check_separable(self) -> None:
-        """Refuse one that looks at several parameters, where parts have optimizers of their own."""
-        if sum(part.trains for part in self.parts) < 2:
-            return
-        if looks_at(self.optimizer) is LooksAt.MODEL:
-            raise BadInput(
-                f"{type(self.optimizer).__name__} updates a parameter by looking at others, and "
-                "job.setup updates each model, and what was frozen in it, apart: give it a model "
-                "and an optimizer at a time"
-            )
-
     def _check_lbfgs(self) -> None:
         if not isinstance(self.optimizer, torch.optim.LBFGS):
             return
@@ -289,54 +285,14 @@ class LoopOptimizer:
             )
 
 
-class ServedSettings:
-    """What an optimizer asks for now, compared with what servers were given at the start."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = optimizer
-        self._start = [self._settings(group) for group in optimizer.param_groups]
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._base = float(optimizer.defaults["lr"])
-        if 0.0 in self._rates:
-            raise BadInput(
-                "servers keep the ratios of learning rates, and one is 0 at job.setup: make the "
-                "scheduler after job.setup"
-            )
-
-    def learning_rate(self, step: int) -> float:
-        """What the servers update with; BadInput for a change that they cannot follow."""
-        groups = self._optimizer.param_groups
-        if [self._settings(group) for group in groups] != self._start:
-            raise self._refused("other settings than the learning rate changed")
-        factors = [float(g["lr"]) / rate for g, rate in zip(groups, self._rates, strict=True)]
-        if max(factors) - min(factors) > _TOLERANCE * max(map(abs, factors)):
-            raise self._refused("the learning rates of parameter groups changed differently")
-        return self._base * factors[0]
-
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {key: group[key] for key in self._optimizer.defaults if key in group and key != "lr"}
-
-    def _refused(self, what: str) -> BadInput:
-        kind = type(self._optimizer).__name__
-        return BadInput(
-            f"servers run {kind} with the settings of job.setup and one schedule of the learning "
-            f"rate, and {what}: take ps without a relaxed rule, or ddp"
+def _follow_rate(update: OptimizerStep) -> None:
+    """Servers get the learning rate that the optimizer has in a step."""
+    optimizer = update.optimizer
+    initial = settings_of(optimizer)
+    if any(float(settings["lr"]) == 0 for settings in initial):
+        raise BadInput(
+            "servers keep the ratios of learning rates, and one is 0 at job.setup: make the "
+            "scheduler after job.setup"
         )
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in PARAM_KEYS}
-
-
-def _changed(group: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are not what they were; tensors are shared with the parts."""
-    return {
-        key: value
-        for key, value in _settings(group).items()
-        if key not in seen
-        or (seen[key] is not value and (isinstance(value, Tensor) or seen[key] != value))
-    }
-
-
-def _call(closure: Closure | None) -> Any:
-    return None if closure is None else closure()
+    of_groups = ratios(optimizer)
+    update.lr = lambda step: common_lr(optimizer, initial, of_groups)
