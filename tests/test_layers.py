@@ -65,8 +65,9 @@ def imports_of(path: Path, nodes: list[ast.AST]) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            if id(node) not in for_types or not node.module.startswith(here):
-                found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            if id(node) in for_types and node.module.startswith(here):
+                continue
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return {name.removeprefix("shoal.") for name in found} & modules()
 
 

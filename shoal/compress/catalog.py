@@ -19,7 +19,10 @@ _HALF = BLOCK // 2  # indices are sent as signed numbers
 
 
 class TopK(Compressor):
-    """A fraction of each 65,536 elements, those of the largest size, at least one: 4 bytes each."""
+    """A fraction of each 65,536 elements, those of the largest size, at least one: 4 bytes each.
+
+    An index in its block takes 2 bytes, a value 2 (bf16).
+    """
 
     def __init__(self, fraction: float):
         self.fraction = fraction
@@ -69,7 +72,11 @@ _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class OneBit(Compressor):
-    """Signs of each 512 rotated elements and their mean size (bf16): 66 bytes for 512, and 4."""
+    """Signs of each 512 rotated elements and their mean size (bf16): 66 bytes for 512, and 4.
+
+    The 4 bytes seed the random signs. They are computed from the elements, so they differ from
+    step to step, and the same tensor gives the same bytes.
+    """
 
     def num_bytes(self, numel: int) -> int:
         return round_up_to_words(4 + -(-numel // CHUNK) * (2 + CHUNK // 8))
@@ -93,7 +100,10 @@ class OneBit(Compressor):
 
 
 def _transform(rows: Tensor) -> Tensor:
-    """The Hadamard transform of every row; applied twice it is the identity."""
+    """The Hadamard transform of every row; applied twice it is the identity.
+
+    As a matrix of 16 x 32: one small product along each side.
+    """
     along, across = (_hadamard(n).to(rows.device) for n in (ROWS, COLUMNS))
     return (along @ rows.view(-1, ROWS, COLUMNS) @ across).view(-1, CHUNK)
 
@@ -179,7 +189,10 @@ class Fp16(Compressor):
 def make_compressor(
     text: str, shapes: Sequence[tuple[int, Sequence[int]]], numel: int
 ) -> Compressor:
-    """The compressor of flat tensors of `numel` elements."""
+    """The compressor of flat tensors of `numel` elements.
+
+    `shapes` are the parameters in them: where each begins, and its shape.
+    """
     name, settings = read_setting(text)
     match name:
         case "fp16":

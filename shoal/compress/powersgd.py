@@ -32,7 +32,11 @@ class ParameterMatrix:
 
 
 class PowerSgd(Compressor):
-    """Rank-r factors of the matrices in a flat tensor, and the rest of it uncompressed."""
+    """Rank-r factors of the matrices in a flat tensor, and the rest of it uncompressed.
+
+    `shapes` says where parameters lie in the tensor; what is between them is dropped. A message
+    takes 4·(Σ r·(n + m) + elements of the rest) bytes. `basis` holds the Q of the last step.
+    """
 
     def __init__(self, rank: int, shapes: Sequence[tuple[int, Sequence[int]]], numel: int):
         self.numel = numel

@@ -85,7 +85,10 @@ def _check_enough(samples: int, replicas: int, what: str) -> None:
 
 
 class SameBatches:
-    """Checks that replicas which each make the global batch make the same one."""
+    """Checks that replicas which each make the global batch make the same one.
+
+    `compares` is False where replicas do not wait for each other.
+    """
 
     def __init__(self, group: Group, device: torch.device):
         self.group = group

@@ -76,7 +76,10 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """The global generators are afterwards as they were before."""
+    """The global generators are afterwards as they were before.
+
+    Ranks that are threads of one process draw from them in turn.
+    """
     with tracing:
         torch_state, random_state, numpy_state = _states()
         try:

@@ -118,7 +118,10 @@ def permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
 
 
 class DatasetBatches:
-    """One epoch over a map-style dataset, from batch number `start`."""
+    """One epoch over a map-style dataset, from batch number `start`.
+
+    `order` holds the indices of samples. With `in_turns` each replica takes whole batches.
+    """
 
     def __init__(
         self,

@@ -95,7 +95,11 @@ Recall = Callable[[int, int], AnyBatch]  # a batch of before, split for this rep
 
 @dataclass(frozen=True)
 class Feed:
-    """What a source knows of the replica that gets its batches."""
+    """What a source knows of the replica that gets its batches.
+
+    `skipped(loop, batches)` is called with batches that were left out. `check_same(batch, total)`
+    compares a global batch with that of the other replicas.
+    """
 
     split: BatchSplit
     seed: int
@@ -127,7 +131,10 @@ class Source:
         """Bring the data to where it was after so many batches, in so many epochs."""
 
     def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
-        """The rest of the epoch that is under way, from its batch `at` on, split in another way."""
+        """The rest of the epoch that is under way, from its batch `at` on, split in another way.
+
+        `repeats`: the batch at `at` was given out before; otherwise it was not fetched yet.
+        """
         raise NotImplementedError
 
     def recall(self, at: int) -> Recall:

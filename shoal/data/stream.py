@@ -68,7 +68,12 @@ DEFAULT_BATCH_SIZE = 256  # of job.evaluate, where job.batches was not given one
 
 
 class BatchStream:
-    """Yields this replica's rows of every global batch, and counts the batches of the whole run."""
+    """Yields this replica's rows of every global batch, and counts the batches.
+
+    `delivered` counts batches over the whole run, resumed runs included. `positions` says which of
+    them each loop of the script has had; these are left out. `skip` stands for it in checkpoints
+    of earlier versions: so many batches of the first loops were trained on.
+    """
 
     def __init__(
         self,
@@ -174,7 +179,10 @@ class BatchStream:
         return self.steps_done() - self.skip
 
     def _last_step(self, data: Any, options: BatchOptions) -> int | None:
-        """The step to stop after: the script's `steps` or `max_steps`, whichever is less."""
+        """The step to stop after: the script's `steps` or `max_steps`, whichever is less.
+
+        A step on the whole dataset counts as all the batches in it.
+        """
         if self.max_steps is None:
             return options.steps
         limit = self.max_steps

@@ -44,7 +44,9 @@ class Comeback(NamedTuple):
 
 
 class Elastic:
-    """What a sync does where the replicas of a run change; as for one that updates last."""
+    """What a sync does where the replicas of a run change. The defaults are those of a step that
+    changes no weights before all of its communication is over.
+    """
 
     movable: MovableShards | None = None  # in elastic runs, where each replica holds shards
     undo_steps: int = 0  # that a loss undoes, at most; 0: the update follows all communication
@@ -52,7 +54,10 @@ class Elastic:
     is_committing: bool = False  # `commit` was interrupted: other replicas may have ended the step
 
     def commit(self) -> None:
-        """Return when all replicas have ended the step, where `finish` waits for some of them."""
+        """Return when all replicas have ended the step, where `finish` waits for some of them.
+
+        In an elastic run a step that a replica has committed is never undone.
+        """
 
     def undo(self) -> None:
         """Weights and optimizer are again as they were when replicas agreed last."""
@@ -98,7 +103,10 @@ class Served:
 
 
 class Sync(Elastic, Returning, Served):
-    """What happens around an engine's run. Every rank calls every method in the same order."""
+    """What happens around an engine's run. Every rank calls every method in the same order.
+
+    The defaults are those of replicas that hold the same weights and own their optimizers.
+    """
 
     flat: FlatParams
     update: OptimizerStep
@@ -124,13 +132,19 @@ class Sync(Elastic, Returning, Served):
         self.spread()
 
     def collect(self) -> None:
-        """All buckets were reported: `p.grad` is the reduced gradient when this returns."""
+        """All buckets were reported: `p.grad` is the reduced gradient when this returns.
+
+        Of parameters that the optimizer of this rank updates; None for the others.
+        """
 
     def spread(self) -> None:
         """The optimizer has stepped: the other replicas get to know the weights."""
 
     def loss(self, local_loss: Tensor) -> Tensor:
-        """The loss of the global batch, as far as known after `finish`."""
+        """The loss of the global batch, as far as known after `finish`.
+
+        `local_loss` is this replica's: the loss of its samples times their share of the batch.
+        """
         return local_loss
 
     def full_weights(self, optimizer: bool = False) -> AbstractContextManager[None]:
@@ -244,7 +258,10 @@ class SyncPlan(Generic[T]):
     def materialize(
         self, model: nn.Module, dp: Group, device: torch.device, is_split: bool = False
     ) -> DeferredInit:
-        """Bring the model to its device, filled."""
+        """Bring the model to its device, filled.
+
+        Where it is sharded that is left to `layout`; where a replica is split, to its shard.
+        """
         deferred = DeferredInit(model)
         is_left_blank = bool(deferred) if is_split else self.shards_parameters(dp.size)
         if not is_left_blank:
@@ -263,7 +280,10 @@ class SyncPlan(Generic[T]):
         return Ownership(flat.named)
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        """What one worker of replica `rank` holds. Nothing is allocated to find out."""
+        """What one worker of replica `rank` holds. Nothing is allocated to find out.
+
+        Here: the full model, its gradients where backward put them, and the optimizer's state.
+        """
         return SyncMemory(
             parameters=sizes.buffer + sizes.untrained,
             gradients=sizes.separate_gradients,

@@ -118,7 +118,11 @@ class CompressedSum:
 
 
 class FactoredSum(CompressedSum):
-    """PowerSGD: all-reduces of P and of Q; a replica keeps what its matrices have outside of P."""
+    """PowerSGD: all-reduces of P and of Q. The projections of all replicas are added up, P is made
+    orthogonal, and so on.
+
+    A replica keeps what its own matrices have outside of the space that P spans.
+    """
 
     def __init__(
         self,

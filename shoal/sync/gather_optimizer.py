@@ -27,7 +27,11 @@ State = dict[str, Any]
 def gather_optimizer(
     update: OptimizerStep, flat: FlatParams, group: Group, own: slice
 ) -> torch.optim.Optimizer | None:
-    """On rank 0 an optimizer of all parameters with the state of all ranks; None elsewhere."""
+    """On rank 0 an optimizer of all parameters with the state of all ranks; None elsewhere.
+
+    All ranks call it, each with its `own` shard: it may also have state of others. It takes memory
+    for the state of the whole model on rank 0.
+    """
     channel = PytreeChannel(group, flat.device, header_device=flat.device)
     if group.rank != 0:
         _send(update, {flat.named[i][0] for i in flat.params_in(own)}, channel)

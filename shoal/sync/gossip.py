@@ -56,7 +56,10 @@ class Neighbours:
         self._landing: dict[tuple[int, int], Tensor] = {}  # by position among peers (-1: the sum)
 
     def mix(self, data: Tensor, step: int) -> None:
-        """`data` becomes the weighted sum of the neighbours' and its own; chunk by chunk."""
+        """`data` becomes the weighted sum of the neighbours' and its own; chunk by chunk.
+
+        Terms go in the order of ranks, so that equal weights give equal bits everywhere.
+        """
         weights = self.mixing.heard_by(self.group.rank, step)
         listeners = self.mixing.listeners(self.group.rank, step)
         before: Callable[[], None] | None = None

@@ -32,7 +32,12 @@ _PATIENCE_S = 60.0
 
 
 class AsyncGossip(InRankMemory):
-    """A step writes the parameters once and reads those of the neighbours that are new."""
+    """A step writes the parameters once and reads those of the neighbours that are new.
+
+    The weights that count are the mean of all workers that have not died, when they have come as
+    far as this one, and so are BatchNorm's statistics. The optimizer's state is that of the worker
+    that saves.
+    """
 
     def __init__(self, replica: Replica, mixing: Mixing):
         flat = replica.flat

@@ -39,7 +39,13 @@ _LONGEST_LOOK_S = 0.02
 
 
 class HogwildSync(InRankMemory):
-    """A step exchanges nothing: it computes on the shared weights and changes them."""
+    """A step exchanges nothing: it computes on the shared weights and changes them.
+
+    The weights that count are the shared ones, when all workers have come as far as this one.
+    While one worker saves, others may already train on. The state of optimizers other than
+    Adagrad is each worker's own, and rank 0's is saved. `statistics` (BatchNorm's running ones)
+    are shared like the weights.
+    """
 
     def __init__(self, replica: Replica, momentum: bool):
         statistics = replica.statistics

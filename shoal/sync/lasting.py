@@ -125,7 +125,11 @@ _EVERY_S = 1.0
 
 
 class KeptStatistics:
-    """Running statistics of one worker, where each has its own and servers hold the weights."""
+    """Running statistics of one worker, where each has its own and servers hold the weights.
+
+    Every worker writes its own into a file of the run, at most once a second, and one that comes
+    back begins with the latest of them.
+    """
 
     def __init__(self, folder: Path, rank: int, tensors: Sequence[Tensor]):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -31,7 +31,11 @@ from shoal.sync.traffic import StepTraffic
 
 
 class Outer:
-    """`nesterov(lr=0.7)` and the like, on the flat buffer: all of them work element by element."""
+    """`nesterov(lr=0.7)` and the like, on the flat buffer: all of them work element by element.
+
+    Momentum comes in gradually: in round r it is r / (r + warmup), up to the one asked for. Early
+    outer gradients all point the same way, and momentum of 0.9 would make ten of each of them.
+    """
 
     def __init__(self, text: str, weights: nn.Parameter):
         self.name, self.settings = outer_settings(text)
@@ -97,7 +101,17 @@ def outer_state_bytes(text: str, buffer_bytes: int) -> int:
 
 
 class LocalSgdSync(Sync):
-    """`every` steps alone, then one average; with `outer` an optimizer's step on the difference."""
+    """`every` steps alone, then one average; with `outer` an optimizer's step on the difference.
+
+    With every=1 and an optimizer that is linear in the gradient (SGD, with momentum and weight
+    decay) it is ddp: momenta stay local, and their mean is ddp's momentum. Clipping and Adam are
+    not linear. `statistics` (BatchNorm's running ones) are averaged with the weights.
+
+    Evaluating and saving see the average of the replicas, also between two agreements, and
+    leave training as it was. A checkpoint holds that average, the mean of the inner optimizers'
+    states (rank 0's where replicas keep different ones), the weights agreed last, and the outer
+    optimizer's state; all replicas go on from it alike.
+    """
 
     collects = False
 
@@ -148,7 +162,10 @@ class LocalSgdSync(Sync):
             self._agree()
 
     def loss(self, local_loss: Tensor) -> Tensor:
-        """The loss of the global batch where replicas agree; else the mean over own samples."""
+        """The loss of the global batch where replicas agree; else the mean over own samples.
+
+        Exactly that mean if all parts of the batch are equally large; ranks see different ones.
+        """
         return local_loss * self.group.size if self._loss is None else self._loss
 
     def _agree(self) -> None:
@@ -265,7 +282,10 @@ def _put(flat: Tensor, into: Sequence[Tensor]) -> None:
 @runs(Localsgd)
 class LocalSgdPlan(SyncPlan[Localsgd]):
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
-        """With the anchor and the outer optimizer's state."""
+        """With the anchor and the outer optimizer's state.
+
+        When replicas agree, the difference takes the place of the gradients, which are freed.
+        """
         plain = super().memory(sizes, rank, replicas)
         outer = outer_state_bytes(self.term.outer, sizes.buffer) if self.term.outer else 0
         copies = sizes.buffer + outer + sizes.gap_index

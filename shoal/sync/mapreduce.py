@@ -26,7 +26,10 @@ MASTER = 0
 
 
 class MapReduceSync(DdpSync):
-    """Gradients are reduced to rank 0 while backward runs; it alone has an optimizer's state."""
+    """Gradients are reduced to rank 0 while backward runs; it alone has an optimizer's state.
+
+    A worker sends its gradients once in a step, and the weights go out from the master once.
+    """
 
     def __init__(self, replica: Replica):
         super().__init__(replica, replica.flat.buckets(DEFAULT_BUCKET_BYTES))

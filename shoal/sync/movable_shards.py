@@ -40,7 +40,10 @@ _CPU = torch.device("cpu")
 
 
 class ShardProgress(NamedTuple):
-    """How far a rank is with the shards of one model, for the others when the group has changed."""
+    """How far a rank is with the shards of one model, for the others when the group has changed.
+
+    A layout is the number of the group that shards are for, and the rank and size in it.
+    """
 
     is_new: bool  # it has not trained, and holds nothing that others need
     steps: int

@@ -141,7 +141,10 @@ class GradNorm:
 
 
 class OptimizerStep:
-    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it."""
+    """Owns the optimizer. `lr(step)` is absolute; parameter groups keep their ratios to it.
+
+    `named` may be a shard of the model, or nothing.
+    """
 
     def __init__(
         self,
@@ -281,7 +284,11 @@ def _idle() -> torch.optim.Optimizer:
 
 
 class SharedGradScaler(torch.amp.GradScaler):
-    """A GradScaler whose workers agree; `groups` are those whose gradients differ."""
+    """A GradScaler whose workers agree; `groups` are those whose gradients differ.
+
+    An overflow that one worker finds skips the step on all of them, and all of them lower the
+    scale: it costs one number per group and step.
+    """
 
     def __init__(self, device: torch.device, groups: Sequence[Group]):
         super().__init__(device.type)

@@ -22,7 +22,10 @@ def new_residual(flat: FlatParams, numel: int) -> Tensor:
 
 
 def take_residual(tensors: dict[str, Tensor], residual: Tensor, rank: int, size: int) -> None:
-    """Load the saved residual of one of `size` workers."""
+    """Load the saved residual of one of `size` workers.
+
+    If another number of workers has saved, each takes an equal fraction of the sum.
+    """
     saved = _residuals(tensors)
     of_rank = tensors.get(f"worker/{rank}/residual")
     if of_rank is not None and len(saved) == size:

@@ -31,7 +31,15 @@ class _Sent(NamedTuple):
 
 
 class ZeroReduce(Sync):
-    """Buckets lie inside shards and are reduced to their owners, in fixed order."""
+    """Buckets lie inside shards and are reduced to their owners, in fixed order.
+
+    zero(1) keeps a gradient buffer of the whole model. zero(2) and zero(3) keep the owned shard;
+    other buckets get memory while they are on their way, that of two at a time, and micro-batches
+    are reduced one by one so that no whole gradient is ever kept.
+
+    On a host whose cores all compute, calls do not run beside backward: a bucket is reduced when
+    its memory is needed, or when backward has ended.
+    """
 
     def __init__(
         self,

@@ -52,7 +52,10 @@ class Agreement:
             self._elastic_sum.begin(meeting)
 
     def run(self, action: Callable[[], tuple[T, str]]) -> tuple[T, dict[int, str]]:
-        """The result of `action`, and its text on every surviving rank."""
+        """The result of `action`, and its text on every surviving rank.
+
+        If it fails with BadInput on one rank, it fails on all of them.
+        """
         try:
             result, text = action()
         except BadInput as error:
@@ -65,7 +68,11 @@ class Agreement:
         return result, texts
 
     def load(self, path: Path, read: Callable[[], tuple[T, str]]) -> T:
-        """What `read` gives when it has the same text, a digest, on all ranks."""
+        """What `read` gives when it has the same text, a digest, on all ranks.
+
+        Where others save at the same path, ranks may read different versions: then they read
+        again.
+        """
         pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         for _ in range(_MAX_LOADS):
             result, texts = self.run(read)

@@ -35,7 +35,14 @@ OptimizerValues = dict[Tensor, dict[str, Any]]  # by parameter
 
 
 class RollbackPoint:
-    """A copy of the state of a step, taken when all replicas have agreed. It is reused."""
+    """A copy of the state of a step, taken when all replicas have agreed. It is reused.
+
+        localsgd(every=4)     step 8: average      9   10   11      worker 2 is lost
+                              the others return to step 8 and do 9, 10 and 11 again, without it
+
+    What worker 2 has learned in steps 9 to 11 is lost with its weights. Where weights are updated
+    after all communication (ddp) there is nothing to undo but gradients and buffers.
+    """
 
     def __init__(self, step: Step):
         self.steps = step.steps
@@ -195,7 +202,10 @@ class ElasticTraining:
             self._undone = [other for other in self._undone if other.step is not step]
 
     def _do_again(self, attempt: Attempt) -> None:
-        """Its batch is split over the workers that there are now."""
+        """Its batch is split over the workers that there are now.
+
+        If the script made another one of it, it gets the batch of job.batches again.
+        """
         if attempt.recall is not None:
             batch = attempt.recall(self.group.rank, self.group.size)
             self._count_again(attempt.samples, sum(batch.microbatch_sizes))
@@ -275,7 +285,10 @@ class ElasticTraining:
         return any(step.sync.movable is not None for step in self._steps)
 
     def _share_state(self) -> None:
-        """Return to what replicas have agreed on."""
+        """Return to what replicas have agreed on.
+
+        Those who are behind get the state of the first of those who have done most steps.
+        """
         steps = [self._agreed_steps(step) for step in self._steps]
         mine = torch.tensor([-1] * (1 + len(steps)) if self._is_new else [sum(steps), *steps])
         rows = mine.new_empty(self.group.size, len(mine))
@@ -295,7 +308,10 @@ class ElasticTraining:
         return self._point_of(step).steps if self._is_undone(step) else step.steps
 
     def _settle(self, step: Step, most: int) -> int:
-        """Keep a step that others have committed, or undo all since replicas agreed."""
+        """Keep a step that others have committed, or undo all since replicas agreed.
+
+        Returns the steps that count.
+        """
         if step.sync.is_committing and most > self._point_of(step).steps:
             step.keep(reports=not all(a.is_reported for a in self._undone if a.step is step))
             self._undone = [attempt for attempt in self._undone if attempt.step is not step]

@@ -105,7 +105,10 @@ class Evaluation:
     def _sum_survivors(
         self, elastic_sum: ElasticSum, sums: Tensor, replicas: Sequence[int]
     ) -> tuple[list[float], list[int]]:
-        """The sums over the surviving replicas, and the missing replicas."""
+        """The sums over the surviving replicas, and the missing replicas.
+
+        One worker of the last stage asks, so that all workers of a replica get the same answer.
+        """
         mesh = self.step.mesh
         workers = mesh.world.size // mesh.dp.size  # of a replica
         missing = torch.zeros(mesh.dp.size, dtype=torch.float64, device=self._device)

@@ -289,7 +289,11 @@ class Job(LoopMethods):
                 self._say_once(sentence)
 
     def report(self) -> dict[str, Any]:
-        """What happened on this rank, for machines: JSON-able."""
+        """What happened on this rank, for machines: JSON-able.
+
+        `logged` is the latest argument of job.log, `evaluated` the latest result of job.evaluate,
+        under "" where the metric is one number.
+        """
         return {
             "rank": self.rank,
             "steps": self.steps,

@@ -28,7 +28,10 @@ Averages = list[tuple[dict[str, Tensor], dict[str, str]]]
 
 @dataclass
 class JobState:
-    """`models` and `emas` grow with `job.step`, `job.setup` and `job.ema`."""
+    """`models` and `emas` grow with `job.step`, `job.setup` and `job.ema`.
+
+    `steps` counts training steps, including those of the run that a checkpoint continues.
+    """
 
     context: StepContext
     rank: int
@@ -128,7 +131,10 @@ class JobState:
         self._start_late(saved.document["steps"])
 
     def pack_unsharded(self) -> dict[str, Any]:
-        """What every worker holds alike where the strategy shards the training state."""
+        """What every worker holds alike where the strategy shards the training state.
+
+        Buffers, frozen parameters, averages, and the numbers of steps: a newcomer gets them whole.
+        """
         return {
             "steps": self.steps,
             "models": [

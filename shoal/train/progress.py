@@ -107,7 +107,11 @@ def for_worker(
     send: Callable[[Mapping[str, Any]], None] | None,
     takes_over: bool = False,
 ) -> Progress:
-    """How a rank shows progress: only rank 0 shows anything, through `send` if there is one."""
+    """How a rank shows progress: only rank 0 shows anything, through `send` if there is one.
+
+    A bar needs a terminal for one worker alone; mpirun gives one to each of many. `takes_over`:
+    rank 0 may be lost, and then this one may be the first.
+    """
     if rank != 0 and not takes_over:
         return Progress()
     if send is not None:
@@ -116,7 +120,10 @@ def for_worker(
 
 
 def open_progress(progress_fd: int | None) -> Callable[[Mapping[str, Any]], None] | None:
-    """A function that sends one record to the launcher; None without a pipe to it."""
+    """A function that sends one record to the launcher; None without a pipe to it.
+
+    It never blocks: a record is dropped when the pipe is full, so progress does not slow training.
+    """
     if progress_fd is None:
         return None
     os.set_inheritable(progress_fd, False)

@@ -128,7 +128,10 @@ class ShardedState:
 
 
 def _sender(rows: Sequence[ShardProgress]) -> int:
-    """The rank that newcomers get from what is not sharded."""
+    """The rank that newcomers get from what is not sharded.
+
+    One that is between two steps, as long as there is one: it may be lost after they were admitted.
+    """
     trained = [rank for rank, row in enumerate(rows) if not row.is_new]
     return next((rank for rank in trained if not rows[rank].is_open), trained[0])
 

@@ -23,7 +23,11 @@ class Mark(NamedTuple):
 
 
 class Throughput:
-    """Counts the samples of the job and of this rank, and the steps of the job."""
+    """Counts the samples of the job and of this rank, and the steps of the job.
+
+    `sharing` ranks compute the same samples: those of a replica that tp, pp or cp splits.
+    `present` is the fraction of the samples of a batch whose ranks are there.
+    """
 
     def __init__(self, sharing: int = 1) -> None:
         self._sharing = sharing
@@ -83,7 +87,11 @@ class Throughput:
         return {"samples_per_s": self._job_samples / passed_s, "left_s": left_s}
 
     def report(self, origin_ns: int = 0) -> dict[str, Any]:
-        """The speeds of this rank, without the first fifth of the steps."""
+        """The speeds of this rank, without the first fifth of the steps.
+
+        `samples_per_s` is its share of the replica's, so that the sum over ranks is the job's.
+        `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
+        """
         first = self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None
         last = self._last
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
@@ -99,7 +107,10 @@ class Throughput:
 
 
 class LossWatch:
-    """Says in which step a loss was first not a finite number."""
+    """Says in which step a loss was first not a finite number.
+
+    On a CPU a loss is looked at in its step, elsewhere now and then: it would wait for it.
+    """
 
     def __init__(self, say: Callable[[str], None]):
         self.reported: int | None = None  # the step

@@ -44,7 +44,11 @@ _MAX_READS = 100  # of a checkpoint that others replace at the same time
 
 @dataclass
 class Checkpoint:
-    """What is saved. Names of tensors are those of the model's `state_dict`."""
+    """What is saved. Names of tensors are those of the model's `state_dict`.
+
+    `digest` is that of the manifest, and with it of everything, once it was saved or read.
+    `is_listed` is False for the first format, whose manifest does not list the optimizer's state.
+    """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -76,7 +80,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; every file is checked against its digest first."""
+    """The checkpoint at `path`; every file is checked against its digest first.
+
+    A version that a saver replaces meanwhile is given up for the new one.
+    """
     for _ in range(_MAX_READS):
         data = _manifest_bytes(path)
         try:

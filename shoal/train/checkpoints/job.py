@@ -146,7 +146,10 @@ class JobCheckpoints:
             return saved.digest
 
     def _gather_untrained(self, saved: files.Checkpoint) -> None:
-        """Add models that no optimizer updates, such as target networks, to what is saved."""
+        """Add models that no optimizer updates, such as target networks, to what is saved.
+
+        All workers of the replica that saves call it.
+        """
         from shoal.train.checkpoints.optimizer_state import model_tensors
 
         ties = []
@@ -166,7 +169,10 @@ class JobCheckpoints:
 
     @property
     def _own_folder(self) -> Path | None:
-        """SHOAL_CHECKPOINT: a script that is started again continues without a line for it."""
+        """SHOAL_CHECKPOINT: a script that is started again continues without a line for it.
+
+        None where nothing is saved: it was not asked for, or this is a trial run.
+        """
         return self._config.checkpoint.folder if self._state.models and not self.dry else None
 
     def continue_latest(self) -> None:

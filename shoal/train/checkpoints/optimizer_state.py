@@ -120,7 +120,10 @@ def optimizer_tensors(
 
 
 def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rest of `optimizer_tensors` of all shards, as that of the complete model."""
+    """The rest of `optimizer_tensors` of all shards, as that of the complete model.
+
+    Groups with the same settings become one.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for shard in shards:
         for group in shard["groups"]:
@@ -136,7 +139,11 @@ def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What a checkpoint has of an optimizer."""
+    """What a checkpoint has of an optimizer.
+
+    `names` are those of the whole model. `lists_keys` is False for checkpoints of the first
+    format, which do not say which state there has to be.
+    """
 
     tensors: dict[str, Tensor]
     rest: Any
@@ -147,7 +154,11 @@ class SavedOptimizer:
     def fit(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
     ) -> tuple[dict[str, Any], list[str]]:
-        """A `state_dict` for an optimizer of the same class over the same parameters."""
+        """A `state_dict` for an optimizer of the same class over the same parameters.
+
+        Also the names of parameters that have no state and will need one. Changes nothing; what
+        does not fit is an error.
+        """
         if not isinstance(self.rest, dict) or self.rest.get("class") != type(optimizer).__name__:
             saved = self.rest.get("class") if isinstance(self.rest, dict) else "nothing"
             raise CheckpointError(

@@ -32,7 +32,10 @@ from shoal.train.step.step import Step
 def snapshot(
     steps: list[Step], states: list[dict[str, Tensor]], document: dict[str, Any]
 ) -> files.Checkpoint:
-    """The models and optimizers of all steps of a job, and `document`."""
+    """The models and optimizers of all steps of a job, and `document`.
+
+    `states` are those of the syncs, which take all ranks to compute.
+    """
     saved = files.Checkpoint({}, {}, {**document, "models": []})
     for i, step in enumerate(steps):
         tensors, tied = gather_model(step) if step.saves_model else ({}, {})
@@ -57,7 +60,10 @@ def snapshot(
 
 
 def gather_model(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """`model_tensors` of the whole model, at the first worker of a replica."""
+    """`model_tensors` of the whole model, at the first worker of a replica.
+
+    All workers of the replica call it; the others get their own shard.
+    """
     tensors, tied = model_tensors(step.model)
     shards = step.shard.gather((step.shard.gather_full(tensors), tied))
     # of buffers that several stages hold, the last one has what all of the forward wrote
@@ -80,7 +86,10 @@ def gather_optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any
 def gather_sync_state(
     step: Step, state: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state of a sync by parameter ("parameter/what:it:is"), and its other tensors."""
+    """The state of a sync by parameter ("parameter/what:it:is"), and its other tensors.
+
+    If the model is split, of the other tensors only single numbers are kept.
+    """
     flat = step.flat
     by_parameter = {}
     others = {}
@@ -169,7 +178,10 @@ def fit_positions(saved: Checkpoint, path: Path) -> Positions | None:
 def fit_others(
     models: Sequence[tuple[nn.Module, ReplicaShard]], kind: str, saved: Checkpoint, path: Path
 ) -> list[dict[str, Tensor]]:
-    """Of averages ("ema") or models without an optimizer ("untrained"), what was saved of each."""
+    """Of averages ("ema") or models without an optimizer ("untrained"), what was saved of each.
+
+    Nothing where the checkpoint was saved without them.
+    """
     ties: Any = saved.document.get(OTHERS[kind], [])
     if not isinstance(ties, list) or len(ties) not in (0, len(models)):
         raise CheckpointError(

@@ -24,7 +24,11 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class LoopForwards:
-    """Before a forward weights have to be usable; in it, random numbers are the replica's."""
+    """Before a forward weights have to be usable; in it, random numbers are the replica's.
+
+    The first call of a model shows what its inputs are: before it a split model is compared with
+    the whole one, and nothing is trained without that. `parts` are those of the loop so far.
+    """
 
     def __init__(self, mesh: Mesh, seed: int, device: torch.device, parts: Sequence[LoopPart]):
         self.mesh = mesh
@@ -90,7 +94,10 @@ class LoopForwards:
     def _compare_first(
         self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise `BadInput` on all ranks if a model is called first, and is split wrongly."""
+        """Raise `BadInput` on all ranks if a model is called first, and is split wrongly.
+
+        Tensors of inference mode cannot be used for gradients: a later call is taken.
+        """
         if not self._is_due(shard) or torch.is_inference_mode_enabled():
             return
         if in_torch_func():

@@ -94,7 +94,10 @@ _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
 
 
 class OwnLoop:
-    """What a job knows of the loop that a script writes itself."""
+    """What a job knows of the loop that a script writes itself.
+
+    `on_step(step, loss)` is called at the end of each step of the job.
+    """
 
     def __init__(
         self,

@@ -70,7 +70,10 @@ def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
 
 
 class LoopOptimizer:
-    """Makes `optimizer.step` update all parts, and reduce before it what is not reduced yet."""
+    """Makes `optimizer.step` update all parts, and reduce before it what is not reduced yet.
+
+    `global_loss` is that of the latest backward; `after` is called when the update is done.
+    """
 
     def __init__(
         self,

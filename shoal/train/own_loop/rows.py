@@ -100,7 +100,10 @@ Make = Callable[[int], Tensor]
 
 
 class LoopRows:
-    """What is known of the batch that `job.batches` yielded last."""
+    """What is known of the batch that `job.batches` yielded last.
+
+    The cutters of `parts` say what `shoal verify` changes: reversed samples, double precision.
+    """
 
     def __init__(self, mesh: Mesh, seed: int, device: torch.device, parts: Sequence[LoopPart]):
         self.mesh = mesh
@@ -122,7 +125,10 @@ class LoopRows:
 
     @property
     def fraction(self) -> float:
-        """This worker's fraction of the global batch; equal ones without `job.batches`."""
+        """This worker's fraction of the global batch; equal ones without `job.batches`.
+
+        Workers that have other positions of the same rows divide it.
+        """
         copies = self.mesh.cp.size
         if self.batch is None:
             return 1 / (self.mesh.data.size * copies)

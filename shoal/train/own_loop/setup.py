@@ -92,7 +92,10 @@ def set_up(
     taken: Taken,
     parts: list[LoopPart],
 ) -> tuple[list[PreparedModel], list[tuple[torch.optim.Optimizer, list[LoopPart]]]]:
-    """What was made of models, and of optimizers. All ranks call it together."""
+    """What was made of models, and of optimizers. All ranks call it together.
+
+    `taken` and `parts` are those of earlier calls; they grow.
+    """
     term = loop_term(context())
     _check_models(models)
     made = _make_optimizers(models, optimizers)
@@ -126,7 +129,11 @@ def set_up(
 
 
 class Taken:
-    """Parameters that `job.setup` has had, and what splitting has put in their place."""
+    """Parameters that `job.setup` has had, and what splitting has put in their place.
+
+    Each has one optimizer: a second one would find gradients and weights that belong to the first,
+    and a checkpoint has one state.
+    """
 
     def __init__(self) -> None:
         self._params = WeakIdKeyDictionary()

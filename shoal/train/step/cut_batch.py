@@ -195,7 +195,10 @@ class BatchCutter:
         return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
 
     def _layout(self, content: Any, part: AnyBatch | None, known: AnyBatch | None) -> RowLayout:
-        """A script may pass what it made of a batch (an augmentation, for example)."""
+        """A script may pass what it made of a batch (an augmentation, for example).
+
+        With the same number of rows it is cut like the batch that it came from.
+        """
         if part is not None and len(part.microbatch_sizes) == self.local_microbatches == 1:
             return RowLayout([range(part.rows)], part.microbatch_sizes, part.total)
         rows = num_rows(content) if part is None else part.rows
@@ -220,7 +223,12 @@ class BatchCutter:
     def _weights(
         self, counts: Sequence[float], total: int | None, concurrent: int
     ) -> Sequence[Weight]:
-        """Each micro-batch's share: its count over the count of the global batch."""
+        """Each micro-batch's share: its count over the count of the global batch.
+
+        Workers that have the same rows divide their share between them.
+        If the global count is not known, the ranks sum it up while forward runs. Ranks that do
+        not wait for each other assume that all have the same count.
+        """
         local = float(sum(counts))
         counts = [count / self.copies for count in counts]
         if self.count is None and total is not None:

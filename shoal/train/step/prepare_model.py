@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 def check_user_schedules(
     strategy: Strategy, mesh: Mesh, microbatches: int, device: torch.device
 ) -> None:
-    """Load and prove the schedules that `strategy` names as FILE.py:FUNCTION."""
+    """Load and prove the schedules that `strategy` names as FILE.py:FUNCTION.
+
+    All ranks call it. A schedule that the proof rejects, or that differs between ranks, is a
+    `BadInput`.
+    """
     algorithm = strategy.sync_for(mesh.dp.size).collective_algorithm
     if mesh.dp.size > 1 and algorithm is not None and is_user_function(algorithm):
         from shoal.schedules.user_proof import digest, proven_collective

@@ -39,7 +39,10 @@ AfterStep = Callable[["Step", Tensor], None]
 
 @dataclass(eq=False)
 class Step:
-    """`step(batch)` trains on a global batch and returns its loss, the same on every rank."""
+    """`step(batch)` trains on a global batch and returns its loss, the same on every rank.
+
+    `build_step` makes it. `compute` is `engine.run`, with injected faults around it if asked for.
+    """
 
     prepared: PreparedModel
     shard: ReplicaShard  # of some of its parameters, or all
@@ -74,7 +77,11 @@ class Step:
         return self.attempt(batch) if self.around is None else self.around(self, batch)
 
     def attempt(self, batch: Any, reports: bool = True) -> Any:
-        """Train on a batch. `reports`: call what is to be called after a step."""
+        """Train on a batch. `reports`: call what is to be called after a step.
+
+        Where it raises PeerLost it can be undone: see `RollbackPoint`. Where replicas hold
+        shards it may also have ended: `sync.movable` knows.
+        """
         start_ns = time.monotonic_ns()
         self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
@@ -170,7 +177,10 @@ class Step:
         return self.sync.loss(local)
 
     def _other_numbers(self) -> list[Tensor]:
-        """What the loss function returned besides the loss: means over the global batch."""
+        """What the loss function returned besides the loss: means over the global batch.
+
+        Where replicas do not take every step together they are means over its own samples.
+        """
         if self._names is None:  # the last stage of a pipeline alone calls the loss
             self._names = self.shard.broadcast(self.engine.numbers.names or [])
         if not self._names:
