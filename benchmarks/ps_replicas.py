@@ -34,7 +34,7 @@ from shoal.replica.flat.params import FlatParams
 from shoal.runtime.config import RunConfig
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.link import ServerLink
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 from shoal.server.messages import Commit, Pull, Pulled
 from shoal.sync.base import Replica, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
@@ -66,7 +66,7 @@ class CopyReader:
         if copy == route.reader:
             return decode(self._link.post("pull", request).result().meta, Pulled).version
         if copy not in self._connections:
-            self._connections[copy] = route.connect_reader(copy, _ASK_S)
+            self._connections[copy] = route.connect_copy(copy, "pull", _ASK_S)
         connection = self._connections[copy]
         return decode(route.ask(connection, request), Pulled).version
 

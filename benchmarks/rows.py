@@ -175,8 +175,8 @@ def link_bytes(host: str, links: Sequence[ServerLink]) -> Counter[str]:
     """
     carried: Counter[str] = Counter()
     for link in links:
-        server = link.address.removeprefix("tcp:").rpartition(":")[0]
-        if link.is_unix or server == host:
+        server = link.route.address.removeprefix("tcp:").rpartition(":")[0]
+        if link.route.is_unix or server == host:
             continue
         for source, target, count in (
             (host, server, link.sent_bytes),

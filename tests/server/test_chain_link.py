@@ -13,7 +13,7 @@ from shoal.protocol.hello import Moved
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.chain_view import ChainView
 from shoal.server.client.client import Client
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.shared_memory import bytes_of
 from tests.server.fake_chain import (

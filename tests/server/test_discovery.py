@@ -59,7 +59,7 @@ def test_memory_inside_a_host_and_tcp_between_hosts(
         assert isinstance(step.sync, PsWorker)
         links = step.sync.client.links
         kinds = "".join("m" if link.shares_memory else "-" for link in links)
-        assert all(link.is_unix == link.shares_memory for link in links)
+        assert all(link.route.is_unix == link.shares_memory for link in links)
         job.close()
         return found, kinds
 

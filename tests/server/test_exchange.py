@@ -16,7 +16,7 @@ from shoal.errors import PeerLost, ShoalError
 from shoal.protocol.frames import FrameKind, Header, Refused, encode, pack
 from shoal.server.client import exchange
 from shoal.server.client.client import Client
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.messages import HeatRequest
 from shoal.server.process import peer

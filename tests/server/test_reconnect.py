@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.protocol.connection import Closed
-from shoal.server.client.route import DirectRoute
 from shoal.server.consistency import Rule
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -129,7 +128,6 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
     with servers(1, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
         route = client.links[0].route
-        assert isinstance(route, DirectRoute)
         model = found[0].models[MODEL]
         asked = threading.Semaphore(0)
         member = model.membership.members[0]
@@ -146,7 +144,7 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
             model.lock.notify_all()
         with pytest.raises(Closed):
             first.receive(100)
-        route.connections.put("push", second)
+        route.put("push", second)
         assert client.commit(*fill(client, 1.0)).verdict == "admitted"
         assert not found[0].refused
         first.close()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shoal.errors import PeerLost
@@ -25,8 +25,15 @@ from shoal.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.protocol.hello import Channel, Moved
 from shoal.server.client.chain_view import ChainView, CopyAddresses, Interruptions
 from shoal.server.client.chain_watch import ChainWatch
-from shoal.server.client.request import Broken, MovedAway, Request
-from shoal.server.client.route import RETRY_S, START_TIMEOUT_S, ChannelConnections, Dialer
+from shoal.server.client.route import (
+    RETRY_S,
+    START_TIMEOUT_S,
+    Broken,
+    Caller,
+    MovedAway,
+    Request,
+    Route,
+)
 from shoal.server.messages import SetUp, Stats
 
 FIND_HEAD_S = 10.0  # how long a shard may be without a head
@@ -46,17 +53,21 @@ class _Led(NamedTuple):
     heads_found: int  # how many had been found when it was connected
 
 
-class ChainRoute:
+class ChainRoute(Route):
     """To one shard, wherever its head is. All threads of the worker share one search for it."""
 
-    def __init__(self, dialer: Dialer, addresses: Sequence[str]):
+    def __init__(self, caller: Caller, index: int, addresses: Sequence[str]):
+        super().__init__(caller, index, addresses[0])
+        if not isinstance(addresses, CopyAddresses):
+            addresses = CopyAddresses(addresses)
         self.addresses = addresses
-        self.connections = ChannelConnections()
-        self.index = dialer.index
-        self.view = ChainView(len(addresses), dialer.header.worker)
-        self.interruptions = Interruptions(self.view)
+        self.copies = len(addresses)
+        self.is_unix = all(address.startswith("unix:") for address in addresses)
+        first = index * self.copies
+        self.whom = f"shard {index} (servers {first} to {first + self.copies - 1})"
+        self.view = ChainView(self.copies, caller.header.worker)
         self.find_head_s = FIND_HEAD_S
-        self.dialer = dialer
+        self._interruptions = Interruptions(self.view)
         self._viewing = threading.Lock()
         self._led: dict[Channel, _Led] = {}
         self._unreachable: set[int] = set()  # readers, in this epoch
@@ -72,20 +83,8 @@ class ChainRoute:
         self._control: Connection | None = None  # to it, from the thread that found it
 
     @property
-    def address(self) -> str:
-        return self.addresses[0]
-
-    @property
-    def copies(self) -> int:
-        return len(self.addresses)
-
-    @property
     def epoch(self) -> int:
         return self.view.epoch
-
-    @property
-    def is_unix(self) -> bool:
-        return all(address.startswith("unix:") for address in self.addresses)
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp:
         self._spec = spec
@@ -94,24 +93,24 @@ class ChainRoute:
         self._ensure_head(0, START_TIMEOUT_S)
         self._use_fresh_control()
         if not self._answer.is_over:
-            self.interruptions.begin()
+            self._interruptions.begin()
             self._watch.attach_members(LONGEST_ASK_S)
             self._watch.start()
         return self._answer
 
     def open(self, channel: Channel) -> None:
-        """The first connection of a channel; servers may still be starting."""
         self._connect(channel, channel == "pull", None, START_TIMEOUT_S)
 
     def close(self) -> None:
+        self.is_closing = True
         self._watch.close()
-        if isinstance(self.addresses, CopyAddresses):
-            self.addresses.close()
+        self.addresses.close()
         control = self._take_control()
-        self.connections.former += [] if control is None else [control]
+        self.former += [] if control is None else [control]
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        super().close()
 
     # ------------------------------------------------------------------ one request
 
@@ -132,13 +131,13 @@ class ChainRoute:
         is_push = request.kind is FrameKind.COMMIT
         if is_push:
             self._acknowledged = (request.sequence, request.argument)
-        self.interruptions.answered(channel, began_s, is_push)
+        self._interruptions.answered(channel, began_s, is_push)
 
     def reconnect(self, channel: Channel, broken: Broken) -> None:
         """Raises if no head is found in time."""
         self._watch.end(channel)
-        self.connections.check_retry(broken)
-        self.interruptions.broken(channel)
+        self.check_retry(broken)
+        self._interruptions.broken(channel)
         if isinstance(broken, MovedAway):
             self.learn(broken.moved)
         is_read = self._reading.get(channel, False)
@@ -149,12 +148,10 @@ class ChainRoute:
         self._watch.begin(channel)
 
     def other_stats(self) -> list[bytes]:
-        """The final counters of the other copies, as far as they answer."""
         return self._watch.final_stats(LONGEST_ASK_S)
 
     def interruptions_s(self) -> list[float]:
-        """How long it got no service, around each change of the chain."""
-        return self.interruptions.seconds()
+        return self._interruptions.seconds()
 
     # ------------------------------------------------------------------ where channels lead
 
@@ -168,7 +165,7 @@ class ChainRoute:
             members = set(self.view.members) | heads
         for channel, led in list(self._led.items()):
             if led.copy not in (members if channel in _OF_READERS else heads):
-                self.connections.current[channel].abort()
+                self.current[channel].abort()
         return True
 
     def _targets(self, is_read: bool) -> list[int]:
@@ -190,38 +187,30 @@ class ChainRoute:
                 lost = None if broken is None or is_read else found
                 self._connect(channel, is_read, lost, self.find_head_s)
         except PeerLost as error:
-            raise self.connections.fail(error) from broken
+            raise self.fail(error) from broken
 
     def _connect(self, channel: Channel, is_read: bool, lost: int | None, timeout_s: float) -> None:
         """`lost`: the head that was found as this one may be lost."""
-        began_s = time.monotonic()
-        ask_s = FIRST_ASK_S
-        while True:
-            left_s = began_s + timeout_s - time.monotonic()
+
+        def candidates(left_s: float) -> list[int]:
+            nonlocal lost
             if lost is not None:
                 self._ensure_head(lost, left_s)
             lost = self._heads_found
-            reason: Exception | None = None
-            for copy in self._targets(is_read):
-                try:
-                    connection = self._connected(channel, copy, ask_s)
-                except MovedAway as moved:
-                    self.learn(moved.moved)
-                except (OSError, Broken, Refused) as error:
-                    reason = error
-                else:
-                    self._lead(channel, connection, copy)
-                    return
-            if left_s <= 0 or self.connections.is_closing:
-                raise self._not_found(began_s, reason)
-            time.sleep(RETRY_S)
-            ask_s = min(2 * ask_s, LONGEST_ASK_S)
+            return self._targets(is_read)
+
+        def connected(copy: int, ask_s: float) -> Connection:
+            return self.connect_copy(copy, channel, ask_s)
+
+        copy, connection = self._search(timeout_s, candidates, connected)
+        self._lead(channel, connection, copy)
 
     def _lead(self, channel: Channel, connection: Connection, copy: int) -> None:
-        self.connections.put(channel, connection)
+        self.put(channel, connection)
         self._led[channel] = _Led(copy, self._heads_found)
 
-    def _connected(self, channel: Channel, copy: int, timeout_s: float) -> Connection:
+    def connect_copy(self, copy: int, channel: Channel, timeout_s: float) -> Connection:
+        """To a copy that knows this worker."""
         if copy != self._found_at:
             self._watch.attach(copy, timeout_s)
         connection = self._reach(copy, channel, timeout_s)
@@ -230,51 +219,27 @@ class ChainRoute:
 
     def _reach(self, copy: int, channel: Channel, timeout_s: float) -> Connection:
         try:
-            return self.dialer.dial(self.addresses[copy], channel, timeout_s)
+            return self.dial(self.addresses[copy], channel, timeout_s)
         except (OSError, Broken):
-            if isinstance(self.addresses, CopyAddresses) and not self.connections.is_closing:
+            if not self.is_closing:
                 self.addresses.look_again()
             raise
 
-    # ------------------------------------------------------------------ finding the head
-
-    def _ensure_head(self, lost: int, timeout_s: float) -> None:
-        """Find the head, unless another thread has done so since `lost` had been found."""
-        with self._searching:
-            if lost != self._heads_found:
-                return
-            copy, connection = self.find_head(timeout_s)
-            self._watch.detach(copy)
-            self._found_at = copy
-            if self._control is not None:
-                self.connections.former.append(self._control)
-            self._control = connection
-            self._heads_found += 1
-        if "control" in self._led:
-            self.connections.current["control"].abort()
-
-    def _take_control(self) -> Connection | None:
-        """The connection to the head, for the first that asks for it."""
-        with self._searching:
-            control = self._control
-            self._control = None
-            return control
-
-    def _use_fresh_control(self) -> None:
-        fresh = self._take_control()
-        if fresh is not None:
-            self._lead("control", fresh, self._found_at or 0)
-
-    def find_head(self, timeout_s: float) -> tuple[int, Connection]:
-        """The head, and a control connection to it; PeerLost after `timeout_s`."""
+    def _search(
+        self,
+        timeout_s: float,
+        candidates: Callable[[float], list[int]],
+        attempt: Callable[[int, float], Connection | None],
+    ) -> tuple[int, Connection]:
+        """The first copy with a connection; PeerLost after `timeout_s`."""
         began_s = time.monotonic()
         ask_s = FIRST_ASK_S
         reason: Exception | None = None
-        while not self.connections.is_closing:
+        while not self.is_closing:
             has_learned = False
-            for copy in self.view.to_ask():
+            for copy in candidates(began_s + timeout_s - time.monotonic()):
                 try:
-                    connection = self._ask_head(copy, ask_s)
+                    connection = attempt(copy, ask_s)
                     if connection is not None:
                         return copy, connection
                 except MovedAway as moved:
@@ -289,7 +254,42 @@ class ChainRoute:
             if not has_learned:
                 time.sleep(RETRY_S)
                 ask_s = min(2 * ask_s, LONGEST_ASK_S)
-        raise self._not_found(began_s, reason)
+        after_s = round(time.monotonic() - began_s, 1)
+        why = reason.doing if isinstance(reason, PeerLost) else reason or "no copy answers"
+        raise PeerLost(self.rank, None, f"looking for the head of {self.whom} ({why})", after_s)
+
+    # ------------------------------------------------------------------ finding the head
+
+    def _ensure_head(self, lost: int, timeout_s: float) -> None:
+        """Find the head, unless another thread has done so since `lost` had been found."""
+        with self._searching:
+            if lost != self._heads_found:
+                return
+            copy, connection = self.find_head(timeout_s)
+            self._watch.detach(copy)
+            self._found_at = copy
+            if self._control is not None:
+                self.former.append(self._control)
+            self._control = connection
+            self._heads_found += 1
+        if "control" in self._led:
+            self.current["control"].abort()
+
+    def _take_control(self) -> Connection | None:
+        """The connection to the head, for the first that asks for it."""
+        with self._searching:
+            control = self._control
+            self._control = None
+            return control
+
+    def _use_fresh_control(self) -> None:
+        fresh = self._take_control()
+        if fresh is not None:
+            self._lead("control", fresh, self._found_at or 0)
+
+    def find_head(self, timeout_s: float) -> tuple[int, Connection]:
+        """The head, and a control connection to it."""
+        return self._search(timeout_s, lambda _: self.view.to_ask(), self._ask_head)
 
     def _ask_head(self, copy: int, timeout_s: float) -> Connection | None:
         """A connection, if this is the head; raises if it does not answer, or has moved."""
@@ -299,27 +299,29 @@ class ChainRoute:
         connection = self.set_up(copy, timeout_s)
         if copy == self.view.head:  # also after SETUP, which has the latest epoch
             return connection
-        self.connections.former.append(connection)
+        self.former.append(connection)
         return None
 
     def greet_head(self) -> None:
         """Say at a new head where this worker is: others may wait for that."""
         with self._viewing:
             is_known = self.view.head in (None, self._found_at)
-        if not is_known and not self.connections.is_closing:
+        if not is_known and not self.is_closing:
             self._ensure_head(self._heads_found, self.find_head_s)
 
     def set_up(self, copy: int, timeout_s: float) -> Connection:
         """A control connection to a copy that knows this worker and its memory."""
         connection = self._reach(copy, "control", timeout_s)
         sequence, step = self._acknowledged
-        header = self.dialer.header._replace(
-            kind=FrameKind.SETUP, sequence=sequence, argument=step, epoch=self.view.epoch
+        request = Request(
+            FrameKind.SETUP,
+            self._spec,
+            sequence=sequence,
+            argument=step,
+            descriptor=self._descriptor,
         )
         try:
-            connection.send(header, self._spec, descriptor=self._descriptor)
-            _, meta = self.dialer.receive(connection, FrameKind.SETUP)
-            self._answer = decode(meta, SetUp)
+            self._answer = decode(self.ask(connection, request), SetUp)
             connection.sock.settimeout(None)
         except BaseException:
             connection.close()
@@ -331,15 +333,10 @@ class ChainRoute:
         """The copy that pulls go to."""
         return self._led["pull"].copy
 
-    def connect_reader(self, copy: int, timeout_s: float) -> Connection:
-        """One more connection for pulls, to another copy than `reader`."""
-        return self._connected("pull", copy, timeout_s)
-
     def ask(self, connection: Connection, request: Request) -> bytes:
         """The metadata of the answer on such a connection; its payload is skipped."""
-        header = self.dialer.header._replace(kind=request.kind, epoch=self.view.epoch)
-        connection.send(header, request.meta)
-        answer, meta = self.dialer.receive(connection, request.kind)
+        self.send(connection, request)
+        answer, meta = self.receive(connection, request.kind)
         connection.skip(answer.payload_bytes)
         return meta
 
@@ -347,9 +344,3 @@ class ChainRoute:
         """Ask a member that is not the head; MovedAway says in which epoch it is."""
         connection.sock.settimeout(timeout_s)
         return self.ask(connection, Request(FrameKind.STATS, encode(Stats(is_final))))
-
-    def _not_found(self, began_s: float, reason: Exception | None) -> PeerLost:
-        after_s = round(time.monotonic() - began_s, 1)
-        why = reason.doing if isinstance(reason, PeerLost) else reason or "no copy answers"
-        doing = f"looking for the head of {self.dialer.whom} ({why})"
-        return PeerLost(self.dialer.rank, None, doing, after_s)

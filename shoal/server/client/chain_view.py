@@ -6,9 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import overload
 
 import msgspec
 
@@ -107,7 +106,7 @@ class Interruptions:
             self._epoch = self._view.epoch
 
 
-class CopyAddresses(Sequence[str]):
+class CopyAddresses(list[str]):
     """Where each copy of a shard listens; `first` is the number of the first among all servers.
 
     A copy that is started again on another host listens elsewhere. Each says at the coordinator
@@ -116,23 +115,13 @@ class CopyAddresses(Sequence[str]):
 
     def __init__(self, addresses: Sequence[str], first: int = 0, config: RunConfig | None = None):
         """Without a `config` that names a coordinator they stay as they are."""
-        self._addresses = list(addresses)
+        super().__init__(addresses)
         self._first = first
         may_move = any(address.startswith("tcp:") for address in addresses)
         has_coordinator = config is not None and config.coordinator is not None
         self._config = config if may_move and has_coordinator else None
         self._asking = threading.Lock()
         self._coordinator: Coordinator | None = None  # that is asked
-
-    def __len__(self) -> int:
-        return len(self._addresses)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        return self._addresses[index]
 
     def look_again(self) -> None:
         """One of them does not answer."""
@@ -152,8 +141,8 @@ class CopyAddresses(Sequence[str]):
 
     def _ask(self, coordinator: Coordinator) -> None:
         try:
-            with suppress(CoordinatorError, OSError), closing(coordinator):
-                for copy in range(len(self._addresses)):
+            with suppress(CoordinatorError, OSError), coordinator:
+                for copy in range(len(self)):
                     found = coordinator.get(alive_key(self._first + copy))
                     if found is not None:
                         self._saw(copy, found.value)
@@ -165,4 +154,4 @@ class CopyAddresses(Sequence[str]):
             alive = msgpack_decoder(Alive).decode(value)
             address = alive.remote or alive.address
             if address.startswith("tcp:"):  # a Unix socket is for its host alone
-                self._addresses[copy] = address
+                self[copy] = address

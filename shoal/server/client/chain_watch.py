@@ -11,13 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
-from shoal.protocol.hello import Channel, Moved
-from shoal.server.client.chain_view import ChainView
-from shoal.server.client.request import MovedAway
+from shoal.protocol.hello import Channel
+from shoal.server.client.route import MovedAway
+
+if TYPE_CHECKING:
+    from shoal.server.client.chain_route import ChainRoute
 
 PROBE_S = 0.25
 _IDLE_PROBE_S = 1.0
@@ -25,22 +27,10 @@ _ATTACH_S = 0.5
 _JOIN_S = 5.0
 
 
-class Chain(Protocol):
-    """What a `ChainRoute` gives."""
-
-    index: int
-    view: ChainView
-
-    def set_up(self, copy: int, timeout_s: float) -> Connection: ...
-    def probe(self, connection: Connection, timeout_s: float, is_final: bool = False) -> bytes: ...
-    def learn(self, moved: Moved) -> bool: ...
-    def greet_head(self) -> None: ...
-
-
 class ChainWatch:
     """A thread, and one idle connection to each member but the head."""
 
-    def __init__(self, chain: Chain):
+    def __init__(self, chain: ChainRoute):
         self._chain = chain
         self._attached: dict[int, Connection] = {}
         self._detached: list[Connection] = []  # closed at the end: a thread may read from them

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,8 +25,7 @@ from shoal.server import shared_memory as shared
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.device_exchange import DeviceExchange, share_device
 from shoal.server.client.link import PostedRequest, ServerLink
-from shoal.server.client.request import Reply, Request
-from shoal.server.client.route import Dialer, DirectRoute, Route
+from shoal.server.client.route import Caller, Reply, Request, Route
 from shoal.server.messages import (
     Ack,
     BarrierRequest,
@@ -118,16 +116,14 @@ class Client:
         self._settling: list[PostedRequest] = []
         self._descriptor: int | None = None
         header = Header(FrameKind.HELLO, rank, model, new_incarnation(config.generation))
+        caller = Caller(secret, header, first.split.rank, config)
         try:
             for index, address in enumerate(addresses):
-                whom = _in_words(index, address)
-                dialer = Dialer(index, whom, secret, header, first.split.rank, config.tls)
-                route: Route = (
-                    DirectRoute(dialer, address, partial(_is_too_late, config))
-                    if isinstance(address, str)
-                    else ChainRoute(dialer, address)
-                )
-                self.links.append(ServerLink(dialer, route, tracer))
+                if isinstance(address, str):
+                    route = Route(caller, index, address)
+                else:
+                    route = ChainRoute(caller, index, address)
+                self.links.append(ServerLink(route, tracer))
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
                 self._join(link, spec)
@@ -349,7 +345,7 @@ class Client:
 
     def _make_memory(self) -> None:
         made = None
-        if any(link.is_unix for link in self.links):
+        if any(link.route.is_unix for link in self.links):
             made = shared.make(self.dtype, self.size, self._sums_per_push)
         if made is not None:
             memory, self._descriptor = made
@@ -375,19 +371,6 @@ class Client:
             argument=commit.step,
         )
         return link.post("push", request)
-
-
-def _is_too_late(config: RunConfig) -> bool:
-    """Whether this worker was started again too late: a server may end with the worker it is in."""
-    run_dir = config.run_dir
-    return config.generation > 0 and run_dir is not None and bool(run_dir.finished_ranks())
-
-
-def _in_words(index: int, address: str | Sequence[str]) -> str:
-    if isinstance(address, str):
-        return f"server {index}"
-    first = index * len(address)
-    return f"shard {index} (servers {first} to {first + len(address) - 1})"
 
 
 def _unpack_state(reply: Reply) -> tuple[ShardState, list[Tensor]]:

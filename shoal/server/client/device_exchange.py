@@ -9,7 +9,7 @@ import torch
 from shoal.protocol.frames import FrameKind, decode, encode
 from shoal.server import device_memory
 from shoal.server.client.link import ServerLink
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 from shoal.server.device_memory import DeviceSegment
 from shoal.server.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.transport import cuda_ipc

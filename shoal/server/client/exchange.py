@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from shoal.protocol.frames import HEADER_BYTES, unpack, verify
 from shoal.protocol.hello import Channel
 from shoal.runtime.waits import waiting
 from shoal.server.client.link import PATIENCE, ServerLink
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 
 try:
     from shoal.protocol import _frames as _native
@@ -47,55 +47,48 @@ class ServerExchange:
         self._errors: list[int] = []  # of requests that could not be sent
         self._is_over = False
 
-    def metas(self) -> list[bytes]:
+    def metas(self) -> list[bytes | None]:
         """Wait for the metadata of all answers, which have no payload."""
-        first = self._asked[0]
-        whom, doing = self._whom, first.request.kind.name
-        descriptors = [each.connection.sock.fileno() for each in self._asked]
-        try:
-            with waiting(f"rank {first.link.rank}", whom, doing, self._give_up, PATIENCE):
-                answers = _native.receive(descriptors, self._awaited)
-            if isinstance(answers[-1], int):
-                raise self._broken(self._asked[len(answers) - 1], answers[-1])
-        except BaseException as error:
-            self._break_off(error)
-            raise
-        finally:
-            self._give_back()
-        return [_meta(each, answer) for each, answer in zip(self._asked, answers, strict=True)]
+        sizes = [0] * len(self._asked)
+        return self._answers(lambda: _native.receive(self._sockets, self._awaited), sizes)
 
     def rows(self, target: Rows, places: Sequence[Ids]) -> list[bytes | None]:
         """Wait for all answers, whose rows go to these places; returns their metadata.
 
         None: the connection is broken, and the request is to be sent again over another one.
         """
-        first = self._asked[0]
-        pairs = list(zip(self._asked, places, strict=True))
-        asked = [(each.connection.sock.fileno(), where) for each, where in pairs]
         row_bytes = 4 * target.shape[1]
-        doing = first.request.kind.name
+        asked = list(zip(self._sockets, places, strict=True))
+        sizes = [len(where) * row_bytes for where in places]
+        return self._answers(lambda: _receive_rows(asked, target, row_bytes, self._awaited), sizes)
+
+    @property
+    def _sockets(self) -> list[int]:
+        return [each.connection.sock.fileno() for each in self._asked]
+
+    def _answers(
+        self, receive: Callable[[], Sequence[bytes | int]], sizes: Sequence[int]
+    ) -> list[bytes | None]:
+        first = self._asked[0]
+        who, doing = f"rank {first.link.rank}", first.request.kind.name
         try:
-            with waiting(f"rank {first.link.rank}", self._whom, doing, self._give_up, PATIENCE):
-                answers = _receive_rows(asked, target, row_bytes, self._awaited)
-            for each, answer in zip(self._asked, answers, strict=True):
+            with waiting(who, self._whom, doing, self._give_up, PATIENCE):
+                answers = receive()
+            for each, answer in zip(self._asked, answers, strict=False):  # up to one that broke
                 if isinstance(answer, int):
-                    self._note_broken(each, answer)
+                    broken = self._broken(each, answer)
+                    each.connection.break_off(broken)
+                    if each.link.route.is_unix:  # it breaks with its server
+                        raise broken
         except BaseException as error:
             self._break_off(error)
             raise
         finally:
             self._give_back()
         return [
-            None if isinstance(answer, int) else _meta(each, answer, len(where) * row_bytes)
-            for (each, where), answer in zip(pairs, answers, strict=True)
+            None if isinstance(answer, int) else _meta(each, answer, size)
+            for each, answer, size in zip(self._asked, answers, sizes, strict=True)
         ]
-
-    def _note_broken(self, asked: Asked, number: int) -> None:
-        """A Unix socket breaks with its server."""
-        broken = self._broken(asked, number)
-        asked.connection.break_off(broken)
-        if asked.link.is_unix:
-            raise broken
 
     def abandon(self, error: BaseException) -> None:
         """Answers that were not read yet are not read: no request can follow."""
@@ -106,7 +99,7 @@ class ServerExchange:
     def _send(self) -> None:
         frames = []
         for link, request, connection in self._asked:
-            head = pack_frame(link.header_of(request), request.meta, request.payload)
+            head = pack_frame(link.route.header_of(request), request.meta, request.payload)
             frames.append((connection.sock.fileno(), head, *request.payload))
             connection.sent_bytes += len(head) + sum([view.nbytes for view in request.payload])
         try:
@@ -146,14 +139,13 @@ class ServerExchange:
             each.link.give_back(self._channel)
 
 
-def _meta(asked: Asked, answer: bytes | int, payload_bytes: int = 0) -> bytes:
+def _meta(asked: Asked, answer: bytes, payload_bytes: int) -> bytes:
     link, request, connection = asked
-    assert isinstance(answer, bytes)
     header, meta = unpack(answer), answer[HEADER_BYTES:]
     verify(answer, meta, header)
     connection.received_bytes += len(answer) + header.payload_bytes
     connection.requests += 1
-    link.dialer.check_answer(header, meta, request.kind)
+    link.route.check_answer(header, meta, request.kind)
     if header.payload_bytes != payload_bytes:
         raise connection.break_off(link.wrong_size(request.kind, payload_bytes, header))
     return meta

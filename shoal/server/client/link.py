@@ -17,8 +17,7 @@ from shoal.protocol.frames import FrameKind, Header, decode
 from shoal.protocol.hello import Channel
 from shoal.runtime.trace import OFF, Tracer
 from shoal.runtime.waits import waiting
-from shoal.server.client.request import Broken, MovedAway, Reply, Request
-from shoal.server.client.route import Dialer, Route
+from shoal.server.client.route import Broken, MovedAway, Reply, Request, Route
 from shoal.server.messages import SetUp
 
 CLOSE_TIMEOUT_S = 5.0
@@ -48,12 +47,7 @@ class PostedRequest(QueuedWork):
         if not request.is_light or link.resends:
             return False
         try:
-            link.connection(self._channel).send(
-                link.header_of(request),
-                request.meta,
-                *request.payload,
-                descriptor=request.descriptor,
-            )
+            link.route.send(link.connection(self._channel), request)
         except Closed as error:
             try:
                 self._failure = link.why_broken(self._channel, request.kind, error, False)
@@ -76,10 +70,7 @@ class PostedRequest(QueuedWork):
             try:
                 with link.waits_for(connection, request):
                     for each in to_send:
-                        header = link.header_of(each)
-                        connection.send(
-                            header, each.meta, *each.payload, descriptor=each.descriptor
-                        )
+                        link.route.send(connection, each)
                     is_sent = True
                     self.reply = link.receive(connection, request)
                 break
@@ -108,13 +99,11 @@ class PostedRequest(QueuedWork):
 class ServerLink:
     """All channels from one worker to one server or shard; `route` says where they lead."""
 
-    def __init__(self, dialer: Dialer, route: Route, tracer: Tracer = OFF):
-        self.index = dialer.index
-        self.rank = dialer.rank
+    def __init__(self, route: Route, tracer: Tracer = OFF):
+        self.index = route.index
+        self.rank = route.rank
         self.route = route
         self.shares_memory = False
-        self.dialer = dialer
-        self._connections = route.connections.current
         self._tracer = tracer
         self._queues: dict[Channel, WorkQueue] = {}
         self.unacknowledged: dict[Channel, list[Request]] = {}
@@ -142,14 +131,6 @@ class ServerLink:
         self.unacknowledged[channel] = []
 
     @property
-    def address(self) -> str:
-        return self.route.address
-
-    @property
-    def is_unix(self) -> bool:
-        return self.route.is_unix
-
-    @property
     def has_copies(self) -> bool:
         """Whether the server is one of a chain: any of them may have to answer."""
         return self.route.copies > 1
@@ -165,23 +146,23 @@ class ServerLink:
     @property
     def shares_rows(self) -> bool:
         """Whether the server can write pulled rows into memory of the worker."""
-        return self.is_unix and not self.has_copies
+        return self.route.is_unix and not self.has_copies
 
     @property
     def resends(self) -> bool:
         """Whether requests without an answer may have to be sent again."""
-        return self.has_copies or not self.is_unix
+        return self.has_copies or not self.route.is_unix
 
     @property
     def sent_bytes(self) -> int:
-        return sum(connection.sent_bytes for connection in self.route.connections.all())
+        return sum(connection.sent_bytes for connection in self.route.all())
 
     @property
     def received_bytes(self) -> int:
-        return sum(connection.received_bytes for connection in self.route.connections.all())
+        return sum(connection.received_bytes for connection in self.route.all())
 
     def connection(self, channel: Channel) -> Connection:
-        return self._connections[channel]
+        return self.route.current[channel]
 
     def post(self, channel: Channel, request: Request) -> PostedRequest:
         """Carry out a request in the background, after those posted before it."""
@@ -192,7 +173,7 @@ class ServerLink:
 
     def take(self, channel: Channel) -> Connection | None:
         """The connection for the caller alone, until `give_back`; None if it cannot be had."""
-        connection = self._connections[channel]
+        connection = self.route.current[channel]
         is_usable = connection.is_whole or connection.is_unix  # another one takes its place
         # a copy may answer that another one is to be asked
         is_free = connection.is_plain and is_usable and not self.has_copies
@@ -208,14 +189,10 @@ class ServerLink:
         return posted.reply
 
     def close(self) -> None:
-        connections = self.route.connections
-        connections.is_closing = True
         self.route.close()
-        for connection in connections.current.values():
-            connection.abort()
         for queue in self._queues.values():
             queue.close(CLOSE_TIMEOUT_S)
-        for connection in connections.all():
+        for connection in self.route.all():
             connection.close()
 
     # ------------------------------------------------------------------ one request
@@ -226,26 +203,18 @@ class ServerLink:
         def give_up(seconds: float) -> None:
             self.give_up(connection, request.kind, seconds)
 
-        who, whom = f"rank {self.rank}", self.dialer.whom
+        who, whom = f"rank {self.rank}", self.route.whom
         return waiting(who, whom, request.kind.name, give_up, PATIENCE)
 
     def give_up(self, connection: Connection, kind: FrameKind, seconds: float) -> None:
-        doing = f"{self.dialer.doing(kind)} (no answer)"
-        self.route.connections.fail(PeerLost(self.rank, None, doing, round(seconds, 1)))
+        doing = f"{self.route.doing(kind)} (no answer)"
+        self.route.fail(PeerLost(self.rank, None, doing, round(seconds, 1)))
         connection.break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
-
-    def header_of(self, request: Request) -> Header:
-        return self.dialer.header._replace(
-            kind=request.kind,
-            sequence=request.sequence,
-            argument=request.argument,
-            epoch=self.route.epoch,
-        )
 
     def receive(self, connection: Connection, request: Request) -> Reply:
         if not request.is_answered:
             return _NO_REPLY
-        header, meta = self.dialer.receive(connection, request.kind)
+        header, meta = self.route.receive(connection, request.kind)
         payload = bytearray()
         views = request.into
         if views is None:
@@ -270,7 +239,7 @@ class ServerLink:
         """Why a request has no answer; raises what the server said before it closed."""
         if not is_sent:
             try:
-                self.dialer.receive(self._connections[channel], kind)
+                self.route.receive(self.route.current[channel], kind)
             except MovedAway as moved:
                 return moved
             except Closed:
@@ -284,4 +253,4 @@ class ServerLink:
             self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
 
     def broken(self, kind: FrameKind, error: Exception) -> Broken:
-        return Broken(self.rank, None, f"{self.dialer.doing(kind)} ({error})")
+        return Broken(self.rank, None, f"{self.route.doing(kind)} ({error})")

@@ -18,7 +18,7 @@ from shoal.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client
 from shoal.server.client.link import ServerLink
-from shoal.server.client.request import Reply, Request
+from shoal.server.client.route import Reply, Request
 from shoal.server.messages import Heat, HeatRequest, HotRows, RowBatch, RowChunk, ShareRows
 from shoal.server.model.hot_table import max_hot_rows
 from shoal.server.process.rows_requests import MAX_ROW_BYTES

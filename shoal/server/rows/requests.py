@@ -15,7 +15,7 @@ from shoal.embedding.row_copy import copy_rows
 from shoal.protocol.frames import FrameKind, decode, encode
 from shoal.server.client import exchange
 from shoal.server.client.link import PostedRequest, ServerLink
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 from shoal.server.messages import RowBatch, RowsPulled
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
 from shoal.server.rows.memory import PulledRows
@@ -67,21 +67,18 @@ class RowRequests:
             self._posted = [self._post(part) for part in self._parts]
 
     def wait(self) -> Answered:
-        if self._exchange is None:
-            metas = [posted.result().meta for posted in self._posted]
-            if self._room is not None:
-                copy_rows(self._room, None, self._pulled.rows, self._routed.places)
-        elif self._is_shared:
-            metas = self._exchange.metas()
-        else:
-            metas = self._read_rows(self._exchange)
+        if self._exchange is not None:
+            return self._answered(self._exchanged(self._exchange))
+        metas = [posted.result().meta for posted in self._posted]
+        if self._room is not None:
+            copy_rows(self._room, None, self._pulled.rows, self._routed.places)
         return self._answered(metas)
 
-    def _read_rows(self, begun: exchange.ServerExchange) -> list[bytes]:
-        """Read the rows of all answers into their places; ask again where a connection broke."""
+    def _exchanged(self, begun: exchange.ServerExchange) -> list[bytes]:
+        """The answers, with all rows in their places; asks again where a connection broke."""
         rows = self._pulled.rows
         places = [self._routed.places[part.start : part.stop] for part in self._parts]
-        found = begun.rows(rows.numpy(), places)
+        found = begun.metas() if self._is_shared else begun.rows(rows.numpy(), places)
         metas = []
         for part, where, meta in zip(self._parts, places, found, strict=True):
             if meta is None:

@@ -23,7 +23,7 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.client.client import Client
 from shoal.server.client.link import PostedRequest
-from shoal.server.client.request import Request
+from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
 from shoal.server.shared_memory import bytes_of

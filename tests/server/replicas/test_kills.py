@@ -17,7 +17,7 @@ import pytest
 from shoal.protocol.frames import FrameKind, encode
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.client import Client
-from shoal.server.client.request import MovedAway
+from shoal.server.client.route import MovedAway
 from shoal.server.messages import Pull
 from tests.server.replicas.processes import (
     COORDINATOR,
@@ -255,10 +255,10 @@ def copies_of(client: Client, replicas: int) -> list[bytes]:
 
 
 def _weights_at(route: ChainRoute, copy: int) -> bytes:
-    header = route.dialer.header._replace(kind=FrameKind.PULL, epoch=route.view.epoch)
-    with closing(route.connect_reader(copy, START_S)) as connection:
+    header = route.caller.header._replace(kind=FrameKind.PULL, epoch=route.view.epoch)
+    with closing(route.connect_copy(copy, "pull", START_S)) as connection:
         connection.send(header, encode(Pull(None, 0)))
-        answer, _ = route.dialer.receive(connection, FrameKind.PULL)
+        answer, _ = route.receive(connection, FrameKind.PULL)
         payload = bytearray(answer.payload_bytes)
         connection.read_into(memoryview(payload))
     assert payload
