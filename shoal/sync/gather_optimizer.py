@@ -10,17 +10,17 @@ from collections.abc import Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.objects import PytreeChannel
 from shoal.errors import ShoalError
 from shoal.pytree import map_tensors
+from shoal.replica.flat.optimizers import PARAM_KEYS
 from shoal.replica.flat.params import FlatParams
 from shoal.sync.optimizer_step import OptimizerStep, make_optimizer
 
 _TAG = 0
-_PARAMS = ("params", "param_names")
 State = dict[str, Any]
 
 
@@ -37,7 +37,7 @@ def gather_optimizer(
         _send(update, {flat.named[i][0] for i in flat.params_in(own)}, channel)
         return None
     optimizer = make_optimizer(update.factory, flat.named)
-    groups = parameter_groups(update)
+    groups = parameter_groups(update.optimizer, update.named)
     for p in update.params:
         if p in update.optimizer.state:
             optimizer.state[p] = update.optimizer.state[p]
@@ -51,7 +51,8 @@ def _send(update: OptimizerStep, own: Set[str], channel: PytreeChannel) -> None:
     """Values that cannot be sent stay here."""
     names = {id(p): name for name, p in update.named if name in own}
     states = {names[id(p)]: s for p, s in update.optimizer.state.items() if id(p) in names}
-    header = {"groups": parameter_groups(update), "names": list(states)}
+    groups = parameter_groups(update.optimizer, update.named)
+    header = {"groups": groups, "names": list(states)}
     channel.send(header, 0, _TAG).wait()
     for state in states.values():
         sent = {key: sendable(value) for key, value in state.items() if can_be_sent(value)}
@@ -76,17 +77,17 @@ def _receive(
     return groups
 
 
-def parameter_groups(update: OptimizerStep) -> list[State]:
+def parameter_groups(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+) -> list[State]:
     """The groups with names of parameters instead of parameters; plain values only."""
-    if not update.named:
-        return []
-    names = {id(p): name for name, p in update.named}
+    names = {id(p): name for name, p in named}
     return [
         {
             "params": [names[id(p)] for p in group["params"]],
-            **{k: sendable(v) for k, v in group.items() if k not in _PARAMS and _is_plain(v)},
+            **{k: sendable(v) for k, v in group.items() if k not in PARAM_KEYS and _is_plain(v)},
         }
-        for group in update.optimizer.param_groups
+        for group in (optimizer.param_groups if named else ())
     ]
 
 

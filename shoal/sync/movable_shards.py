@@ -73,7 +73,7 @@ class MovableShards:
         self.held = HeldShards(self.flat, group.rank, group.size, copies)
         self._generation = 0  # of the group that these shards are for
         self._staged: StagedShards | None = None
-        self._is_prepared = False  # gradients are here, and all ranks are about to update
+        self.is_prepared = False  # gradients are here, and all ranks are about to update
 
     # ------------------------------------------------------------------ a step
 
@@ -81,20 +81,16 @@ class MovableShards:
         """All ranks update, or none of those that survive."""
         with self.update.tracer.span("update"):
             self.update.prepare()
-            self._is_prepared = True
+            self.is_prepared = True
             group.barrier().wait()
             self._commit()
 
     def _commit(self) -> None:
         self.update.commit()
-        self._is_prepared = False
+        self.is_prepared = False
         self.flat.zero_grad()
 
     # ------------------------------------------------------------------ after a change
-
-    @property
-    def is_updating(self) -> bool:
-        return self._is_prepared
 
     def progress(self, is_new: bool) -> ShardProgress:
         staged = self._staged
@@ -102,7 +98,9 @@ class MovableShards:
             is_new,
             self.update.steps,
             (self._generation, self.held.rank, self.held.ranks),
-            NOTHING_STAGED if staged is None else _layout(staged.generation, staged.held),
+            NOTHING_STAGED
+            if staged is None
+            else (staged.generation, staged.held.rank, staged.held.ranks),
         )
 
     def settle(self, rows: Sequence[ShardProgress], rank: int) -> None:
@@ -110,10 +108,10 @@ class MovableShards:
         trained = [row for row in rows if not row.is_new]
         mine = rows[rank]
         if not mine.is_new and mine.steps < max(row.steps for row in trained):
-            if not self._is_prepared:
+            if not self.is_prepared:
                 raise ShoalError(f"rank {rank} has no gradients of a step that others have done")
             self._commit()
-        self._is_prepared = False
+        self.is_prepared = False
         latest = max(row.layout[0] for row in trained)
         if self._generation != latest and mine.staged[0] == latest:
             self.swap()
@@ -156,12 +154,10 @@ class MovableShards:
     def _refuse_lost(self, held_by: Sequence[Sequence[int]]) -> None:
         lost = [self.flat.named[i][0] for i, ranks in enumerate(held_by) if not ranks]
         if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            workers = "worker" if self.copies == 1 else "workers"
             raise ShoalError(
                 f"too many workers were lost at once: all that had the optimizer state of "
-                f"{lost[0]}{more}, which copies={self.copies} keeps on {self.copies} other "
-                f"{workers}; start again from the latest checkpoint, or with more copies"
+                f"{lost[0]}, which has copies={self.copies}; start again from "
+                "the latest checkpoint, or with more copies"
             )
 
     def _broadcast(self, held_by: Sequence[Sequence[int]], group: Group) -> None:
@@ -188,7 +184,8 @@ class MovableShards:
                 optimizer.state[p] = self.update.optimizer.state[p]
             if isinstance(self.flat, ShardedParams) and data is not None:
                 held.view(i, data).copy_(self.flat.held_view(i))
-        return StagedShards(generation, held, optimizer, parameter_groups(self.update), data)
+        groups = parameter_groups(self.update.optimizer, self.update.named)
+        return StagedShards(generation, held, optimizer, groups, data)
 
     def _pack(self, i: int) -> State:
         name, p = self.flat.named[i]
@@ -200,7 +197,7 @@ class MovableShards:
                     f"{type(value).__name__}, which workers of an elastic run cannot send each "
                     "other: use ddp(elastic=True)"
                 )
-        groups = parameter_groups(self.update)
+        groups = parameter_groups(self.update.optimizer, self.update.named)
         message: State = {
             "group": next(group for group in groups if name in group["params"]),
             "state": map_tensors(_to_cpu, {key: sendable(value) for key, value in state.items()}),
@@ -236,10 +233,6 @@ def settled(rows: Sequence[ShardProgress]) -> list[ShardProgress]:
         row._replace(is_new=False, layout=row.staged) if row.staged[0] == latest else row
         for row in rows
     ]
-
-
-def _layout(generation: int, held: HeldShards) -> tuple[int, int, int]:
-    return generation, held.rank, held.ranks
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:

@@ -79,7 +79,11 @@ class Agreement:
             if len(set(texts.values())) == 1:
                 return result
             pause()
-        raise _different(path, texts)
+        read_by = ", ".join(f"rank {rank} {digest[:12]}" for rank, digest in texts.items())
+        raise CheckpointError(
+            f"the ranks read different checkpoints at {path}, and nothing was loaded: {read_by}; "
+            "give all hosts the same folder"
+        )
 
     def _exchange(self, text: str) -> dict[int, str]:
         """The texts of all surviving ranks."""
@@ -92,20 +96,6 @@ class Agreement:
             return {rank: row.decode(errors="replace") for rank, row in enumerate(found)}
         rows = self._elastic_sum.gather([data.decode(errors="replace")], range(size))
         return {rank: str(row[0]) for rank, row in rows.items()}
-
-
-def _different(path: Path, digests: dict[int, str]) -> CheckpointError:
-    ranks: dict[str, list[int]] = {}
-    for rank, digest in digests.items():
-        ranks.setdefault(digest, []).append(rank)
-    groups = [
-        f"{'rank' if len(group) == 1 else 'ranks'} {', '.join(map(str, group))} {digest[:12]}"
-        for digest, group in ranks.items()
-    ]
-    return CheckpointError(
-        f"the ranks read different checkpoints at {path}, and nothing was loaded: "
-        f"{'; '.join(groups)}; give all hosts the same folder"
-    )
 
 
 Result = TypeVar("Result")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -102,7 +102,12 @@ class Job(LoopMethods):
         self._emas = self._state.emas
         self._loop = OwnLoop(mix(seed, 5), self._step_context, self._end_loop_step)
         self._others: OtherOptimizers | None = None  # watched for from the first model or batch on
-        self._elastic = self._elastic_training()
+        self._elastic: ElasticTraining | None = None
+        if isinstance(group, ElasticGroup):
+            from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
+
+            self._stream.same.compares = False  # one who joins later has not been there
+            self._elastic = ElasticTraining(group, self._state, self._after_regroup)
         agreement = Agreement(group, device, self._services.elastic_sum)
         self._meetings = JobMeetings(self._state, agreement, self._elastic)
         self._checkpoints = JobCheckpoints(
@@ -161,7 +166,9 @@ class Job(LoopMethods):
         functions = StepFunctions(loss, optimizer, lr, count, scheduler)
         if self._elastic is not None and self._elastic.group.has_formed:
             raise BadInput("in an elastic run job.step comes before the first batch")
-        with self._starting():
+        preemption = self._services.preemption
+        is_start = preemption is not None and not self.steps  # servers and workers are waited for
+        with preemption.starting() if preemption and is_start else nullcontext():
             step = build_step(model, functions, options, self._step_context(), example)
         self._add_step(step)
         return step
@@ -192,7 +199,9 @@ class Job(LoopMethods):
         options = BatchOptions(
             batch_size, epochs, steps, shuffle, drop_last, collate, loaders, sampler
         )
-        batches = self._stream.batches(data, self._split(), options)
+        place = self.mesh.data.rank, self.mesh.data.size  # in the micro-batches of the latest step
+        split = self._steps[-1].options.split(*place) if self._steps else BatchSplit(*place)
+        batches = self._stream.batches(data, split, options)
         return self._loop.rows_of(traced_items(self._services.tracer, LOAD, "steps", batches))
 
     def stop_after(self, steps: int) -> None:
@@ -205,7 +214,8 @@ class Job(LoopMethods):
             name: value.detach() if isinstance(value, Tensor) else value
             for name, value in metrics.items()
         }
-        self._logged_step = self.steps + self._steps_under_way()
+        # a step of a loop of the user's own, whose update is done, ends with the next batch
+        self._logged_step = self.steps + (self._loop_steps() if self._loop.has_stepped else 0)
         self._is_log_shown = False
         if self._shows_log and self._services.progress.due(
             self._logged_step, self._stream.total_steps
@@ -233,10 +243,11 @@ class Job(LoopMethods):
         """
         from shoal.train.evaluate import Evaluation
 
+        step = step or next(reversed(self._steps), None)
+        if step is None:
+            raise BadInput("job.evaluate comes after job.step: there is no model yet")
         services = self._services
-        evaluation = Evaluation(
-            metric, step or self._latest_step(), services.elastic_sum, services.tracer, collate
-        )
+        evaluation = Evaluation(metric, step, services.elastic_sum, services.tracer, collate)
         batch_size = batch_size or self._stream.batch_size
         self._evaluated = self._meetings.hold(lambda: evaluation.means(data, batch_size))
         is_number = list(self._evaluated) == [""]
@@ -369,10 +380,6 @@ class Job(LoopMethods):
         self.replica = self.mesh.dp.rank
         self.replicas = self.mesh.dp.size
 
-    def _steps_under_way(self) -> int:
-        """Of a loop of the user's own: a step whose update is done ends with the next batch."""
-        return self._loop_steps() if self._loop.has_stepped else 0
-
     def _loop_steps(self) -> int:
         batch = self._loop.rows.batch
         return 1 if batch is None else batch.concurrent
@@ -391,35 +398,15 @@ class Job(LoopMethods):
         self._loop.end_step()
         return self.steps
 
-    def _starting(self) -> AbstractContextManager[None]:
-        """Around what waits for servers and other workers before the first step."""
-        preemption = self._services.preemption
-        return nullcontext() if preemption is None or self.steps else preemption.starting()
-
     def _step_context(self) -> StepContext:
         return replace(self._context, seed=mix(self.seed, 5, len(self._steps)))
-
-    def _elastic_training(self) -> ElasticTraining | None:
-        if not isinstance(self._group, ElasticGroup):
-            return None
-        from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
-
-        self._stream.same.compares = False  # one who joins later has not been there
-        return ElasticTraining(self._group, self._state, self._after_regroup)
-
-    def _split(self) -> BatchSplit:
-        """How batches are split: into the micro-batches of the latest step."""
-        data = self.mesh.data
-        if self._steps:
-            return self._steps[-1].options.split(data.rank, data.size)
-        return BatchSplit(data.rank, data.size)
 
     def _before_batch(self, batch: AnyBatch) -> None:
         seed = mix(self.seed, 4, self.mesh.data.rank, self._stream.delivered)
         self.generator.manual_seed(seed)
         self._watch_optimizers()
         if self._others is not None and self.mesh.data.size > 1:
-            self._others.deliver()
+            self._others.batches += 1
         for step in self._steps:
             step.latest = batch
         self._loop.deliver(batch, self._stream.delivered)
@@ -445,8 +432,3 @@ class Job(LoopMethods):
         if self._is_first and sentence not in self._printed:
             self._printed.add(sentence)
             print(f"shoal: {sentence}", file=sys.stderr, flush=True)
-
-    def _latest_step(self) -> Step:
-        if not self._steps:
-            raise BadInput("job.evaluate comes after job.step: there is no model yet")
-        return self._steps[-1]

@@ -52,7 +52,7 @@ class ShardedState:
 
         What it does after that, such as to update an average, a newcomer would not get.
         """
-        is_updating = any(shards.is_updating for shards in self._shards)
+        is_updating = any(shards.is_prepared for shards in self._shards)
         is_updated = any(step.update.steps > step.steps for step in self._steps)
         return self._has_ended_step or is_updating or is_updated
 

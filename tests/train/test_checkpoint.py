@@ -35,7 +35,6 @@ from tests.checkpoints import (
     manifest_of,
     save_some,
     start,
-    write_manifest,
 )
 from tests.conftest import World
 from tests.jobs import losses
@@ -388,17 +387,6 @@ def test_a_flipped_bit_of_the_manifest_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"damaged: manifest\.json has changed"):
         job.load(tmp_path)
     assert step.update.optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_a_checkpoint_of_the_format_without_digest_still_loads(tmp_path: Path) -> None:
-    _, saved = save_some(tmp_path)
-    document = manifest_of(tmp_path)
-    document["format"] = "shoal checkpoint 1"
-    del document["sha256"]
-    write_manifest(tmp_path, document, sign=False)
-    job, step = start()
-    assert job.load(tmp_path) == {"name": "test"}
-    assert torch.equal(step.flat.data, saved.flat.data)
 
 
 def test_an_about_with_numbers_for_keys_can_be_read_again(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_workers_that_read_different_checkpoints_are_named(world: World, tmp_pat
 
     for sentence in refusals(world, [tmp_path / name for name in ("new", "old", "new")]):
         assert "different checkpoints" in sentence
-        assert f"ranks 0, 2 {digests['new']}; rank 1 {digests['old']}" in sentence
+        assert f"rank 0 {digests['new']}, rank 1 {digests['old']}, rank 2" in sentence
 
 
 def test_if_one_worker_cannot_read_none_loads(world: World, tmp_path: Path) -> None:

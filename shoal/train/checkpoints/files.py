@@ -36,7 +36,6 @@ from shoal.runtime.checkpoint_folders import (
 )
 
 FORMAT = "shoal checkpoint 2"
-_FORMAT_WITHOUT_DIGEST = "shoal checkpoint 1"
 _DIGEST = "sha256"
 _PARTS = ("model", "optimizer")
 _MAX_READS = 100  # of a checkpoint that others replace at the same time
@@ -54,7 +53,6 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)  # everything else
     digest: str = ""
-    is_listed: bool = True
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
@@ -123,10 +121,9 @@ def _parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
         digest = digest_of(manifest) if isinstance(manifest, dict) else ""
     except (ValueError, RecursionError) as error:
         raise damaged(path, "its manifest is not JSON") from error
-    if not digest or manifest.get("format") not in (FORMAT, _FORMAT_WITHOUT_DIGEST):
+    if not digest or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} is not the manifest of a {FORMAT!r}")
-    is_digest_needed = manifest["format"] == FORMAT or _DIGEST in manifest
-    if is_digest_needed and manifest.get(_DIGEST) != digest:
+    if manifest.get(_DIGEST) != digest:
         raise damaged(path, f"{MANIFEST} has changed")
     return manifest
 
@@ -145,8 +142,7 @@ def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
             _read_tensors(path, files[part], descriptor)
             for part, descriptor in zip(_PARTS, opened, strict=True)
         )
-    is_listed = manifest["format"] == FORMAT
-    return Checkpoint(model, optimizer, document, digest_of(manifest), is_listed)
+    return Checkpoint(model, optimizer, document, digest_of(manifest))
 
 
 def _write_files(version: NewVersion, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -73,7 +73,9 @@ class JobCheckpoints:
         if not self._state.models:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
         before = self._loaded
-        document = self._meetings.hold(lambda: self._load(path))
+        document = self._meetings.hold(
+            lambda: self._install(*self._agreement.load(path, lambda: self._read(path)), path)
+        )
         if self._loaded == before:  # the others have loaded it, before this worker came back
             self._skip(document)
         about = document["about"]
@@ -82,11 +84,6 @@ class JobCheckpoints:
     def _skip(self, document: dict[str, Any]) -> None:
         """Go on from the checkpoint that the others have loaded."""
         self._state.stream.resume(document["batches"], document["position"], document["steps"])
-
-    def _load(self, path: Path) -> dict[str, Any]:
-        """What a worker that comes back has to know of the checkpoint."""
-        saved, states = self._agreement.load(path, lambda: self._read(path))
-        return self._install(saved, states, path)
 
     def _install(
         self, saved: files.Checkpoint, states: list[FittingState], path: Path
@@ -109,7 +106,8 @@ class JobCheckpoints:
                 f"the checkpoint has no optimizer state of {len(names)} parameters, such as "
                 f"{names[0]}: the optimizer starts there as in step 0"
             )
-        self._loop.take_settings()
+        for optimizer in self._loop.optimizers:
+            optimizer.take_settings()
         document = saved.document
         self._state.go_on_after(document["steps"], document["batches"], positions)
         if self._meetings.takes_returns:
@@ -131,7 +129,8 @@ class JobCheckpoints:
 
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
-        self._loop.give_settings()
+        for optimizer in self._loop.optimizers:
+            optimizer.give_settings()
         averages = [ema.gather(self._is_of_lowest) for ema in self._state.emas]
         with ExitStack() as stack:
             for step in self._state.models:

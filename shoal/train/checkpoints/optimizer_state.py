@@ -20,6 +20,7 @@ from shoal.replica.deferred_init import is_placeholder
 from shoal.replica.split.state_dicts import state_of
 from shoal.runtime.checkpoint_folders import damaged
 from shoal.server.model.expected_state import Form, Forms, expected_state, misfit
+from shoal.sync.gather_optimizer import parameter_groups
 
 
 def model_tensors(
@@ -45,10 +46,7 @@ def model_tensors(
 def fit_model(
     model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: Path
 ) -> dict[str, Tensor]:
-    """A tensor for each one of the model, tied ones included; those of another model are an error.
-
-    Changes nothing.
-    """
+    """A tensor for each one of the model, tied ones included; another model's are an error."""
     if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
         raise damaged(where, "'tied' is not a table")
     if twice := sorted(set(tied) & set(tensors)):
@@ -56,9 +54,12 @@ def fit_model(
     complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
     targets = {n: t for n, t in state_of(model).items() if isinstance(t, Tensor)}
     for name, tensor in targets.items():
-        if name not in complete:
+        saved = complete.get(name)
+        if saved is None:
             raise _another_model(where, f"it has no tensor {name!r}")
-        _check_tensor(name, complete[name], tensor, where)
+        for there, here in ((tuple(saved.shape), tuple(tensor.shape)), (saved.dtype, tensor.dtype)):
+            if there != here:
+                raise _another_model(where, f"{name} is {there} there and {here} here")
     extra = sorted(set(complete) - set(targets))
     if extra:
         raise _another_model(where, f"this one has no tensor {extra[0]!r}")
@@ -71,14 +72,6 @@ def copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         for name, tensor in state_of(model).items():
             if isinstance(tensor, Tensor) and not is_placeholder(tensor):
                 tensor.copy_(tensors[name])
-
-
-def _check_tensor(name: str, saved: Tensor, tensor: Tensor, where: Path) -> None:
-    if saved.shape != tensor.shape:
-        shapes = f"{tuple(saved.shape)} there and {tuple(tensor.shape)} here"
-        raise _another_model(where, f"{name} is {shapes}")
-    if saved.dtype != tensor.dtype:
-        raise _another_model(where, f"{name} is {saved.dtype} there and {tensor.dtype} here")
 
 
 def _another_model(where: Path, sentence: str) -> CheckpointError:
@@ -108,13 +101,7 @@ def optimizer_tensors(
             else:
                 values.setdefault(name, {})[key] = value
     keys = {names[id(p)]: sorted(state) for p, state in optimizer.state.items() if state}
-    groups = [
-        {
-            "params": [names[id(p)] for p in group["params"]],
-            **{k: v for k, v in group.items() if k not in ("params", "param_names") and _plain(v)},
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = parameter_groups(optimizer, named)
     kind = type(optimizer).__name__
     return tensors, {"class": kind, "groups": groups, "values": values, "keys": keys}
 
@@ -149,7 +136,6 @@ class SavedOptimizer:
     rest: Any
     names: Collection[str]
     where: Path
-    lists_keys: bool = True
 
     def fit(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
@@ -223,17 +209,9 @@ class SavedOptimizer:
             state.setdefault(name, {})[key] = tensor
         if strange := sorted(set(state) - set(self.names)):
             raise damaged(self.where, f"optimizer state of {strange[0]!r}, which the model has not")
-        self._check_keys(state)
-        return state
-
-    def _check_keys(self, state: State) -> None:
-        """The state is what the manifest lists: nothing was lost on the way."""
-        keys = self.rest.get("keys")
-        if keys is None and not self.lists_keys:
-            return
-        found = {name: sorted(values) for name, values in state.items()}
-        if keys != found:
+        if self.rest.get("keys") != {name: sorted(values) for name, values in state.items()}:
             raise damaged(self.where, "its optimizer state is not what its manifest lists")
+        return state
 
     def _check(self, name: str, state: dict[str, Any], p: Tensor, forms: Forms | None) -> None:
         missing = sorted(set(forms or {}) - set(state))
@@ -262,12 +240,6 @@ def restore_numbers(group: dict[str, Any], saved: dict[str, Any], where: Path) -
         if not _is_number(value, type(now)) or _length(value) != _length(now):
             raise damaged(where, f"{key}={saved[key]!r}")
         group[key] = value
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _is_number(value: Any, tuples: type) -> bool:

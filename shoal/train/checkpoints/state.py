@@ -1,4 +1,4 @@
-"""The state of training steps as a checkpoint; back from it: `restore.py`."""
+"""The state of training steps as a checkpoint, and back from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def snapshot(
         state, rest = gather_optimizer_state(step)
         saved.model |= {f"{i}:{name}": tensor for name, tensor in tensors.items()}
         saved.optimizer |= {f"{i}:{name}": tensor for name, tensor in state.items()}
-        saved.model |= _rows(step, f"{i}:")
+        saved.model |= {
+            f"{i}:{embedding.spec.name}/{key}": tensor  # ids, rows, and their optimizer state
+            for embedding in step.embeddings
+            for key, tensor in embedding.state().items()
+        }
         by_parameter, others = gather_sync_state(step, states[i])
         saved.optimizer |= {f"sync{i}/{name}": tensor for name, tensor in by_parameter.items()}
         saved.optimizer |= {f"sync{i}:{name}": tensor for name, tensor in others.items()}
@@ -106,15 +110,6 @@ def gather_sync_state(
     return joined, others
 
 
-def _rows(step: Step, prefix: str) -> dict[str, Tensor]:
-    """The rows of embeddings, as "table/ids", "table/rows" and their optimizer state."""
-    return {
-        f"{prefix}{embedding.spec.name}/{key}": tensor
-        for embedding in step.embeddings
-        for key, tensor in embedding.state().items()
-    }
-
-
 OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
 _SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 
@@ -165,12 +160,10 @@ def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
     ]
 
 
-def fit_positions(saved: Checkpoint, path: Path) -> Positions | None:
-    """Where the loops of the script are; None in a checkpoint of an earlier version."""
-    if "position" not in saved.document:
-        return None
+def fit_positions(saved: Checkpoint, path: Path) -> Positions:
+    """Where the loops of the script are."""
     try:
-        return positions_of(saved.document["position"])
+        return positions_of(saved.document.get("position"))
     except CheckpointError as error:
         raise damaged(path, f"{error}") from error
 
@@ -201,6 +194,7 @@ class _Fitting:
         self.index = index
         self.saved = saved
         self.path = path
+        self._shard = step.shard.take_shard
         self.names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
 
     def fit(self, rest: Any) -> FittingState:
@@ -209,7 +203,9 @@ class _Fitting:
             raise damaged(self.path, "its models")
         tensors = _named(f"{self.index}:", self.saved.model)
         tables, tensors = self._tables(tensors, rest.get("tables", {}))
-        model = self._model(tensors, rest.get("tied"))
+        model: dict[str, Tensor] = {}
+        if self.step.saves_model:  # else another step has it
+            model = fit_model(self.step.model, self._shard(tensors), rest.get("tied"), self.path)
         optimizer, bare = self._optimizer(rest.get("optimizer"))
         return FittingState(
             step=self.step,
@@ -222,16 +218,11 @@ class _Fitting:
             bare=tuple(bare) if rest["steps"] else (),
         )
 
-    def _model(self, tensors: dict[str, Tensor], tied: Any) -> dict[str, Tensor]:
-        if not self.step.saves_model:  # another step has it
-            return {}
-        return fit_model(self.step.model, self._take_shard(tensors), tied, self.path)
-
     def _optimizer(self, rest: Any) -> tuple[dict[str, Any] | None, list[str]]:
         if not self.step.update.named:
             return None, []
-        tensors = self._take_shard(_named(f"{self.index}:", self.saved.optimizer))
-        saved = SavedOptimizer(tensors, rest, self.names, self.path, self.saved.is_listed)
+        tensors = self._shard(_named(f"{self.index}:", self.saved.optimizer))
+        saved = SavedOptimizer(tensors, rest, self.names, self.path)
         return saved.fit(self.step.update.optimizer, self.step.flat.named)
 
     def _tables(
@@ -272,7 +263,7 @@ class _Fitting:
 
     def _sync(self) -> dict[str, Tensor]:
         """This worker's shard of the strategy's state, in the sync's own layout."""
-        tensors = self._take_shard(_named(f"sync{self.index}/", self.saved.optimizer))
+        tensors = self._shard(_named(f"sync{self.index}/", self.saved.optimizer))
         state = _named(f"sync{self.index}:", self.saved.optimizer)
         state |= self._flat_state(tensors)
         try:
@@ -304,9 +295,6 @@ class _Fitting:
                 state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
             flat.view(i, state[key], 0).copy_(tensor)
         return state
-
-    def _take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.step.shard.take_shard(tensors)
 
 
 def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

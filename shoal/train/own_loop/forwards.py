@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.sampling import mix
 from shoal.errors import BadInput
+from shoal.pytree import map_leaves
 from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import ModuleCall, default_generators, seed_generators
 from shoal.replica.split.mapping import in_torch_func
@@ -132,13 +133,11 @@ class LoopForwards:
 
 def _input_of(tree: Any, dtype: torch.dtype | None) -> Any:
     """Without the graph that it comes from; narrow numbers in `dtype`, if that is given."""
-    if isinstance(tree, Tensor):
-        leaf = tree.detach()
+
+    def leaf_of(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach()
         if dtype is not None and leaf.dtype in _NARROW:
             leaf = leaf.to(dtype)
-        return leaf.requires_grad_(tree.requires_grad)
-    if type(tree) in (tuple, list):
-        return type(tree)(_input_of(item, dtype) for item in tree)
-    if type(tree) is dict:
-        return {key: _input_of(value, dtype) for key, value in tree.items()}
-    return tree
+        return leaf.requires_grad_(tensor.requires_grad)
+
+    return map_leaves(lambda leaf: isinstance(leaf, Tensor), leaf_of, tree)

@@ -1,10 +1,9 @@
 """The user's own loop: forward, loss, `job.backward`, `optimizer.step()`.
 
-job.setup      models and optimizers become parts (`setup_loop.py`)
-forward        usable weights, and random numbers of the replica's own (`loop_forwards.py`)
-job.backward   weights the loss by samples; which parts does it reach?
-               reduces these while it runs (`loop_part.py`)
-step           updates (`loop_optimizer.py`); a step of the job ends with the next batch, or
+job.setup      models and optimizers become parts (`setup.py`)
+forward        usable weights, and random numbers of the replica's own (`forwards.py`)
+job.backward   weights the loss by samples, and reduces the parts it reaches (`part.py`)
+step           updates (`optimizer.py`); a step of the job ends with the next batch, or
                with the update where there are no batches
 """
 
@@ -31,29 +30,6 @@ if TYPE_CHECKING:
     from shoal.train.own_loop.optimizer import LoopOptimizer
     from shoal.train.own_loop.part import LoopPart
     from shoal.train.own_loop.setup import Taken
-
-
-def check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise BadInput(
-            f"job.backward takes a loss that is one number, the mean over samples, not {what}"
-        )
-    if not loss.requires_grad:
-        raise BadInput("the loss of job.backward depends on no parameter that requires a gradient")
-
-
-def check_parts(parts: Sequence[LoopPart], has_models: bool) -> None:
-    """Raise `BadInput` if no optimizer was set up."""
-    if parts:
-        return
-    if has_models:
-        raise BadInput(
-            "job.setup was given a model and no optimizer, so job.backward has nothing to reduce: "
-            "make the optimizer first, and give it to job.setup with the model: model, optimizer "
-            "= job.setup(model, optimizer)"
-        )
-    raise BadInput("job.backward comes after job.setup: there is no model yet")
 
 
 def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequence[LoopPart]:
@@ -125,7 +101,8 @@ class OwnLoop:
 
     def _step_number(self) -> int:
         """Of the step that is under way; where replicas take batches in turns, of its own batch."""
-        return self._steps() + 1 + (self.mesh.dp.rank if self.rows.has_whole_batch else 0)
+        done = max((part.step.steps for part in self.parts), default=0)
+        return done + 1 + (self.mesh.dp.rank if self.rows.has_whole_batch else 0)
 
     # ------------------------------------------------------------------ setting up
 
@@ -171,8 +148,16 @@ class OwnLoop:
 
     def backward(self, loss: Tensor, count: Any = None, retain_graph: bool = False) -> Tensor:
         """See `Job.backward`."""
-        check_loss(loss)
-        check_parts(self.parts, bool(self._prepared))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise BadInput(
+                f"job.backward takes a loss that is one number, the mean over samples, not {what}"
+            )
+        if not self.parts:
+            raise BadInput(
+                "job.setup was given no optimizer, so job.backward has nothing to reduce: make it "
+                "first, and give both: model, optimizer = job.setup(model, optimizer)"
+            )
         fraction = self.rows.fraction if count is None else self._fraction_of(count)
         weighted = loss.detach() * fraction
         reached = reached_parts(loss, self.parts, self.mesh.data)
@@ -212,10 +197,9 @@ class OwnLoop:
         if axes:  # the loss of this worker's tokens; the replica has those of several workers
             share = axes.sum(torch.full_like(loss, fraction))
             loss = axes.sum(loss * fraction) / share.clamp(min=_SMALLEST_SHARE)
-        collected = [part for part in reached if part.sync.collects]
-        if collected and self._reduces:
-            loss = collected[0].global_loss(loss)
         if self._reduces:
+            syncs = (part.sync for part in reached if part.sync.collects)
+            loss = next((sync.loss(loss) for sync in syncs), loss)
             self._losses.append(loss)
         self._global_loss = loss
         return loss.clone()
@@ -266,14 +250,6 @@ class OwnLoop:
         total = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros(())
         self._on_step(part.step, total)
 
-    def give_settings(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.give_settings()
-
-    def take_settings(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.take_settings()
-
     def _after_update(self, part: LoopPart) -> None:
         if self._global_loss is None and all(p.grad is None for p in part.params):
             self._context().say(
@@ -285,9 +261,6 @@ class OwnLoop:
             self._stepped = part
         if self.rows.batch is None:
             self.end_step()
-
-    def _steps(self) -> int:
-        return max((part.step.steps for part in self.parts), default=0)
 
     # ------------------------------------------------------------------ gradients
 

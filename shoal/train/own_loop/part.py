@@ -68,8 +68,9 @@ class LoopPart:
             self._arm()
 
     def end_backward(self, reduces: bool) -> None:
-        if self.sums_axes:
-            self._sum_over_axes()
+        if self.sums_axes:  # what this backward has computed; then what was there before it
+            self.step.shard.token_axes.sum_parameter_gradients(self.params)
+            self._add_held()
         if not self.sync.collects:
             self.flat.reshard()
         elif reduces:
@@ -77,10 +78,6 @@ class LoopPart:
         else:
             self._is_local = True
             self.flat.reshard()
-
-    def global_loss(self, local: Tensor) -> Tensor:
-        """That of the latest backward; the mean over own samples where it is not reduced."""
-        return self.sync.loss(local) if self.sync.collects else local
 
     def forget(self, zeroed: set[int] | None = None) -> None:
         """The gradients were set to None or zero: all, or those of some parameters (ids)."""
@@ -104,11 +101,6 @@ class LoopPart:
         self.flat.reshard()
         self.sync.collect()
         self._is_local = False
-        self._add_held()
-
-    def _sum_over_axes(self) -> None:
-        """What this backward has computed, over all workers; then what was there before it."""
-        self.step.shard.token_axes.sum_parameter_gradients(self.params)
         self._add_held()
 
     def _add_held(self) -> None:
@@ -138,8 +130,14 @@ class LoopPart:
         if self._is_local:
             self._arm()
             self._collect()
-        elif not self._is_reduced and any(p.grad is not None for p in self.params):
-            self._refuse_unreduced()
+        elif not self._is_reduced and self.step.mesh.dp.size > 1:
+            for name, p in self.flat.named:
+                if p.grad is not None:
+                    raise BadInput(
+                        f"optimizer.step() found a gradient of {name} that job.backward has not "
+                        "reduced over the workers: call job.backward(loss) instead of "
+                        "loss.backward()"
+                    )
 
     def after_update(self) -> None:
         """The optimizer has stepped."""
@@ -162,15 +160,6 @@ class LoopPart:
     def _count(self) -> None:
         self.step.steps += 1
         self._has_begun = False
-
-    def _refuse_unreduced(self) -> None:
-        if self.step.mesh.dp.size == 1:
-            return
-        name = next(n for n, p in self.flat.named if p.grad is not None)
-        raise BadInput(
-            f"optimizer.step() found a gradient of {name} that job.backward has not reduced over "
-            "the workers: call job.backward(loss) instead of loss.backward()"
-        )
 
     # ------------------------------------------------------------------ the norm of gradients
 

@@ -8,11 +8,11 @@ A frozen part costs no communication until it is trained. Parts of one model sha
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
 from shoal.strategy.base import SyncTerm
-from shoal.strategy.split_terms import Ep, Tp
+from shoal.strategy.split_terms import Tp
 from shoal.train.own_loop.optimizer import PartOptimizers, params_of
 from shoal.train.own_loop.part import LoopPart
 from shoal.train.step.build import assemble_step, broadcast_start
@@ -35,20 +35,14 @@ def tensor_plans(models: Sequence[nn.Module], tp: Tp | None) -> list[Tp | None]:
     """tp for each model, with the part of the plan that is about it."""
     if tp is None or tp.plan is None:
         return [tp] * len(models)
-    plans = [_plan_for(model, tp.plan) for model in models]
+    plans: list[dict[str, str]] = []
+    for model in models:
+        names = [name for name, _ in model.named_modules()]
+        named = [(p, kind) for p, kind in tp.plan.items() if fnmatch.filter(names, p)]
+        plans.append(dict(named))
     if any(all(pattern not in plan for plan in plans) for pattern in tp.plan):
         return [tp] * len(models)  # refused by name
     return [replace(tp, plan=plan or None) for plan in plans]
-
-
-def _plan_for(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The part of a plan that names modules of this model."""
-    names = [name for name, _ in model.named_modules()]
-    return {
-        pattern: kind
-        for pattern, kind in plan.items()
-        if any(fnmatchcase(name, pattern) for name in names)
-    }
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -97,24 +91,21 @@ def set_up(
     `taken` and `parts` are those of earlier calls; they grow.
     """
     term = loop_term(context())
-    _check_models(models)
+    for name, module in ((n, m) for model in models for n, m in model.named_modules()):
+        if isinstance(module, Embedding):
+            raise NotBuilt(
+                f"shoal.Embedding ({name or 'the model'}) trains by job.step, not by "
+                "job.setup: use nn.Embedding"
+            )
     made = _make_optimizers(models, optimizers)
     taken.check(models, made)
-    models = [*models, *_loose_models(models, made)]
-    names = [_names_of(optimizer, models) for optimizer in made]
+    known = {id(p) for model in models for p in model.parameters()}
+    if loose := [p for o in made for p in params_of(o) if id(p) not in known]:
+        models = [*models, LooseParameters(loose)]
+    places = {id(p): (i, n) for i, model in enumerate(models) for n, p in model.named_parameters()}
+    names = [[places[id(p)] for p in params_of(optimizer)] for optimizer in made]
     taken.add(models)
-    ep = context().strategy.ep
-    have_experts = [_has_experts(model, ep) for model in models]
-    tps = tensor_plans(models, context().strategy.tp)
-    prepared = [
-        _prepared(
-            model,
-            term,
-            replace(context(), strategy=replace(context().strategy, tp=tp)),
-            is_copy=any(have_experts) and not has_experts,
-        )
-        for model, has_experts, tp in zip(models, have_experts, tps, strict=True)
-    ]
+    prepared = _prepare(models, term, context)
     taken.add(models)
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
@@ -161,25 +152,30 @@ class Taken:
             )
 
 
-def _has_experts(model: nn.Module, ep: Ep | None) -> bool:
-    if ep is None:
-        return False
-    from shoal.replica.expert.mixtures import mixtures_of
+def _prepare(
+    models: Sequence[nn.Module], term: SyncTerm, context: Callable[[], StepContext]
+) -> list[PreparedModel]:
+    """Each with the split terms that are about it; one without experts is whole under ep."""
+    strategy = context().strategy
+    without_experts = [False] * len(models)
+    if strategy.ep is not None:
+        from shoal.replica.expert.mixtures import mixtures_of
 
-    return bool(mixtures_of(model, ep.experts))
-
-
-def _prepared(
-    model: nn.Module, term: SyncTerm, context: StepContext, is_copy: bool
-) -> PreparedModel:
-    """`is_copy`: it has no experts and stands beside a model that has some."""
-    if is_copy:
-        context = replace(context, strategy=replace(context.strategy, ep=None))
-    if isinstance(model, LooseParameters):
-        term = term.with_whole_parameters()
-        strategy = replace(context.strategy, sync=term, tp=None)  # it has no layers
-        context = replace(context, strategy=strategy)
-    return prepare_model(model, term, StepOptions(), context, _by_the_script)
+        have_experts = [bool(mixtures_of(model, strategy.ep.experts)) for model in models]
+        without_experts = [any(have_experts) and not has for has in have_experts]
+    prepared = []
+    for model, tp, is_copy in zip(
+        models, tensor_plans(models, strategy.tp), without_experts, strict=True
+    ):
+        of_model, sync = replace(strategy, tp=tp), term
+        if is_copy:
+            of_model = replace(of_model, ep=None)
+        if isinstance(model, LooseParameters):  # it has no layers
+            sync = term.with_whole_parameters()
+            of_model = replace(of_model, sync=sync, tp=None)
+        made = replace(context(), strategy=of_model)
+        prepared.append(prepare_model(model, sync, StepOptions(), made, _by_the_script))
+    return prepared
 
 
 def _build_parts(
@@ -195,8 +191,10 @@ def _build_parts(
     for i, model in enumerate(prepared):
         wanted = {name for index, name in names if index == i}
         named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
-        for some in _divided(named):
-            parts.append(_part(model, some, factory, parts, context()))
+        for is_trained in (True, False):  # or frozen at present
+            some = [(name, p) for name, p in named if p.requires_grad is is_trained]
+            if some:
+                parts.append(_part(model, some, factory, parts, context()))
     factory.is_building = False
     if len(parts) == first:
         raise BadInput("an optimizer of job.setup has no parameter of its models")
@@ -223,23 +221,6 @@ def _part(
     return LoopPart(step)
 
 
-def _divided(named: Named) -> list[Named]:
-    """Trained parameters, and those that are frozen at present."""
-    trained = [(name, p) for name, p in named if p.requires_grad]
-    frozen = [(name, p) for name, p in named if not p.requires_grad]
-    return [some for some in (trained, frozen) if some]
-
-
-def _check_models(models: Sequence[nn.Module]) -> None:
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, Embedding):
-                raise NotBuilt(
-                    f"shoal.Embedding ({name or 'the model'}) trains by job.step, not by "
-                    "job.setup: use nn.Embedding"
-                )
-
-
 def _make_optimizers(
     models: Sequence[nn.Module], optimizers: Sequence[Any]
 ) -> list[torch.optim.Optimizer]:
@@ -250,31 +231,12 @@ def _make_optimizers(
             "of several optimizers job.setup cannot tell which parameters a factory is for: pass "
             "torch.optim instances"
         )
-    return [o(_pairs_of(models)) if factories else o for o in optimizers]
-
-
-def _pairs_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    for i, model in enumerate(models):
-        for name, p in model.named_parameters():
-            yield (name if len(models) == 1 else f"{i}.{name}"), p
-
-
-def _loose_models(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> list[nn.Module]:
-    known = {id(p) for model in models for p in model.parameters()}
-    loose = [p for o in optimizers for p in params_of(o) if id(p) not in known]
-    return [LooseParameters(loose)] if loose else []
-
-
-def _names_of(
-    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
-) -> list[tuple[int, str]]:
-    """The model and name of every parameter, in the order of the optimizer."""
-    names = {
-        id(p): (i, name) for i, model in enumerate(models) for name, p in model.named_parameters()
-    }
-    return [names[id(p)] for p in params_of(optimizer)]
+    pairs = (
+        (name if len(models) == 1 else f"{i}.{name}", p)
+        for i, model in enumerate(models)
+        for name, p in model.named_parameters()
+    )
+    return [o(pairs) if factories else o for o in optimizers]
 
 
 def _take_params(

@@ -14,7 +14,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ class OtherOptimizers:
     ) -> None:
         self._steps = steps
         self._own = own
-        self._batches = 0
+        self.batches = 0  # of which this worker got its rows, and others got others
         self._stepped: dict[int, tuple[torch.optim.Optimizer, int]] = {}  # and in which batch
         self.communicates = False  # the script exchanges tensors itself
         _here.others = weakref.ref(self)
@@ -115,10 +115,6 @@ class OtherOptimizers:
     def end(self) -> None:
         if getattr(_here, "others", lambda: None)() is self:  # or a later job has ended
             del _here.others
-
-    def deliver(self) -> None:
-        """This worker gets its rows of another batch, of which others get other rows."""
-        self._batches += 1
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `BadInput` if it updates what it must not."""
@@ -134,16 +130,16 @@ class OtherOptimizers:
                         f"updates {name}, which job.setup or job.step manages under {step.term}: "
                         "pass it to job.setup with the model, and call step() of what that returns"
                     )
-        if not self._steps and self._batches and not self.communicates:
+        if not self._steps and self.batches and not self.communicates:
             self._check_alone(optimizer)
 
     def _check_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """One that lives for a batch, such as that of an adversarial example, may step."""
-        _, first = self._stepped.setdefault(id(optimizer), (optimizer, self._batches))
+        _, first = self._stepped.setdefault(id(optimizer), (optimizer, self.batches))
         is_model = any(
             isinstance(p, nn.Parameter) for g in optimizer.param_groups for p in g["params"]
         )
-        if first == self._batches or not is_model:
+        if first == self.batches or not is_model:
             return
         self.communicates = _wraps_models()
         if not self.communicates:
@@ -161,15 +157,13 @@ def _wraps_models() -> bool:
     A list of all objects would have tuples in it that other threads are making, which breaks them.
     """
     wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDP")
-    kinds = [kind for kind in _subclasses(nn.Module) if kind.__name__.startswith(wrappers)]
-    return any(type(found) is kind for kind in kinds for found in gc.get_referrers(kind))
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    children: list[type] = kind.__subclasses__()
-    for each in children:
-        yield each
-        yield from _subclasses(each)
+    todo: list[type] = [nn.Module]
+    for kind in todo:
+        todo += kind.__subclasses__()
+        is_wrapper = kind.__name__.startswith(wrappers)
+        if is_wrapper and any(type(found) is kind for found in gc.get_referrers(kind)):
+            return True
+    return False
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
