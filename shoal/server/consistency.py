@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
 from typing import Annotated
 
 import msgspec
@@ -103,7 +102,7 @@ def _floor(number: float, digits: int) -> float:
     return math.floor(number * scale + 1e-9) / scale
 
 
-class PushVerdict(enum.Enum):
+class PushVerdict(str, enum.Enum):
     ADMITTED = "admitted"
     FOLDED = "folded"
     DROPPED = "dropped"
@@ -114,18 +113,18 @@ class ImpossiblePush(ValueError):
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """A ledger as a value, for snapshots: counts by worker, in the order of workers."""
+    """The attributes of a ledger, for snapshots: counts by worker, in the order of workers."""
 
     version: int
     start: int
-    clocks: tuple[int, ...]
-    pushes: tuple[int, ...]
-    outcomes: tuple[dict[str, int], ...]
-    live: tuple[int, ...]
-    counted: tuple[int, ...]
+    clocks: list[int]
+    pushes: list[int]
+    outcomes: list[dict[PushVerdict, int]]
+    live: set[int]
+    counted: set[int]
     folded: int
-    lost_before: tuple[int, ...] = ()
-    updates: int = 0
+    lost_before: list[int]
+    updates: int
 
 
 class Ledger:
@@ -137,7 +136,7 @@ class Ledger:
 
     def __init__(self, rule: Rule, start: int = 0):
         self.rule = rule
-        self.outcomes = {worker: Counter[PushVerdict]() for worker in range(rule.workers)}
+        self.outcomes = [dict.fromkeys(PushVerdict, 0) for _ in range(rule.workers)]
         self.live = set(range(rule.workers))
         self.updates = 0
         self.restart(start)
@@ -146,11 +145,11 @@ class Ledger:
         """All workers continue from the step of a checkpoint."""
         self.version = start
         self.start = start
-        self.clocks = dict.fromkeys(range(self.rule.workers), start)
+        self.clocks = [start] * self.rule.workers
         self.counted: set[int] = set()
         self.folded = 0
-        self._pushes = Counter[int]()
-        self._lost_before = Counter[int]()  # worker -> its pushes for earlier steps are lost
+        self.pushes = [0] * self.rule.workers
+        self.lost_before = [0] * self.rule.workers  # a worker's pushes for earlier steps are lost
 
     def arrive(self, worker: int, step: int) -> PushVerdict:
         """A complete push of `worker` with the gradients of `step`: decide and record it."""
@@ -186,12 +185,12 @@ class Ledger:
             self.folded += 1
         self.clocks[worker] = step + 1
         self.outcomes[worker][verdict] += 1
-        self._pushes[worker] += 1
+        self.pushes[worker] += 1
 
     def skipped(self, worker: int, to_the_end: bool) -> int:
         """Steps that it has not pushed: up to its latest push, or to the latest of all."""
-        last = max(self.clocks.values()) if to_the_end else self.clocks[worker]
-        return max(0, last - self.start - self._pushes[worker])
+        last = max(self.clocks) if to_the_end else self.clocks[worker]
+        return max(0, last - self.start - self.pushes[worker])
 
     def complete(self) -> bool:
         """Whether the pushes that count now make up a step.
@@ -203,13 +202,13 @@ class Ledger:
         wanted = self.rule.workers
         if self.rule.quorum is not None:
             wanted = min(self.rule.quorum, max(1, len(self.live)))
-        lost = {w for w in self.live if self._lost_before[w] > self.version}
+        lost = {w for w in self.live if self.lost_before[w] > self.version}
         return len(self.counted | lost) >= wanted
 
     def lose_pushes(self, worker: int, step: int) -> None:
         """Its pushes up to that for `step` were acknowledged, and are not here: they are lost."""
         self.clocks[worker] = max(self.clocks[worker], step + 1)
-        self._lost_before[worker] = max(self._lost_before[worker], step + 1)
+        self.lost_before[worker] = max(self.lost_before[worker], step + 1)
 
     def apply(self) -> None:
         """The step is complete: the next one begins."""
@@ -229,11 +228,11 @@ class Ledger:
     @property
     def slowest(self) -> int:
         """The clock of the slowest live worker; of the fastest when none is live."""
-        return min((self.clocks[w] for w in self.live), default=max(self.clocks.values()))
+        return min((self.clocks[w] for w in self.live), default=max(self.clocks))
 
     @property
     def fastest(self) -> int:
-        return max(self.clocks.values())
+        return max(self.clocks)
 
     def lose(self, worker: int) -> None:
         """It has left or was lost: no step waits for it. What it pushed still counts."""
@@ -248,33 +247,3 @@ class Ledger:
         """A worker that was lost goes on with `step`; those before it are left out."""
         self.live.add(worker)
         self.clocks[worker] = max(step, self.clocks[worker])
-
-    def state(self) -> LedgerState:
-        workers = range(self.rule.workers)
-        return LedgerState(
-            self.version,
-            self.start,
-            tuple(self.clocks[w] for w in workers),
-            tuple(self._pushes[w] for w in workers),
-            tuple({v.value: n for v, n in self.outcomes[w].items()} for w in workers),
-            tuple(sorted(self.live)),
-            tuple(sorted(self.counted)),
-            self.folded,
-            tuple(self._lost_before[w] for w in workers),
-            self.updates,
-        )
-
-    def load(self, state: LedgerState) -> None:
-        self.version = state.version
-        self.updates = state.updates
-        self.start = state.start
-        self.clocks = dict(enumerate(state.clocks))
-        self._pushes = Counter(dict(enumerate(state.pushes)))
-        self.outcomes = {
-            worker: Counter({PushVerdict(value): n for value, n in counts.items()})
-            for worker, counts in enumerate(state.outcomes)
-        }
-        self.live = set(state.live)
-        self.counted = set(state.counted)
-        self.folded = state.folded
-        self._lost_before = Counter(dict(enumerate(state.lost_before)))

@@ -26,7 +26,7 @@ from shoal.server.model import log as log_module
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.served_model import ServedModel
-from shoal.server.model.snapshot import TableSnapshot
+from shoal.server.model.snapshot import SavedTensors, saved_state
 
 SIZE = 12
 TABLE = TableSpec("t", 10, 2, optimizer=RowOptimizer("adam", 0.1))
@@ -149,28 +149,27 @@ def one_action(data: st.DataObject, model: ServedModel) -> Push | None:
 
 def state_of(model: ServedModel) -> dict[str, Any]:
     """Everything that has to be equal, with tensors as bytes."""
-    snapshot = model.snapshot()
-    tables = [(table.steps, rows_of(table)) for table in snapshot.tables]
-    rows = [(w, p.table, raw(p.ids), raw(p.grads), p.lr) for w, p in snapshot.counted_rows]
-    is_open = bool(snapshot.counted) and not model.spec.rule.is_synchronous
+    state, shard = model.state, model.state.shard
+    document, copies = saved_state(model)
+    saved = SavedTensors.of(document, iter(copies))
+    rows = [(w, p.table, raw(p.ids), raw(p.grads), p.lr) for w, p in state.tables.counted]
+    is_open = bool(state.counted) and not model.spec.rule.is_synchronous
     return {
-        "position": (snapshot.position, snapshot.epoch),
-        "version": model.version,
-        "weights": raw(snapshot.weights),
-        "optimizer": (snapshot.optimizer, [raw(t) for t in snapshot.optimizer_tensors]),
-        "ledger": snapshot.ledger,
-        "pushes": (snapshot.decided, snapshot.counted, snapshot.fraction),
-        "sum": (raw(snapshot.sum), raw(snapshot.loss_flags)) if is_open else None,
+        "document": msgspec.structs.replace(document, tables=()),
+        "weights": raw(saved.weights),
+        "optimizer": [raw(t) for t in saved.optimizer],
+        "pushes": (dict(state.decided), list(state.counted), state.fraction),
+        "sum": (raw(shard.sum), raw(shard.loss_flags)) if is_open else None,
         "rows": rows,
-        "tables": tables,
+        "tables": [(t.steps, rows_of(saved.tables[t.spec.name])) for t in document.tables],
     }
 
 
-def rows_of(table: TableSnapshot) -> dict[int, dict[str, bytes]]:
+def rows_of(chunks: list[dict[str, Tensor]]) -> dict[int, dict[str, bytes]]:
     """By id: where a row is stored depends on the order of first use."""
     return {
         int(row): {key: raw(values[i]) for key, values in chunk.items()}
-        for chunk in table.chunks
+        for chunk in chunks
         for i, row in enumerate(chunk["ids"])
     }
 

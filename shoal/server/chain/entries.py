@@ -46,20 +46,8 @@ class EntryLog:
 WHILE_APPLYING = (Append, Acked, Ask, Confirm, Teach)
 
 
-class Unapplied:
-    """In the order of the log. Guarded by the copy's lock; `take` by the one for applying."""
-
-    def __init__(self) -> None:
-        self._entries: deque[Entry] = deque()
-
-    def add(self, entry: Entry) -> None:
-        self._entries.append(entry)
-
-    def take(self, upto: int | None = None) -> Entry | None:
-        """The next one, if its position is no later than `upto`."""
-        if not self._entries or (upto is not None and self._entries[0].position > upto):
-            return None
-        return self._entries.popleft()
-
-    def clear(self) -> None:
-        self._entries.clear()
+def take(entries: deque[Entry], upto: int | None = None) -> Entry | None:
+    """The next one, if its position is no later than `upto`."""
+    if not entries or (upto is not None and entries[0].position > upto):
+        return None
+    return entries.popleft()

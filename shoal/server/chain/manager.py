@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -11,7 +12,6 @@ import msgspec
 from shoal.server.chain.config import NO_CONFIG, ChainConfig
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.reach import who_leaves
 from shoal.server.chain.read_lease import ReadLease
 
 NOTHING: Mapping[int, Collection[int]] = MappingProxyType({})
@@ -64,13 +64,6 @@ class ChainManager:
         self._alive: dict[int, int] | None = None  # None: not known since that configuration
         self._unreachable: Mapping[int, Collection[int]] = {}
         self._must_look = True
-
-    @property
-    def all_are_lost(self) -> bool:
-        """No member has a lease. If that stays so, what the chain held is gone."""
-        config = self.node.config
-        is_known = self._alive is not None and config.epoch > 0 and not self.node.is_member
-        return is_known and not any(self._is_alive(config, m) for m in config.members)
 
     def look(self) -> None:
         self._must_look = True
@@ -151,3 +144,22 @@ class ChainManager:
     def _is_alive(self, config: ChainConfig, member: int) -> bool:
         alive = self._alive or {}
         return alive.get(member) == config.incarnation_of(member)
+
+
+def who_leaves(members: Sequence[int], unreachable: Mapping[int, Collection[int]]) -> int | None:
+    """The one that most others do not reach, the later in the chain of two alike; None if pushes
+    get through.
+
+    `unreachable` is what each member says of the others. Two are apart when both say so: one that
+    has died says nothing.
+    """
+    apart = {
+        frozenset((a, b))
+        for a in members
+        for b in members
+        if b in unreachable.get(a, ()) and a in unreachable.get(b, ())
+    }
+    broken = {member for pair in pairwise(members) if frozenset(pair) in apart for member in pair}
+    if not broken:
+        return None
+    return max(broken, key=lambda m: (sum(m in pair for pair in apart), members.index(m)))

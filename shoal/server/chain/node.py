@@ -49,7 +49,7 @@ from shoal.server.chain.messages import (
     Teach,
     TooOld,
 )
-from shoal.server.chain.state import ChainConsistency, ChainState, NotHead, TooFarAhead
+from shoal.server.chain.state import ChainConsistency, ChainState, NotHead
 from shoal.server.chain.teaching import LearnerSession
 
 
@@ -74,17 +74,15 @@ class ChainNode(ChainState):
         self._ahead: set[int] = set()  # have sent messages of a later epoch, which were dropped
 
     def propose(self, op: Any) -> tuple[int, list[Effect]]:
-        """At the head: the operation's position. It is done when that position is committed."""
+        """At the head, while it `has_room`: the operation's position, which is to be committed."""
         self._check_member()
         if not self.is_head:
-            raise NotHead(self.config)
-        if not self.has_room:
-            raise TooFarAhead(f"the tail lacks {self.position - self.committed} operations")
+            raise NotHead(f"replica {self.config.head} is the head in epoch {self.epoch}")
         effects = self._append(op)
         return self.position, effects
 
     def receive(self, sender: int, message: ChainMessage) -> list[Effect]:
-        epoch = self._config.epoch
+        epoch = self.epoch
         if message.epoch > epoch:
             self._ahead.add(sender)
             return [Refetch()]
@@ -94,12 +92,11 @@ class ChainNode(ChainState):
             return [Send(sender, Stale(epoch))]
         if isinstance(message, (Ask, Confirm)):
             return self._from_member(sender, message)
-        place = self._place
-        if sender == place.predecessor:
+        if sender == self.predecessor:
             return self._from_predecessor(sender, message)
-        if sender == place.successor:
+        if sender == self.successor:
             return self._from_successor(message)
-        if place.is_tail:
+        if self.is_tail:
             return self._from_learner(sender, message)
         if sender == self.config.tail and not self.is_member:
             return self._from_teacher(sender, message)
@@ -158,7 +155,7 @@ class ChainNode(ChainState):
 
     def is_confirmed(self, number: int) -> bool:
         self._check_member()
-        return self._rounds.is_closed(number)
+        return not self._rounds.missing(number)
 
     # ------------------------------------------------------------------ members
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 from shoal.server.chain.config import NO_CONFIG, ChainConfig, Entry
 from shoal.server.chain.entries import EntryLog
@@ -18,7 +18,6 @@ from shoal.server.chain.messages import (
     Teach,
     TooOld,
 )
-from shoal.server.chain.rounds import Rounds
 from shoal.server.chain.teaching import Teaching
 from shoal.strategy.sync_terms.ps import MAX_LAG
 
@@ -30,32 +29,38 @@ class Fenced(Exception):
 
 
 class NotHead(Exception):
-    """Operations go to the head of `config`."""
-
-    def __init__(self, config: ChainConfig):
-        super().__init__(f"replica {config.head} is the head in epoch {config.epoch}")
-        self.config = config
+    """Operations go to the head of the chain."""
 
 
-class TooFarAhead(Exception):
-    """The tail lacks MAX_LAG operations: wait until `has_room`."""
+class Rounds:
+    """Questions to all other members, each with those that have not confirmed it."""
 
+    def __init__(self) -> None:
+        self._last = 0
+        self._waits_for: dict[int, set[int]] = {}
 
-class _Place(NamedTuple):
-    """Where a copy is in one configuration; looked up with every message."""
+    def open(self, members: Iterable[int]) -> int:
+        self._last += 1
+        self._keep_open({**self._waits_for, self._last: set(members)})
+        return self._last
 
-    is_member: bool = False
-    is_head: bool = False
-    is_tail: bool = False
-    predecessor: int | None = None
-    successor: int | None = None
+    def restart(self, members: list[int]) -> None:
+        """A new epoch: each open round is about its members."""
+        self._keep_open({number: set(members) for number in self._waits_for})
 
-    @staticmethod
-    def of(config: ChainConfig, me: int, incarnation: int) -> _Place:
-        if not config.has(me, incarnation):
-            return _Place()
-        neighbours = (config.predecessor(me), config.successor(me))
-        return _Place(True, config.head == me, config.tail == me, *neighbours)
+    def confirm(self, number: int, member: int) -> None:
+        self.missing(number).discard(member)
+        self._keep_open(self._waits_for)
+
+    def _keep_open(self, rounds: dict[int, set[int]]) -> None:
+        self._waits_for = {number: missing for number, missing in rounds.items() if missing}
+
+    def open_for(self, member: int) -> list[int]:
+        return [number for number, missing in self._waits_for.items() if member in missing]
+
+    def missing(self, number: int) -> set[int]:
+        """Who has not confirmed it."""
+        return self._waits_for.get(number, set())
 
 
 class ChainState:
@@ -81,33 +86,20 @@ class ChainState:
 
     @config.setter
     def config(self, config: ChainConfig) -> None:
-        self._place = _Place.of(config, self.me, self.incarnation)
+        """Its place is looked up with every message."""
+        me = self.me
+        self.is_member = config.has(me, self.incarnation)
+        self.is_head = self.is_member and config.head == me
+        self.is_tail = self.is_member and config.tail == me
+        self.predecessor = config.predecessor(me) if self.is_member else None
+        self.successor = config.successor(me) if self.is_member else None
         self._config = config
-
-    @property
-    def epoch(self) -> int:
-        return self._config.epoch
+        self.epoch = config.epoch
 
     @property
     def position(self) -> int:
         """The last entry of the log."""
         return self._log.end
-
-    @property
-    def is_member(self) -> bool:
-        return self._place.is_member
-
-    @property
-    def is_head(self) -> bool:
-        return self._place.is_head
-
-    @property
-    def is_tail(self) -> bool:
-        return self._place.is_tail
-
-    @property
-    def is_dirty(self) -> bool:
-        return self.position > self.committed
 
     @property
     def asked(self) -> ChainConfig | None:
@@ -123,14 +115,6 @@ class ChainState:
     def takes_snapshot(self) -> bool:
         """A learner that has no state yet."""
         return self.position == 0 and not self.is_member and not self.is_fenced
-
-    @property
-    def predecessor(self) -> int | None:
-        return self._place.predecessor
-
-    @property
-    def successor(self) -> int | None:
-        return self._place.successor
 
     @property
     def others(self) -> list[int]:
@@ -163,10 +147,9 @@ class ChainState:
         if upto <= before:
             return []
         self.committed = upto
-        predecessor = self._place.predecessor
         effects: list[Effect] = []
-        if predecessor is not None:
-            effects.append(Send(predecessor, Acked(self._config.epoch, upto)))
+        if self.predecessor is not None:
+            effects.append(Send(self.predecessor, Acked(self.epoch, upto)))
         if not self._teaching.has_learners:
             self._log.drop(upto)
             return effects
@@ -197,11 +180,9 @@ class ChainState:
         return [Send(predecessor, At(self.epoch, self.position, self.committed))]
 
     def _forward(self, entries: tuple[Entry, ...]) -> list[Effect]:
-        successor = self._place.successor
-        epoch = self._config.epoch
-        assert successor is not None
+        assert self.successor is not None
         return [
-            Send(successor, Append(epoch, entry.position, self.committed, entry.op))
+            Send(self.successor, Append(self.epoch, entry.position, self.committed, entry.op))
             for entry in entries
         ]
 

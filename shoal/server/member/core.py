@@ -1,4 +1,4 @@
-"""One chain member: its node, and how the effects of the node are carried out.
+"""One chain member: its node, how its effects are carried out, and what other members bring to it.
 
     changed       guards the node and all that belongs to it; held for microseconds
     applying      held while operations are applied, one after the other, in the order of the log
@@ -18,12 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import ShoalError
-from shoal.protocol.frames import Refused
+from shoal.protocol.connection import Connection
+from shoal.protocol.frames import Header, Refused
 from shoal.runtime.failpoints import failpoint
-from shoal.server.chain.entries import Unapplied
+from shoal.server.chain.config import Entry
+from shoal.server.chain.entries import WHILE_APPLYING, take
 from shoal.server.chain.manager import ChainManager
 from shoal.server.chain.messages import (
+    Acked,
+    Append,
     Apply,
+    ChainMessage,
     ChangeConfig,
     Disconnect,
     Effect,
@@ -31,14 +36,21 @@ from shoal.server.chain.messages import (
     Reset,
     Send,
     SendSnapshot,
+    Teach,
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
 from shoal.server.member.operations import OnCommitted, Operation, Pushed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace, Elsewhere
-from shoal.server.member.snapshots import snapshot_sender
-from shoal.server.member.wire import Proposed
+from shoal.server.member.snapshots import (
+    Incoming,
+    install_image,
+    read_head,
+    read_image,
+    snapshot_sender,
+)
+from shoal.server.member.wire import Proposed, decode_message, read_payload, with_op
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.process.model_host import ModelHost
@@ -124,9 +136,10 @@ class ChainCore:
         self.waiters = Waiters()
         self.is_closed = False
         self._on_reset = on_reset
-        self._unapplied = Unapplied()
+        self._unapplied: deque[Entry] = deque()  # taken under `applying`
         self._uncommitted: deque[tuple[int, Operation]] = deque()  # that are applied
         self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
+        self._incoming: dict[int, Incoming] = {}  # snapshots, by sender
         self._new_node(time.time_ns())
 
     def _new_node(self, incarnation: int) -> None:
@@ -146,7 +159,7 @@ class ChainCore:
     def settled(self) -> Iterator[None]:
         """Under both locks: all that is logged is applied."""
         with self.applying, self.changed:
-            while (entry := self._unapplied.take()) is not None:
+            while (entry := take(self._unapplied)) is not None:
                 self._apply(entry.position, entry.op)
             yield
 
@@ -178,31 +191,25 @@ class ChainCore:
         self._note_news()
 
     def _note_news(self) -> None:
-        self._note_committed()
-        self._share_entries()
-        self.changed.notify_all()
-
-    def _note_committed(self) -> None:
-        """Their clients hear of them."""
-        while self._uncommitted and self._uncommitted[0][0] <= self.node.committed:
+        """Clients hear of what is committed, other shards of decisions that all members have."""
+        committed = self.node.committed
+        while self._uncommitted and self._uncommitted[0][0] <= committed:
             position, operation = self._uncommitted.popleft()
             pass_push("push.replicated", operation)
             self.waiters.wake(position)
-
-    def _share_entries(self) -> None:
-        """Decisions that all members have are for other shards."""
-        while self._unshared and self._unshared[0][0] <= self.node.committed:
+        while self._unshared and self._unshared[0][0] <= committed:
             _, model, position = self._unshared.popleft()
             with model.lock:
                 model.log.shared = position
                 model.lock.notify_all()
+        self.changed.notify_all()
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             if effect.to in self.links:
                 self.links[effect.to].post(effect.message)
         elif isinstance(effect, Apply):
-            self._unapplied.add(effect.entry)
+            self._unapplied.append(effect.entry)
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):
@@ -222,13 +229,20 @@ class ChainCore:
     def apply_upto(self, position: int) -> None:
         """Apply what is logged up to there, without the lock."""
         with self.applying:
-            while (entry := self._unapplied.take(position)) is not None:
+            while (entry := take(self._unapplied, position)) is not None:
                 self._apply(entry.position, entry.op)
 
     def _apply(self, position: int, proposed: Proposed) -> None:
+        operation = proposed.operation
         outcome = self._outcome_of(proposed)
         with self.changed:
-            self._note_applied(position, proposed.operation, outcome)
+            self.applied = position
+            self._uncommitted.append((position, operation))
+            model = self.host.models.get(operation.model)
+            if model is not None and model.log.shared not in (None, model.log.position):
+                self._unshared.append((position, model, model.log.position))
+            pass_push("push.applied", operation)
+            self.waiters.applied(position, outcome)
             self._note_news()
         self.on_applied()
 
@@ -244,21 +258,9 @@ class ChainCore:
             outcome.error = self._failed(proposed.operation, error)
         return outcome
 
-    def _note_applied(self, position: int, operation: Operation, outcome: Outcome) -> None:
-        self.applied = position
-        self._uncommitted.append((position, operation))
-        self._note_unshared(position, operation)
-        pass_push("push.applied", operation)
-        self.waiters.applied(position, outcome)
-
-    def _note_unshared(self, position: int, operation: Operation) -> None:
-        model = self.host.models.get(operation.model)
-        if model is not None and model.log.shared not in (None, model.log.position):
-            self._unshared.append((position, model, model.log.position))
-
     def _failed(self, operation: Operation, error: Exception) -> Exception:
         reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
-        model = self.host.models.get(getattr(operation, "model", -1))
+        model = self.host.models.get(operation.model)
         if model is not None:
             model.fail(reason)
         return ModelFailure(reason)
@@ -285,6 +287,88 @@ class ChainCore:
         if link is not None:
             link.post(snapshot_sender(self.host, effect.incarnation, effect.position))
 
+    # ------------------------------------------------------------------ the other members
+
+    def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None:
+        """A message of another copy; its payload is read without the lock."""
+        message, operation = decode_message(meta)
+        if operation is None:
+            if header.payload_bytes:
+                raise Refused(f"{type(message).__name__} has no payload")
+            self.deliver(sender, message)
+            return
+        assert isinstance(message, Append | Teach)
+        pass_push("push.received", operation)
+        if not self._expects(sender, message):
+            connection.skip(header.payload_bytes)
+            self.deliver(sender, with_op(message, None))
+            return
+        pass_push("push.deduplicated", operation)
+        payload = read_payload(self.host, operation, connection, header.payload_bytes)
+        pass_push("push.validated", operation)
+        self.deliver(sender, with_op(message, Proposed(operation, payload)))
+
+    def _expects(self, sender: int, message: Append | Teach) -> bool:
+        """Whether this message would be appended, as far as can be said without the lock."""
+        node = self.node
+        if message.epoch != node.epoch or message.position != node.position + 1:
+            return False
+        if isinstance(message, Teach):
+            return not node.is_member and sender == node.config.tail
+        return sender == node.predecessor
+
+    def deliver(self, sender: int, message: ChainMessage) -> None:
+        if not isinstance(message, WHILE_APPLYING):
+            with self.settled():
+                self.run(self.node.receive(sender, message))
+            return
+        with self.changed:
+            node = self.node
+            if _is_missed(message, node):
+                self.run(node.link_up(sender))  # let it be sent again
+                return
+            effects = node.receive(sender, message)
+            _pass_message("push.logged", message)
+            self.run(effects)
+            logged = node.position
+        if not isinstance(message, Acked):
+            self.apply_upto(logged)
+            _pass_message("push.acknowledged", message)
+
+    # ------------------------------------------------------------------ a learner
+
+    def receive_snapshot(
+        self, sender: int, header: Header, meta: bytes, connection: Connection
+    ) -> None:
+        """At a learner; a snapshot for an earlier life, or from a former tail, has no effect."""
+        if header.argument:
+            incoming = self._incoming[sender] = Incoming(connection, read_head(meta))
+        else:
+            known = self._incoming.get(sender)
+            if known is None or known.connection is not connection or known.is_complete:
+                raise Refused("a part of a snapshot without its head")
+            incoming = known
+            limits = (header.payload_bytes, self.host.max_bytes)
+            incoming.images.append(read_image(meta, connection, *limits))
+            failpoint("snapshot.temporary")
+        if incoming.is_complete:
+            if self._incoming.get(sender) is incoming:
+                del self._incoming[sender]
+            failpoint("snapshot.fsync")
+            with self.settled():
+                self._install_snapshot(sender, incoming)
+                failpoint("snapshot.rename")
+
+    def _install_snapshot(self, sender: int, incoming: Incoming) -> None:
+        node = self.node
+        is_wanted = node.incarnation == incoming.head.incarnation and node.takes_snapshot
+        if not is_wanted or sender != node.config.tail:
+            return
+        for image, tensors in incoming.images:
+            install_image(self.host, image, tensors)
+        self.applied = incoming.head.position
+        self.run(node.install(incoming.head.position))
+
 
 def pass_push(name: str, operation: Operation) -> None:
     """A failpoint of pushes."""
@@ -294,3 +378,15 @@ def pass_push(name: str, operation: Operation) -> None:
 
 def _kept_bytes(proposed: Proposed) -> int:
     return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
+
+
+def _pass_message(name: str, message: ChainMessage) -> None:
+    if isinstance(message, Append | Teach) and message.op is not None:
+        pass_push(name, message.op.operation)
+
+
+def _is_missed(message: ChainMessage, node: ChainNode) -> bool:
+    """Whether its payload was skipped though its entry is not in the log."""
+    if not isinstance(message, Append | Teach) or message.op is not None:
+        return False
+    return message.epoch == node.epoch and message.position > node.position

@@ -19,7 +19,7 @@ from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.state import Fenced, NotHead
-from shoal.server.member.core import Outcome, Waiter, pass_push
+from shoal.server.member.core import ChainCore, Outcome, Waiter, pass_push
 from shoal.server.member.operations import (
     EARLY,
     EMPTY,
@@ -27,7 +27,6 @@ from shoal.server.member.operations import (
     Operation,
     Payload,
 )
-from shoal.server.member.peers import ChainPeers
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.wire import Proposed
 from shoal.server.model.membership import ModelFailure
@@ -38,7 +37,7 @@ _AGAIN_S = 1.0
 T = TypeVar("T")
 
 
-class ChainRuntime(ChainPeers):
+class ChainRuntime(ChainCore):
     """The chain of one shard, as one of its members takes part in it."""
 
     def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):

@@ -29,8 +29,8 @@ class PushTensors(NamedTuple):
     loss_flags: Tensor  # [partial sums, 1 + parameters]
 
 
-class PushAside(NamedTuple):
-    """A push that is staged or counted, while the next one is in the buffer."""
+class StagedPush(NamedTuple):
+    """A push that is complete, and not applied or dropped yet."""
 
     tensors: PushTensors
     rows: Sequence[RowPush]
@@ -39,8 +39,8 @@ class PushAside(NamedTuple):
 class PushBuffer:
     """The push that a worker is sending, and the numbers that make every push count once.
 
-    sequence   1 ... consumed         applied or dropped: its memory may be overwritten
-               ... committed          complete, and not consumed yet: at most one push
+    sequence   ... committed          complete; its memory may be overwritten once it is released.
+                                      Until then no other is received, unless some were lost
                committed + 1          the push that may be received next
 
     On a replicated server the next push is received into memory of its own (`arriving`), which
@@ -54,11 +54,9 @@ class PushBuffer:
         self._arriving: PushTensors | None = None
         self._spare: list[PushTensors] = []
         self.committed = 0
-        self.consumed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
         self.rows: list[RowPush] = []  # that have been received, for the next push
-        self.staged_rows: Sequence[RowPush] = ()  # of the push that is committed
-        self.aside: dict[int, PushAside] = {}  # by sequence: still needed, not in the buffer
+        self.staged: dict[int, StagedPush] = {}  # by sequence
 
     @property
     def arriving(self) -> PushTensors:
@@ -73,8 +71,7 @@ class PushBuffer:
         """Memory for a push that arrives, of the same form as the buffer."""
         if self._spare:
             return self._spare.pop()
-        shapes = (torch.empty_like(self.gradients), torch.empty_like(self.loss_flags))
-        return PushTensors(*shapes)
+        return PushTensors(torch.empty_like(self.gradients), torch.empty_like(self.loss_flags))
 
     def take_arrived(self) -> PushTensors | None:
         """The push that has been received; None if it is in the buffer already."""
@@ -88,6 +85,11 @@ class PushBuffer:
             self._spare.append(PushTensors(self.gradients, self.loss_flags))
         self.gradients, self.loss_flags = tensors
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the buffer may be overwritten."""
+        return self.committed not in self.staged
+
     def is_repeated(self, sequence: int) -> bool:
         """Whether this push was committed before; a worker resends after a broken connection."""
         return sequence <= self.committed
@@ -96,45 +98,37 @@ class PushBuffer:
         """Refuse a push that skips one, or that would overwrite one that is still needed."""
         if sequence != self.committed + 1:
             raise Refused(f"push {sequence} is out of order: expected {self.committed + 1}")
-        if self.consumed != self.committed:
+        if not self.is_free:
             raise Refused(f"push {sequence} arrives before push {self.committed} is applied")
 
     def commit(self, sequence: int, rows: Sequence[RowPush]) -> None:
         self.expect(sequence)
         self.committed = sequence
-        self.staged_rows = rows
+        self.staged[sequence] = StagedPush(PushTensors(self.gradients, self.loss_flags), rows)
 
     def skip_to(self, sequence: int) -> None:
-        """Those behind the present push up to this one are lost; the present one is put aside."""
-        if self.consumed != self.committed:
-            present = PushTensors(self.gradients, self.loss_flags)
-            self.aside[self.committed] = PushAside(present, self.take_staged_rows())
+        """Pushes up to this one are lost; the present one stays in its memory."""
+        if not self.is_free:
             self.gradients, self.loss_flags = self.new_tensors()
-        self.committed = self.consumed = sequence
+        self.committed = sequence
 
-    def forget_after(self, sequence: int) -> None:
-        """What was put aside and is later than this push is not needed."""
-        self.aside = {known: held for known, held in self.aside.items() if known <= sequence}
+    def forget(self, after: int, upto: int) -> None:
+        """Pushes after the one, up to the other, are not needed."""
+        self.staged = {n: held for n, held in self.staged.items() if not after < n <= upto}
 
     def held(self, sequence: int) -> PushTensors | None:
-        """Gradients, loss and flags of a push that is not consumed; None if they are lost."""
-        if sequence in self.aside:
-            return self.aside[sequence].tensors
-        is_here = sequence == self.committed > self.consumed
-        return PushTensors(self.gradients, self.loss_flags) if is_here else None
+        """Gradients, loss and flags of a push that is not released; None if they are lost."""
+        return self.staged[sequence].tensors if sequence in self.staged else None
 
     def take_rows_of(self, sequence: int) -> Sequence[RowPush]:
-        if sequence in self.aside:
-            return self.aside[sequence].rows
-        return self.take_staged_rows() if sequence == self.committed > self.consumed else ()
+        tensors, rows = self.staged.get(sequence, (None, ()))
+        if tensors is not None:
+            self.staged[sequence] = StagedPush(tensors, ())
+        return rows
 
     def release(self, sequence: int) -> None:
-        """This push is consumed; it may have been put aside, or be lost."""
-        if self.aside.pop(sequence, None) is None and sequence == self.committed:
-            self.consume()
-
-    def consume(self) -> None:
-        self.consumed = self.committed
+        """This push is applied or dropped; it may be lost."""
+        self.staged.pop(sequence, None)
 
     def take_rows(self) -> tuple[RowPush, ...]:
         """The rows that have been received for the next push."""
@@ -142,23 +136,12 @@ class PushBuffer:
         self.rows.clear()
         return rows
 
-    def take_staged_rows(self) -> Sequence[RowPush]:
-        rows = self.staged_rows
-        self.staged_rows = ()
-        return rows
-
-    def restart_push(self) -> None:
-        """A push that was not committed is sent again from its start."""
-        self.rows.clear()
-
 
 class PullBuffer:
     """Where a worker reads what it pulls."""
 
     def __init__(self) -> None:
-        self.inbox: Tensor | None = (
-            None  # in shared memory or on a GPU; None: weights travel over the connection
-        )
+        self.inbox: Tensor | None = None  # in shared memory or on a GPU; else weights are sent
         self.sees_weights = False  # they are in memory of all workers, and are not copied
         self._outbox: Tensor | None = None
 

@@ -46,7 +46,6 @@ from shoal.server.model.log import Clipping, Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
-from shoal.server.model.snapshot import SavedWorker, Snapshot, take_snapshot
 from shoal.server.model.state import ModelState, Statistics
 from shoal.server.model.tables import Tables
 from shoal.server.rows.memory import RowTarget
@@ -287,7 +286,7 @@ class ServedModel:
     def wait_consumed(self, worker: int, pushes: PushBuffer) -> None:
         """Wait for decisions that a server which is gone had, and that come again."""
         with self.lock:
-            self.membership.wait(worker, lambda: pushes.consumed == pushes.committed)
+            self.membership.wait(worker, lambda: pushes.is_free)
 
     def replay(self, entry: LogEntry) -> None:
         """Apply a decision of the leader."""
@@ -370,20 +369,6 @@ class ServedModel:
             self.state.restart(state.steps)
             self.log.restart(self.log.position, self.log.epoch)
             self.lock.notify_all()
-
-    def snapshot(self) -> Snapshot:
-        """The state between two entries of the log."""
-        with self.lock:
-            self.lock.wait_for(lambda: not self.state.is_summed)
-            return take_snapshot(self.state, self.log.position, self.log.epoch)
-
-    def saved_state(self) -> tuple[Snapshot, dict[int, SavedWorker]]:
-        """For a checkpoint, under the lock: a snapshot, and the process of each worker in it."""
-        snapshot = take_snapshot(self.state, self.log.position, self.log.epoch)
-        return snapshot, {
-            worker: SavedWorker(member.incarnation, self.membership.residual_of(worker))
-            for worker, member in self.membership.members.items()
-        }
 
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:

@@ -1,90 +1,321 @@
-"""The state of a model at one position of its log, as a value.
+"""The state of a model between two entries of its log, as a value and tensors.
 
-Gradients of pushes that are staged and not summed yet are not included: the worker has staged them
-on every server.
+saved_state   what the checkpoint of a server has of it
+image_of      all of it, for a copy that comes back: `install` gives it to a model
+
+The value names every tensor, in the order in which they follow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import copy
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from shoal.embedding.spec import TableSpec
-from shoal.server.consistency import LedgerState
-from shoal.server.messages import PushDecided, ShardState
+from shoal.server.consistency import Count, LedgerState
+from shoal.server.messages import (
+    Ack,
+    AnyDtype,
+    Entered,
+    Generations,
+    LogEntry,
+    ModelSpec,
+    Name,
+    PushDecided,
+    RowBatch,
+    Shape,
+    ShardState,
+    WireMessage,
+)
+from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
-from shoal.server.model.push_buffer import RowPush
-from shoal.server.model.shard import Shard
-from shoal.server.model.shard_state import get_state
-from shoal.server.model.state import ModelState
+from shoal.server.model.push_buffer import PullBuffer, PushBuffer, PushTensors, RowPush, StagedPush
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard import NAMES
+from shoal.server.model.shard_state import get_state, restore_optimizer
+from shoal.server.model.state import LoggedCounts, OpenStep, WaitingPush
+
+T = TypeVar("T", bound=msgspec.Struct)
+_KEPT_ENTRIES = 512  # of the log, for servers of other shards
+Format = Literal["shoal server checkpoint 1"]
+_FORMAT: Format = "shoal server checkpoint 1"
 
 
-@dataclass(frozen=True)
-class TableSnapshot:
-    """The rows of one table that have been used."""
+def copied(kind: type[T], source: object) -> T:
+    """The attributes of `source` that `kind` names."""
+    names = kind.__struct_fields__
+    return kind(**{name: copy.deepcopy(getattr(source, name)) for name in names})
+
+
+def put_back(value: msgspec.Struct, target: object) -> None:
+    for name in value.__struct_fields__:
+        setattr(target, name, copy.deepcopy(getattr(value, name)))
+
+
+# ---------------------------------------------------------------------- a checkpoint
+
+
+class CountedPush(WireMessage, frozen=True):
+    """All pushes of a process of a worker up to `sequence` are in the weights."""
+
+    worker: Count
+    incarnation: Count
+    sequence: Count
+
+
+class SavedTable(WireMessage, frozen=True):
+    """Names of the tensors of each chunk of rows that have been used."""
 
     spec: TableSpec
-    steps: int
-    chunks: tuple[dict[str, Tensor], ...]
+    steps: Count
+    chunks: tuple[tuple[Name, ...], ...]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Copies of everything; nothing in it changes later."""
+class ShardDocument(WireMessage, frozen=True):
+    """What is no tensor in the file of a server. Pushes that are not applied are left out."""
 
-    position: int
-    epoch: int
+    format: Format
+    number: Count
+    spec: ModelSpec
+    position: Count
+    epoch: Count
     ledger: LedgerState
-    decided: dict[int, int]  # worker -> its latest push with a verdict
-    counted: tuple[PushDecided, ...]  # of the open step
-    fraction: float
-    weights: Tensor
-    sum: Tensor
-    loss_flags: Tensor
+    pushes: tuple[CountedPush, ...]
     optimizer: ShardState
-    optimizer_tensors: tuple[Tensor, ...]
-    counted_rows: tuple[tuple[int, RowPush], ...]
-    tables: tuple[TableSnapshot, ...]
+    tables: tuple[SavedTable, ...]
+    residuals: tuple[Count, ...] = ()  # workers whose residuals are here
+
+    def tensor_names(self) -> Iterator[str]:
+        yield "weights"
+        yield from (f"optimizer/{i}" for i in range(len(self.optimizer.tensors)))
+        for i, table in enumerate(self.tables):
+            for j, chunk in enumerate(table.chunks):
+                yield from (f"table/{i}/{j}/{key}" for key in chunk)
+        yield from (f"residual/{worker}" for worker in self.residuals)
 
 
-class SavedWorker(NamedTuple):
-    """What a checkpoint has of one worker besides its pushes."""
+class SavedTensors(NamedTuple):
+    weights: Tensor
+    optimizer: list[Tensor]
+    tables: dict[str, list[dict[str, Tensor]]]
+    residuals: dict[int, Tensor]  # worker -> bytes
 
-    incarnation: int
-    residual: bytes | bytearray | None  # what compression has not sent yet; None without one
-
-
-def take_snapshot(state: ModelState, position: int, epoch: int) -> Snapshot:
-    """A snapshot between two entries; called under the model's lock."""
-    optimizer, tensors = optimizer_image(state.shard)
-    return Snapshot(
-        position,
-        epoch,
-        state.ledger.state(),
-        dict(state.decided),
-        tuple(state.counted),
-        state.fraction,
-        state.shard.data.to("cpu", copy=True),
-        state.shard.sum.to("cpu", copy=True),
-        state.shard.loss_flags.clone(),
-        optimizer,
-        tensors,
-        tuple(state.tables.counted),
-        tuple(
-            TableSnapshot(table.spec, table.steps, tuple(table.state()))
-            for table in state.tables.held
-        ),
-    )
+    @classmethod
+    def of(cls, document: ShardDocument, source: Iterator[Tensor]) -> SavedTensors:
+        """In the order of `tensor_names`."""
+        return cls(
+            next(source),
+            [next(source) for _ in document.optimizer.tensors],
+            {
+                table.spec.name: [{key: next(source) for key in chunk} for chunk in table.chunks]
+                for table in document.tables
+            },
+            {worker: next(source) for worker in document.residuals},
+        )
 
 
-def optimizer_image(shard: Shard) -> tuple[ShardState, tuple[Tensor, ...]]:
-    """Copies of the state of the optimizer, with its settings."""
+def saved_state(model: ServedModel, number: int = 0) -> tuple[ShardDocument, list[Tensor]]:
+    """Copies, made under the model's lock; nothing in them changes later."""
+    state, shard = model.state, model.state.shard
+    members = model.membership.members
     optimizer, tensors = get_state(shard, steps=0)
     if shard.optimizer is not None:
         groups = shard.optimizer.param_groups
         options = tuple(options_of(shard.optimizer, group) for group in groups)
         optimizer = msgspec.structs.replace(optimizer, options=options)
-    return optimizer, tuple(tensor.clone() for tensor in tensors)
+    tensors = [shard.data.to("cpu", copy=True), *(tensor.clone() for tensor in tensors)]
+    tables = []
+    for table in state.tables.held:
+        chunks = list(table.state())
+        tables.append(SavedTable(table.spec, table.steps, tuple(map(tuple, chunks))))
+        tensors += [tensor for chunk in chunks for tensor in chunk.values()]
+    residuals = {worker: model.membership.residual_of(worker) for worker in sorted(members)}
+    held = {worker: residual for worker, residual in residuals.items() if residual is not None}
+    tensors += [torch.frombuffer(bytearray(r), dtype=torch.uint8) for r in held.values()]
+    pushes = [
+        CountedPush(worker, members[worker].incarnation if worker in members else 0, sequence)
+        for worker, sequence in sorted(state.decided.items())
+    ]
+    document = ShardDocument(
+        _FORMAT,
+        number,
+        model.spec,
+        model.log.position,
+        model.log.epoch,
+        copied(LedgerState, state.ledger),
+        tuple(pushes),
+        optimizer,
+        tuple(tables),
+        tuple(held),
+    )
+    return document, tensors
+
+
+# ---------------------------------------------------------------------- a copy
+
+
+class TensorForm(WireMessage, frozen=True):
+    dtype: AnyDtype
+    shape: Shape
+
+
+class StateImage(WireMessage, frozen=True):
+    """Attributes of `ModelState`."""
+
+    decided: dict[int, int]
+    counted: list[PushDecided]
+    fraction: float
+    is_summed: bool
+    open_step: OpenStep | None
+    waiting: list[WaitingPush]
+    acks: dict[int, Ack]
+    lost_pushes: Count
+
+
+class MembershipImage(WireMessage, frozen=True):
+    """Attributes of `Membership`."""
+
+    departed: set[int]
+    open_barriers: dict[int, Generations | None]
+    lowest_at: dict[int, int]
+
+
+class MemberImage(WireMessage, frozen=True):
+    """Attributes of `Member`."""
+
+    worker: Count
+    incarnation: Count
+    barriers: Count
+    has_left: bool
+    comes_back: bool
+    is_late: bool
+    entered: Entered | None
+
+
+class PushNumbers(WireMessage, frozen=True):
+    """Attributes of `PushBuffer`."""
+
+    committed: Count
+    decompressed: Count
+
+
+class WorkerImage(WireMessage, frozen=True):
+    member: MemberImage
+    pushes: PushNumbers
+    is_arriving: bool
+    staged: tuple[tuple[Count, tuple[RowBatch, ...]], ...]  # by sequence
+
+
+class ModelImage(WireMessage, frozen=True):
+    number: Count
+    saved: ShardDocument
+    state: StateImage
+    membership: MembershipImage
+    failure: tuple[str, int | None] | None
+    workers: tuple[WorkerImage, ...]
+    counted_rows: tuple[tuple[int, RowBatch], ...]
+    entries: tuple[LogEntry, ...]
+    counts: LoggedCounts
+    tensors: Annotated[tuple[TensorForm, ...], msgspec.Meta(max_length=1 << 22)]
+
+
+def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]:
+    """Copies of everything; called between two operations."""
+    with model.lock:
+        state, membership = model.state, model.membership
+        saved, tensors = saved_state(model)
+        tensors += [state.shard.sum.to("cpu", copy=True), state.shard.loss_flags.clone()]
+        workers = [_worker_image(model, m, tensors) for m in membership.members.values()]
+        failure = membership.failure
+        counted = [(w, _describe([rows], tensors)[0]) for w, rows in state.tables.counted]
+        image = ModelImage(
+            number,
+            saved,
+            copied(StateImage, state),
+            copied(MembershipImage, membership),
+            None if failure is None else (failure.reason, failure.worker),
+            tuple(workers),
+            tuple(counted),
+            tuple(model.log.latest_entries(_KEPT_ENTRIES)),
+            copied(LoggedCounts, model.statistics),
+            tuple(TensorForm(_name(t), tuple(t.shape)) for t in tensors),
+        )
+    return image, tensors
+
+
+def _worker_image(model: ServedModel, member: Member, tensors: list[Tensor]) -> WorkerImage:
+    pushes = member.pushes
+    staged = []
+    for sequence, held in pushes.staged.items():
+        tensors += [tensor.clone() for tensor in held.tensors]
+        staged.append((sequence, _describe(held.rows, tensors)))
+    return WorkerImage(
+        copied(MemberImage, member),
+        copied(PushNumbers, pushes),
+        model.state.arriving.get(member.worker) is pushes,
+        tuple(staged),
+    )
+
+
+def _describe(pushes: Any, tensors: list[Tensor]) -> tuple[RowBatch, ...]:
+    for rows in pushes:
+        tensors += [rows.ids, rows.grads]
+    return tuple(RowBatch(rows.table, len(rows.ids), rows.lr) for rows in pushes)
+
+
+def _name(tensor: Tensor) -> Any:
+    return NAMES[tensor.dtype]
+
+
+def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> None:
+    """Under the model's lock. Any error of torch, or StopIteration, if the tensors do not fit."""
+    state, shard = model.state, model.state.shard
+    document, saved = image.saved, SavedTensors.of(image.saved, source)
+    shard.data.copy_(saved.weights)
+    restore_optimizer(shard, document.optimizer, saved.optimizer)
+    for table in document.tables:
+        state.tables.make(table.spec)
+        name = table.spec.name
+        state.tables.table(name).load_state(saved.tables[name], table.steps)
+    shard.sum.copy_(next(source))
+    shard.loss_flags.copy_(next(source))
+    for worker in image.workers:
+        _install_worker(model, worker, saved.residuals.get(worker.member.worker), source)
+    counted = [(worker, _rows(batch, source)) for worker, batch in image.counted_rows]
+    state.tables.restore_counted(counted)
+    put_back(document.ledger, state.ledger)
+    put_back(image.state, state)
+    put_back(image.membership, model.membership)
+    put_back(image.counts, model.statistics)
+    model.statistics.is_from_start = False
+    model.membership.failure = None if image.failure is None else ModelFailure(*image.failure)
+    model.log.restart(document.position, document.epoch, image.entries)
+
+
+def _install_worker(
+    model: ServedModel, image: WorkerImage, residual: Tensor | None, source: Iterator[Tensor]
+) -> None:
+    shard = model.state.shard
+    pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), in_chain=True)
+    put_back(image.pushes, pushes)
+    for sequence, rows in image.staged:
+        tensors = PushTensors(next(source), next(source))
+        pushes.staged[sequence] = StagedPush(tensors, [_rows(batch, source) for batch in rows])
+        if sequence == pushes.committed:
+            pushes.install(tensors, recycles=False)
+    worker = image.member.worker
+    member = Member(worker, image.member.incarnation, pushes, PullBuffer())
+    put_back(image.member, member)
+    member.residual = None if residual is None else bytearray(residual.numpy().tobytes())
+    model.membership.members[worker] = member
+    into = model.state.arriving if image.is_arriving else model.state.pushes
+    into[worker] = pushes
+
+
+def _rows(batch: RowBatch, source: Iterator[Tensor]) -> RowPush:
+    return RowPush(batch.table, next(source), next(source), batch.lr)

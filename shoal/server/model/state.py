@@ -149,7 +149,7 @@ class ModelState:
             return
         if buffer.committed <= lost.sequence:
             buffer.skip_to(lost.sequence)
-        buffer.forget_after(decided)
+        buffer.forget(decided, lost.sequence)
 
     def _apply_step(self, step: StepApplied) -> None:
         if step.version != self.version + 1:
@@ -192,8 +192,8 @@ class ModelState:
 class LoggedCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What follows from the log alone: all copies count the same."""
 
-    missed_updates: dict[int, int] = {}
-    returns: dict[int, int] = {}
+    missed_updates: dict[int, int]
+    returns: dict[int, int]
 
 
 class Statistics:
@@ -205,27 +205,19 @@ class Statistics:
     def __init__(self) -> None:
         self.repeated_pushes = 0
         self.is_from_start = True  # else what was before it got the state of another copy lacks
-        self._missed_updates: Counter[int] = Counter()  # between a pull and its push
+        self.missed_updates: dict[int, int] = {}  # between a pull and its push
         self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
-        self._returns: dict[int, int] = {}  # worker -> steps that it missed while it was away
+        self.returns: dict[int, int] = {}  # worker -> steps that it missed while it was away
 
     def note_push(self, missed_updates: int) -> None:
-        self._missed_updates[max(0, missed_updates)] += 1
+        number = max(0, missed_updates)
+        self.missed_updates[number] = self.missed_updates.get(number, 0) + 1
 
     def note_pull(self, steps_ahead: int) -> None:
         self._steps_ahead[max(0, steps_ahead)] += 1
 
     def note_return(self, worker: int, clock: int, step: int) -> None:
-        self._returns[worker] = self._returns.get(worker, 0) + step - clock
-
-    def logged(self) -> LoggedCounts:
-        return LoggedCounts(dict(self._missed_updates), dict(self._returns))
-
-    def learn(self, counts: LoggedCounts) -> None:
-        """Go on from the counts of another copy."""
-        self._missed_updates = Counter(counts.missed_updates)
-        self._returns = dict(counts.returns)
-        self.is_from_start = False
+        self.returns[worker] = self.returns.get(worker, 0) + step - clock
 
     def report(self, updates: int, membership: Membership, ledger: Ledger | None) -> dict[str, Any]:
         """The ledger is the leader's; decisions are in the leader's report only."""
@@ -233,25 +225,25 @@ class Statistics:
             "updates": updates,
             "sent_again": self.repeated_pushes,
             "lost": membership.lost,
-            "came_back": {str(w): self._returns[w] for w in sorted(self._returns)},
+            "came_back": {str(w): self.returns[w] for w in sorted(self.returns)},
             "is_complete": self.is_from_start,
         }
         return counts if ledger is None else counts | self._decisions(membership, ledger)
 
     def _decisions(self, membership: Membership, ledger: Ledger) -> dict[str, Any]:
-        workers = sorted(ledger.outcomes)
+        workers = range(ledger.rule.workers)
         return {
             "workers": {
-                str(w): {verdict.value: ledger.outcomes[w][verdict] for verdict in PushVerdict}
+                str(w): {verdict.value: n for verdict, n in ledger.outcomes[w].items()}
                 for w in workers
             },
             "left_out": {
                 str(w): ledger.skipped(w, to_the_end=membership.has_left(w)) for w in workers
             },
-            "missed_updates": _by_number(self._missed_updates),
+            "missed_updates": _by_number(self.missed_updates),
             "steps_ahead": _by_number(self._steps_ahead),
         }
 
 
-def _by_number(counts: Counter[int]) -> dict[str, int]:
+def _by_number(counts: dict[int, int]) -> dict[str, int]:
     return {str(number): counts[number] for number in sorted(counts)}

@@ -58,6 +58,10 @@ class Tables:
             raise Refused(f"there is no table {name!r} here")
         return self._tables[name]
 
+    def hot_table(self, name: str) -> HotTable:
+        self.table(name)
+        return self.hot[name]
+
     def pull(
         self, name: str, ids: Ids, target: RowTarget, copies: int = 0, version: int = 0
     ) -> RowsPulled:

@@ -15,9 +15,9 @@ from shoal.runtime.checkpoint_folders import (
     shard_name,
     version_of,
 )
-from shoal.server.messages import ModelSpec
-from shoal.server.model.snapshot import SavedWorker, Snapshot
-from shoal.server.process.shard_file import write_shard
+from shoal.server.model.served_model import ServedModel
+from shoal.server.model.snapshot import saved_state
+from shoal.server.process.shard_file import write_tensors
 
 _CLOSE_S = 60.0
 
@@ -81,28 +81,24 @@ class ShardSaver:
         self._lock = threading.Lock()
 
     def save(
-        self,
-        model: int,
-        spec: ModelSpec,
-        number: int,
-        snapshot: Callable[[], tuple[Snapshot, dict[int, SavedWorker]]],
-        stays: Callable[[], bool] = lambda: True,
+        self, model_id: int, model: ServedModel, number: int, stays: Callable[[], bool]
     ) -> None:
-        """Copy the state by `snapshot()`, and write it later; leaves it out if it is behind.
+        """Copy the state, under its lock, and write it later; leaves it out if it is behind.
 
         `stays()` waits until no loss of a server undoes what was copied; False if one has.
         """
-        version = version_of(self._folder, number, model)
-        name = shard_name(spec.index, spec.servers)
+        version = version_of(self._folder, number, model_id)
+        name = shard_name(model.spec.index, model.spec.servers)
         with self._lock:
             if self._writer.is_busy:
                 return
-            copied, workers = snapshot()
+            document, copies = saved_state(model, number)
+            tensors = dict(zip(document.tensor_names(), copies, strict=True))
 
             def write() -> None:
                 if (version.path / name).exists() or not stays():  # another copy's
                     return
-                version.write(name, lambda file: write_shard(file, number, spec, copied, workers))
+                version.write(name, lambda file: write_tensors(file, tensors, document))
 
             self._writer.start(write)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from shoal.protocol.connection import Closed
@@ -15,7 +13,6 @@ from shoal.server.messages import (
     BarrierRequest,
     DeviceAsked,
     DeviceOffered,
-    Entered,
     Follow,
     LowestSurvivor,
     ModelSpec,
@@ -24,11 +21,10 @@ from shoal.server.messages import (
     Stats,
     TotalNorm,
 )
-from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.model_host import check_spec
 from shoal.server.process.peer import Peer, handles
-from shoal.server.shared_memory import WorkerSegment, attach
+from shoal.server.shared_memory import attach
 
 MAX_LOST_PUSHES = 4096  # of a worker, with servers of eventual consistency
 
@@ -36,33 +32,33 @@ MAX_LOST_PUSHES = 4096  # of a worker, with servers of eventual consistency
 @handles(FrameKind.SETUP, "control")
 def set_up(peer: Peer, header: Header, meta: bytes) -> None:
     """A worker describes the model, perhaps with memory that it shares, and joins."""
-    if peer.has_reconnected and peer.model is not None:  # the answer was lost
-        if decode(meta, ModelSpec) != peer.model.spec:
-            raise Refused("the workers of one model describe it differently")
-        _attach_again(peer, peer.model)
-        _resume(peer, header)
-        peer.reply(_set_up(peer))
-        return
-    if peer.member is not None:
+    is_again = peer.has_reconnected and peer.model is not None  # the answer was lost
+    if peer.member is not None and not is_again:
         raise Refused(f"worker {peer.worker} has joined before")
-    descriptor = peer.connection.take_descriptor()
-    try:
-        if generation_of(peer.incarnation) and peer.host.is_released(peer.model_id):
+    with peer.descriptor() as descriptor:
+        if (
+            not is_again
+            and generation_of(peer.incarnation)
+            and peer.host.is_released(peer.model_id)
+        ):
             peer.reply(encode(SetUp(is_over=True)))
             return
         spec = decode(meta, ModelSpec)
+        if peer.model is not None and spec != peer.model.spec:
+            raise Refused("the workers of one model describe it differently")
         check_spec(spec, peer.host.max_bytes)
-        segment = None if descriptor is None else _segment(descriptor, spec)
+        segment = None
+        if descriptor is not None and (not is_again or peer.host.in_chain):
+            segment = attach(descriptor, DTYPES[spec.dtype], spec.size, partial_sums(spec))
+    if not is_again:
         peer.host.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
-        model = peer.host.models[peer.model_id]
-        if segment is not None:
-            model.attach(peer.worker, segment)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-    peer.enter(model)
+    model = peer.host.models[peer.model_id]
+    if segment is not None:
+        model.attach(peer.worker, segment)
+    if not is_again:
+        peer.enter(model)
     _resume(peer, header)
-    peer.reply(_set_up(peer))
+    peer.reply(encode(SetUp(peer.joined()[1].comes_back)))
 
 
 def _resume(peer: Peer, header: Header) -> None:
@@ -77,44 +73,18 @@ def _resume(peer: Peer, header: Header) -> None:
     peer.host.execute(Resumed(peer.model_id, peer.worker, header.sequence, header.argument))
 
 
-def _attach_again(peer: Peer, model: ServedModel) -> None:
-    """A copy reads pushes from the memory that the worker shares."""
-    descriptor = peer.connection.take_descriptor()
-    if descriptor is None:
-        return
-    try:
-        if peer.host.in_chain:
-            model.attach(peer.worker, _segment(descriptor, model.spec))
-    finally:
-        os.close(descriptor)
-
-
-def _set_up(peer: Peer) -> bytes:
-    _, member = peer.joined()
-    return encode(SetUp(member.comes_back))
-
-
 @handles(FrameKind.ENTER, "control")
 def enter(peer: Peer, header: Header, meta: bytes) -> None:
     peer.joined()
-    entered: Entered = peer.host.execute(Returned(peer.model_id, peer.worker))
-    peer.reply(encode(entered))
-
-
-def _segment(descriptor: int, spec: ModelSpec) -> WorkerSegment:
-    return attach(descriptor, DTYPES[spec.dtype], spec.size, partial_sums(spec))
+    peer.reply(encode(peer.host.execute(Returned(peer.model_id, peer.worker))))
 
 
 @handles(FrameKind.SHARE_WEIGHTS, "control")
 def share_weights(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    descriptor = peer.connection.take_descriptor()
-    if descriptor is None:
-        raise Refused("SHARE_WEIGHTS arrives without memory")
-    try:
+    with peer.descriptor(is_needed=True) as descriptor:
+        assert descriptor is not None
         model.share_weights(peer.worker, descriptor)
-    finally:
-        os.close(descriptor)
     peer.reply()
 
 
@@ -170,19 +140,17 @@ def follow(peer: Peer, header: Header, meta: bytes) -> None:
 
 
 @handles(FrameKind.CHAIN, "chain", has_payload=True)
-def chain(peer: Peer, header: Header, meta: bytes) -> None:
-    """No answer: what there is to say goes over the connection in the other direction."""
-    if peer.host.chain is None:
-        raise Refused("this server has no replicas")
-    peer.host.chain.receive(header.worker, header, meta, peer.connection)
-
-
 @handles(FrameKind.SNAPSHOT, "chain", has_payload=True)
-def snapshot(peer: Peer, header: Header, meta: bytes) -> None:
-    """The state of the tail, for a copy that has none; no answer."""
-    if peer.host.chain is None:
+def chain(peer: Peer, header: Header, meta: bytes) -> None:
+    """A message of another copy, or the state of the tail for one that has none.
+
+    No answer: what there is to say goes over the connection in the other direction.
+    """
+    chain = peer.host.chain
+    if chain is None:
         raise Refused("this server has no replicas")
-    peer.host.chain.receive_snapshot(header.worker, header, meta, peer.connection)
+    receive = chain.receive if header.kind is FrameKind.CHAIN else chain.receive_snapshot
+    receive(header.worker, header, meta, peer.connection)
 
 
 @handles(FrameKind.SHARE_DEVICE, "control")
@@ -192,17 +160,13 @@ def share_device(peer: Peer, header: Header, meta: bytes) -> None:
     asked = decode(meta, DeviceAsked)
     if member.pushes.committed:
         raise Refused("SHARE_DEVICE arrives after the first push")
+    offered = DeviceOffered()
     if asked.is_accepted:
         if member.offered is None:
             raise Refused(f"worker {peer.worker} was offered no memory on a GPU")
         model.attach_device(peer.worker, member.offered)
         member.offered = None
-        peer.reply(encode(DeviceOffered()))
-        return
-    is_plain = model.compression is None and not model.in_chain
-    made = offer(asked, model.spec, model.state.shard.device) if is_plain else None
-    if made is None:
-        peer.reply(encode(DeviceOffered()))
-        return
-    member.offered, offered = made
+    elif model.compression is None and not model.in_chain:
+        made = offer(asked, model.spec, model.state.shard.device)
+        member.offered, offered = made or (None, offered)
     peer.reply(encode(offered))

@@ -218,7 +218,7 @@ class ModelHost:
         is_copy = self.chain is not None and not self.chain.is_head  # the head writes for all
         if self.saver is not None and not is_copy:
             stays = partial(self._stays, model_id, model)
-            self.saver.save(model_id, model.spec, number, model.saved_state, stays)
+            self.saver.save(model_id, model, number, stays)
 
     def _stays(self, model_id: int, model: ServedModel) -> bool:
         """Waits until all that is applied is committed; False if this copy was removed."""

@@ -6,10 +6,11 @@ one; the server gives up the worker if it does not. A broken Unix socket is the 
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.frames import FrameKind, Header, Refused, encode
@@ -23,29 +24,6 @@ from shoal.server.process.model_host import ModelHost
 from shoal.server.rows.memory import RowBuffer
 
 T = TypeVar("T")
-
-
-class EarlyReply:
-    """An answer that the thread which hears of a commitment sends: no other has to be woken."""
-
-    def __init__(self, peer: Peer, encoded: Callable[[Any], bytes | None]):
-        """`encoded` is None where the answer is not known yet."""
-        self._peer = peer
-        self._encoded = encoded
-        self._rest: memoryview | None = None  # None: nothing was sent
-
-    def send(self, answer: Any) -> None:
-        """Without waiting: the worker may not read."""
-        meta = self._encoded(answer)
-        if meta is not None and not self._peer.host.slowness.is_slow:
-            with suppress(Closed):  # the thread that serves the worker notices it, too
-                self._rest = self._peer.connection.send_now(self._peer.ok, meta)
-
-    def finish(self) -> bool:
-        """Whether it was sent; what is left of it is sent now."""
-        if self._rest is not None and self._rest.nbytes:
-            self._peer.connection.send_rest(self._rest)
-        return self._rest is not None
 
 
 class Peer:
@@ -92,6 +70,18 @@ class Peer:
         self.host.execute(operation, Payload(data))
         self.reply()
 
+    @contextmanager
+    def descriptor(self, is_needed: bool = False) -> Iterator[int | None]:
+        """What has been passed with the frame; it is closed at the end."""
+        passed = self.connection.take_descriptor()
+        if passed is None and is_needed:
+            raise Refused("memory is shared, and arrives without a descriptor")
+        try:
+            yield passed
+        finally:
+            if passed is not None:
+                os.close(passed)
+
     def reply(self, meta: bytes = b"", *payload: memoryview) -> None:
         """Once all that the answer may follow from is committed."""
         if self.host.chain is not None:
@@ -129,7 +119,7 @@ class Peer:
             self.member = member
             member.channels[self.channel] = self._active
             if self.channel == "push":
-                member.pushes.restart_push()
+                member.pushes.rows.clear()  # it is sent again from its start
             model.lock.notify_all()
 
     def end(self, is_broken: bool) -> None:

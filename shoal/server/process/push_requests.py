@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
+from shoal.protocol.connection import Closed
 from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.runtime.failpoints import failpoint
 from shoal.server.member.operations import Payload, Pushed, ResidualSaved, StateSet
@@ -11,7 +14,7 @@ from shoal.server.messages import Ack, Commit, Pull, RowBatch, SavedResidual, Sh
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.model.served_model import ServedModel
-from shoal.server.process.peer import EarlyReply, Peer, handles
+from shoal.server.process.peer import Peer, handles
 from shoal.server.shared_memory import bytes_of
 
 
@@ -65,14 +68,23 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     batches = tuple(RowBatch(push.table, len(push.ids), push.lr) for push in rows)
     identity = (peer.model_id, peer.worker, peer.incarnation, header.sequence)
     payload = Payload(rows=rows, push=pushes.take_arrived())
-    early = EarlyReply(peer, lambda ack: None if _is_open(ack, model) else encode(ack))
-    ack: Ack = peer.host.execute(Pushed(*identity, request, batches), payload, early.send)
+    sent: list[memoryview | None] = []  # by another thread; what is left of the answer
+
+    def answer_early(ack: Ack) -> None:
+        """By the thread that hears of the commitment: no other has to be woken. It may not wait."""
+        if not _is_open(ack, model) and not peer.host.slowness.is_slow:
+            with suppress(Closed):  # the thread that serves the worker notices it, too
+                sent.append(peer.connection.send_now(peer.ok, encode(ack)))
+
+    ack: Ack = peer.host.execute(Pushed(*identity, request, batches), payload, answer_early)
     if ack.verdict == "again":
         model.note_repeat()
     if _is_open(ack, model):
         peer.reply(encode(model.verdict(member, header.sequence)))
-    elif not early.finish():
+    elif not sent or sent[0] is None:
         peer.reply_committed(encode(ack))
+    elif sent[0].nbytes:
+        peer.connection.send_rest(sent[0])
     failpoint("push.acknowledged")
 
 
@@ -83,7 +95,7 @@ def _is_open(ack: Ack, model: ServedModel) -> bool:
 
 def catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:
     """A worker may have seen an update at another copy before this one has applied it."""
-    is_behind = sequence > pushes.committed + 1 or pushes.consumed != pushes.committed
+    is_behind = sequence > pushes.committed + 1 or not pushes.is_free
     chain = peer.host.chain
     if chain is None or not is_behind:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -82,13 +81,9 @@ def share(peer: Peer, header: Header, meta: bytes) -> None:
     """A worker passes memory for the rows that it pulls."""
     _, member = peer.joined()
     number = decode(meta, ShareRows).number
-    descriptor = peer.connection.take_descriptor()
-    if descriptor is None:
-        raise Refused("SHARE_ROWS arrives without memory")
-    try:
+    with peer.descriptor(is_needed=True) as descriptor:
+        assert descriptor is not None
         member.row_memory[number] = attach(descriptor)
-    finally:
-        os.close(descriptor)
     peer.reply()
 
 
@@ -157,8 +152,7 @@ def get_heat(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     name = decode(meta, HeatRequest).table
     with model.lock:
-        model.tables.table(name)
-        hot = model.tables.hot[name]
+        hot = model.tables.hot_table(name)
         found, total = hot.take_counts()
         number = hot.number
     numbers = torch.from_numpy(np.concatenate([found.ids, found.counts]))
@@ -171,8 +165,7 @@ def get_hot(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
     name = decode(meta, HeatRequest).table
     with model.lock:
-        model.tables.table(name)
-        hot = model.tables.hot[name]
+        hot = model.tables.hot_table(name)
         answer = HotRows(name, hot.number, len(hot.ids), hot.is_published)
         ids = torch.from_numpy(hot.ids)
     peer.reply(encode(answer), bytes_of(ids))
@@ -183,13 +176,13 @@ def set_hot(peer: Peer, header: Header, meta: bytes) -> None:
     """Take a set of hot rows, or publish those of this server."""
     model, _ = peer.joined()
     request = decode(meta, HotRows)
-    model.tables.table(request.table)
+    hot = model.tables.hot_table(request.table)
     if request.addresses and len(request.addresses) != model.spec.servers:
         raise Refused(f"{len(request.addresses)} addresses of {model.spec.servers} servers")
     check_size(header, request.count, 8, 0)
     ids = read_numbers(peer.connection, request.count, torch.int64)
     with model.lock:
-        model.tables.hot[request.table].choose(request.number, ids.numpy(), request.publish)
+        hot.choose(request.number, ids.numpy(), request.publish)
         model.lock.notify_all()
     if request.addresses:
         peer.host.follow_rows(peer.model_id, request.addresses)

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -15,15 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.embedding.spec import TableSpec
 from shoal.errors import ShoalError
 from shoal.runtime.checkpoint_folders import damaged
 from shoal.runtime.decoders import msgpack_decoder
-from shoal.server.consistency import Count, LedgerState
-from shoal.server.messages import ModelSpec, Name, ShardState
+from shoal.server.messages import ModelSpec
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
-from shoal.server.model.snapshot import SavedWorker, Snapshot
+from shoal.server.model.snapshot import SavedTensors, ShardDocument
 from shoal.server.shared_memory import bytes_of
 
 T = TypeVar("T")
@@ -80,42 +78,6 @@ def _digest_of(tensors: Mapping[str, Tensor], packed: bytes) -> bytes:
     return digest.digest()
 
 
-Format = Literal["shoal server checkpoint 1"]
-_FORMAT: Format = "shoal server checkpoint 1"
-_WEIGHTS = "weights"
-
-
-class CountedPush(msgspec.Struct, frozen=True):
-    """All pushes of a process of a worker up to `sequence` are in the weights."""
-
-    worker: Count
-    incarnation: Count
-    sequence: Count
-
-
-class SavedTable(msgspec.Struct, frozen=True):
-    """Names of the tensors of each chunk of rows."""
-
-    spec: TableSpec
-    steps: Count
-    chunks: tuple[tuple[Name, ...], ...]
-
-
-class ShardDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is no tensor in the file of a server."""
-
-    format: Format
-    number: Count
-    spec: ModelSpec
-    position: Count
-    epoch: Count
-    ledger: LedgerState
-    pushes: tuple[CountedPush, ...]
-    optimizer: ShardState
-    tables: tuple[SavedTable, ...]
-    residuals: tuple[Count, ...] = ()  # workers whose residuals are here
-
-
 class SavedShard(NamedTuple):
     """The file of a server, checked in itself."""
 
@@ -127,74 +89,17 @@ class SavedShard(NamedTuple):
     digest: bytes
 
 
-def write_shard(
-    file: Path,
-    number: int,
-    spec: ModelSpec,
-    snapshot: Snapshot,
-    workers: Mapping[int, SavedWorker],
-) -> None:
-    tables = [
-        SavedTable(table.spec, table.steps, tuple(tuple(chunk) for chunk in table.chunks))
-        for table in snapshot.tables
-    ]
-    pushes = [
-        CountedPush(worker, workers[worker].incarnation if worker in workers else 0, sequence)
-        for worker, sequence in sorted(snapshot.decided.items())
-    ]
-    residuals = {w: saved.residual for w, saved in workers.items() if saved.residual is not None}
-    document = ShardDocument(
-        _FORMAT,
-        number,
-        spec,
-        snapshot.position,
-        snapshot.epoch,
-        snapshot.ledger,
-        tuple(pushes),
-        snapshot.optimizer,
-        tuple(tables),
-        tuple(sorted(residuals)),
-    )
-    write_tensors(file, _tensors(snapshot) | _residual_tensors(residuals), document)
-
-
-def _tensors(snapshot: Snapshot) -> dict[str, Tensor]:
-    tensors = {_WEIGHTS: snapshot.weights}
-    tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(snapshot.optimizer_tensors)}
-    for i, table in enumerate(snapshot.tables):
-        for j, chunk in enumerate(table.chunks):
-            tensors |= {f"table/{i}/{j}/{key}": tensor for key, tensor in chunk.items()}
-    return tensors
-
-
-def _residual_tensors(residuals: Mapping[int, bytes | bytearray]) -> dict[str, Tensor]:
-    return {
-        f"residual/{worker}": torch.frombuffer(bytearray(residual), dtype=torch.uint8)
-        for worker, residual in residuals.items()
-    }
-
-
 def read_shard(file: Path) -> SavedShard:
     """CheckpointError if it is damaged or its tensors are not those that it describes."""
     tensors, document, digest = read_tensors_of(file, ShardDocument)
-    try:
-        weights = tensors.pop(_WEIGHTS)
-        optimizer = [tensors.pop(f"optimizer/{i}") for i in range(len(document.optimizer.tensors))]
-        tables = {
-            table.spec.name: [
-                {key: tensors.pop(f"table/{i}/{j}/{key}") for key in chunk}
-                for j, chunk in enumerate(table.chunks)
-            ]
-            for i, table in enumerate(document.tables)
-        }
-        residuals = {worker: tensors.pop(f"residual/{worker}") for worker in document.residuals}
-    except KeyError as error:
-        raise damaged(file, f"it has no tensor {error}") from error
-    if tensors:
-        raise damaged(file, f"nothing is known of its tensor {next(iter(tensors))!r}")
-    _check(file, document, weights, optimizer)
-    _check_residuals(file, document.spec, residuals)
-    return SavedShard(document, weights, optimizer, tables, residuals, digest)
+    names = list(document.tensor_names())
+    if set(names) != set(tensors):
+        different = min(set(names) ^ set(tensors))
+        raise damaged(file, f"it lacks the tensor {different!r}, or nothing is known of it")
+    saved = SavedTensors.of(document, map(tensors.__getitem__, names))
+    _check(file, document, saved.weights, saved.optimizer)
+    _check_residuals(file, document.spec, saved.residuals)
+    return SavedShard(document, *saved, digest)
 
 
 def _check(file: Path, document: ShardDocument, weights: Tensor, optimizer: list[Tensor]) -> None:

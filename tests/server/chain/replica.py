@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.server.chain.config import Entry
-from shoal.server.chain.entries import WHILE_APPLYING, Unapplied
+from shoal.server.chain.entries import WHILE_APPLYING, take
 from shoal.server.chain.manager import ChainManager, Fetch, Swap
 from shoal.server.chain.messages import (
     Apply,
@@ -22,7 +22,7 @@ from shoal.server.chain.messages import (
     SendSnapshot,
 )
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.state import Fenced, NotHead, TooFarAhead
+from shoal.server.chain.state import Fenced, NotHead
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.loop import Process
 from tests.server.chain.network import MESSAGE_S
@@ -86,7 +86,7 @@ class Replica:
         self.node.max_weight = world.max_weight
         self.manager = self.manager_type(self.node, world.founders)
         self.state = self.state_type()
-        self.unapplied = Unapplied()
+        self.unapplied: deque[Entry] = deque()
         self.applied = 0
         self.has_lease = False
         self.is_asking = False
@@ -203,7 +203,7 @@ class Replica:
             if isinstance(effect, Send):
                 self.world.network.send(self.me, effect.to, effect.message)
             elif isinstance(effect, Apply):
-                self.unapplied.add(effect.entry)
+                self.unapplied.append(effect.entry)
                 delay_s = self.world.loop.soon(APPLY_S)
                 self.process.after(delay_s, self.apply_upto, self.incarnation, effect.entry)
             elif isinstance(effect, Reset):
@@ -241,13 +241,13 @@ class Replica:
 
     def settle(self) -> None:
         """Apply all that is logged."""
-        while (entry := self.unapplied.take()) is not None:
+        while (entry := take(self.unapplied)) is not None:
             self.apply(entry)
 
     def apply_upto(self, incarnation: int, last: Entry) -> None:
         """What a thread does that has logged an operation."""
         while incarnation == self.incarnation:
-            entry = self.unapplied.take(last.position)
+            entry = take(self.unapplied, last.position)
             if entry is None:
                 return
             self.apply(entry)
@@ -267,8 +267,11 @@ class Replica:
     def push(self, op: Push | Resume, answer: Answer) -> None:
         """The answer: True, or the head to turn to (None if there is none, or not known)."""
         try:
+            if not self.node.has_room:
+                answer(self.node.config.head)
+                return
             position, effects = self.node.propose(op)
-        except (Fenced, NotHead, TooFarAhead):
+        except (Fenced, NotHead):
             answer(self.node.config.head)
         else:
             self.waiting[position] = answer

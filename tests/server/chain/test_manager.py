@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.server.chain.config import ChainConfig
-from shoal.server.chain.manager import ChainManager, Fetch, Swap
+from shoal.server.chain.manager import ChainManager, Fetch, Swap, who_leaves
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.reach import who_leaves
 from shoal.server.chain.read_lease import ReadLease
 
 THREE = ChainConfig(5, (0, 1, 2), (1, 1, 1))
@@ -43,15 +42,6 @@ def test_when_all_have_lost_their_leases_the_first_to_return_removes_none_at_onc
     knows(manager, THREE, {0: 1})
     assert manager.next_request(LATER_S + 0.4) == Swap(THREE.renewed(), 45)
     assert manager.next_request(LATER_S + 0.6) == Swap(THREE.without({1, 2}), 45)
-
-
-def test_a_replica_that_is_no_member_says_when_all_members_are_gone() -> None:
-    manager = manager_of(3)
-    knows(manager, THREE, {3: 1, 1: 2})
-    assert manager.all_are_lost
-    manager.look()
-    knows(manager, THREE, {3: 1, 1: 1})
-    assert not manager.all_are_lost
 
 
 def apart(*pairs: tuple[int, int]) -> dict[int, tuple[int, ...]]:

@@ -162,7 +162,7 @@ class World:
         """Workers are done, no read waits, and all replicas are members in the same place."""
         nodes = [replica.node for replica in self.replicas]
         places = {(n.epoch, n.position, n.committed) for n in nodes}
-        is_settled = all(n.is_member and not n.is_dirty and not n.asked for n in nodes)
+        is_settled = all(n.is_member and n.position == n.committed and not n.asked for n in nodes)
         is_settled &= all(replica.applied == replica.node.position for replica in self.replicas)
         are_done = all(w.is_done for w in self.workers) and not any(r.reads for r in self.replicas)
         return are_done and is_settled and len(places) == 1
