@@ -107,7 +107,7 @@ class OrderedAccumulation:
         self._on_bucket = on_bucket
         self._microbatches = microbatches
         self._losses: dict[int, Tensor] = {}
-        self._grads: dict[int, dict[nn.Parameter, Tensor]] = {}
+        self.gradients: dict[int, dict[nn.Parameter, Tensor]] = {}
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
         self._losses[microbatch] = loss
@@ -119,7 +119,7 @@ class OrderedAccumulation:
         """Move what this action added from the parameters to its micro-batch."""
         if action.kind not in _ENDS_BACKWARD:
             return
-        grads = self._grads.setdefault(action.microbatch, {})
+        grads = self.gradients.setdefault(action.microbatch, {})
         for p in self._flat.params:
             if p.grad is not None:
                 grads[p] = grads[p] + p.grad if p in grads else p.grad
@@ -128,7 +128,7 @@ class OrderedAccumulation:
     def finish(self) -> Tensor:
         loss = torch.zeros((), device=self._flat.device)
         for m in range(self._microbatches):
-            for p, grad in self._grads.pop(m, {}).items():
+            for p, grad in self.gradients.pop(m, {}).items():
                 p.grad = grad
             loss = self._losses.get(m, torch.zeros((), device=self._flat.device))
             self._flat.grads.record_loss(loss)

@@ -9,6 +9,7 @@ actions before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.stage import Stage
-from shoal.runtime.trace import Tracer
+from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines.actions import (
     Action,
     ActionKind,
@@ -159,37 +160,22 @@ class PipelineStage(Stage):
     def finish(self) -> None:
         self.messages.finish()
 
-    def predict(self, inputs: Any, seed: int = 0) -> Any:
+    def predict(self, inputs: Any) -> Any:
         """The outputs of the model on the last stage; None on the others."""
-        if not self.stages.replays:
-            return self._predict(inputs, seed)
-        with fork_rng(self._flat.device):  # each stage begins the forward with the same seed
-            return self._predict(inputs, seed)
-
-    def _predict(self, inputs: Any, seed: int) -> Any:
-        _, values = self.stages.bind_inputs(inputs)
-        channel = self.messages.channel
-        pipeline = self.messages.pipeline
-        under_way: list[PytreeWork] = []
-        for chunk in range(pipeline.chunks):
-            action = Action(ActionKind.FORWARD, 0, chunk)
-            virtual = self.messages.virtual(action)
-            source = pipeline.producer(self.messages.stage, action)
-            target = pipeline.consumer(self.messages.stage, action)
-            received = (
-                values if source is None else channel.recv(source.stage, message_tag(virtual, 0))
-            )
-            if self.stages.replays:
-                seed_forward(self._flat.device, seed)
-            with self._flat.forward_context():
-                outputs = self.stages.compute(virtual, inputs, received)
-            if target is None:
-                values = outputs
-            else:
-                under_way.append(channel.send(outputs, target.stage, message_tag(virtual + 1, 0)))
-        for sent in under_way:
-            sent.wait()
-        return in_full(values) if self.is_last else None
+        outputs = self.stages.bind_inputs(inputs)[1]
+        messages = StageMessages(self.messages.pipeline, self.messages.channel, OFF)
+        with fork_rng(self._flat.device) if self.stages.replays else nullcontext():
+            for chunk in range(messages.pipeline.chunks):
+                action = Action(ActionKind.FORWARD, 0, chunk)
+                if messages.pipeline.producer(messages.stage, action) is not None:
+                    outputs = messages.recv(action)
+                if self.stages.replays:  # each stage begins the forward with the same seed
+                    self._seed(action, 0)
+                with self._flat.forward_context():
+                    outputs = self.stages.compute(messages.virtual(action), inputs, outputs)
+                messages.send(action, outputs)
+        messages.finish()
+        return in_full(outputs) if self.is_last else None
 
     def _seed(self, action: Action, seed: int) -> None:
         """Randomness of its own for every stage and micro-batch; or what the stage before left."""

@@ -213,7 +213,7 @@ class StageShard(ReplicaShard):
             self.stages.hide_kept(kept, self.group.rank)
         size = sum(t.nbytes for t in state_of(self.model).values())
         if not self._is_trusted and size <= LARGEST_CHECKED_BYTES:
-            StageCheck(self, self.stages, self.group, engine).run(microbatches[0])
+            StageCheck(self, engine).run(microbatches[0])
         self.stages.hide_kept(kept, self.group.rank)
 
     def _rehearse(self, micro: MicroBatch, engine: Engine) -> list[list[Slot]]:
