@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,17 @@ class SplitModel(NamedTuple):
             f'what is special about it whole, as in plan={{"{pattern}": "whole"}}'
         )
 
+    @contextmanager
+    def refusing(self, block: str, where: Callable[[], str] = str) -> Iterator[None]:
+        """Whatever a forward raises, with other layers than it was built for, is a refusal."""
+        try:
+            yield
+        except (ShoalError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = f"fails with {type(error).__name__}: {error}"
+            raise self.refusal(block, where(), what) from error
+
 
 def check_split(
     split: SplitModel, call: ModuleCall, with_gradients: bool, say: Callable[[str], None]
@@ -139,11 +151,10 @@ class _FailsInEvaluation(Exception):
 
 @contextmanager
 def _repeatable(split: SplitModel, quiet: Quiet) -> Iterator[None]:
-    model = split.outer.model
-    original = split.outer.original
-    with fork_rng(split.outer.device), preserve_modes(model), preserve_modes(original):
-        quiet(model)
-        quiet(original)
+    outer = split.outer
+    with fork_rng(outer.device), preserve_modes(outer.model), preserve_modes(outer.original):
+        quiet(outer.model)
+        quiet(outer.original)
         yield
 
 
@@ -168,7 +179,10 @@ def _check_experts(
     for name, called in zip(experts.kinds, was_called, strict=True):
         if called:
             _compare(split, name, calls[name], with_gradients)
-    if experts.full_bytes <= LARGEST_COMPARED_BYTES and not _has_shared_loss(experts, call):
+    config = getattr(experts.model, "config", None)
+    name = "output_router_logits"  # of all workers: the model returns a loss over them
+    has_shared_loss = call.kwargs.get(name, False) or getattr(config, name, False)
+    if experts.full_bytes <= LARGEST_COMPARED_BYTES and not has_shared_loss:
         _compare_outputs(split, experts, call, outputs, say)
 
 
@@ -179,28 +193,18 @@ def _noted_calls(
     """Outputs of the split model, and how it calls modules of these names first."""
     calls: dict[str, ModuleCall] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = map_tensors(lambda t: t.detach().clone(), full_activations((args, kwargs)))
-            calls.setdefault(name, ModuleCall(given[0], given[1], call.seed))
-
-        return hook
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = map_tensors(lambda t: t.detach().clone(), full_activations((args, kwargs)))
+        calls.setdefault(name, ModuleCall(given[0], given[1], call.seed))
 
     model = split.outer.model
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
-        for name in names
-    ]
-    try:
+    with ExitStack() as hooks, split.refusing(""):
+        for name in names:
+            hook = partial(note, name)
+            module = model.get_submodule(name)
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         seed_generators(split.outer.device, call.seed)
         out = model(*call.args, **call.kwargs)
-    except (ShoalError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a forward does with other layers than it was built for
-        raise split.refusal("", "", f"fails with {type(error).__name__}: {error}") from error
-    finally:
-        for handle in hooks:
-            handle.remove()
     return [t.detach() for t in tensors_of(full_activations(out))], calls
 
 
@@ -211,32 +215,26 @@ def _compare(split: SplitModel, name: str, call: ModuleCall, with_gradients: boo
     part = split.outer.model.get_submodule(name)
     whole = split.outer.original.get_submodule(name)
     function, leaves = _whole_function(split, name)
-    sums = split.sums_in(name)
-    run = _Run(split.outer.device, call, with_gradients, has_leaf_inputs=split.experts is not None)
+    run = _Run(split, call, with_gradients, split.sums_in(name))
     try:
-        expected, expected_sums = run(function, leaves, whole, sums)
+        expected, expected_sums = run(function, leaves, whole, [])
     except Exception as error:  # whatever a forward does in evaluation mode
         is_tried_again = split.experts is None and not whole.training
         if isinstance(error, (ShoalError, torch.OutOfMemoryError)) or not is_tried_again:
             raise
         raise _FailsInEvaluation from error
     order: list[str] = []
-    try:
-        actual, actual_sums = run(part, dict(part.named_parameters()), part, sums, order)
-    except (ShoalError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        stuck = _open_column(part, order) or next((s for s in expected_sums if s not in order), "")
-        raise split.refusal(name, stuck, f"fails with {type(error).__name__}: {error}") from error
-    same = {key: is_close(t, actual_sums[key]) for key, t in expected_sums.items()
-            if key in actual_sums}  # fmt: skip
+    with split.refusing(name, lambda: _stuck(part, order, expected_sums)):
+        actual, actual_sums = run(part, dict(part.named_parameters()), part, order)
+    same = {
+        key: is_close(t, actual_sums[key]) for key, t in expected_sums.items() if key in actual_sums
+    }
     # of a block of layers the first output: others may be those of some heads
     same[""] = expected.has_outputs(actual.outputs, first=bool(name) and split.experts is None)
     noise = noise_of(expected.gradients)
-    for key, gradient in expected.gradients.items():
-        wanted = gradient
+    for key, wanted in expected.gradients.items():
         if key in leaves:
-            wanted = split.gradient_here(full_name(name, key), gradient, leaves[key])
+            wanted = split.gradient_here(full_name(name, key), wanted, leaves[key])
         same[key] = is_same(wanted, actual.gradients.get(key), noise)
     for key, agreed in zip(same, split.agree(list(same.values())), strict=True):
         if not agreed:
@@ -258,75 +256,63 @@ def _whole_function(split: SplitModel, name: str) -> tuple[Callable[..., Any], d
 class _Run(NamedTuple):
     """One forward, and one backward from a combination of all outputs."""
 
-    device: torch.device
+    split: SplitModel
     call: ModuleCall
     with_gradients: bool
-    has_leaf_inputs: bool  # gradients of inputs are compared, too
+    sums: list[str]
 
     def __call__(
         self,
         function: Callable[..., Any],
         parameters: dict[str, Any],
         module: nn.Module,
-        sums: list[str],
-        order: list[str] | None = None,
+        order: list[str],
     ) -> tuple[Computed, dict[str, Tensor]]:
         """What `function` computes, and the outputs of layers `sums` inside of `module`.
 
-        The linear layers of a split model go to `order` as they run.
+        The linear layers of a split model go to `order` as they run. Of experts the gradients of
+        inputs are compared, too.
         """
         noted: dict[str, Tensor] = {}
-        ran: list[str] = [] if order is None else order
 
-        def note(name: str) -> Callable[..., None]:
-            def hook(layer: nn.Module, args: Any, output: Any) -> None:
-                ran.append(name)
-                found = tensors_of(full_activations(output))[:1] if name in sums else []
-                if found and name not in noted:
-                    noted[name] = found[0].detach()
+        def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+            order.append(name)
+            found = tensors_of(full_activations(output))[:1] if name in self.sums else []
+            if found:
+                noted.setdefault(name, found[0].detach())
 
-            return hook
-
+        given = (self.call.args, self.call.kwargs)
+        inputs: dict[str, Tensor] = {}
+        if self.split.experts is not None:
+            given = map_tensors(
+                lambda t: t.detach().requires_grad_(self.with_gradients and t.is_floating_point()),
+                given,
+            )
+            leaves = [t for t in tensors_of(given) if t.requires_grad]
+            inputs = {f"input {i}": t for i, t in enumerate(leaves)}
         linear = [n for n, m in module.named_modules() if isinstance(m, ColumnLinear | RowLinear)]
-        hooks = [
-            module.get_submodule(name).register_forward_hook(note(name))
-            for name in {*sums, *linear}
-        ]
-        given, inputs = self._inputs()
-        seed_generators(self.device, self.call.seed)
-        try:
-            with torch.set_grad_enabled(self.with_gradients):
-                # a forward may change its inputs in place
-                given = map_tensors(lambda t: t + 0 if id(t) in inputs else t, given)
-                outputs = tensors_of(full_activations(function(*given[0], **given[1])))
-        finally:
-            for handle in hooks:
-                handle.remove()
-        leaves = {n: p for n, p in parameters.items() if p.device.type != "meta"}
-        leaves |= {f"input {i}": t for i, t in enumerate(inputs.values())}
-        gradients = gradients_of(outputs, leaves) if self.with_gradients else {}
+        seed_generators(self.split.outer.device, self.call.seed)
+        with ExitStack() as hooks, torch.set_grad_enabled(self.with_gradients):
+            for name in {*self.sums, *linear}:
+                layer = module.get_submodule(name)
+                hooks.callback(layer.register_forward_hook(partial(note, name)).remove)
+            # a forward may change its inputs in place
+            args, kwargs = map_tensors(lambda t: t + 0 if t.requires_grad else t.clone(), given)
+            outputs = tensors_of(full_activations(function(*args, **kwargs)))
+        trained = {n: p for n, p in parameters.items() if p.device.type != "meta"} | inputs
+        gradients = gradients_of(outputs, trained) if self.with_gradients else {}
         return Computed([t.detach() for t in outputs], gradients), noted
 
-    def _inputs(self) -> tuple[Tree, dict[int, Tensor]]:
-        """Arguments, and those of them by id whose gradient is compared."""
-        given = (self.call.args, self.call.kwargs)
-        if not self.has_leaf_inputs:
-            return given, {}
-        given = map_tensors(
-            lambda t: (
-                t.detach().clone().requires_grad_(self.with_gradients and t.is_floating_point())
-            ),
-            given,
-        )
-        return given, {id(t): t for t in tensors_of(given) if t.requires_grad}
 
-
-def _open_column(part: nn.Module, order: list[str]) -> str | None:
-    """A layer of whose features each rank has some, if its row layer was not reached."""
-    linear = [part.get_submodule(n) for n in order]
-    latest = next((m for m in reversed(linear) if isinstance(m, ColumnLinear | RowLinear)), None)
-    is_open = isinstance(latest, ColumnLinear) and latest.output == "sharded"
-    return order[linear.index(latest)] if is_open and latest is not None else None
+def _stuck(part: nn.Module, order: list[str], sums: dict[str, Tensor]) -> str:
+    """Where the split module failed: a column layer whose row layer was not reached, or a sum."""
+    for name in reversed(order):
+        layer = part.get_submodule(name)
+        if isinstance(layer, ColumnLinear | RowLinear):
+            if isinstance(layer, ColumnLinear) and layer.output == "sharded":
+                return name
+            break
+    return next((name for name in sums if name not in order), "")
 
 
 # ------------------------------------------------------------------ a model with experts
@@ -353,10 +339,3 @@ def _compare_outputs(
     if not split.agree([same])[0]:
         raise split.refusal("", "", "does not compute what the model does")
     tell_what_differs(experts, run, (call.args, call.kwargs), expected, say)
-
-
-def _has_shared_loss(experts: ExpertSplit, call: ModuleCall) -> bool:
-    """Whether the model returns a loss over the router logits of all workers."""
-    config = getattr(experts.model, "config", None)
-    name = "output_router_logits"
-    return bool(call.kwargs.get(name, False) or getattr(config, name, False))
