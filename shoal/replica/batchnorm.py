@@ -55,18 +55,18 @@ class OwnForward:
         self.own_forward = own_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.own_forward or type(self.layer).forward.__get__(self.layer)
-        tracked = self.layer.num_batches_tracked
-        answers = _Answers(self.shared, tracked)
-        before = _version(self.layer.running_mean)
+        layer = self.layer
+        forward = self.own_forward or type(layer).forward.__get__(layer)
+        answers = _Answers(self.shared, layer.num_batches_tracked)
+        before = _version(layer.running_mean)
         with answers:
             out = forward(*args, **kwargs)
-        changed = _version(self.layer.running_mean) != before
-        if self.layer.training and not answers.called and (answers.takes_statistics or changed):
+        changed = _version(layer.running_mean) != before
+        if layer.training and not answers.called and (answers.takes_statistics or changed):
             raise BadInput(
-                f"{type(self.layer).__name__} computes the statistics of a batch without "
-                "F.batch_norm, so they would be those of one replica's rows: call "
-                'F.batch_norm in it, or say batchnorm="local"'
+                f"{type(layer).__name__} computes the statistics of a batch without F.batch_norm, "
+                "so they would be those of one replica's rows: call F.batch_norm in it, or say "
+                'batchnorm="local"'
             )
         return out
 
@@ -143,16 +143,13 @@ class _Normalize(torch.autograd.Function):
         inv_std = statistics.inv_std()
         normal = (x - statistics.mean.view(shape)) * inv_std.view(shape)
         ctx.save_for_backward(x, weight)
-        ctx.statistics = statistics
-        ctx.group = group
-        ctx.real = real
-        out = normal
+        ctx.statistics, ctx.group, ctx.real = statistics, group, real
         if weight is not None:
-            out = out * weight.view(shape)
+            normal = normal * weight.view(shape)
         if bias is not None:
-            out = out + bias.view(shape)
+            normal = normal + bias.view(shape)
         ctx.has_bias = bias is not None
-        return out.to(x.dtype)
+        return normal.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,11 +166,9 @@ class _Normalize(torch.autograd.Function):
         grad_x = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
         if not ctx.real:  # rows that stand in are not in the statistics
             grad_x = grad_x * 0.0  # it stays in the graph: ranks go through it together
-        affine = (
-            None if weight is None else grad_weight,
-            grad_bias if ctx.has_bias else None,
-        )
-        return grad_x.to(grads[0].dtype), *affine, None, None, None
+        grad_weight = None if weight is None else grad_weight
+        grad_bias = grad_bias if ctx.has_bias else None
+        return grad_x.to(grads[0].dtype), grad_weight, grad_bias, None, None, None
 
 
 def _normal_of(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
@@ -194,42 +189,36 @@ def _normal_of(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
     return centered * inv_std.view(shape), inv_std
 
 
-def _call_of(norm: _BatchNorm, input: Tensor) -> BatchNormCall:
-    """What `norm` asks of F.batch_norm with the statistics of a batch."""
-    keeps = norm.training
-    return BatchNormCall(
-        input,
-        norm.running_mean if keeps else None,
-        norm.running_var if keeps else None,
-        norm.weight,
-        norm.bias,
-        True,
-        norm.momentum,
-        norm.eps,
-    )
+class _ReplacedNorm(_BatchNorm):
+    """A drop-in for BatchNorm1d/2d/3d: `normalize` computes with the statistics of a batch."""
 
-
-class GlobalBatchNorm(_BatchNorm):
-    """A drop-in for BatchNorm1d/2d/3d that shares statistics over a group while training."""
-
-    def __init__(self, local: _BatchNorm, group: Group, state: ForwardState):
+    def __init__(self, local: _BatchNorm, state: ForwardState):
         nn.Module.__init__(self)
         self.__dict__.update(local.__dict__)  # parameters, buffers and hooks are the same
-        self._allowed_dims = _allowed_dims(local)
-        self._group = group
+        self._kind = type(local)
         self._state = state
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() not in self._allowed_dims:
-            raise ValueError(
-                f"expected an input of {self._allowed_dims} dimensions, got {input.dim()}"
-            )
-
     def forward(self, input: Tensor) -> Tensor:
+        self._kind._check_input_dim(self, input)
         if not self.training and self.running_mean is not None:
-            return super().forward(input)
-        self._check_input_dim(input)
-        return self.normalize(_call_of(self, input))
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        mean, var = (self.running_mean, self.running_var) if self.training else (None, None)
+        return self.normalize(
+            BatchNormCall(input, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
+        )
+
+    def normalize(self, call: BatchNormCall) -> Tensor:
+        raise NotImplementedError
+
+
+class GlobalBatchNorm(_ReplacedNorm):
+    """Shares statistics over a group while training."""
+
+    def __init__(self, local: _BatchNorm, group: Group, state: ForwardState):
+        super().__init__(local, state)
+        self._group = group
 
     def normalize(self, call: BatchNormCall) -> Tensor:
         """What F.batch_norm computes while training; with the statistics of all ranks."""
@@ -249,9 +238,8 @@ class GlobalBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _statistics(self, x: Tensor, eps: float) -> _Statistics:
         """Mean and variance over all ranks, merged pairwise so that nothing cancels."""
-        wide = x.detach().float() if x.dtype in (torch.float16, torch.bfloat16) else x.detach()
-        var, mean = torch.var_mean(wide, dim=_all_but_channels(x), correction=0)
-        count = wide.new_tensor([x.numel() / x.shape[1] if self._state.rows_are_real else 0.0])
+        var, mean = _var_mean(x, correction=0)
+        count = mean.new_tensor([x.numel() / x.shape[1] if self._state.rows_are_real else 0.0])
         local = torch.cat([mean, var, count])
         gathered = local.new_empty(self._group.size * local.numel())
         self._group.all_gather(gathered, local).wait()
@@ -279,43 +267,26 @@ class GlobalBatchNorm(_BatchNorm):
             running.lerp_(now.to(running.dtype), has_samples * momentum)
 
 
-class MicroBatchNorm(_BatchNorm):
+class MicroBatchNorm(_ReplacedNorm):
     """BatchNorm of one micro-batch, for exact mode: it records its statistics.
 
     `update_running` later updates the running statistics, in the order of micro-batches.
     """
 
     def __init__(self, local: _BatchNorm, state: ForwardState):
-        nn.Module.__init__(self)
-        self.__dict__.update(local.__dict__)  # parameters, buffers and hooks are the same
-        self._state = state
+        super().__init__(local, state)
         self._recorded: list[Tensor] = []
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        return None
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.running_mean is None:
-            return super().forward(input)
-        return self.normalize(_call_of(self, input))
 
     def normalize(self, call: BatchNormCall) -> Tensor:
         """What F.batch_norm computes while training; running statistics are updated later."""
-        if call.running_mean is not None:
-            self._record(call.input.detach())
+        if call.running_mean is not None and not self._state.is_recomputed:
+            var, mean = _var_mean(call.input, correction=1)
+            real = mean.new_tensor([float(self._state.rows_are_real)])
+            self._recorded.append(torch.cat([mean, var, real]))
         if self.momentum is not None:
             self.momentum = call.momentum  # a subclass may have its own
-        return nn.functional.batch_norm(
+        return F.batch_norm(
             call.input, None, None, call.weight, call.bias, training=True, eps=call.eps
-        )
-
-    def _record(self, x: Tensor) -> None:
-        if self._state.is_recomputed:
-            return
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        var, mean = torch.var_mean(wide, dim=_all_but_channels(x), correction=1)
-        self._recorded.append(
-            torch.cat([mean, var, mean.new_tensor([float(self._state.rows_are_real)])])
         )
 
     @torch.no_grad()
@@ -375,7 +346,6 @@ def use_microbatch_norm(model: nn.Module) -> ForwardState:
 
 
 def update_running_statistics(model: nn.Module, group: Group, missing: float = 0.0) -> None:
-    """See `MicroBatchNorm.update_running`."""
     for layer in _microbatch_norms(model):
         layer.update_running(group, missing)
 
@@ -400,7 +370,7 @@ def _replace(
     replaced: dict[int, nn.Module] = {}  # a layer that is used twice stays one
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if isinstance(child, _BatchNorm) and _is_plain(child):
+            if type(child) in _PLAIN and "forward" not in child.__dict__:
                 parent._modules[name] = replaced.setdefault(id(child), make(child))
     for module in model.modules():
         if isinstance(module, _BatchNorm) and id(module) not in map(id, replaced.values()):
@@ -408,16 +378,10 @@ def _replace(
             module.forward = OwnForward(module, make(module), own)  # type: ignore[method-assign]
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    return type(layer) in _PLAIN and "forward" not in layer.__dict__
-
-
-def _allowed_dims(local: nn.Module) -> tuple[int, ...]:
-    if isinstance(local, nn.BatchNorm1d):
-        return (2, 3)
-    if isinstance(local, nn.SyncBatchNorm):
-        return (2, 3, 4, 5)
-    return (4,) if isinstance(local, nn.BatchNorm2d) else (5,)
+def _var_mean(x: Tensor, correction: int) -> tuple[Tensor, Tensor]:
+    """Per channel, of numbers with enough digits."""
+    wide = x.detach().float() if x.dtype in (torch.float16, torch.bfloat16) else x.detach()
+    return torch.var_mean(wide, dim=_all_but_channels(x), correction=correction)
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

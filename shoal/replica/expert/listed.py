@@ -11,12 +11,11 @@ same ones. Random numbers, buffers and attributes are after the record what they
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
@@ -24,13 +23,18 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.mixtures import ListedMixture
-from shoal.replica.microbatch import default_generators
+from shoal.replica.microbatch import fork_rng
+from shoal.replica.split.attributes import attributes_kept
 from shoal.replica.split.sharded_tensor import full_tensors
 
 
 class _Call(NamedTuple):
     expert: int
     tokens: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[:-1].numel()
 
 
 class ListedExperts:
@@ -42,7 +46,8 @@ class ListedExperts:
         self._placement = placement
         self._forward = mixture.block.forward
         self._compute = [expert.forward for expert in mixture.experts.values()]
-        self._others = _modules_without(mixture.block, mixture.experts.values())
+        inside = {module for expert in mixture.experts.values() for module in expert.modules()}
+        self._others = [module for module in mixture.block.modules() if module not in inside]
         self._calls: list[_Call] | None = None  # while recording
         self._results: Iterator[tuple[_Call, Tensor]] | None = None  # while replaying
         self._is_checked = False
@@ -76,37 +81,32 @@ class ListedExperts:
     # ------------------------------------------------------------------ calls of experts
 
     def _call_expert(self, expert: int, *args: Any, **kwargs: Any) -> Tensor:
+        name = self._names[expert]
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 1:
             raise BadInput(
-                f"{self._names[expert]} is called with more than one tensor: experts that ep "
-                "places on other workers take one tensor of tokens"
+                f"{name} is called with more than one tensor: experts that ep places on other "
+                "workers take one tensor of tokens"
             )
+        call = _Call(expert, args[0])
         if self._calls is not None:
-            return self._note(_Call(expert, args[0]))
+            self._calls.append(call)
+            like = self._probe(call.tokens)
+            return like.new_zeros(*call.tokens.shape[:-1], like.shape[-1])
         if self._results is None:
             raise BadInput(
-                f"{self._names[expert]} is called outside the forward of "
-                f"{type(self._block).__name__}, which has the list of experts"
+                f"{name} is called outside the forward of {type(self._block).__name__}, which has "
+                "the list of experts"
             )
-        return self._result(_Call(expert, args[0]))
-
-    def _note(self, call: _Call) -> Tensor:
-        assert self._calls is not None
-        self._calls.append(call)
-        like = self._probe(call.tokens)
-        return like.new_zeros(*call.tokens.shape[:-1], like.shape[-1])
-
-    def _result(self, call: _Call) -> Tensor:
-        assert self._results is not None
         noted, result = next(self._results, (None, None))
-        if noted is None or result is None or noted.expert != call.expert:
-            raise self._differs()
-        if noted.tokens.shape != call.tokens.shape or not self._is_same(noted.tokens, call.tokens):
+        if noted is None or result is None or not self._is_same(noted, call):
             raise self._differs()
         return result
 
-    def _is_same(self, noted: Tensor, tokens: Tensor) -> bool:
-        return self._is_checked or torch.allclose(noted.detach(), tokens.detach(), equal_nan=True)
+    def _is_same(self, noted: _Call, call: _Call) -> bool:
+        if noted.expert != call.expert or noted.tokens.shape != call.tokens.shape:
+            return False
+        a, b = noted.tokens.detach(), call.tokens.detach()
+        return self._is_checked or torch.allclose(a, b, equal_nan=True)
 
     def _differs(self) -> BadInput:
         return BadInput(
@@ -118,10 +118,14 @@ class ListedExperts:
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Call]:
         self._calls = []
-        args, kwargs = map_tensors(_copy, (args, kwargs))
+        # copies with their graph: a forward may change its inputs in place
+        args, kwargs = map_tensors(
+            lambda t: t.clone() if t.is_floating_point() else t, (args, kwargs)
+        )
         devices = [t.device for t in tensors_of((args, kwargs))]
+        device = devices[0] if devices else torch.device("cpu")
         try:
-            with _unchanged(self._others, devices[0] if devices else torch.device("cpu")):
+            with fork_rng(device), attributes_kept(self._others):
                 self._forward(*args, **kwargs)
             return self._calls
         finally:
@@ -130,16 +134,17 @@ class ListedExperts:
     def _exchange(self, calls: Sequence[_Call], inputs: Tree) -> list[Tensor]:
         """What the experts make of the tokens of each call."""
         tokens = self._rows(calls, inputs)
-        experts = [torch.full((_num_rows(c),), c.expert) for c in calls]
-        called = torch.zeros(len(self._names), dtype=torch.bool)
-        called[[c.expert for c in calls]] = True
-        indices = torch.cat(experts) if experts else torch.zeros(0, dtype=torch.int64)
         device = tokens.device
+        rows = [call.rows for call in calls]
+        numbers = torch.tensor([call.expert for call in calls], dtype=torch.int64)
+        called = torch.zeros(len(self._names), dtype=torch.bool)
+        called[numbers] = True
+        indices = numbers.repeat_interleave(torch.tensor(rows, dtype=torch.int64))
         dispatch = Dispatch(self._placement, indices.to(device), called.to(device))
         x = dispatch.to_experts(tokens.index_select(0, dispatch.order))
         results = dispatch.to_sources(self._local(x, dispatch))
-        pieces = torch.split(results, [_num_rows(c) for c in calls])
         width = results.shape[-1]
+        pieces = torch.split(results, rows)
         return [p.view(*c.tokens.shape[:-1], width) for c, p in zip(calls, pieces, strict=True)]
 
     def _rows(self, calls: Sequence[_Call], inputs: Tree) -> Tensor:
@@ -158,34 +163,27 @@ class ListedExperts:
     def _local(self, x: Tensor, dispatch: Dispatch) -> Tensor:
         """Every expert here that a rank has called computes its rows, perhaps none."""
         pieces = torch.split(x, dispatch.counts)
-        results = [
-            self._compute[expert](piece)
-            for expert, piece, called in zip(
-                self._placement.local, pieces, dispatch.was_called, strict=True
-            )
-            if called
-        ]
+        here = zip(self._placement.local, pieces, dispatch.was_called, strict=True)
+        results = [self._compute[expert](piece) for expert, piece, called in here if called]
         if results:
             return torch.cat(results)
         like = self._probe(x)
         return like.new_zeros(0, like.shape[-1]) + x.sum() * 0
 
+    @torch.no_grad()
     def _probe(self, tokens: Tensor) -> Tensor:
         """What an expert returns for a row: its width and type."""
         key = (tokens.shape[-1], tokens.dtype)
         if key not in self._probed:
-            self._probed[key] = self._compute_row(tokens.new_zeros(1, tokens.shape[-1]))
+            first = self._placement.local.start
+            out = self._compute[first](tokens.new_zeros(1, tokens.shape[-1]))
+            if not isinstance(out, Tensor) or out.shape[:-1] != (1,):
+                raise BadInput(
+                    f"{self._names[first]} does not return a row for each token, so ep cannot "
+                    "place it on another worker"
+                )
+            self._probed[key] = out
         return self._probed[key]
-
-    @torch.no_grad()
-    def _compute_row(self, row: Tensor) -> Tensor:
-        out = self._compute[self._placement.local.start](row)
-        if not isinstance(out, Tensor) or out.shape[:-1] != row.shape[:-1]:
-            raise BadInput(
-                f"{self._names[self._placement.local.start]} does not return a row for each token, "
-                "so ep cannot place it on another worker"
-            )
-        return out
 
 
 def _shard_like(tokens: SequenceShard, out: Tensor) -> Tensor:
@@ -194,45 +192,3 @@ def _shard_like(tokens: SequenceShard, out: Tensor) -> Tensor:
     if out.shape[:-1] != tokens.full_shape[:-1] or spec.dim >= out.dim() - 1:
         return out
     return tokens.context.wrap(spec.take_local(out, tokens.context.rank), spec)
-
-
-def _num_rows(call: _Call) -> int:
-    return call.tokens.shape[:-1].numel()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """With its graph; a forward may change its inputs in place."""
-    return tensor.clone() if tensor.is_floating_point() else tensor
-
-
-def _modules_without(block: nn.Module, experts: Any) -> list[nn.Module]:
-    inside = {id(module) for expert in experts for module in expert.modules()}
-    return [module for module in block.modules() if id(module) not in inside]
-
-
-@contextmanager
-def _unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore random generators, and buffers and attributes of modules, afterwards."""
-    generators = default_generators(device)
-    states = [generator.get_state() for generator in generators]
-    attributes = [(module, dict(vars(module))) for module in modules]
-    lists = [(v, list(v)) for _, saved in attributes for v in saved.values() if type(v) is list]
-    buffers = [(m._buffers, dict(m._buffers)) for m in modules]
-    values = [(b, b.clone()) for _, own in buffers for b in own.values() if b is not None]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        for buffer, value in values:
-            buffer.data.copy_(value)
-        for current, before in [*buffers, *((vars(m), saved) for m, saved in attributes)]:
-            _restore(current, before)
-        for content, before_list in lists:
-            content[:] = before_list
-
-
-def _restore(current: dict[str, Any], before: dict[str, Any]) -> None:
-    for key in set(current) - set(before):
-        del current[key]
-    current.update(before)

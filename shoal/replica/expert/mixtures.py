@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,8 +26,7 @@ _ROUTER_NAMES = ("gate", "gating", "router", "route", "switch")
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-@dataclass(frozen=True)
-class RoutedArguments:
+class RoutedArguments(NamedTuple):
     """The names of arguments of a forward that gets tokens, and which experts they go to."""
 
     tokens: str
@@ -90,8 +90,21 @@ def mixtures_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list
 def mixtures_for(model: nn.Module, ep: Ep) -> list[Mixture]:
     """Those that `ep` splits; `BadInput` where there is none or one that it cannot split."""
     found = mixtures_of(model, ep.experts)
-    _check_found(model, ep, found)
-    return found
+    for mixture in found:
+        if mixture.num_experts < ep.size:
+            where = mixture.name or type(model).__name__
+            raise BadInput(
+                f"{ep} needs at least {ep.size} experts, and {where} has {mixture.num_experts}"
+            )
+    if found:
+        return found
+    raise BadInput(
+        f"{ep} finds no mixture of experts in {type(model).__name__}{_unknown_experts(model)}: it "
+        "splits an nn.ModuleList of like experts beside a router, called as experts[i](tokens), "
+        "and modules with stacked parameters whose forward takes tokens, expert indices and "
+        "weights, or, called experts, (experts, tokens, width); name other lists as "
+        'ep(n, experts=["blocks.*.mlps"])'
+    )
 
 
 def in_listed_expert(name: str, mixtures: Sequence[Mixture]) -> bool:
@@ -177,34 +190,10 @@ def _is_inside(name: str, mixture: Mixture) -> bool:
     return any(name == expert or name.startswith(expert + ".") for expert in mixture.experts)
 
 
-def _check_found(model: nn.Module, ep: Ep, found: Sequence[Mixture]) -> None:
-    for mixture in found:
-        where = mixture.name or type(model).__name__
-        if mixture.num_experts < ep.size:
-            raise BadInput(f"{ep} needs at least {ep.size} experts, and {where} has "
-                           f"{mixture.num_experts}")  # fmt: skip
-    if found:
-        return
-    raise BadInput(
-        f"{ep} finds no mixture of experts in {type(model).__name__}{_unknown_experts(model)}: it "
-        "splits an nn.ModuleList of like experts beside a router, called as experts[i](tokens), "
-        "and modules with stacked parameters whose forward takes tokens, expert indices and "
-        "weights, or, called experts, (experts, tokens, width); name other lists as "
-        'ep(n, experts=["blocks.*.mlps"])'
-    )
-
-
 def _unknown_experts(model: nn.Module) -> str:
     """What looks like experts, for an error."""
     for name, module in model.named_modules():
         if "expert" in type(module).__name__.lower() and list(module.parameters()):
             arguments = ", ".join(inspect.signature(module.forward).parameters)
             return f" ({name} is a {type(module).__name__} that takes ({arguments}))"
-    for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None and p.dim() >= 3]
-        if any(_is_router(k, c, len(p)) for k, c in module.named_children() for p in own):
-            return (
-                f" (the parameters of the experts of {name or 'the model'} are in the module that "
-                "has the router: put them into a module of their own)"
-            )
     return ""

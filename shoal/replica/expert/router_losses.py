@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ def has_router_losses(model: nn.Module) -> bool:
 
 def share_router_losses(model: nn.Module, groups: Sequence[Group], state: ForwardState) -> None:
     """Let router losses of this model use the tokens of all ranks of `groups`."""
-
     from shoal.replica.split.sharded_tensor import full_tensors
 
     def gather(rows: Tensor) -> Tensor:
@@ -48,7 +47,6 @@ def share_router_losses(model: nn.Module, groups: Sequence[Group], state: Forwar
         return rows
 
     def prepare(arguments: Arguments) -> Arguments:
-
         mask = arguments.get(_MASK)
         if isinstance(mask, Tensor):  # its rows become tokens, as those of router logits are
             arguments[_MASK] = mask.reshape(-1, 1)
@@ -94,12 +92,12 @@ def _use(model: nn.Module, prepare: Prepare) -> None:
         function = getattr(module, _NAME)
         if not hasattr(function, "is_prepared"):
             setattr(module, _NAME, _prepared(function))
-    model.register_forward_pre_hook(lambda *_: _enter(prepare))
-    model.register_forward_hook(lambda *_: _enter(None), always_call=True)
 
+    def enter(used: Prepare | None, *_: Any) -> None:
+        _prepare.set(used)
 
-def _enter(prepare: Prepare | None) -> None:
-    _prepare.set(prepare)
+    model.register_forward_pre_hook(partial(enter, prepare))
+    model.register_forward_hook(partial(enter, None), always_call=True)
 
 
 def _modules_with_losses(model: nn.Module) -> list[Any]:

@@ -7,6 +7,7 @@ other rows       a capacity over all tokens of a batch, statistics of a batch
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,18 +66,17 @@ def _drawing_modules(experts: ExpertSplit, run: Run, call: Tree) -> list[str]:
     drew: dict[str, bool] = {}
     mode = _RandomOperations()  # type: ignore[no-untyped-call]
 
-    def watch(name: str, module: nn.Module) -> list[Any]:
-        def begin(*_: Any) -> None:
-            mode.found = False
+    def begin(*_: Any) -> None:
+        mode.found = False
 
-        def end(*_: Any) -> None:
-            drew[name] = mode.found
+    def end(name: str, *_: Any) -> None:
+        drew[name] = mode.found
 
-        return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-
-    blocks = {experts.router_block(name) for name in experts.kinds}
-    hooks = [h for name in sorted(blocks)
-             for h in watch(name, experts.original.get_submodule(name))]  # fmt: skip
+    hooks = []
+    for name in sorted({experts.router_block(name) for name in experts.kinds}):
+        module = experts.original.get_submodule(name)
+        hooks.append(module.register_forward_pre_hook(begin))
+        hooks.append(module.register_forward_hook(partial(end, name)))
     experts.original.train()
     for module in experts.original.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):

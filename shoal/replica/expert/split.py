@@ -48,7 +48,7 @@ class ExpertSplit(SlicedTensors):
         self.original = copy_structure(model, self._twins)
         self.full_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self._mixtures = list(mixtures)
-        self.summary = summary(model, mixtures, group.size, capacity)
+        self.summary = _summary(model, mixtures, group.size, capacity)
         self.specs: dict[str, ShardSpec] = {}
         self._owner: dict[str, int] = {}  # of tensors of experts in lists
         self._channel = PytreeChannel(group, device)
@@ -56,17 +56,22 @@ class ExpertSplit(SlicedTensors):
         for mixture in mixtures:
             ranges = even_ranges(mixture.num_experts, group.size)
             self._place(mixture, ranges)
-            _attach(mixture, ExpertPlacement(exchange, ranges, capacity))
+            placement = ExpertPlacement(exchange, ranges, capacity)
+            if not isinstance(mixture, StackedMixture):
+                ListedExperts(mixture, placement)
+            elif mixture.routed is None:
+                BatchedExperts(mixture, placement)
+            else:
+                StackedExperts(mixture, placement)
         named = list(model.named_parameters())
-        of_experts = {name for name, _ in named if name in self.specs or name in self._owner}
-        self.slice_indices = [i for i, (name, _) in enumerate(named) if name in of_experts]
-        self._slices = {p for name, p in named if name in of_experts}
+        self.slice_indices = [i for i, (name, _) in enumerate(named) if self.is_of_expert(name)]
+        self._slices = {p for name, p in named if self.is_of_expert(name)}
 
     def take(self, filled: Iterable[list[TensorSlot]]) -> Iterator[list[TensorSlot]]:
         """Keep this worker's part of each tensor as it is filled."""
         for slots in filled:
             name = slots[0].name
-            if self._owner.get(name, self.group.rank) != self.group.rank:
+            if not self.is_here(name):
                 for slot in slots:
                     replace_by_shape(slot.module, slot.key)
                     replace_by_shape(self._twins[id(slot.module)], slot.key)
@@ -76,7 +81,7 @@ class ExpertSplit(SlicedTensors):
 
     def held(self, named: Named) -> Named:
         """Those of the parameters that are here."""
-        return [(n, p) for n, p in named if self._owner.get(n, self.group.rank) == self.group.rank]
+        return [(n, p) for n, p in named if self.is_here(n)]
 
     def complete(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors, those of experts in lists from their workers; all ranks call it."""
@@ -158,7 +163,7 @@ def keep_first_experts(mixtures: Sequence[Mixture], ranks: int) -> None:
                 slot.module._buffers.pop(slot.key, None)
 
 
-def summary(
+def _summary(
     model: nn.Module, mixtures: Sequence[Mixture], ranks: int, capacity: float | None
 ) -> str:
     """How many experts are where, and how much of the model they are."""
@@ -166,23 +171,12 @@ def summary(
     total = sum(p.numel() for p in model.parameters())
     share = sum(p.numel() for p in owned) / max(1, total)
     sizes = sorted({m.num_experts for m in mixtures})
-    experts = " or ".join(_share_of(size, ranks) for size in sizes)
+    experts = " or ".join(f"{_each(size, ranks)} of {size}" for size in sizes)
     layers = f"{len(mixtures)} layer" + "s" * (len(mixtures) > 1)
     drops = "" if capacity is None else f"; tokens above capacity={capacity} are dropped"
     placed = f"ep({ranks}): {layers} of experts, {experts} on each worker"
     return f"{placed}; they have {share:.0%} of the parameters{drops}"
 
 
-def _share_of(experts: int, ranks: int) -> str:
-    lengths = sorted({len(r) for r in even_ranges(experts, ranks)})
-    return f"{' or '.join(map(str, lengths))} of {experts}"
-
-
-def _attach(mixture: Mixture, placement: ExpertPlacement) -> None:
-    """Let the experts compute what comes to this worker."""
-    if not isinstance(mixture, StackedMixture):
-        ListedExperts(mixture, placement)
-    elif mixture.routed is None:
-        BatchedExperts(mixture, placement)
-    else:
-        StackedExperts(mixture, placement)
+def _each(experts: int, ranks: int) -> str:
+    return " or ".join(map(str, sorted({len(r) for r in even_ranges(experts, ranks)})))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,19 +29,9 @@ class StackedExperts:
         assert mixture.routed is not None
         self._names = mixture.routed
         self._placement = placement
-        module = mixture.module
-        self._compute = module.forward
-        self._signature = inspect.signature(module.forward)
-        set_num_experts(mixture, len(placement.local))
-        module.forward = self.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        arguments = self._signature.bind(*args, **kwargs).arguments
-        tokens = arguments[self._names.tokens]
-        if isinstance(tokens, SequenceShard):  # tokens of the positions that are here travel
-            arguments = map_tensors(partial(_at_positions_of, tokens), dict(arguments))
-            return tokens.context.wrap(self._forward(arguments), tokens.spec)
-        return self._forward(dict(arguments))
+        self._compute = _module_call(mixture.module)
+        _set_num_experts(mixture, len(placement.local))
+        _replace_forward(mixture, self._forward)
 
     def _forward(self, arguments: dict[str, Any]) -> Tensor:
         hidden: Tensor = arguments.pop(self._names.tokens)
@@ -73,36 +64,46 @@ class StackedExperts:
             weights = table.scatter(1, experts, weights)
         names = self._names
         given = {names.tokens: x, names.indices: experts, names.weights: weights, **others}
-        call = inspect.BoundArguments(self._signature, OrderedDict(given))
-        out: Tensor = self._compute(*call.args, **call.kwargs)
-        return torch.reshape(out, (len(x), -1))
+        return torch.reshape(self._compute(given), (len(x), -1))
 
 
 def compute_positions_here(model: nn.Module) -> None:
     """Let stacked experts that are complete compute the tokens of the positions that are here."""
     for mixture in mixtures_of(model):
         if isinstance(mixture, StackedMixture) and mixture.routed is not None:
-            _PositionsHere(mixture.module, mixture.routed.tokens)
+            _replace_forward(mixture, _module_call(mixture.module))
 
 
-class _PositionsHere:
-    """Replaces the forward of the module. What comes with tokens says where each of them goes."""
+ByName = Callable[[dict[str, Any]], Tensor]  # of the arguments of a forward
 
-    def __init__(self, module: nn.Module, tokens: str):
-        self._compute = module.forward
-        self._signature = inspect.signature(module.forward)
-        self._tokens = tokens
-        module.forward = self.forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        call = self._signature.bind(*args, **kwargs)
-        tokens = call.arguments[self._tokens]
+def _module_call(module: nn.Module) -> ByName:
+    """The present forward of a module."""
+    forward = module.forward
+    signature = inspect.signature(forward)
+
+    def compute(arguments: dict[str, Any]) -> Tensor:
+        call = inspect.BoundArguments(signature, OrderedDict(arguments))
+        out: Tensor = forward(*call.args, **call.kwargs)
+        return out
+
+    return compute
+
+
+def _replace_forward(mixture: StackedMixture, compute: ByName) -> None:
+    """Where tokens are those of some positions, what comes with them is of the same ones."""
+    signature = inspect.signature(mixture.module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        assert mixture.routed is not None
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        tokens = arguments[mixture.routed.tokens]
         if not isinstance(tokens, SequenceShard):
-            out: Tensor = self._compute(*args, **kwargs)
-            return out
-        local = map_tensors(partial(_at_positions_of, tokens), dict(call.arguments))
-        given = inspect.BoundArguments(self._signature, OrderedDict(local))
-        return tokens.context.wrap(self._compute(*given.args, **given.kwargs), tokens.spec)
+            return compute(arguments)
+        local = map_tensors(partial(_at_positions_of, tokens), arguments)
+        return tokens.context.wrap(compute(local), tokens.spec)
+
+    mixture.module.forward = forward
 
 
 def _at_positions_of(tokens: SequenceShard, tensor: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def _at_positions_of(tokens: SequenceShard, tensor: Tensor) -> Tensor:
     return spec.take_local(tensor, tokens.context.rank) if is_by_token else tensor
 
 
-def set_num_experts(mixture: StackedMixture, local: int) -> None:
+def _set_num_experts(mixture: StackedMixture, local: int) -> None:
     """Let the module know how many experts are here."""
     for key, value in list(vars(mixture.module).items()):
         if "expert" in key and type(value) is int and value == mixture.num_experts:
@@ -125,19 +126,18 @@ class BatchedExperts:
     """Replaces the forward of the module: its own one computes what comes to this worker."""
 
     def __init__(self, mixture: StackedMixture, placement: ExpertPlacement):
-        self._mixture = mixture
+        self._name = mixture.name
         self._placement = placement
         self._compute = mixture.module.forward
-        set_num_experts(mixture, len(placement.local))
+        _set_num_experts(mixture, len(placement.local))
         mixture.module.forward = self.forward
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         placement = self._placement
         experts = placement.num_experts
-        if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[0] != experts:
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if x.dim() < 3 or x.shape[0] != experts:
             raise BadInput(
-                f"{self._mixture.name} takes {given}: stacked experts that ep spreads take "
+                f"{self._name} takes {tuple(x.shape)}: stacked experts that ep spreads take "
                 f"(experts, tokens, width), or tokens, expert indices and weights"
             )
         shapes = self._shapes(x)
@@ -147,21 +147,12 @@ class BatchedExperts:
         received = [local * math.prod(shape) for shape in shapes]
         arrived = exchange(x.reshape(-1), placement.group, sent, received)
         pieces = torch.split(arrived, received)
-        results = [self._local(p.view(local, *s)) for p, s in zip(pieces, shapes, strict=True)]
+        results = [self._compute(p.view(local, *s)) for p, s in zip(pieces, shapes, strict=True)]
         own = results[placement.group.rank].shape[1:]
         back = [count * math.prod(own) for count in counts]
         flat = torch.cat([result.reshape(-1) for result in results])
         out = exchange(flat, placement.group, [r.numel() for r in results], back)
         return out.view(experts, *own)
-
-    def _local(self, x: Tensor) -> Tensor:
-        out = self._compute(x)
-        if not isinstance(out, Tensor) or out.shape[:2] != x.shape[:2]:
-            raise BadInput(
-                f"{self._mixture.name} does not return a row for each token of each expert, so ep "
-                "cannot place its experts on other workers"
-            )
-        return out
 
     def _shapes(self, x: Tensor) -> list[list[int]]:
         """What each rank has for one expert."""

@@ -15,7 +15,8 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
-from shoal.replica.fsdp.unit_gather import Run, ShardHolder, UnitGather, in_backward
+from shoal.replica.fsdp.unit_gather import Run, UnitGather, in_backward
+
+if TYPE_CHECKING:
+    from shoal.replica.fsdp.sharded_params import ShardedParams
 
 _METADATA = {  # what a function may ask of a parameter without using its values
     getattr(torch.Tensor, name).__get__
@@ -44,25 +48,21 @@ class SavedPosition(NamedTuple):
     offset: int  # from the start of the run
 
 
-class HookedParams(ShardHolder, Protocol):
-    dtype: torch.dtype
-    is_full: bool
-    on_saved: Callable[[Tensor], Tensor]
-
-
 class UnitHooks:
     """Calls `gather` and `reshard` while the model computes."""
 
-    def __init__(self, flat: HookedParams, gather: UnitGather):
+    def __init__(self, flat: ShardedParams, gather: UnitGather):
         self._flat = flat
         self._gather = gather
         self._depth = 0  # of forwards that are running
         self._alone: tuple[nn.Module, ExitStack] | None = None  # called outside of its model
         self._starts = [param.start for param in flat.ranges]
         self._unit_of_param = {id(p): gather.unit_of[i] for i, p in enumerate(flat.params)}
+        # a hook does not keep the units alive: Python's collector does not see it in the tensor
+        weak = weakref.ref(gather)
         for i, p in enumerate(flat.params):
             p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._after_grad(i)
+                partial(_count_gradient, weak, i)
             )
 
     def watch_forward(self, model: nn.Module) -> None:
@@ -92,8 +92,8 @@ class UnitHooks:
     def watch_modules(self, modules: Sequence[nn.Module]) -> None:
         """`modules` are those of the units; the first one is the root."""
         for number, module in itertools.islice(enumerate(modules), 1, None):
-            module.register_forward_pre_hook(self._before_forward(number))
-            module.register_forward_hook(self._after_forward(number))
+            module.register_forward_pre_hook(partial(self._before_forward, number))
+            module.register_forward_hook(partial(self._after_forward, number))
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -106,7 +106,13 @@ class UnitHooks:
             with _ParameterUses(self._on_use), saved_tensors_hooks(self._pack, self._unpack):
                 yield
         except RuntimeError as error:
-            raise _explained(error) from error
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise BadInput(
+                "torch.func.grad, vjp, jacrev or hessian is used in the model or around it, which "
+                "torch does not allow while zero(3) shards what is saved for backward: use "
+                "torch.autograd.grad(…, create_graph=True), or take ddp, ps, zero(1) or zero(2)"
+            ) from error
         finally:
             self._depth -= 1
         if not torch.is_grad_enabled():
@@ -114,32 +120,15 @@ class UnitHooks:
 
     # ------------------------------------------------------------------ modules and gradients
 
-    def _before_forward(self, number: int) -> Callable[[nn.Module, Any], None]:
-        def gather(module: nn.Module, inputs: Any) -> None:
-            if not self._flat.is_full:
-                self._gather.gather(number)
+    def _before_forward(self, number: int, module: nn.Module, inputs: Any) -> None:
+        if not self._flat.is_full:
+            self._gather.gather(number)
 
-        return gather
-
-    def _after_forward(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
-        def reshard(module: nn.Module, inputs: Any, out: Any) -> None:
-            unit = self._gather.units[number]
-            # inside backward (recomputing) it is resharded when its gradients have come
-            if not self._flat.is_full and not unit.stays_gathered and not in_backward():
-                self._gather.reshard(unit)
-
-        return reshard
-
-    def _after_grad(self, i: int) -> Callable[[Tensor], None]:
-        """It does not keep the units alive: Python's collector does not see it in the tensor."""
-        weak = weakref.ref(self._gather)
-
-        def count(p: Tensor) -> None:
-            gather = weak()
-            if gather is not None:
-                gather.count_gradient(i)
-
-        return count
+    def _after_forward(self, number: int, module: nn.Module, inputs: Any, out: Any) -> None:
+        unit = self._gather.units[number]
+        # inside backward (recomputing) it is resharded when its gradients have come
+        if not self._flat.is_full and not unit.stays_gathered and not in_backward():
+            self._gather.reshard(unit)
 
     def _on_use(self, p: nn.Parameter) -> None:
         """A function is about to use this parameter, maybe outside its module."""
@@ -180,15 +169,10 @@ class UnitHooks:
         return memory.as_strided(saved.size, saved.stride, memory.storage_offset() + saved.offset)
 
 
-def _explained(error: RuntimeError) -> Exception:
-    """torch.func does not work where tensors are saved by hooks, and zero(3) saves them so."""
-    if "saved tensor hooks" not in str(error):
-        return error
-    return BadInput(
-        "torch.func.grad, vjp, jacrev or hessian is used in the model or around it, which torch "
-        "does not allow while zero(3) shards what is saved for backward: use "
-        "torch.autograd.grad(…, create_graph=True), or take ddp, ps, zero(1) or zero(2)"
-    )
+def _count_gradient(weak: weakref.ref[UnitGather], i: int, p: Tensor) -> None:
+    gather = weak()
+    if gather is not None:
+        gather.count_gradient(i)
 
 
 class _ParameterUses(TorchFunctionMode):

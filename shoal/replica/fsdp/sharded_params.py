@@ -63,7 +63,6 @@ class ShardedParams(FlatParams):
         refuse_released(model, self)
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Around a forward of the model, or of a stage."""
         return self._hooks.forward_context()
 
     def is_released(self, i: int) -> bool:
@@ -80,15 +79,11 @@ class ShardedParams(FlatParams):
 
     @contextmanager
     def full_params(self, only: int | None = None) -> Iterator[None]:
-        """While the block runs all parameters are here, on all ranks or on one; for reading."""
         self.reshard()
         here = only is None or only == self.group.rank
         if here:
             self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        if only is None:
-            self._gather_on_all()
-        else:
-            self._gather_on(only)
+        self._gather_on(only)
         if here:
             for i, p in enumerate(self.params):
                 p.data = self.view(i, self.data, 0)
@@ -162,24 +157,20 @@ class ShardedParams(FlatParams):
 
     # ------------------------------------------------------------------ all parameters at once
 
-    def _gather_on_all(self) -> None:
-        self.data[self.shard].copy_(self._own_data())
-        works = [
-            self.group.broadcast(self.data[where], root=rank)
-            for rank, where in enumerate(self.shard_slices)
-            if where.start < where.stop
+    def _gather_on(self, root: int | None) -> None:
+        """All shards, on every rank or on `root`."""
+        group = self.group
+        own = self.shard_data[: self.shard.stop - self.shard.start]
+        if root in (None, group.rank):
+            self.data[self.shard].copy_(own)
+        shards = [
+            (r, where) for r, where in enumerate(self.shard_slices) if where.start < where.stop
         ]
+        if root is None:
+            works = [group.broadcast(self.data[where], root=rank) for rank, where in shards]
+        elif group.rank == root:
+            works = [group.recv(self.data[where], rank) for rank, where in shards if rank != root]
+        else:
+            works = [group.send(own, root)] if own.numel() else []
         for work in works:
             work.wait()
-
-    def _gather_on(self, root: int) -> None:
-        if self.group.rank == root:
-            self.data[self.shard].copy_(self._own_data())
-            for rank, where in enumerate(self.shard_slices):
-                if rank != root and where.start < where.stop:
-                    self.group.recv(self.data[where], rank).wait()
-        elif self.shard.start < self.shard.stop:
-            self.group.send(self._own_data(), root).wait()
-
-    def _own_data(self) -> Tensor:
-        return self.shard_data[: self.shard.stop - self.shard.start]

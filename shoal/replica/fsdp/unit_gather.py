@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.comm.group import Group
-from shoal.replica.flat.layout import ParamRange
-from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.wrapping import WrappedModule
 from shoal.transport.transport import Work
+
+if TYPE_CHECKING:
+    from shoal.replica.fsdp.sharded_params import ShardedParams
 
 
 @dataclass
@@ -50,32 +50,10 @@ class Unit:
     missing_grads: int = 0
 
 
-class ShardHolder(Protocol):
-    """What gathering needs to know of the parameters and this rank's shard."""
-
-    group: Group
-    params: list[nn.Parameter]
-    ranges: list[ParamRange]
-    owners: list[int]
-    held: HeldShards
-    shard_data: Tensor
-    splits_backward: bool
-
-    def round_up(self, elements: int) -> int: ...
-
-    def view(self, i: int, memory: Tensor, start: int) -> Tensor: ...
-
-    def is_held(self, i: int) -> bool: ...
-
-    def shard_view(self, where: slice) -> Tensor: ...
-
-    def reshard_param(self, i: int) -> None: ...
-
-
 class UnitGather:
     """The units of a model. Every rank gathers the same units in the same order."""
 
-    def __init__(self, flat: ShardHolder, wrapped: Sequence[WrappedModule]):
+    def __init__(self, flat: ShardedParams, wrapped: Sequence[WrappedModule]):
         self._flat = flat
         self.units: list[Unit] = []
         self.unit_of = [0] * len(flat.params)
@@ -106,7 +84,9 @@ class UnitGather:
             if backward and self._flat.splits_backward:  # no hook reports its gradients
                 self.reshard(self.units[last])
         self._latest[backward] = number
-        self._prefetch_after(backward, number)
+        following = self._next.get((backward, number))
+        if following is not None:
+            self._request(self.units[following])
 
     def begin_forward(self) -> None:
         """The root unit; what was computed before is no predecessor of it."""
@@ -189,11 +169,6 @@ class UnitGather:
         unit.is_gathered = True
         if not in_backward():  # there, some of its gradients may have come before
             unit.missing_grads = len(unit.members)
-
-    def _prefetch_after(self, backward: bool, number: int) -> None:
-        following = self._next.get((backward, number))
-        if following is not None:
-            self._request(self.units[following])
 
 
 def _wait_all(unit: Unit) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.replica.deferred_init import full_name
 from shoal.replica.expert.mixtures import ListedMixture, mixtures_of
 
 LARGEST = 8  # a unit is at most 1 / LARGEST of the model, where the modules allow it
@@ -31,7 +32,6 @@ class WrappedModule:
 def wrap_modules(model: nn.Module, trained: Collection[nn.Parameter]) -> list[WrappedModule]:
     """The root unit, then the others in the order of the model; each parameter is in one."""
     walk = _Walk(model, trained)
-    walk.visit("", model)
     return [WrappedModule("", model, tuple(walk.root)), *walk.wrapped]
 
 
@@ -44,15 +44,20 @@ class _Walk:
         self._left = {id(p) for p in trained}
         # ranks may call different experts, so those of a mixture are gathered together
         self._undivided = {m.block for m in mixtures_of(model) if isinstance(m, ListedMixture)}
+        self.visit("", model)
 
     def visit(self, name: str, module: nn.Module) -> None:
         params = self._unassigned(module)
         if not params:
             return
         if self._is_divided(module, params):
-            self._divide(name, module)
+            direct = self._unassigned(module, recurse=module in self._undivided)
+            self.root.extend(direct)
+            self._left.difference_update(map(id, direct))
+            for key, child in module.named_children():
+                self.visit(full_name(name, key), child)
             return
-        self._assign(params)
+        self._left.difference_update(map(id, params))
         size = _numel(params)
         is_small = size * SMALLEST <= self._total
         if is_small and (_numel(self.root) + size) * ROOT <= self._total:
@@ -70,18 +75,8 @@ class _Walk:
         is_divisible = has_children and not self._unassigned(module, recurse=False)
         return is_divisible and _numel(params) * LARGEST > self._total
 
-    def _divide(self, name: str, module: nn.Module) -> None:
-        direct = self._unassigned(module, recurse=module in self._undivided)
-        self.root.extend(direct)
-        self._assign(direct)
-        for child_name, child in module.named_children():
-            self.visit(f"{name}.{child_name}" if name else child_name, child)
-
     def _unassigned(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
         return [p for p in module.parameters(recurse) if id(p) in self._left]
-
-    def _assign(self, params: list[nn.Parameter]) -> None:
-        self._left.difference_update(map(id, params))
 
 
 def _numel(params: Collection[nn.Parameter]) -> int:

@@ -93,7 +93,7 @@ def traced(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
 def _nothing_kept(model: nn.Module) -> Iterator[None]:
     """What the forward keeps as attributes while it is traced are no values."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    buffers = BufferValues(model)
+    buffers = BufferValues(model.named_buffers())
     try:
         yield
         for now, _ in before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -18,13 +18,13 @@ _CONSTANT = "_tensor_constant"  # torch.fx keeps the tensors of a graph in the m
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def attributes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore what modules keep, such as a table that was made for the sizes of an input.
 
     A forward that is traced, or runs on shapes alone, would keep stand-ins for tensors.
     """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    buffers = BufferValues(model)
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    buffers = BufferValues(buffer for m in modules for buffer in m._buffers.items())
     contents = [
         (value, value.copy())
         for _, attributes in before
@@ -45,26 +45,21 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 class BufferValues:
-    """The buffers of a model, which a forward may change in place, such as a count of batches."""
+    """Buffers by name, which a forward may change in place, such as a count of batches."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, named: Iterable[tuple[str, Tensor | None]]):
         self._before = [
             (name, buffer, buffer._version, buffer.clone())
-            for name, buffer in model.named_buffers()
-            if buffer.device.type != "meta" and not buffer.is_inference()
+            for name, buffer in named
+            if buffer is not None and buffer.device.type != "meta" and not buffer.is_inference()
         ]
 
-    @torch.no_grad()
     def restore(self) -> list[str]:
-        """Undo changes in place; the names of the buffers that had any."""
-        changed: list[tuple[str, Tensor, Tensor]] = [
-            (name, buffer, value)
-            for name, buffer, version, value in self._before
-            if buffer._version != version
-        ]
-        for _, buffer, value in changed:
-            buffer.copy_(value)
-        return [name for name, _, _ in changed]
+        """Undo changes in place, unseen by autograd; the names of the buffers that had any."""
+        changed = [one for one in self._before if one[1]._version != one[2]]
+        for _, buffer, _, value in changed:
+            buffer.data.copy_(value)
+        return [name for name, *_ in changed]
 
 
 def copy_structure(module: nn.Module, copies: dict[int, nn.Module] | None = None) -> nn.Module:

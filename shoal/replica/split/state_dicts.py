@@ -5,25 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from shoal.errors import BadInput
+
+if TYPE_CHECKING:
+    from shoal.replica.fsdp.sharded_params import ShardedParams
 
 PLAIN = (
     "job.save, called on all workers, saves the whole model; docs/training.md (Checkpoints) shows "
     "how to read it as a plain state_dict"
 )
 _ours = threading.local()
-
-
-class Released(Protocol):
-    """Parameters of which other workers own some."""
-
-    named: list[tuple[str, nn.Parameter]]
-
-    def is_released(self, i: int) -> bool: ...
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -35,16 +30,14 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         _ours.reads = False
 
 
-def refuse_released(model: nn.Module, flat: Released) -> None:
+def refuse_released(model: nn.Module, flat: ShardedParams) -> None:
     """Have `state_dict()` raise while it would return a placeholder."""
     index_of = {id(p): i for i, (_, p) in enumerate(flat.named)}
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if _reads():
-            return
         for p in module._parameters.values():
             i = index_of.get(id(p))
-            if i is not None and flat.is_released(i):
+            if i is not None and flat.is_released(i) and not _reads():
                 raise BadInput(
                     f"state_dict() has no values of {flat.named[i][0]} here, since zero(3) keeps "
                     f"them on another worker: {PLAIN}; for a target network or averaged weights "

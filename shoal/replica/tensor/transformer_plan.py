@@ -73,7 +73,7 @@ def _shape(module: nn.Module, x: Tensor) -> torch.Size | None:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     values = {name: torch.empty_like(t, device="meta") for name, t in tensors}
     try:
-        with attributes_kept(module):
+        with attributes_kept(list(module.modules())):
             outputs = tensors_of(functional_call(module, values, (x,)))
     except Exception:  # of any kind: it is the module's own code
         return None
