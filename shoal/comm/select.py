@@ -25,6 +25,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.torch import Torch, join_world, limit_operations
 from shoal.comm.group import Group
 from shoal.comm.network import (
+    LOOPBACK,
     HostNetwork,
     HostSpec,
     agreed_between,
@@ -44,7 +45,6 @@ from shoal.transport.transport import Transport
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.executor import Hierarchical
     from shoal.comm.executors.scheduled.selection import Algorithm
-    from shoal.comm.store.authenticated import Refusals
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -103,10 +103,7 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
         if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
             return own_generation(store, rank, size)
 
-        from shoal.comm.store.authenticated import heeding_refusals
-
-        with heeding_refusals(store, spec.secret, rank) as refusals:
-            return _prove(spec, store, refusals, stores)
+        return _meet_openly(spec, store, stores)
 
     def meet() -> Store:
         if spec.store is not None:
@@ -132,24 +129,24 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
                 dist.destroy_process_group()
 
 
-def _prove(spec: GroupSpec, store: Store, refusals: Refusals, kept: list[Store]) -> Store:
-    """What all ranks have met in, from a store of torch's that strangers can write to."""
-    from shoal.comm.store.authenticated import HeedingStore, authenticated
+def _meet_openly(spec: GroupSpec, store: Store, kept: list[Store]) -> Store:
+    """The store of these ranks, once all have met in one of torch's that strangers can write to."""
+    from shoal.comm.store.authenticated import RendezvousStore, check_secrets, heeding_refusals
+    from shoal.comm.store.client import move_to_own_service
 
-    heeding = HeedingStore(store, refusals)
-    kept.append(heeding)
-    proven = authenticated(heeding, spec.secret, spec.rank, spec.size)
-    kept.append(proven)
-    if spec.secret is not None and spec.hostname is not None and not spec.is_one_host:
-        from shoal.comm.store.client import move_to_own_service
-
-        own = move_to_own_service(proven, spec.rank, spec.secret, spec.hostname)
+    rank, size, secret = spec.rank, spec.size, spec.secret
+    with heeding_refusals(store, rank) as refusals:
+        check_secrets(RendezvousStore(store, rank, None, refusals), secret is not None, rank, size)
+        proven = RendezvousStore(store, rank, secret, refusals)
+        name = generation_name(proven, rank, size)
+        if secret is None:
+            return PrefixStore(name, store)
+        host = LOOPBACK if spec.is_one_host else spec.hostname or spec.network.address
+        own = move_to_own_service(proven, name, rank, secret, host)
         kept.append(own)
         named = PrefixStore(spec.name, own)
-        waiting = HeedingStore(named, refusals)
-        return PrefixStore(generation_name(waiting, spec.rank, spec.size), named)
-    heeding.is_over = True
-    return proven
+        here = RendezvousStore(named, rank, None, refusals)
+        return PrefixStore(generation_name(here, rank, size), named)
 
 
 def shared_store(name: str, rank: int, size: int) -> Store:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -186,7 +186,7 @@ class Backoff:
 
 def until(
     found: Callable[[], T | None],
-    wait: waiting,
+    wait: AbstractContextManager[None],
     patience_s: float,
     too_late: Callable[[], Exception],
 ) -> T:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
+from shoal.comm.store.authenticated import RendezvousStore
 from shoal.comm.store.link import StoreLink, connect
 from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import NO_KEY, BadFrame, Operation, StoreReply, StoreRequest
@@ -143,15 +144,16 @@ def meet_at(rendezvous: str, rank: int, secret: bytes | None, is_one_host: bool)
     return GuardedStore(host, port, secret or NO_KEY)
 
 
-def move_to_own_service(store: Store, rank: int, secret: bytes, host: str) -> GuardedStore:
+def move_to_own_service(
+    store: RendezvousStore, name: str, rank: int, secret: bytes, host: str
+) -> GuardedStore:
     """From a store that others can disturb, whose values are proven, to one that they cannot.
 
-    `host`: by which other ranks reach this one, where it is rank 0.
+    `name` is that of this start; `host`: by which other ranks reach this one, where it is rank 0.
     """
     if rank == 0:
-        service = serve(host, 0, secret)
-        store.set("service", f"{host} {service.port}")
-    address, _, port = store.get("service").decode().partition(" ")
+        store.set(f"service/{name}", f"{host} {serve(host, 0, secret).port}")
+    address, _, port = store.get(f"service/{name}").decode().partition(" ")
     return GuardedStore(address, int(port), secret)
 
 
