@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.plan.simulator.collectives import MessageTable, message_table
-from shoal.plan.simulator.messages import MessageNetwork, Routes, Wires
+from shoal.plan.simulator.messages import MessageNetwork, Routes
 from shoal.schedules.collectives.collective import Collective
 
 
 def simulate_in_segments(
-    collective: Collective, num_bytes: float, wires: Wires | Routes, segments: int
+    collective: Collective, num_bytes: float, routes: Routes, segments: int
 ) -> float:
     """Seconds of one call on vectors of `num_bytes`, each chunk in so many segments."""
-    routes = wires if isinstance(wires, Routes) else Routes(wires)
     chunk = collective.chunk_bytes(num_bytes)
     return _Segments(message_table(collective), chunk / segments, routes, segments).run()
 

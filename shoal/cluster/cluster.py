@@ -132,13 +132,3 @@ class Cluster:
             raise BadInput(f"cluster {self.name} has {self.devices} devices, no rank {rank}")
         node, device = divmod(rank, self.node.devices)
         return node // (self.nodes_per_rack or self.nodes), node, device
-
-    def level(self, one: int, other: int) -> str:
-        """The level of the hierarchy at which two ranks meet."""
-        rack, node, device = self.place(one)
-        other_rack, other_node, other_device = self.place(other)
-        if rack != other_rack:
-            return "spine"
-        if node != other_node:
-            return "rack"
-        return "node" if device != other_device else "device"

@@ -8,31 +8,31 @@ from benchmarks.host_schedules import PLAIN, WITH_RACKS, crossed, host_schedule
 from benchmarks.segments import simulate_in_segments
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
-from shoal.plan.simulator.collectives import simulate_collective
 from shoal.schedules.collectives.catalog import build
-from tests.plan.wires import OnePort
+from tests.plan.wires import by_rank, ports
 
 BYTES = 48e6
-PORT = OnePort(4, 100e6)
+RATE = 100e6
+PORT = ports(4, RATE)
 
 
 @pytest.mark.parametrize("name", ["ring", "star", "tree", "hierarchical"])
 def test_one_segment_is_the_simulation_without_segments(name: str) -> None:
     collective = build("all_reduce", name, 4)
-    whole_s = simulate_collective(collective, BYTES, PORT).seconds
+    whole_s = by_rank(collective, BYTES, PORT)
     assert simulate_in_segments(collective, BYTES, PORT, 1) == pytest.approx(whole_s)
 
 
 def test_a_star_sends_back_a_segment_while_the_next_ones_come() -> None:
     star = build("all_reduce", "star", 4)
-    one_way_s = 3 * BYTES / PORT.port_bytes_per_s
+    one_way_s = 3 * BYTES / RATE
     took_s = simulate_in_segments(star, BYTES, PORT, 12)
     assert took_s == pytest.approx(one_way_s * (1 + 1 / 12))
 
 
 def test_a_ring_gains_nothing_from_segments() -> None:
     ring = build("all_reduce", "ring", 4)
-    bound_s = 2 * 3 / 4 * BYTES / PORT.port_bytes_per_s
+    bound_s = 2 * 3 / 4 * BYTES / RATE
     assert simulate_in_segments(ring, BYTES, PORT, 7) == pytest.approx(bound_s)
 
 

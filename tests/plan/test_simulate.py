@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from shoal.cluster.cluster import Noise
-from shoal.errors import BadInput
 from shoal.observe.time_shares import time_shares, write_chrome
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.strategies import StepRun, simulate_step
@@ -15,7 +14,7 @@ from shoal.plan.sync_price.base import Agreeing
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Layout
-from tests.plan.wires import OnePort
+from tests.plan.wires import ports
 from tests.plan.zero_bubble import ROWS
 
 RATE = 1e9
@@ -31,7 +30,7 @@ def run(
 ) -> StepRun:
     grid = rank_grid(Layout(replicas, 1, work.stages))
     devices = grid.size + len(agreeing.servers)
-    return simulate_step(work, agreeing, grid, OnePort(devices, RATE), uneven, steps)
+    return simulate_step(work, agreeing, grid, ports(devices, RATE), uneven, steps)
 
 
 def servers(count: int, **options: object) -> Agreeing:
@@ -155,10 +154,3 @@ def test_ranks_in_shoals_order() -> None:
     assert np.array_equal(grid, np.arange(12).reshape(2, 3, 2))
     megatron = rank_grid(Layout(replicas=2, tp=2, pp=3), ("tp", "cp", "ep", "dp", "pp"))
     assert megatron[0].tolist() == [[0, 1], [4, 5], [8, 9]]
-
-
-def test_a_grid_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(BadInput, match="1 stages do not fit"):
-        simulate_step(WORK, Agreeing(), rank_grid(Layout(1, 1, 2)), OnePort(2, RATE))
-    with pytest.raises(BadInput, match="at least one step"):
-        run(Agreeing(), steps=0)

@@ -1,58 +1,33 @@
-"""A small topology for the simulator's tests: a port a rank, racks, and uplinks between them."""
+"""Small networks for the simulator's tests: a port a rank, racks, and uplinks between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster.hardware import Device, LinkSpec
+from shoal.cluster.topology import ClusterTopology
+from shoal.plan.simulator.messages import Routes
+from shoal.plan.simulator.synchronization import in_rounds
+from shoal.plan.simulator.task_graph import TaskGraph
+from shoal.schedules.collectives.collective import Collective
 
-from shoal.plan.simulator.messages import PortLink, WireLink
-
-
-@dataclass(frozen=True)
-class OnePort:
-    """Ranks around a switch that is never full: the network of the alpha-beta model."""
-
-    ranks: int
-    port_bytes_per_s: float
-    message_alpha_s: float = 0.0
-
-    @property
-    def links(self) -> Sequence[WireLink]:
-        out = PortLink("port out", self.port_bytes_per_s, self.message_alpha_s)
-        back = PortLink("port in", self.port_bytes_per_s, 0.0)
-        return [out] * self.ranks + [back] * self.ranks
-
-    def path(self, src: int, dst: int) -> Sequence[int]:
-        return (src, self.ranks + dst)
+DEVICE = Device("device", 1e9, 1e9, {"fp32": 1e9})
 
 
-@dataclass(frozen=True)
-class RackWires:
-    """Each rank is a node with one port; a rack's uplinks together are narrower than its ports."""
+def ports(
+    ranks: int,
+    bytes_per_s: float,
+    alpha_s: float = 0.0,
+    per_rack: int | None = None,
+    oversubscription: float = 1.0,
+) -> Routes:
+    """Each rank is a node with one port; a rack's uplinks together may be narrower than those."""
+    node = Node(1, nic=LinkSpec("port", bytes_per_s, alpha_s))
+    cluster = Cluster("ports", DEVICE, node, ranks, per_rack, oversubscription)
+    return Routes(ClusterTopology(cluster))
 
-    ranks: int
-    per_rack: int
-    port_bytes_per_s: float
-    oversubscription: float
-    message_alpha_s: float = 0.0
 
-    @property
-    def racks(self) -> int:
-        return -(-self.ranks // self.per_rack)
-
-    @property
-    def links(self) -> Sequence[WireLink]:
-        rate = self.port_bytes_per_s
-        uplink = rate * self.per_rack / self.oversubscription
-        ports = [PortLink("port out", rate, self.message_alpha_s)] * self.ranks
-        ports += [PortLink("port in", rate, 0.0)] * self.ranks
-        up = [PortLink("uplink", uplink, 0.0)] * self.racks
-        return [*ports, *up, *([PortLink("downlink", uplink, 0.0)] * self.racks)]
-
-    def path(self, src: int, dst: int) -> Sequence[int]:
-        ends = (src, self.ranks + dst)
-        one, other = src // self.per_rack, dst // self.per_rack
-        if one == other:
-            return ends
-        first = 2 * self.ranks
-        return (*ends, first + one, first + self.racks + other)
+def by_rank(collective: Collective, num_bytes: float, routes: Routes) -> float:
+    """Seconds where a rank begins its next round as soon as it is through with this one."""
+    graph = TaskGraph()
+    end = in_rounds(graph, collective, range(collective.ranks), num_bytes, graph.join(()))
+    return graph.run(routes, collective.ranks).end_s[end]

@@ -18,7 +18,12 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.price import price
-from shoal.plan.simulator.collectives import MessageTable, message_table, simulate_collective
+from shoal.plan.simulator.collectives import (
+    MessageTable,
+    RoundTime,
+    message_table,
+    simulate_collective,
+)
 from shoal.plan.simulator.flows import Floats, Longs
 from shoal.plan.simulator.messages import Routes
 from shoal.schedules.collectives.catalog import algorithms, build
@@ -95,7 +100,7 @@ class ClusterNetwork:
         busiest = int(np.argmax(carried / routes.capacities)) if carried.any() else -1
         simulated_s = None
         if _can_be_simulated(table):
-            simulated_s = simulate_collective(collective, num_bytes, routes, lockstep=True).seconds
+            simulated_s = simulate_collective(collective, num_bytes, routes)
         return ContendedPrice(
             collective.kind,
             collective.name,
@@ -148,25 +153,24 @@ def hierarchical(cluster: Cluster, ranks: int) -> Collective:
     return build("all_reduce", "hierarchical", ranks, node=devices, outer="ring", **options)
 
 
-def closed_form(table: MessageTable, chunk: float, routes: Routes) -> tuple[float, Floats]:
+def closed_form(table: MessageTable, chunk: float, routes: Routes) -> RoundTime:
     """Seconds of all rounds, and the bytes that each link carries."""
+
+    def timed(src: Longs, dst: Longs, sizes: Floats) -> RoundTime:
+        way = routes.rows(src, dst)
+        alphas_s = routes.alphas_s(way)
+        at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
+        moved = _carried(routes.paths(way), sizes, routes)
+        return float(at_ports + (moved / routes.capacities).max()), moved
+
     messages = np.bincount(table.round, minlength=table.num_rounds)
-    seconds, carried = _alone(table, messages[table.round] == 1, chunk, routes)
-    known: dict[bytes, tuple[float, Floats]] = {}
-    for number in np.flatnonzero(messages > 1).tolist():
-        rows = table.of_round(number)
-        key = b"".join(c[rows].tobytes() for c in (table.src, table.dst, table.chunks))
-        if key not in known:
-            known[key] = _round(table, rows, chunk, routes)
-        took_s, moved = known[key]
-        seconds += took_s
-        carried += moved
-    return seconds, carried
+    alone = _alone(table, messages[table.round] == 1, chunk, routes)
+    return table.sum_rounds(np.flatnonzero(messages > 1).tolist(), chunk, timed, alone)
 
 
 def _alone(
     table: MessageTable, single: NDArray[np.bool_], chunk: float, routes: Routes
-) -> tuple[float, Floats]:
+) -> RoundTime:
     """The rounds of one message, of which `naive` has a million over 1,024 ranks, together."""
     way = routes.rows(table.src[single], table.dst[single])
     paths = routes.paths(way)
@@ -181,15 +185,6 @@ def _carried(paths: Longs, sizes: Floats, routes: Routes) -> Floats:
     on_path = np.repeat(sizes, paths.shape[1])
     counted = np.bincount(paths.ravel() + 1, on_path, minlength=routes.capacities.size + 1)
     return counted[1:].astype(np.float64)
-
-
-def _round(table: MessageTable, rows: slice, chunk: float, routes: Routes) -> tuple[float, Floats]:
-    src, dst = table.src[rows], table.dst[rows]
-    way = routes.rows(src, dst)
-    alphas_s = routes.alphas_s(way)
-    at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
-    moved = _carried(routes.paths(way), table.chunks[rows] * chunk, routes)
-    return float(at_ports + (moved / routes.capacities).max()), moved
 
 
 def _pairs(collective: Collective) -> int:

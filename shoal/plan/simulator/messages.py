@@ -8,36 +8,11 @@ one port begin to flow after k alphas. Bytes share every link of their way fairl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.flows import Floats, FlowNetwork, Longs
-
-
-class WireLink(Protocol):
-    """A directed link."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def bytes_per_s(self) -> float: ...
-    @property
-    def alpha_s(self) -> float: ...
-
-
-class Wires(Protocol):
-    """What the simulator asks of a topology: directed links, and the way from rank to rank."""
-
-    @property
-    def links(self) -> Sequence[WireLink]: ...
-    def path(self, src: int, dst: int) -> Sequence[int]: ...
-
-
-class PortLink(NamedTuple):
-    name: str
-    bytes_per_s: float
-    alpha_s: float
 
 
 class Routes:
@@ -46,12 +21,12 @@ class Routes:
     `order[r]` is the device of the cluster that rank r of a group runs on.
     """
 
-    def __init__(self, wires: Wires, order: Sequence[int] | None = None):
-        links = wires.links
+    def __init__(self, topology: ClusterTopology, order: Sequence[int] | None = None):
+        links = topology.links
         self.names = [link.name for link in links]
         self.capacities = np.array([link.bytes_per_s for link in links], np.float64)
         self._alphas = np.array([link.alpha_s for link in links], np.float64)
-        self._wires = wires
+        self._topology = topology
         self._order = order
         self._rows: dict[tuple[int, int], int] = {}
         self._paths: list[Sequence[int]] = []
@@ -77,7 +52,7 @@ class Routes:
         if row is None:
             src, dst = pair if self._order is None else (self._order[r] for r in pair)
             row = self._rows[pair] = len(self._paths)
-            self._paths.append(self._wires.path(src, dst) if src != dst else ())
+            self._paths.append(self._topology.path(src, dst) if src != dst else ())
         return row
 
     def _fill(self) -> None:
@@ -100,10 +75,6 @@ class MessageNetwork:
         self._waiting: dict[int, tuple[int, float]] = {}  # by tag: the row of its path, its bytes
         self._tag = 0
         self._owner: dict[int, int] = {}  # the caller's tag of a flow of bytes or alphas
-
-    @property
-    def now_s(self) -> float:
-        return self._flows.now_s
 
     @property
     def carried_bytes(self) -> Floats:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
-from shoal.errors import BadInput
 from shoal.plan.predict import (
     PlanSettings,
     Predictor,
@@ -29,7 +28,7 @@ from shoal.plan.predict import (
     resolve_step,
 )
 from shoal.plan.simulator.flows import Longs
-from shoal.plan.simulator.messages import Routes, Wires
+from shoal.plan.simulator.messages import Routes
 from shoal.plan.simulator.step_tasks import StepTasks, StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.task_graph import TaskTimes
 from shoal.plan.step.layer_time import LayerTable, LayerTime
@@ -64,16 +63,11 @@ def simulate_step(
     work: StepWork,
     agreeing: Agreeing,
     ranks: Longs,
-    wires: Wires | Routes,
+    routes: Routes,
     uneven: Unevenness | None = None,
     steps: int = 1,
 ) -> StepRun:
     """Simulate steps of all replicas; `ranks` are by replica, stage and place (`rank_grid`)."""
-    if ranks.ndim != 3 or ranks.shape[1] != work.stages:
-        raise BadInput(f"{work.stages} stages do not fit a grid of ranks of shape {ranks.shape}")
-    if steps < 1:
-        raise BadInput(f"simulate at least one step, not {steps}")
-    routes = wires if isinstance(wires, Routes) else Routes(wires)
     builder = StepTasks(work, agreeing, ranks, uneven or Unevenness())
     for step in range(steps):
         builder.add_step(step)
@@ -184,7 +178,7 @@ def simulate_strategy(
         replace(work, microbatches=kept),
         agreeing,
         rank_grid(resolved.layout, pricer.order.axes),
-        topology,
+        Routes(topology),
         uneven,
         steps or _steps(agreeing),
     )
