@@ -117,10 +117,9 @@ def started(
     )
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with MovingHosts() as machines:
-        run = RemoteRun(
-            *(machines, spec, RunDir(tmp_path), bytes(32), events.put, shown, LogFiles(None)),
-            OutputSink(events.put),
-        )
+        sink, logs = OutputSink(events.put), LogFiles(None)
+        own = (machines, bytes(32))
+        run = RemoteRun(spec, RunDir(tmp_path), events, shown, logs, sink, *own)
         hosts = machines.server_hosts(spec.servers, replication)
         with RemoteServers(run, hosts) as servers:
             assert servers.start_all()

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import threading
 
-from shoal.launch.here.watches import StartNotice, starting
-from tests.launch.helpers import Screen
+import pytest
+
+from shoal.launch.here.watches import start_notice
 
 
-def test_a_silent_start_is_said_once() -> None:
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_silent_start_is_said_once(has_started: bool) -> None:
     said: list[str] = []
-    is_said = threading.Event()
+    is_over = threading.Event()
+
+    def ask() -> bool:
+        is_over.set()
+        return has_started
 
     def say(line: str) -> None:
         said.append(line)
-        is_said.set()
 
-    notice = StartNotice(Screen(), silent_s=0.01)
-    with notice.saying(starting(3, 2), say, lambda: False):
-        assert is_said.wait(60)
-    assert said == ["starting 3 servers and 2 workers"]
+    with start_notice("starting 1 server", say, threading.Event(), ask, silent_s=0.01):
+        assert is_over.wait(60)
+    assert said == ([] if has_started else ["starting 1 server"])
 
 
-def test_nothing_is_said_after_output_nor_when_all_workers_have_joined() -> None:
+def test_nothing_is_said_after_output() -> None:
     said: list[str] = []
-    screen = Screen()
-    notice = StartNotice(screen, silent_s=600.0)
-    with notice.saying(starting(1, 1), said.append, lambda: False):
-        notice.write("step 1\n", False)
-    assert screen.out == "step 1\n"
-    has_asked = threading.Event()
-
-    def has_started() -> bool:
-        has_asked.set()
-        return True
-
-    with StartNotice(screen, silent_s=0.01).saying("starting", said.append, has_started):
-        assert has_asked.wait(60)
+    is_heard = threading.Event()
+    with start_notice("starting", said.append, is_heard, lambda: False, silent_s=600.0):
+        is_heard.set()
     assert said == []

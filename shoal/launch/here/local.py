@@ -16,10 +16,11 @@ import queue
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
@@ -28,6 +29,7 @@ from shoal.launch.here.output import (
     LineForwarder,
     OnProgress,
     OutputPump,
+    OutputSink,
     Write,
     discard_lines,
     print_lines,
@@ -43,7 +45,7 @@ from shoal.launch.here.processes import Processes
 from shoal.launch.here.report import RunResult
 from shoal.launch.here.running import RunFacts, enter_run
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
-from shoal.launch.here.watches import StartNotice, StoppedProcesses, kept_memory, starting
+from shoal.launch.here.watches import StoppedProcesses, kept_memory, start_notice
 from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.joining import join_requests
 from shoal.launch.losses.lost_servers import ServerPolicy
@@ -123,55 +125,74 @@ def launch(
     spec.check()
     spec = spec.with_threads()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    notice = StartNotice(write)
-    signals = SignalEvents(events.put)
-    with (
-        LogFiles(spec.logs, spec.appends_logs) as logs,
-        nullcontext() if spec.body else signals,
-        new_run_dir() as run_dir,
-    ):
-        with (
-            OutputPump(events.put) as pump,
-            _messages(pump, notice.write, logs) as say,
-            coordinated(spec.replication, spec.servers, spec.config, run_dir, say) as coordinator,
-        ):
-            name = enter(spec, run_dir, write) if spec.body is None else ""
-            run = _LocalRun(
-                *(replace(spec, config=coordinator.config), run_dir, pump, notice.write, logs)
-            )
-            supervisor = _supervisor(run, coordinator, say, events)
-            with (
-                LocalServers(run, events.put, coordinator, supervisor.server_policy) as servers,
-                LocalWorkers(run, events.put, on_progress) as workers,
-            ):
-                servers.start_all()
-                workers.start_all(supervisor.policy)
-                if spec.body is not None:
-                    name = enter(spec, run_dir, write, [pid for _, pid in workers.running()])
-                pump.start()  # no thread before the last fork
-                servers.watch()
-                workers.watch()
-                coordinator.watch()
-                with _beside(run, notice, workers, servers, say, events.put):
-                    supervisor.run(workers, servers)
+    with ExitStack() as stack:
+        logs = stack.enter_context(LogFiles(spec.logs, spec.appends_logs))
+        signals = SignalEvents(events.put)
+        stack.enter_context(nullcontext() if spec.body else signals)
+        run_dir = stack.enter_context(new_run_dir())
+        with OutputPump(events.put) as pump:
+            run = Run(spec, run_dir, events, write, logs, pump.sink)
+            supervisor, name = _run(run, pump, on_progress)
         if spec.body is not None and supervisor.failed and run_dir.is_preempted():
             raise ShoalError(f"the run {name} was stopped by shoal stop")
         return supervisor.result(spec.workers, signals, write)
 
 
-def _supervisor(
-    run: _LocalRun,
-    coordinator: RunCoordinator,
-    say: Callable[[str], None],
-    events: queue.SimpleQueue[Event],
-) -> Supervisor:
-    spec, config = run.spec, run.spec.config
-    policy = LossPolicy(run.run_dir, spec.workers, spec.tolerance, say)
-    server_policy = ServerPolicy(
-        spec.servers, spec.replication, say, coordinator.members, config.server_checkpoint
-    )
-    counts = (spec.started, spec.servers)
-    return Supervisor(run.run_dir, policy, server_policy, say, *counts, config.grace_s, events)
+@dataclass(frozen=True)
+class Run:
+    """A run that goes on, as its launcher has it."""
+
+    spec: LaunchSpec
+    run_dir: RunDir
+    events: queue.SimpleQueue[Event]
+    write: Write
+    logs: LogFiles
+    sink: OutputSink
+
+    def say(self, line: str) -> None:
+        """A line of the launcher."""
+        launcher = self.forwarder("shoal: ", True, "launcher")
+        self.sink.call(lambda: launcher.feed(f"{line}\n".encode()))
+
+    def forwarder(
+        self, prefix: str, is_stderr: bool, role: str, rank: int | None = None
+    ) -> LineForwarder:
+        """One stream of a process. A notebook sees what servers print if one fails."""
+        write = self.write if self.spec.body is None or role == "launcher" else discard_lines
+        return LineForwarder(write, prefix, is_stderr, self.logs.of(role, rank))
+
+    def supervisor(self, servers: ServerPolicy) -> Supervisor:
+        spec = self.spec
+        policy = LossPolicy(self.run_dir, spec.workers, spec.tolerance, self.say)
+        counts = (spec.started, spec.servers, spec.config.grace_s)
+        return Supervisor(self.run_dir, policy, servers, self.say, *counts, self.events)
+
+
+def _run(run: Run, pump: OutputPump, on_progress: OnProgress | None) -> tuple[Supervisor, str]:
+    """Start all processes and wait for their end; the name of the run."""
+    spec, run_dir = run.spec, run.run_dir
+    with coordinated(spec.replication, spec.servers, spec.config, run_dir, run.say) as coordinator:
+        name = enter(spec, run_dir, run.write) if spec.body is None else ""
+        run = replace(run, spec=replace(spec, config=coordinator.config))
+        saved = spec.config.server_checkpoint
+        members = coordinator.members
+        policy = ServerPolicy(spec.servers, spec.replication, run.say, members, saved)
+        supervisor = run.supervisor(policy)
+        with (
+            LocalServers(run, pump, coordinator, policy) as servers,
+            LocalWorkers(run, pump, on_progress) as workers,
+        ):
+            servers.start_all()
+            workers.start_all(supervisor.policy)
+            if spec.body is not None:
+                name = enter(spec, run_dir, run.write, [pid for _, pid in workers.running()])
+            pump.start()  # no thread before the last fork
+            servers.watch()
+            workers.watch()
+            coordinator.watch()
+            with _beside(run, workers, servers):
+                supervisor.run(workers, servers)
+    return supervisor, name
 
 
 def enter(
@@ -203,55 +224,24 @@ def check_script(command: Sequence[str]) -> None:
         raise BadInput(f"there is no script {command[1]!r} in {Path.cwd()}")
 
 
-@contextmanager
-def _messages(pump: OutputPump, write: Write, logs: LogFiles) -> Iterator[Callable[[str], None]]:
-    """A function for lines of the launcher, which the output thread writes to stderr."""
-    pipe, write_end = os.pipe()
-    pump.add(pipe, LineForwarder(write, "shoal: ", True, logs.of("launcher")))
-
-    def say(line: str) -> None:
-        os.write(write_end, line.encode() + b"\n")
-
-    try:
-        yield say
-    finally:
-        os.close(write_end)
-
-
-@dataclass(frozen=True)
-class _LocalRun:
-    """What workers and servers of a run on this host have in common."""
-
-    spec: LaunchSpec
-    run_dir: RunDir
-    pump: OutputPump
-    write: Write
-    logs: LogFiles
-
-    def forward(self, prefix: str, pipes: tuple[int, int], role: str, rank: int) -> LineForwarder:
-        """Connect the output of a process; returns its stderr."""
-        out, err = pipes
-        log = self.logs.of(role, rank)
-        is_shown = self.spec.body is None  # a notebook sees what servers print if one fails
-        write = self.write if is_shown else discard_lines
-        stderr = LineForwarder(write, prefix, True, log)
-        self.pump.add(out, LineForwarder(write, prefix, False, log))
-        self.pump.add(err, stderr)
-        return stderr
+def _forward(run: Run, pump: OutputPump, pipes: tuple[int, int], *names: Any) -> LineForwarder:
+    """Connect the output of a process; returns its stderr. `names`: prefix, role, rank."""
+    prefix, role, rank = names
+    out, err = (run.forwarder(prefix, is_stderr, role, rank) for is_stderr in (False, True))
+    for pipe, stream in zip(pipes, (out, err), strict=True):
+        pump.add(pipe, stream)
+    return err
 
 
 class LocalServers(Processes):
     """The servers of a run on this host."""
 
     def __init__(
-        self,
-        run: _LocalRun,
-        put: Callable[[Event], None],
-        coordinator: RunCoordinator,
-        policy: ServerPolicy,
+        self, run: Run, pump: OutputPump, coordinator: RunCoordinator, policy: ServerPolicy
     ):
-        super().__init__(put, "server", run.spec.forks)
+        super().__init__(run.events.put, "server", run.spec.forks)
         self._run = run
+        self._pump = pump
         self._coordinator = coordinator
         self._policy = policy
         self.stderr: list[LineForwarder] = []
@@ -275,17 +265,16 @@ class LocalServers(Processes):
         pipes = self.start(spec.server_command, environ, rank=index if again else None)
         run_dir.note_server_pid(index, self.pid_of(index))
         self._policy.started(index, self.pid_of(index))
-        return self._run.forward(f"[server {index}] ", pipes, "server", index)
+        return _forward(self._run, self._pump, pipes, f"[server {index}] ", "server", index)
 
 
 class LocalWorkers(Processes):
     """The workers of a run on this host: copies of its command, or forks of this process."""
 
-    def __init__(
-        self, run: _LocalRun, put: Callable[[Event], None], on_progress: OnProgress | None
-    ):
-        super().__init__(put, forks=run.spec.forks)
+    def __init__(self, run: Run, pump: OutputPump, on_progress: OnProgress | None):
+        super().__init__(run.events.put, forks=run.spec.forks)
         self._run = run
+        self._pump = pump
         self._on_progress = on_progress
         silent = LineForwarder(run.write, "", True)
         self.stderr = [silent] * run.spec.workers
@@ -310,7 +299,7 @@ class LocalWorkers(Processes):
         may_be_first = rank == 0 or (
             spec.tolerance is not None and spec.tolerance.shares.is_covered
         )
-        with run.pump.progress_pipe(self._on_progress if may_be_first else None) as pipe:
+        with self._pump.progress_pipe(self._on_progress if may_be_first else None) as pipe:
             config = replace(
                 config, launcher_pid=os.getpid(), progress_fd=pipe, generation=generation
             )
@@ -321,7 +310,7 @@ class LocalWorkers(Processes):
             again = rank if generation else None
             pipes = self.start(spec.command, config.to_environment(), inherited, again)
         prefix = f"[{rank}] " if spec.workers > 1 else ""
-        self.stderr[rank] = run.forward(prefix, pipes, "rank", rank)
+        self.stderr[rank] = _forward(run, self._pump, pipes, prefix, "rank", rank)
 
 
 def _in_fork(
@@ -336,31 +325,24 @@ def _in_fork(
         sys.exit(1)
 
 
-def _beside(
-    run: _LocalRun,
-    notice: StartNotice,
-    workers: LocalWorkers,
-    servers: LocalServers,
-    say: Callable[[str], None],
-    put: Callable[[Event], None],
-) -> ExitStack:
+def _beside(run: Run, workers: LocalWorkers, servers: LocalServers) -> ExitStack:
     """Threads that look at the run while it goes on."""
     spec, run_dir = run.spec, run.run_dir
-    in_words = spec.replication.in_words
 
     def running() -> list[tuple[str, int]]:
         names = [(f"worker {rank}", pid) for rank, pid in workers.running()]
-        return names + [(in_words(index), pid) for index, pid in servers.running()]
+        return names + [(spec.replication.in_words(i), pid) for i, pid in servers.running()]
 
     if spec.started < spec.workers:
         now = f"started {spec.started} of {counted(spec.workers, 'worker')}"
-        say(f"{now}; shoal join starts another one")
+        run.say(f"{now}; shoal join starts another one")
     stack = ExitStack()
     if spec.servers:  # workers wait for them, which load first
-        line = starting(spec.servers, spec.started)
-        stack.enter_context(notice.saying(line, say, run_dir.have_all_joined))
+        counts = f"{counted(spec.servers, 'server')} and {counted(spec.started, 'worker')}"
+        line = f"starting {counts}"
+        stack.enter_context(start_notice(line, run.say, run.sink.is_used, run_dir.have_all_joined))
     takes_back = spec.config.takes_back
-    stack.enter_context(join_requests(run_dir, put, takes_back and spec.body is None))
+    stack.enter_context(join_requests(run_dir, run.events.put, takes_back and spec.body is None))
     stack.enter_context(kept_memory(run_dir, takes_back))
-    stack.enter_context(StoppedProcesses(spec.config.wait, running, say).watched())
+    stack.enter_context(StoppedProcesses(spec.config.wait, running, run.say).watched())
     return stack

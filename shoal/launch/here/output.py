@@ -126,8 +126,10 @@ class OutputSink:
         self._on_error = on_error
         self._handling = threading.Lock()
         self._has_failed = False
+        self.is_used = threading.Event()
 
     def call(self, act: Callable[[], None]) -> None:
+        self.is_used.set()
         with self._handling:
             if self._has_failed:
                 return
@@ -146,7 +148,7 @@ class OutputPump:
     """
 
     def __init__(self, on_error: Callable[[Exception], None]):
-        self._sink = OutputSink(on_error)
+        self.sink = OutputSink(on_error)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -200,7 +202,7 @@ class OutputPump:
         except BlockingIOError:
             return False
         if data:
-            self._sink.call(lambda: sink.feed(data))
+            self.sink.call(lambda: sink.feed(data))
         else:
             self._end(pipe, sink)
         return bool(data)
@@ -208,7 +210,7 @@ class OutputPump:
     def _end(self, pipe: int, sink: Sink) -> None:
         self._selector.unregister(pipe)
         os.close(pipe)
-        self._sink.call(sink.close)
+        self.sink.call(sink.close)
 
     @contextmanager
     def progress_pipe(self, on_progress: OnProgress | None) -> Iterator[int | None]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ShoalError
 from shoal.launch.here.output import LineForwarder, Write
@@ -38,34 +38,19 @@ from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.preemption import SIGNALS as PREEMPTING
 from shoal.runtime.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from shoal.launch.here.local import LocalServers, LocalWorkers
+    from shoal.launch.hosts.remote_servers import RemoteServers
+    from shoal.launch.hosts.remote_workers import RemoteWorkers
+
+    Supervised = LocalServers | LocalWorkers | RemoteServers | RemoteWorkers
+
 _GRACE_S = 0.3  # after the first failure
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 
 Event = (
     ProcessExit | signal.Signals | JoinRequest | Exception
 )  # the last is raised by `write` or `on_progress`
-
-
-class Supervised(Protocol):
-    """Processes of one role, on this host or on others."""
-
-    @property
-    def stderr(self) -> Sequence[LineForwarder]:
-        """By rank."""
-
-    def signal_alone(self, number: signal.Signals) -> None:
-        """Without their children."""
-
-    def signal(self, number: signal.Signals) -> None: ...
-
-    def start_again(self, rank: int) -> None:
-        """Another process in the place of one that has exited, or was not started at first."""
-
-    def note_exit(self, rank: int) -> None:
-        """The other processes are to know it."""
-
-    def host_of(self, rank: int) -> str:
-        """Its name; empty where all processes are on this host."""
 
 
 class SignalEvents:

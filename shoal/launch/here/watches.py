@@ -2,7 +2,7 @@
 
 kept_memory         memory that workers share stays open where lost ones may come back
 StoppedProcesses    processes that are stopped (SIGSTOP) are named, and killed after --timeout
-StartNotice         one line where the start takes long and nothing is printed meanwhile
+start_notice        one line where the start takes long and nothing is printed meanwhile
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from shoal.launch.here.output import Write
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import state_of
-from shoal.runtime.wording import counted
 from shoal.transport.shm.lasting_memory import keep
 
 _MEMORY_S = 0.02
@@ -114,37 +112,24 @@ class StoppedProcesses:
             self._say(f"{name} (process {pid}) has been stopped for {stopped_s:.0f} s: SIGCONT")
 
 
-class StartNotice:
-    """Passes on what is written, and knows whether anything was."""
+@contextmanager
+def start_notice(
+    line: str,
+    say: Callable[[str], None],
+    is_heard: threading.Event,
+    has_started: Callable[[], bool],
+    silent_s: float = _SILENT_S,
+) -> Iterator[None]:
+    """Around a run: `line` is said once it has been silent for a while and has not started."""
 
-    def __init__(self, write: Write, silent_s: float = _SILENT_S):
-        self._write = write
-        self._silent_s = silent_s
-        self._is_heard = threading.Event()
+    def wait() -> None:
+        if not is_heard.wait(silent_s) and not has_started():
+            say(line)
 
-    def write(self, text: str, is_stderr: bool) -> None:
-        self._is_heard.set()
-        self._write(text, is_stderr)
-
-    @contextmanager
-    def saying(
-        self, line: str, say: Callable[[str], None], has_started: Callable[[], bool]
-    ) -> Iterator[None]:
-        """Around a run: `line` is said once it has been silent for a while and has not started."""
-
-        def wait() -> None:
-            if not self._is_heard.wait(self._silent_s) and not has_started():
-                say(line)
-
-        thread = threading.Thread(target=wait, name="shoal-start-notice", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._is_heard.set()
-            thread.join()
-
-
-def starting(servers: int, workers: int) -> str:
-    """`starting 3 servers and 1 worker`."""
-    return f"starting {counted(servers, 'server')} and {counted(workers, 'worker')}"
+    thread = threading.Thread(target=wait, name="shoal-start-notice", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_heard.set()
+        thread.join()

@@ -24,7 +24,7 @@ from shoal.launch.here.local import LaunchSpec, enter
 from shoal.launch.here.log_files import LogFiles
 from shoal.launch.here.output import OnProgress, OutputSink, Write, print_lines
 from shoal.launch.here.report import RunResult
-from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
+from shoal.launch.here.supervisor import Event, SignalEvents
 from shoal.launch.hosts.machines import Machines, ServerHosts, place_evenly
 from shoal.launch.hosts.remote_processes import RemoteRun
 from shoal.launch.hosts.remote_servers import RemoteServers
@@ -49,27 +49,23 @@ def run_remote(
     placed = place_evenly(machines.hosts(spec.workers), spec.started, spec.workers)
     server_hosts = _server_hosts(machines, spec)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    put = events.put
     with LogFiles(spec.logs, spec.appends_logs) as logs, new_run_dir() as run_dir:
         secret = spec.config.read_secret() or new_secret()
-        run = RemoteRun(machines, spec, run_dir, secret, put, write, logs, OutputSink(put))
+        sink = OutputSink(events.put)
+        run = RemoteRun(spec, run_dir, events, write, logs, sink, machines, secret)
         servers = RemoteServers(run, server_hosts)
         workers = RemoteWorkers(run, placed, on_progress)
-        policy = LossPolicy(run_dir, spec.workers, spec.tolerance, run.say)
-        counts = (spec.started, spec.servers)
-        supervisor = Supervisor(
-            *(run_dir, policy, servers.policy, run.say, *counts, spec.config.grace_s, events)
-        )
+        supervisor = run.supervisor(servers.policy)
         enter(spec, run_dir, write, hosts=[workers.host_of(rank) for rank in range(spec.workers)])
 
         def put_signal(event: Event) -> None:
-            put(event)
+            events.put(event)
             servers.end_start()
             workers.end_start()
 
         with (
             SignalEvents(put_signal) as signals,
-            _serving_board(run, workers, policy),
+            _serving_board(run, workers, supervisor.policy),
             servers,
             workers,
         ):
@@ -95,7 +91,7 @@ def _serving_board(run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy) -
         for rank in range(run.spec.started, run.spec.workers):  # the others do not wait for them
             policy.note_absent(rank)
             workers.note_exit(rank)
-        with join_requests(run.run_dir, run.put):
+        with join_requests(run.run_dir, run.events.put):
             yield
     finally:
         service.close()

@@ -17,36 +17,23 @@ from typing import TypeVar
 import msgspec
 
 from shoal.errors import BadInput
-from shoal.launch.here.local import LaunchSpec
-from shoal.launch.here.log_files import Log, LogFiles
-from shoal.launch.here.output import LineForwarder, OutputSink, Write
-from shoal.launch.here.supervisor import TERM_S, Event
+from shoal.launch.here.local import Run
+from shoal.launch.here.output import LineForwarder
+from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.hosts.agent_messages import Task
 from shoal.launch.hosts.machines import Machine, MachineProcess, Machines
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir
 
 AGENT_COMMAND = (sys.executable, "-m", "shoal.launch.hosts.agent")
 _END_S = TERM_S + 3.0  # an agent gives its processes TERM_S, kills them and removes its files
 
 
 @dataclass(frozen=True)
-class RemoteRun:
-    """One attempt of a run."""
+class RemoteRun(Run):
+    """One attempt of a run on hosts of an engine."""
 
     machines: Machines
-    spec: LaunchSpec
-    run_dir: RunDir
     secret: bytes = field(repr=False)
-    put: Callable[[Event], None]
-    write: Write
-    logs: LogFiles
-    sink: OutputSink
-
-    def say(self, line: str) -> None:
-        """A line of the launcher."""
-        forwarder = LineForwarder(self.write, "shoal: ", True, self.logs.of("launcher"))
-        self.sink.call(lambda: forwarder.feed(f"{line}\n".encode()))
 
     def host_id(self, machine: Machine) -> str:
         """What tells it from other hosts, on which processes share no memory with it."""
@@ -67,6 +54,7 @@ class RemoteRun:
         ).to_environment()
 
 
+Streams = tuple[LineForwarder, LineForwarder]  # stdout, stderr
 _Processes = TypeVar("_Processes", bound="RemoteProcesses")
 
 
@@ -128,11 +116,12 @@ class RemoteProcesses:
         self._restarting.append(thread)
         thread.start()
 
-    def _forwarder(self, prefix: str, is_stderr: bool, log: Log) -> LineForwarder:
-        """It is closed at the end of the block."""
-        forwarder = LineForwarder(self._run.write, prefix, is_stderr, log)
-        self._forwarders.append(forwarder)
-        return forwarder
+    def _streams(self, name: str, machine: Machine, role: str, rank: int | None = None) -> Streams:
+        """Stdout and stderr of a process; they are closed at the end of the block."""
+        prefix = f"[{name} {machine.name}] "
+        out, err = (self._run.forwarder(prefix, is_err, role, rank) for is_err in (False, True))
+        self._forwarders += [out, err]
+        return out, err
 
     def _feed(self, forwarder: LineForwarder, text: str) -> None:
         self._run.sink.call(lambda: forwarder.feed(text.encode()))

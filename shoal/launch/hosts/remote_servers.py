@@ -32,7 +32,7 @@ from shoal.launch.hosts.agent_messages import (
     read_message,
 )
 from shoal.launch.hosts.machines import Machine, ServerHosts
-from shoal.launch.hosts.remote_processes import RemoteProcesses, RemoteRun
+from shoal.launch.hosts.remote_processes import RemoteProcesses, RemoteRun, Streams
 from shoal.launch.losses.chain_members import ChainMembers
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.protocol.endpoint import require_encrypted
@@ -58,7 +58,7 @@ class RemoteServers(RemoteProcesses):
         self.policy = ServerPolicy(
             spec.servers, spec.replication, run.say, self.members, spec.config.server_checkpoint
         )
-        self._output: dict[int, tuple[LineForwarder, LineForwarder]] = {}
+        self._output: dict[int, Streams] = {}
         for index in self._hosts:
             self._show(index)
 
@@ -161,13 +161,10 @@ class RemoteServers(RemoteProcesses):
     # ------------------------------------------------------------------ what agents report
 
     def _show(self, index: int) -> None:
-        run = self._run
         is_server = index != COORDINATOR
-        name = f"server {index}" if is_server else "coordinator"
-        log = run.logs.of("server", index) if is_server else run.logs.of("coordinator")
-        prefix = f"[{name} {self._hosts[index].name}] "
-        out, err = (self._forwarder(prefix, is_stderr, log) for is_stderr in (False, True))
-        self._output[index] = (out, err)
+        names = ("server", index) if is_server else ("coordinator", None)
+        shown = f"server {index}" if is_server else "coordinator"
+        self._output[index] = self._streams(shown, self._hosts[index], *names)
 
     def _take(self, index: int, line: str) -> None:
         try:
@@ -202,5 +199,5 @@ class RemoteServers(RemoteProcesses):
             self._run.say("the coordinator is lost: no server that is lost can be replaced now")
 
     def _note_exit(self, index: int, returncode: int) -> None:
-        self._run.put(ProcessExit(index, returncode, time.monotonic_ns(), "server"))
+        self._run.events.put(ProcessExit(index, returncode, time.monotonic_ns(), "server"))
         self._listening.put(None)

@@ -42,7 +42,7 @@ from shoal.launch.hosts.agent_messages import (
     read_message,
 )
 from shoal.launch.hosts.machines import Machine, MachineProcess, PlacedRanks
-from shoal.launch.hosts.remote_processes import RemoteProcesses, RemoteRun
+from shoal.launch.hosts.remote_processes import RemoteProcesses, RemoteRun, Streams
 from shoal.launch.hosts.remote_servers import RemoteServers
 from shoal.launch.losses.failures import FailureReport, write_failure
 
@@ -118,16 +118,14 @@ class RemoteWorkers(RemoteProcesses):
         self._config = run.spec.config
         self._board: ServedBoard | None = None  # of an elastic run
         self._board_address: str | None = None
-        self.stdout, self.stderr = ([self._show(r, e) for r in self._ranks] for e in (False, True))
+        self._output = {rank: self._show(rank) for rank in range(run.spec.workers)}
 
     @property
-    def _ranks(self) -> range:
-        return range(self._spec.workers)
+    def stderr(self) -> list[LineForwarder]:
+        return [err for _, err in self._output.values()]
 
-    def _show(self, rank: int, is_stderr: bool) -> LineForwarder:
-        prefix = f"[{rank} {self.host_of(rank)}] "
-        log = self._run.logs.of("rank", rank)
-        return self._forwarder(prefix, is_stderr, log)
+    def _show(self, rank: int) -> Streams:
+        return self._streams(str(rank), self._at[rank][0], "rank", rank)
 
     def host_of(self, rank: int) -> str:
         """Where its latest process is."""
@@ -188,7 +186,7 @@ class RemoteWorkers(RemoteProcesses):
             taken = {local for other, local in self._at.values() if other.name == machine.name}
             local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
             self._at[rank] = (machine, local_rank)
-            self.stdout[rank], self.stderr[rank] = (self._show(rank, e) for e in (False, True))
+            self._output[rank] = self._show(rank)
         return machine
 
     def _start(self, agent: HostAgent, port: int | None) -> None:
@@ -257,7 +255,7 @@ class RemoteWorkers(RemoteProcesses):
         try:
             message = read_message(line)
         except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            self._feed(self.stderr[agent.placed.first], f"{line}\n")
+            self._feed(self._output[agent.placed.first][1], f"{line}\n")
             return
         self._handle(agent, message)
 
@@ -279,8 +277,7 @@ class RemoteWorkers(RemoteProcesses):
         elif isinstance(message, ServerMessage) or message.rank not in agent.placed.ranks:
             return  # not of a worker of this host
         elif isinstance(message, ProcessOutput):
-            streams = self.stderr if message.is_stderr else self.stdout
-            self._feed(streams[message.rank], message.text)
+            self._feed(self._output[message.rank][message.is_stderr], message.text)
         elif isinstance(message, WorkerReturned):
             self._note_return(message)
         elif message.rank in agent.left:
@@ -322,7 +319,7 @@ class RemoteWorkers(RemoteProcesses):
                 return
             agent.left.discard(rank)
         self._run_dir.note_exit(rank, returncode)
-        self._run.put(ProcessExit(rank, returncode, time_ns))
+        self._run.events.put(ProcessExit(rank, returncode, time_ns))
         self.end_start()
 
 
