@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.launch.here.output import Write
+from shoal.launch.losses.loss_report import LostWorker, losses_at_end, steps_of
 from shoal.launch.losses.lost_servers import LostServer, summarize_server_losses, without_service_s
-from shoal.launch.losses.worker_losses import LostWorker, losses_at_end, steps_of
 
 
 @dataclass(frozen=True)

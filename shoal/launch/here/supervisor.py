@@ -33,7 +33,6 @@ from shoal.launch.losses.failures import ProcessFailure, first_failure, launch_e
 from shoal.launch.losses.joining import JoinRequest
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy
-from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.preemption import SIGNALS as PREEMPTING
 from shoal.runtime.run_dir import RunDir
@@ -108,7 +107,6 @@ class Supervisor:
     output_error: Exception | None = None  # raised by `write` or `on_progress`
     stopped_ns: int | None = None  # when the launcher began to end the processes
     ended_ns: int | None = None  # when it no longer waited for workers to save
-    memory_kills: OutOfMemoryKills = field(default_factory=OutOfMemoryKills)
     _start_s: float = field(default_factory=time.monotonic)
     _held: list[ProcessExit] = field(default_factory=list)  # of servers, not decided yet
     _decide_at_s: float | None = None
@@ -208,7 +206,7 @@ class Supervisor:
                 read_failure(self.run_dir, exit.rank) if exit.role == "worker" else None,
                 stderr[exit.role][exit.rank].tail(),
                 exit.role,
-                self.memory_kills.has_struck(),
+                self.policy.memory_kills.has_struck(),
                 self.server_policy.sentence(exit.rank) if exit.role == "server" else "",
             )
             for exit in (self.failed if succeeded or self.failed else errors)

@@ -45,8 +45,6 @@ class ChainMembers:
         self._with_state = set(range(servers))
         self._configs: dict[int, ChainConfig] = {}
         self._heads: dict[int, int] = {}
-        self._unsaid: set[int] = set()  # servers that have exited
-        self._held: list[str] = []
         self._changing = threading.RLock()
         self._shards = range(servers // replication.replicas)
         self.is_known = False  # the coordinator has answered
@@ -64,24 +62,6 @@ class ChainMembers:
         with self._changing:
             self._running.discard(server)
             self._with_state.discard(server)
-
-    def hold(self, server: int) -> None:
-        """Say nothing until it is said what the exit of this server means."""
-        with self._changing:
-            self._unsaid.add(server)
-
-    def release(self, server: int) -> None:
-        with self._changing:
-            self._unsaid.discard(server)
-            lines, self._held = self._held, []
-            for line in lines:
-                self._tell(line)
-
-    def _tell(self, line: str) -> None:
-        if self._unsaid:
-            self._held.append(line)
-        else:
-            self._say(line)
 
     def are_lost(self, shard: int) -> bool:
         """Whether no server has the state of a shard any more; before it begins there is none."""
@@ -147,7 +127,7 @@ class ChainMembers:
         for server in sorted(now - before):
             who = self._replication.in_words(server)
             has = listed("replica", self._members(shard))
-            self._tell(f"{who} has caught up; shard {shard} has {has}")
+            self._say(f"{who} has caught up; shard {shard} has {has}")
 
     def _is_member(self, server: int, config: ChainConfig, listing: Listing) -> bool:
         replica = server % self._replication.replicas
@@ -164,7 +144,7 @@ class ChainMembers:
             self.removed += 1
             goes_on = self.goes_on(shard, but=server % self._replication.replicas)
             who = self._replication.in_words(server)
-            self._tell(f"{who} does not answer and was removed from its chain; {goes_on}")
+            self._say(f"{who} does not answer and was removed from its chain; {goes_on}")
 
     def _say_head(self, shard: int, config: ChainConfig) -> None:
         head = config.head
@@ -172,7 +152,7 @@ class ChainMembers:
             return
         self._heads[shard] = head
         who = self._replication.in_words(self._replication.server_of(shard, head))
-        self._tell(f"{who} is the head of shard {shard} now")
+        self._say(f"{who} is the head of shard {shard} now")
 
 
 def follow(coordinator: Coordinator, see: Callable[[Listing], None], over: threading.Event) -> None:

@@ -12,17 +12,18 @@ are consequences. The first failure is the earliest one that is no consequence:
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import msgspec
 
 import shoal
 from shoal.errors import (
@@ -115,22 +116,14 @@ def report_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
 
 def write_failure(run_dir: RunDir, rank: int, report: FailureReport) -> None:
     with suppress(OSError):  # a full disk must not hide the error that is being reported
-        write_atomically(run_dir.failure(rank), json.dumps(asdict(report)))
+        write_atomically(run_dir.failure(rank), msgspec.json.encode(report))
 
 
 def read_failure(run_dir: RunDir, rank: int) -> FailureReport | None:
     """The worker's own report; None when there is none, or none that can be read."""
-    try:
-        document = json.loads(run_dir.failure(rank).read_bytes())
-        return FailureReport(
-            time_ns=int(document["time_ns"]),
-            exit_status=int(document["exit_status"]),
-            sentence=str(document["sentence"]),
-            traceback=str(document["traceback"]),
-            lost_peer=bool(document.get("lost_peer", False)),
-        )
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(run_dir.failure(rank).read_bytes(), type=FailureReport)
+    return None
 
 
 def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:

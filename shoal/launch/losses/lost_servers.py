@@ -67,10 +67,7 @@ class ServerPolicy:
     def note(self, exit: ProcessExit) -> bool:
         """Whether what this exit means shows a moment later: others may be lost beside it."""
         self._members.exited(exit.rank)
-        is_held = self._replication.is_on and exit.returncode not in (0, _MISTAKE)
-        if is_held:
-            self._members.hold(exit.rank)
-        return is_held
+        return self._replication.is_on and exit.returncode not in (0, _MISTAKE)
 
     def survives(self, exit: ProcessExit) -> bool:
         """False when an exit that was noted ends the run."""
@@ -87,7 +84,6 @@ class ServerPolicy:
         starts = self._starts[exit.rank] + 1
         is_started_again = may_start and starts <= self._replication.restarts
         self._say_lost(exit, starts, is_started_again)
-        self._members.release(exit.rank)
         if is_started_again:
             self._starts[exit.rank] = starts
         return is_started_again

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, read_failure, when_lost
-from shoal.launch.losses.worker_losses import SPLIT, LostWorker, SampleShares
+from shoal.launch.losses.loss_report import SPLIT, LostWorker, SampleShares
 from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.wording import say
+from shoal.runtime.wording import counted, say
 from shoal.strategy.base import Batches
 from shoal.strategy.strategy import Strategy
 
@@ -83,15 +83,15 @@ class LossPolicy:
         self._workers = workers
         self._tolerance = tolerance
         self._say = say
-        self._memory_kills = OutOfMemoryKills()
         self._start_ns = time.monotonic_ns()
         self._started_ns: dict[int, int] = {}  # of those that were started again
         self._to_restart: LostWorker | None = None
         self._has_succeeded = False
-        self.lost: list[LostWorker] = []
         self._later: list[LostWorker] = []  # those that were started again, or asked for
         self._absent: set[int] = set()  # those that were not started, or came too late
         self._shares = SPLIT if tolerance is None else tolerance.shares
+        self.memory_kills = OutOfMemoryKills()
+        self.lost: list[LostWorker] = []
         self.too_few: str | None = None  # why the run ends: a sentence
 
     def restarts(self, exit: ProcessExit) -> bool:
@@ -99,15 +99,14 @@ class LossPolicy:
         lost, self._to_restart = self._to_restart, None
         if lost is None or lost.rank != exit.rank:
             return False
-        generation = self._run_dir.generation(exit.rank) + 1
-        try:
-            self._run_dir.note_start(exit.rank, generation)
-        except OSError as error:
-            self._say(f"worker {exit.rank} cannot be started again: {error.strerror}")
-            return False
-        self._later.append(replace(lost, away="returned", generation=generation))
+        self._start_later(replace(lost, away="returned"))
         self._started_ns[exit.rank] = time.monotonic_ns()
         return True
+
+    def _start_later(self, worker: LostWorker) -> None:
+        generation = self._run_dir.generation(worker.rank) + 1
+        self._run_dir.note_start(worker.rank, generation)
+        self._later.append(replace(worker, generation=generation))
 
     def note_absent(self, rank: int) -> None:
         """This worker is not started at first; the others do not wait for it."""
@@ -120,10 +119,7 @@ class LossPolicy:
         return tuple(sorted(self._absent - {lost.rank for lost in self.lost}))
 
     def join(self, request: str) -> int | None:
-        """The number of a worker that is not there, which is started now; None: all are.
-
-        `request` is answered.
-        """
+        """Answer a request: the worker that is not there and is started now; None: all are."""
         ranks = [rank for rank in range(self._workers) if self._run_dir.has_exited(rank)]
         if not ranks or self._is_ending(ranks):
             all_there = "all workers are there" if self._workers > 1 else "its only worker is there"
@@ -132,11 +128,8 @@ class LossPolicy:
             self._run_dir.answer_join(request, f"no worker is started: {why}")
             return None
         rank = ranks[0]
-        generation = self._run_dir.generation(rank) + 1
-        self._run_dir.note_start(rank, generation)
         lost = [lost for lost in self.lost if lost.rank == rank] or [LostWorker(rank)]
-        joined = replace(lost[0], away="joined", shares=self._shares, generation=generation)
-        self._later.append(joined)
+        self._start_later(replace(lost[0], away="joined", shares=self._shares))
         self._absent.discard(rank)
         self.lost = [lost for lost in self.lost if lost.rank != rank]
         started = f"worker {rank} of {self._workers} is started"
@@ -161,63 +154,53 @@ class LossPolicy:
     def _completed(self, worker: LostWorker) -> LostWorker:
         """With what it has written when it took its place."""
         worker = replace(worker, lost_at=None)
-        document = self._run_dir.read_return(worker.rank, worker.generation) or {}
-        numbers = [document.get(name) for name in ("time_ns", "lost_at", "step")]
-        if not all(isinstance(number, int) for number in numbers):
+        document = self._run_dir.read_return(worker.rank, worker.generation)
+        if document is None:
             return worker
-        time_ns, lost_at, step = (int(number) for number in numbers if number is not None)
-        away_s = self._seconds(time_ns) - worker.after_s
+        lost_at, step = document["lost_at"], document["step"]
+        away_s = self._seconds(document["time_ns"]) - worker.after_s
         was_there = lost_at > 0 or (worker.away == "returned" and step > 0)
         return replace(worker, away_s=away_s, lost_at=lost_at if was_there else None, step=step)
 
     def survives(self, exit: ProcessExit) -> bool:
         """Note the exit of a worker; False when it ends the run."""
-        is_noted = self._note_exit(exit)
+        self._run_dir.note_exit(exit.rank, exit.returncode)
         if exit.returncode == 0:
             self._has_succeeded = True
             if self._run_dir.came_too_late(exit.rank):
                 self._note_late(exit.rank)
             return True
-        if not is_noted:
+        tolerance = self._tolerance
+        if tolerance is None or exit.rank in tolerance.needed:
             return False
-        if self._tolerance is None or not self._is_dispensable(exit.rank, self._tolerance):
+        if not tolerance.from_start and not self._run_dir.have_all_joined():
             return False
         report = read_failure(self._run_dir, exit.rank)
+        struck = self.memory_kills.has_struck()
         failure = ProcessFailure(
-            exit.rank,
-            exit.returncode,
-            exit.noticed_ns,
-            report,
-            out_of_memory=self._memory_kills.has_struck(),
+            exit.rank, exit.returncode, exit.noticed_ns, report, out_of_memory=struck
         )
         if failure.is_loss:
-            self._note_loss(failure, self._tolerance)
+            self._note_loss(failure, tolerance)
         return failure.is_loss and self.too_few is None
 
-    def _note_exit(self, exit: ProcessExit) -> bool:
-        """False where the other workers cannot be told: the disk is full."""
-        try:
-            self._run_dir.note_exit(exit.rank, exit.returncode)
-        except OSError as error:
-            self._say(f"cannot note that worker {exit.rank} has exited: {error.strerror}")
-            return False
-        return True
-
     def _note_loss(self, failure: ProcessFailure, tolerance: Tolerance) -> None:
-        lost = self._lost_by(failure)
-        started_ns = self._started_ns.get(failure.rank, self._start_ns)
+        rank = failure.rank
+        how = failure.ending if failure.returncode < 0 else "gave up, having lost its peers,"
+        after_s = self._seconds(failure.noticed_ns)
+        lost = LostWorker(rank, how, after_s, self._run_dir.steps_done(rank), shares=self._shares)
+        started_ns = self._started_ns.get(rank, self._start_ns)
         age_s = (failure.noticed_ns - started_ns) / 1e9
-        when = when_lost(age_s, started_ns != self._start_ns)
-        line = f"worker {failure.rank} {lost.how} {when}"
+        line = f"worker {rank} {how} {when_lost(age_s, started_ns != self._start_ns)}"
         count = sum(worker.away == "returned" for worker in self._later) + 1
         if count <= tolerance.restarts and not self._has_succeeded:
             self._to_restart = lost
             self._say(f"{line}; it is started again ({count} of {tolerance.restarts})")
             return
         self.lost.append(lost)
-        left = [rank for rank in range(self._workers) if not self._run_dir.has_exited(rank)]
-        if len(left) < tolerance.at_least > 1 and not self._has_succeeded:
-            there = f"{len(left)} worker{'s are' if len(left) != 1 else ' is'} left"
+        left = sum(not self._run_dir.has_exited(rank) for rank in range(self._workers))
+        if left < tolerance.at_least > 1 and not self._has_succeeded:
+            there = f"{counted(left, 'worker is', 'workers are')} left"
             self.too_few = f"{line}, and {there}, fewer than the {tolerance.at_least} of --elastic"
         elif len(self.lost) < self._workers:
             self._say(f"{line}; the others go on, as {tolerance.allowed_by} allows")
@@ -235,15 +218,5 @@ class LossPolicy:
             self._absent.add(rank)
             self._say(late.in_words())
 
-    def _lost_by(self, failure: ProcessFailure) -> LostWorker:
-        how = failure.ending if failure.returncode < 0 else "gave up, having lost its peers,"
-        after_s = self._seconds(failure.noticed_ns)
-        steps = self._run_dir.steps_done(failure.rank)
-        return LostWorker(failure.rank, how, after_s, steps, shares=self._shares)
-
     def _seconds(self, time_ns: int) -> float:
         return (time_ns - self._start_ns) / 1e9
-
-    def _is_dispensable(self, rank: int, tolerance: Tolerance) -> bool:
-        in_time = tolerance.from_start or self._run_dir.have_all_joined()
-        return in_time and rank not in tolerance.needed
