@@ -183,7 +183,7 @@ class Workers:
 
     def _job(self, group: ElasticGroup) -> Job:
         generation = group.membership.me.incarnation
-        config = replace(RunConfig.from_environment(), generation=generation, run_dir=self.run_dir)
+        config = replace(RunConfig.from_environment(), incarnation=generation, run_dir=self.run_dir)
         services = RunServices(config=config)
         cpu = torch.device("cpu")
         return Job(parse(self.strategy), group, device=cpu, seed=3, services=services)
@@ -232,7 +232,7 @@ class Return:
 
     @staticmethod
     def is_late(job: Job) -> bool:
-        return job._services.config.generation > 0
+        return job._services.config.incarnation > 0
 
     def wait(self, job: Job) -> None:
         if job.steps == 6 and not self.is_late(job):

@@ -81,7 +81,7 @@ class Run:
         meetings = Meetings(board, GroupMember(rank, generation), self.size, 60.0)
         sums = ElasticSum(run_dir.meetings(1), rank, meetings.is_missing, 60.0)
         config = replace(
-            RunConfig.from_environment(), generation=generation, restarts=1, run_dir=run_dir
+            RunConfig.from_environment(), incarnation=generation, restarts=1, run_dir=run_dir
         )
 
         def make() -> Executor:

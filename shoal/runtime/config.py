@@ -177,7 +177,7 @@ class RunConfig:
     restarts: int | None = variable("SHOAL_RESTART", COUNT)  # `shoal run --restart`
     start: int | None = variable("SHOAL_START", POSITIVE)  # workers at first; others come later
     min_workers: int = variable("SHOAL_MIN_WORKERS", POSITIVE, 1)  # with fewer the run ends
-    generation: int = variable("SHOAL_GENERATION", COUNT, 0)  # starts of this worker before this
+    incarnation: int = variable("SHOAL_INCARNATION", COUNT, 0)  # starts of this worker before this
 
     rank: int | None = variable("SHOAL_RANK", COUNT)  # written by Shoal's own launcher
     size: int | None = variable("SHOAL_SIZE", POSITIVE)

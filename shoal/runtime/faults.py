@@ -113,7 +113,7 @@ def faults_of(config: RunConfig, rank: int, workers: int) -> Faults | None:
     """The faults of this worker; None, which is usual, without any."""
     slow_factors = read_slow(config.slow, workers)
     kill_steps = read_kill(config.kill, workers)
-    if config.generation:
+    if config.incarnation:
         kill_steps = {}  # once: a worker that was started again lives on
     servers = None
     if config.run_dir is not None and read_server_kills(config.kill):

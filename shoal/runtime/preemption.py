@@ -73,8 +73,8 @@ class LauncherBoard:
     def announce(self) -> bool:
         """A signal to all processes of a job may come here before the launcher has marked it."""
         deadline_s = time.monotonic() + _PATIENCE_S
-        while not self._run_dir.is_preempted():
-            if self._run_dir.is_ending() or time.monotonic() > deadline_s:
+        while not self._run_dir.preempted.exists():
+            if self._run_dir.ending.exists() or time.monotonic() > deadline_s:
                 return False
             time.sleep(_POLL_S)
         return True

@@ -7,7 +7,7 @@
     failure-2.json       why worker 2 failed, written by the worker
     finished-0           worker 0 has finished
     training-0           worker 0 is in a call of shoal.run, maybe after one that it has finished
-    exited-2.json        the process of worker 2 has exited, written by the launcher
+    exited-2.0.json      the process of worker 2 has exited, written by the launcher
     joins/               requests of `shoal join`; join-….json is the answer of the launcher
     run.json             what runs here, for `shoal ps` and `shoal stop` (launch/here/running.py)
     steps-2              how many steps worker 2 has done
@@ -16,7 +16,7 @@
     late-2.1             it came when the others had finished
     memory-…/            where workers find memory that they share (shm/lasting_memory.py)
     meetings-1           what all workers did together (comm/members/meetings.py, elastic_sum.py)
-    members-1            generations of the group of an elastic run (comm/members/membership.py)
+    members-1            groups of an elastic run (comm/members/membership.py)
     preempted  ending    the launcher got SIGTERM; it ends the workers
     at-0.step last.step  how far worker 0 is, and where all stop, after SIGTERM
     report-0.json        what happened on worker 0
@@ -39,7 +39,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,17 +60,62 @@ _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
 
 
+class _File:
+    """A file of the run: `run_dir.begun` is its path."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, _: object) -> Path:
+        return run_dir.path / self._name
+
+
+class _Files:
+    """Files of the run by number: `run_dir.report(2)` is the path of one."""
+
+    def __init__(self, pattern: str):
+        self._pattern = pattern
+
+    def __get__(self, run_dir: RunDir, _: object) -> Callable[..., Path]:
+        return lambda *numbers: run_dir.path / self._pattern.format(*numbers)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """One run's directory. Every path inside of it is made here."""
 
     path: Path
 
-    # ------------------------------------------------------------------ names
-
-    @property
-    def secret(self) -> Path:
-        return self.path / "secret"
+    secret = _File("secret")
+    all_joined = _File("all-joined")
+    armed = _File("armed")  # failpoints of tests that come later count from here on
+    begun = _File("begun")  # a run of `shoal compare`
+    preempted = _File("preempted")
+    ending = _File("ending")
+    joins = _File("joins")
+    entry = _File("run.json")
+    coordinator_address = _File("coordinator.address")
+    coordinator_log = _File("coordinator.log")
+    failure = _Files("failure-{}.json")
+    finished = _Files("finished-{}")
+    exited = _Files("exited-{}.{}.json")  # rank and incarnation
+    back = _Files("back-{}.{}.json")
+    late = _Files("late-{}.{}")
+    steps = _Files("steps-{}")
+    report = _Files("report-{}.json")
+    operations = _Files("operations-{}.txt")
+    spans = _Files("spans-{}.json")
+    server_address = _Files("server-{}.address")
+    meetings = _Files("meetings-{}")  # by the number of the call of shoal.run
+    members = _Files("members-{}")
+    start_folder = _Files("start-{}")
+    memory_folder = _Files("memory-{}")  # by a name
+    _training = _Files("training-{}")
+    _started = _Files("started-{}")
+    _server_pid = _Files("server-{}.pid")
+    _join_answer = _Files("join-{}.json")
+    _at_step = _Files("at-{}.step")
+    _last_step = _File("last.step")
 
     @property
     def rendezvous(self) -> str:
@@ -78,83 +123,46 @@ class RunDir:
         return f"file://{self.path}/store"
 
     @property
-    def all_joined(self) -> Path:
-        return self.path / "all-joined"
-
-    @property
-    def armed(self) -> Path:
-        """Failpoints of tests that come later count from here on."""
-        return self.path / "armed"
-
-    @property
-    def begun(self) -> Path:
-        """Marks a run of `shoal compare` that has begun."""
-        return self.path / "begun"
-
-    def failure(self, rank: int) -> Path:
-        return self.path / f"failure-{rank}.json"
-
-    def finished(self, rank: int) -> Path:
-        return self.path / f"finished-{rank}"
-
-    def exited(self, rank: int, generation: int = 0) -> Path:
-        return self.path / f"exited-{_life(rank, generation)}.json"
-
-    def back(self, rank: int, generation: int) -> Path:
-        return self.path / f"back-{_life(rank, generation)}.json"
-
-    def steps(self, rank: int) -> Path:
-        return self.path / f"steps-{rank}"
-
-    def late(self, rank: int, generation: int) -> Path:
-        return self.path / f"late-{_life(rank, generation)}"
-
-    @property
-    def joins(self) -> Path:
-        return self.path / "joins"
-
-    def meetings(self, run_number: int) -> Path:
-        """For what all workers do together, where lost ones may come back."""
-        return self.path / f"meetings-{run_number}"
-
-    def members(self, run_number: int) -> Path:
-        """Who forms the group of an elastic run."""
-        return self.path / f"members-{run_number}"
-
-    def report(self, rank: int) -> Path:
-        return self.path / f"report-{rank}.json"
-
-    def operations(self, rank: int) -> Path:
-        return self.path / f"operations-{rank}.txt"
-
-    def spans(self, rank: int) -> Path:
-        return self.path / f"spans-{rank}.json"
-
-    def all_spans(self) -> list[Path]:
-        return list(self.path.glob("spans-*.json"))
+    def coordinator(self) -> str:
+        """The address of the coordinator on this host."""
+        return f"unix:{self.path / 'coordinator.sock'}"
 
     def socket(self, index: int) -> str:
         """The address of server `index` on this host."""
         return f"unix:{self.path / f'server-{index}.sock'}"
 
-    def server_address(self, index: int) -> Path:
-        """Holds the address of server `index` for other hosts."""
-        return self.path / f"server-{index}.address"
+    def all_spans(self) -> list[Path]:
+        return list(self.path.glob("spans-*.json"))
+
+    def memory_folders(self) -> list[Path]:
+        return list(self.path.glob("memory-*"))
+
+    def is_there(self) -> bool:
+        """Whether it is the directory of a run that goes on."""
+        return (self.path / "lock").is_file()
+
+    def mark(self, file: Path) -> None:
+        """A full disk does not fail the run."""
+        with suppress(OSError):
+            file.touch()
+
+    def write(self, file: Path, document: Mapping[str, Any]) -> None:
+        """Of a file that `read` reads; a full disk does not fail the run."""
+        with suppress(OSError):
+            write_atomically(file, json.dumps(document))
+
+    # ------------------------------------------------------------------ servers
 
     def read_server_pid(self, index: int) -> int | None:
         """The number of the process that serves as server `index`, if the launcher noted it."""
-        with suppress(OSError, ValueError):
-            pid = int((self.path / f"server-{index}.pid").read_text()[:_MAX_DIGITS])
-            return pid if pid > 1 else None
-        return None
+        return _read_count(self._server_pid(index)) or None
 
     def note_server_pid(self, index: int, pid: int) -> None:
-        write_atomically(self.path / f"server-{index}.pid", str(pid))
+        write_atomically(self._server_pid(index), str(pid))
 
     def remove_socket(self, index: int) -> None:
         """Of a server that was killed: another process is to listen there."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.socket(index).removeprefix("unix:"))
+        Path(self.socket(index).removeprefix("unix:")).unlink(missing_ok=True)
 
     def claim_kill(self, server: int, step: int) -> bool:
         """True for the first process that asks."""
@@ -163,66 +171,20 @@ class RunDir:
             return True
         return False
 
-    @property
-    def coordinator(self) -> str:
-        """The address of the coordinator on this host."""
-        return f"unix:{self.path / 'coordinator.sock'}"
-
-    @property
-    def coordinator_address(self) -> Path:
-        """Holds the address of the coordinator for other hosts."""
-        return self.path / "coordinator.address"
-
-    @property
-    def coordinator_log(self) -> Path:
-        return self.path / "coordinator.log"
-
-    def start_folder(self, run_number: int) -> Path:
-        """For the broadcasts before the group exists."""
-        return self.path / f"start-{run_number}"
-
-    def memory_folder(self, name: str) -> Path:
-        """Where workers that come back find the memory of the others."""
-        return self.path / f"memory-{name}"
-
-    def memory_folders(self) -> list[Path]:
-        return list(self.path.glob("memory-*"))
-
-    @property
-    def entry(self) -> Path:
-        return self.path / "run.json"
-
-    def write_entry(self, document: Mapping[str, Any]) -> None:
-        """A full disk does not fail the run, which is then not shown."""
-        with suppress(OSError):
-            write_atomically(self.entry, json.dumps(document))
-
-    def read_entry(self) -> dict[str, Any] | None:
-        return _read_json(self.entry)
-
     # ------------------------------------------------------------------ marks of workers
-
-    def mark_all_joined(self) -> None:
-        self.all_joined.touch()
-
-    def have_all_joined(self) -> bool:
-        return self.all_joined.exists()
 
     def mark_training(self, rank: int) -> None:
         """This worker has called shoal.run."""
-        with suppress(OSError):
-            (self.path / f"training-{rank}").touch()
+        self.mark(self._training(rank))
 
     def mark_finished(self, rank: int) -> None:
         """This worker has finished; written before it closes what others may wait for."""
-        with suppress(OSError):
-            self.finished(rank).touch()
-            (self.path / f"training-{rank}").unlink(missing_ok=True)
+        self.mark(self.finished(rank))
+        self._training(rank).unlink(missing_ok=True)
 
     def has_ended_training(self, rank: int) -> bool:
         """Whether this worker has finished and not called shoal.run again."""
-        is_training = (self.path / f"training-{rank}").exists()
-        return self.finished(rank).exists() and not is_training
+        return self.finished(rank).exists() and not self._training(rank).exists()
 
     def finished_ranks(self) -> list[int]:
         """The workers that have finished, in that order."""
@@ -234,24 +196,30 @@ class RunDir:
         name = signal_name(-returncode) if returncode < 0 else None
         document = {"rank": rank, "returncode": returncode, "signal": name}
         text = json.dumps({**document, "time_ns": time.monotonic_ns()})
-        write_atomically(self.exited(rank, self.generation(rank)), text)
+        write_atomically(self.exited(rank, self.incarnation(rank)), text)
 
     def has_exited(self, rank: int) -> bool:
         """Whether the process of a worker has exited, with success or not."""
-        return self.has_ended(rank, self.generation(rank))
+        return self.has_ended(rank, self.incarnation(rank))
 
-    def has_ended(self, rank: int, generation: int) -> bool:
+    def has_ended(self, rank: int, incarnation: int) -> bool:
         """The same of one process of a worker that was started several times."""
-        return self.exited(rank, generation).exists()
+        return self.exited(rank, incarnation).exists()
+
+    def steps_done(self, rank: int) -> int | None:
+        """Of a worker, by its own count; None where it has not done any, or does not count."""
+        return _read_count(self.steps(rank)) or None
+
+    def write_steps(self, rank: int, steps: int) -> None:
+        """Of a worker on another host."""
+        with suppress(OSError):
+            write_atomically(self.steps(rank), str(steps))
 
     # ------------------------------------------------------------------ workers that come back
 
     def open_joins(self) -> None:
         """The launcher starts workers that are asked for (launch/losses/joining.py)."""
         self.joins.mkdir(mode=0o700)
-
-    def takes_joins(self) -> bool:
-        return self.joins.is_dir()
 
     def ask_for_join(self) -> str:
         """Returns the name of the request."""
@@ -268,110 +236,57 @@ class RunDir:
 
     def answer_join(self, request: str, sentence: str, rank: int | None = None) -> None:
         """`rank`: the worker that is started; None where none is."""
-        generation = None if rank is None else self.generation(rank)
-        with suppress(OSError):
-            text = json.dumps({"sentence": sentence, "rank": rank, "generation": generation})
-            write_atomically(self.path / f"join-{request}.json", text)
+        incarnation = None if rank is None else self.incarnation(rank)
+        document = {"sentence": sentence, "rank": rank, "incarnation": incarnation}
+        self.write(self._join_answer(request), document)
 
     def read_join_answer(self, request: str) -> dict[str, Any] | None:
-        return _read_json(self.path / f"join-{request}.json")
-
-    def is_there(self) -> bool:
-        """Whether it is the directory of a run that goes on."""
-        return (self.path / "lock").is_file()
-
-    def steps_done(self, rank: int) -> int | None:
-        """Of a worker, by its own count; None where it has not done any, or does not count."""
-        with suppress(OSError):
-            return _read_count(self.steps(rank)) or None
-        return None
-
-    def write_steps(self, rank: int, steps: int) -> None:
-        """Of a worker on another host."""
-        with suppress(OSError):
-            write_atomically(self.steps(rank), str(steps))
-
-    def mark_too_late(self, rank: int, generation: int) -> None:
-        """A worker that was started later found that the others had finished."""
-        with suppress(OSError):
-            self.late(rank, generation).touch()
+        return read(self._join_answer(request))
 
     def came_too_late(self, rank: int) -> bool:
-        return self.late(rank, self.generation(rank)).exists()
+        return self.late(rank, self.incarnation(rank)).exists()
 
-    def generation(self, rank: int) -> int:
+    def incarnation(self, rank: int) -> int:
         """How often this worker was started again."""
-        try:
-            return _read_count(self.path / f"started-{rank}")
-        except FileNotFoundError:
-            return 0
+        return _read_count(self._started(rank)) or 0
 
-    def note_start(self, rank: int, generation: int) -> None:
+    def note_start(self, rank: int, incarnation: int) -> None:
         """It is about to be started again; why it failed before does not count any more."""
         self.failure(rank).unlink(missing_ok=True)
-        write_atomically(self.path / f"started-{rank}", str(generation))
+        write_atomically(self._started(rank), str(incarnation))
 
-    def note_return(self, rank: int, generation: int, document: Mapping[str, Any]) -> None:
-        with suppress(OSError):
-            text = json.dumps({"time_ns": time.monotonic_ns(), **document})
-            write_atomically(self.back(rank, generation), text)
+    def note_return(self, rank: int, incarnation: int, document: Mapping[str, Any]) -> None:
+        self.write(self.back(rank, incarnation), {"time_ns": time.monotonic_ns(), **document})
 
-    def read_return(self, rank: int, generation: int) -> dict[str, Any] | None:
-        return _read_json(self.back(rank, generation))
+    def read_return(self, rank: int, incarnation: int) -> dict[str, Any] | None:
+        return read(self.back(rank, incarnation))
 
     # ------------------------------------------------------------------ preemption
 
-    def mark_preempted(self) -> None:
-        """The launcher was asked to end (SIGTERM): workers may save before they exit."""
-        with suppress(OSError):
-            (self.path / "preempted").touch()
-
-    def is_preempted(self) -> bool:
-        return (self.path / "preempted").exists()
-
-    def mark_ending(self) -> None:
-        """The launcher ends the workers: they exit at once."""
-        with suppress(OSError):
-            (self.path / "ending").touch()
-
-    def is_ending(self) -> bool:
-        return (self.path / "ending").exists()
-
     def note_step(self, rank: int, steps: int) -> None:
         """How far a worker is that was asked to stop."""
-        write_atomically(self.path / f"at-{rank}.step", str(steps))
+        write_atomically(self._at_step(rank), str(steps))
 
     def noted_steps(self) -> dict[int, int]:
-        return {
-            int(mark.stem.removeprefix("at-")): _read_count(mark)
-            for mark in self.path.glob("at-*.step")
-        }
+        marks = self.path.glob("at-*.step")
+        return {int(mark.stem.removeprefix("at-")): _read_count(mark) or 0 for mark in marks}
 
     def write_last_step(self, steps: int) -> None:
         """All workers stop after this step."""
-        write_atomically(self.path / "last.step", str(steps))
+        write_atomically(self._last_step, str(steps))
 
     def last_step(self) -> int | None:
-        try:
-            return _read_count(self.path / "last.step")
-        except FileNotFoundError:
-            return None
+        return _read_count(self._last_step)
 
-    # ------------------------------------------------------------------ reports
+    # ------------------------------------------------------------------ reports, the secret
 
     def write_report(self, rank: int, report: Mapping[str, Any]) -> None:
-        """What happened on this worker; a full disk does not fail a run that succeeded."""
-        with suppress(OSError):
-            write_atomically(self.report(rank), json.dumps(report))
+        """What happened on this worker."""
+        self.write(self.report(rank), report)
 
     def read_reports(self, workers: int) -> list[dict[str, Any] | None]:
         """The reports by rank; None for a worker without a readable one."""
-        return [self.read_report(rank) for rank in range(workers)]
-
-    def read_report(self, rank: int) -> dict[str, Any] | None:
-        return _read_json(self.report(rank))
-
-    # ------------------------------------------------------------------ the secret
+        return [read(self.report(rank)) for rank in range(workers)]
 
     def write_secret(self, secret: bytes) -> None:
         """Fails if there is one already."""
@@ -383,6 +298,17 @@ class RunDir:
 
     def remove(self) -> None:
         remove_locked(self.path)
+
+
+def read(file: Path) -> dict[str, Any] | None:
+    """The document of a file of a run; None where there is none that can be read."""
+    try:
+        if file.stat().st_size > _MAX_REPORT_BYTES:
+            return None
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 @contextmanager
@@ -429,20 +355,10 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _life(rank: int, generation: int) -> str:
-    return f"{rank}.{generation}" if generation else str(rank)
-
-
-def _read_count(path: Path) -> int:
-    text = path.read_text()
-    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_count(file: Path) -> int | None:
+    """None where there is no file; 0 where it holds no number."""
     try:
-        if path.stat().st_size > _MAX_REPORT_BYTES:
-            return None
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        text = file.read_text()
+    except OSError:
         return None
-    return document if isinstance(document, dict) else None
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0

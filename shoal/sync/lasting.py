@@ -61,7 +61,7 @@ class InRankMemory(Sync):
         self.size = replica.group.size
         self._generations: Sequence[int] | None = None  # of the workers at a meeting
         self._is_apart = comes_back(replica)  # workers come when they come
-        self._is_away = self._is_apart and replica.config.generation > 0
+        self._is_away = self._is_apart and replica.config.incarnation > 0
         self.ranks = self._join(replica, num_bytes, fill)
 
     def _join(
@@ -70,7 +70,7 @@ class InRankMemory(Sync):
         run_dir = replica.config.run_dir
         if self._is_apart and run_dir is not None:
             lasting = _join_lasting(replica, run_dir, header_bytes(self.size) + num_bytes, fill)
-            place = (self.rank, self.size, replica.config.generation)
+            place = (self.rank, self.size, replica.config.incarnation)
             return RankMemory.lasting(lasting, place, run_dir.has_ended)
         exchange = partial(all_gather_bytes, self.group, device=self.flat.device)
         ranks = RankMemory.join(exchange, self.rank, self.size, num_bytes)
@@ -107,7 +107,7 @@ def _join_lasting(
     name = broadcast_bytes(replica.group, secrets.token_hex(8).encode(), 0)
     folder = run_dir.memory_folder(name.decode())
     try:
-        joined = LastingMemory.join(folder, rank, num_bytes, fill, run_dir.takes_joins())
+        joined = LastingMemory.join(folder, rank, num_bytes, fill, run_dir.joins.is_dir())
         if joined.is_left and run_dir.finished_ranks():
             joined.close()
             raise RunOver(rank)

@@ -64,7 +64,7 @@ class JobState:
         config = self.context.services.config
         launcher_reads = config.run_dir or config.host_dir
         if launcher_reads is not None:
-            launcher_reads.note_return(self.rank, config.generation, returned._asdict())
+            launcher_reads.note_return(self.rank, config.incarnation, returned._asdict())
 
     def description(self, about: dict[str, Any]) -> dict[str, Any]:
         """The document of a checkpoint, without what belongs to one model."""
@@ -155,7 +155,7 @@ class JobState:
     def _start_late(self, steps: int) -> None:
         """Go on after these steps of the others."""
         config = self.context.services.config
-        if config.generation:
+        if config.incarnation:
             run_dir = config.run_dir  # on another host the launcher knows where it was lost
             lost_at = 0 if run_dir is None else run_dir.steps_done(self.rank) or 0
             self.note_return(Comeback(steps, lost_at))

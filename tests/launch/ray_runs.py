@@ -34,7 +34,7 @@ def train(job):
     step = job.step(model, nn.functional.cross_entropy, exact="EXACT" in os.environ,
                     optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     losses = []
-    is_first = os.environ.get("SHOAL_GENERATION", "0") == "0"
+    is_first = os.environ.get("SHOAL_INCARNATION", "0") == "0"
     pause = float(os.environ.get("PAUSE", "0")) if is_first else 0
     was_less = False
     data = torch.utils.data.TensorDataset(x, y)

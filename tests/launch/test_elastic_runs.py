@@ -53,7 +53,7 @@ def train(job):
     with open(f"{folder}/pid-{job.rank}.new", "w") as file:
         file.write(str(os.getpid()))
     os.replace(f"{folder}/pid-{job.rank}.new", f"{folder}/pid-{job.rank}")
-    if os.environ.get("SHOAL_GENERATION", "0") != "0":
+    if os.environ.get("SHOAL_INCARNATION", "0") != "0":
         open(f"{folder}/late", "w").close()
     for batch in job.batches(data, batch_size=24, epochs=steps // 4):
         job.log(loss=step(batch))

@@ -24,14 +24,14 @@ SCRIPT = """
     from pathlib import Path
     from shoal.runtime.run_dir import RunDir
     run_dir = RunDir(Path(run_dir))
-    generation = int(os.environ.get("SHOAL_GENERATION", "0"))
-    print("generation", generation, flush=True)
+    incarnation = int(os.environ.get("SHOAL_INCARNATION", "0"))
+    print("incarnation", incarnation, flush=True)
     if rank == 0:
         assert not run_dir.has_exited(0) and run_dir.has_exited(1)
         run_dir.ask_for_join()
         while not run_dir.back(1, 1).exists(): time.sleep(0.005)
     else:
-        run_dir.note_return(rank, generation, {"step": 40, "lost_at": 0})
+        run_dir.note_return(rank, incarnation, {"step": 40, "lost_at": 0})
     run_dir.write_report(rank, {"rank": rank})
 """
 
@@ -40,7 +40,7 @@ def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
     screen = run(SCRIPT, 3, {"SHOAL_START": "1"}, tolerance=Tolerance("hogwild"))
     ending = screen.result
     assert ending.reports == ({"rank": 0}, {"rank": 1}, None) and not ending.lost
-    assert sorted(screen.out.splitlines()) == ["[0] generation 0", "[1] generation 1"]
+    assert sorted(screen.out.splitlines()) == ["[0] incarnation 0", "[1] incarnation 1"]
     assert screen.err.splitlines() == [
         "shoal: started 1 of 3 workers; shoal join starts another one",
         "shoal: worker 1 of 3 is started, as it was asked for",
@@ -129,7 +129,7 @@ def test_a_join_succeeds_only_when_the_worker_has_joined(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with new_run_dir() as run_dir:
-        run_dir.mark_too_late(0, 1)
+        run_dir.late(0, 1).touch()
         run_dir.note_return(1, 1, {})
         for rank, status in enumerate((0, 0, 1)):
             run_dir.note_start(rank, 1)

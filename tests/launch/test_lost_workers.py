@@ -126,7 +126,7 @@ def test_what_counts_as_a_loss(
     assert decide(tmp_path, returncode, error) == goes_on
     run_dir = RunDir(tmp_path)
     assert run_dir.has_exited(1) and not run_dir.has_exited(0)
-    note = json.loads(run_dir.exited(1).read_text())
+    note = json.loads(run_dir.exited(1, 0).read_text())
     assert note["returncode"] == returncode
     assert note["signal"] == {-9: "SIGKILL", -11: "SIGSEGV"}.get(returncode)
 
@@ -157,7 +157,7 @@ def test_strategies_that_survive_losses(strategy: str, needed: tuple[int, ...]) 
 
 def test_a_loss_before_the_workers_have_met_ends_a_run_that_shares_memory(tmp_path: Path) -> None:
     assert not decide(tmp_path, -9, None, from_start=False)
-    RunDir(tmp_path).mark_all_joined()
+    RunDir(tmp_path).all_joined.touch()
     assert decide(tmp_path, -9, None, from_start=False)
 
 
@@ -217,10 +217,10 @@ def test_workers_that_were_not_started_have_not_finished() -> None:
 
 def test_a_killed_worker_is_started_again_so_many_times_in_all_and_the_end_tells_of_it() -> None:
     script = """
-        generation = int(os.environ.get("SHOAL_GENERATION", "0"))
-        if rank == 1 and generation < 3: os.kill(os.getpid(), signal.SIGKILL)
+        incarnation = int(os.environ.get("SHOAL_INCARNATION", "0"))
+        if rank == 1 and incarnation < 3: os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            run_dir.note_return(1, generation, {"step": 61, "lost_at": 49})
+            run_dir.note_return(1, incarnation, {"step": 61, "lost_at": 49})
         while not os.path.exists(run_dir.back(1, 3)): time.sleep(0.005)
         run_dir.write_report(rank, {"rank": rank, "steps": 5})
     """
@@ -256,7 +256,7 @@ def test_one_that_comes_back_when_the_others_have_finished_is_lost(tmp_path: Pat
     assert policy.survives(killed) and policy.restarts(killed)
     StepCount(run_dir.steps(1)).close()  # of the new process: it keeps what it finds
     assert policy.survives(ProcessExit(0, 0, 0))
-    run_dir.mark_too_late(1, 1)
+    run_dir.late(1, 1).touch()
     assert policy.survives(ProcessExit(1, 0, 0))
     assert policy.returned() == [] and len(told.lines) == 1
     (lost,) = policy.lost
@@ -276,10 +276,10 @@ def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) ->
     assert run_dir.read_join_answer("a") == {
         "sentence": "worker 1 of 2 is started",
         "rank": 1,
-        "generation": 1,
+        "incarnation": 1,
     }
     assert policy.survives(ProcessExit(0, 0, 0))
-    run_dir.mark_too_late(1, 1)
+    run_dir.late(1, 1).touch()
     assert policy.survives(ProcessExit(1, 0, 0))
     assert told.lines[1:] == ["worker 1 came too late to take part: the others had finished"]
     assert not policy.lost and not policy.returned() and policy.absent == (1,)
@@ -296,7 +296,7 @@ def test_none_is_started_when_a_worker_has_finished_its_training(tmp_path: Path)
     assert policy.join("a") is None
     answer = run_dir.read_join_answer("a")
     sentence = "no worker is started: the first workers have finished"
-    assert answer == {"sentence": sentence, "rank": None, "generation": None}
+    assert answer == {"sentence": sentence, "rank": None, "incarnation": None}
     run_dir.mark_training(0)  # the script calls shoal.run again
     assert policy.join("b") == 1
 
@@ -309,8 +309,8 @@ def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path
     assert policy.join("b") is None
     answer = run_dir.read_join_answer("b")
     sentence = "no worker is started: all workers are there"
-    assert answer == {"sentence": sentence, "rank": None, "generation": None}
-    run_dir.mark_too_late(1, 1)
+    assert answer == {"sentence": sentence, "rank": None, "incarnation": None}
+    run_dir.late(1, 1).touch()
     assert policy.survives(ProcessExit(1, 0, 0))
     assert [(lost.rank, lost.came_too_late) for lost in policy.lost] == [(1, True)]
 

@@ -143,7 +143,7 @@ def test_a_worker_alone_or_that_waits_for_servers_dies_by_sigterm(
     tmp_path: Path, waits: bool
 ) -> None:
     if waits:
-        RunDir(tmp_path).mark_preempted()
+        RunDir(tmp_path).preempted.touch()
     script = f"""
 import time
 from contextlib import nullcontext

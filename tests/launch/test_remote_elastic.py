@@ -25,13 +25,13 @@ from tests.launch.hosts_here import HostsHere
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-rank, generation = os.environ["RANK"], os.environ.get("SHOAL_GENERATION", "0")
-print("here", rank, generation, os.environ["LOCAL_RANK"], os.environ["SHOAL_HOST"])
+rank, incarnation = os.environ["RANK"], os.environ.get("SHOAL_INCARNATION", "0")
+print("here", rank, incarnation, os.environ["LOCAL_RANK"], os.environ["SHOAL_HOST"])
 how, late = sys.argv[1:]
-if how != "join" and rank == "1" and generation == "0":
+if how != "join" and rank == "1" and incarnation == "0":
     os.kill(os.getpid() if how == "worker" else os.getppid(), signal.SIGKILL)
     time.sleep(60)
-Path(f"here-{rank}-{generation}").touch()
+Path(f"here-{rank}-{incarnation}").touch()
 while not Path(f"here-{late}-1").exists():
     time.sleep(0.02)
 """

@@ -69,7 +69,7 @@ def client_at(
     served = ServedOptions(rule, **{"optimizer": NamedOptimizer("SGD", {"lr": 1.0}), **options})
     first = addresses[0] if isinstance(addresses[0], str) else addresses[0][0]
     specs = specs_of(flat_of(), [first] * len(addresses), served)
-    return Client(rank, MODEL, addresses, secret, specs, RunConfig(generation=generation, tls=tls))
+    return Client(rank, MODEL, addresses, secret, specs, RunConfig(incarnation=generation, tls=tls))
 
 
 def fill(client: Client, value: float) -> tuple[Commit, Tensor]:

@@ -238,7 +238,7 @@ def test_a_worker_whose_server_has_ended_with_the_run_does_not_wait_for_it(tmp_p
     with servers() as found:
         pass
     specs = specs_of(flat_of(), [found[0].address], ServedOptions(ASYNC))
-    config = RunConfig(generation=1, run_dir=RunDir(tmp_path))
+    config = RunConfig(incarnation=1, run_dir=RunDir(tmp_path))
     (tmp_path / "finished-0").touch()
     with pytest.raises(RunOver, match="worker 1 came after the others had finished"):
         Client(1, MODEL, [found[0].address], SECRET, specs, config)

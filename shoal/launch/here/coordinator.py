@@ -222,7 +222,7 @@ def coordinated(
     """A coordinator where servers have replicas; else there is nothing to coordinate."""
 
     def say_before_end(line: str) -> None:
-        if not run_dir.is_ending():  # then servers leave because they are ended
+        if not run_dir.ending.exists():  # then servers leave because they are ended
             say(line)
 
     if not replication.is_on:

@@ -133,7 +133,7 @@ def launch(
         with OutputPump(events.put) as pump:
             run = Run(spec, run_dir, events, write, logs, pump.sink)
             supervisor, name = _run(run, pump, on_progress)
-        if spec.body is not None and supervisor.failed and run_dir.is_preempted():
+        if spec.body is not None and supervisor.failed and run_dir.preempted.exists():
             raise ShoalError(f"the run {name} was stopped by shoal stop")
         return supervisor.result(spec.workers, signals, write)
 
@@ -148,6 +148,9 @@ class Run:
     write: Write
     logs: LogFiles
     sink: OutputSink
+
+    def __post_init__(self) -> None:
+        self.logs.of("launcher")  # it is there from the start
 
     def say(self, line: str) -> None:
         """A line of the launcher."""
@@ -287,9 +290,9 @@ class LocalWorkers(Processes):
             self._start_worker(rank)
 
     def start_again(self, rank: int) -> None:
-        self._start_worker(rank, self._run.run_dir.generation(rank))
+        self._start_worker(rank, self._run.run_dir.incarnation(rank))
 
-    def _start_worker(self, rank: int, generation: int = 0) -> None:
+    def _start_worker(self, rank: int, incarnation: int = 0) -> None:
         run, spec = self._run, self._run.spec
         config = worker_config(spec.config, run.run_dir, rank, spec.workers, spec.servers)
         if spec.body is not None:
@@ -301,13 +304,13 @@ class LocalWorkers(Processes):
         )
         with self._pump.progress_pipe(self._on_progress if may_be_first else None) as pipe:
             config = replace(
-                config, launcher_pid=os.getpid(), progress_fd=pipe, generation=generation
+                config, launcher_pid=os.getpid(), progress_fd=pipe, incarnation=incarnation
             )
             # the same order of a set of words on every worker
             hash_seed = config.environ.get("PYTHONHASHSEED", "0")
             config = config.with_environ(PYTHONUNBUFFERED="1", PYTHONHASHSEED=hash_seed)
             inherited = () if pipe is None else (pipe,)
-            again = rank if generation else None
+            again = rank if incarnation else None
             pipes = self.start(spec.command, config.to_environment(), inherited, again)
         prefix = f"[{rank}] " if spec.workers > 1 else ""
         self.stderr[rank] = _forward(run, self._pump, pipes, prefix, "rank", rank)
@@ -340,7 +343,9 @@ def _beside(run: Run, workers: LocalWorkers, servers: LocalServers) -> ExitStack
     if spec.servers:  # workers wait for them, which load first
         counts = f"{counted(spec.servers, 'server')} and {counted(spec.started, 'worker')}"
         line = f"starting {counts}"
-        stack.enter_context(start_notice(line, run.say, run.sink.is_used, run_dir.have_all_joined))
+        stack.enter_context(
+            start_notice(line, run.say, run.sink.is_used, run_dir.all_joined.exists)
+        )
     takes_back = spec.config.takes_back
     stack.enter_context(join_requests(run_dir, run.events.put, takes_back and spec.body is None))
     stack.enter_context(kept_memory(run_dir, takes_back))

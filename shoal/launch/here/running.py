@@ -19,7 +19,7 @@ from msgspec.structs import asdict, replace
 
 from shoal.errors import BadInput
 from shoal.runtime.files import remove_abandoned
-from shoal.runtime.run_dir import RunDir, running_runs
+from shoal.runtime.run_dir import RunDir, read, running_runs
 from shoal.runtime.waits import Backoff
 
 _MAX_WORKERS = 1_000_000
@@ -101,7 +101,7 @@ def enter_run(run_dir: RunDir, facts: RunFacts) -> str:
     """Write the entry of a run that begins; returns its name."""
     name = _free_name(entry.name for entry in entries())
     entered = replace(facts, name=name, launcher_pid=os.getpid(), started=time.time())
-    run_dir.write_entry(asdict(entered))
+    run_dir.write(run_dir.entry, asdict(entered))
     return name
 
 
@@ -144,7 +144,7 @@ def _free_name(taken: Iterable[str]) -> str:
 def _read(run_dir: RunDir) -> RunEntry | None:
     """None where there is no entry, or none that this version has written."""
     try:
-        facts = msgspec.convert(run_dir.read_entry(), RunFacts, strict=False)
+        facts = msgspec.convert(read(run_dir.entry), RunFacts, strict=False)
     except msgspec.ValidationError:
         return None
     if not facts.name or facts.workers > _MAX_WORKERS:
@@ -199,7 +199,7 @@ def _ask(entry: RunEntry, now: bool) -> None:
         _send([entry.launcher_pid], signal.SIGTERM)
         return
     if not now:
-        entry.run_dir.mark_preempted()
+        entry.run_dir.mark(entry.run_dir.preempted)
     _send(entry.session, signal.SIGKILL if now else signal.SIGTERM)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shoal.errors import ShoalError
 from shoal.launch.here.output import LineForwarder, Write
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shoal.launch.hosts.remote_servers import RemoteServers
     from shoal.launch.hosts.remote_workers import RemoteWorkers
 
-    Supervised = LocalServers | LocalWorkers | RemoteServers | RemoteWorkers
+    Supervised: TypeAlias = LocalServers | LocalWorkers | RemoteServers | RemoteWorkers
 
 _GRACE_S = 0.3  # after the first failure
 TERM_S = 2.0  # from SIGTERM to SIGKILL
@@ -123,7 +123,7 @@ class Supervisor:
         if self._is_preempted():
             self._let_save(workers)
         self.ended_ns = time.monotonic_ns()
-        self.run_dir.mark_ending()
+        self.run_dir.mark(self.run_dir.ending)
         signals = self.signals
         workers.signal(signal.SIGTERM)
         servers.signal(signal.SIGTERM)
@@ -180,7 +180,7 @@ class Supervisor:
     def _let_save(self, workers: Supervised) -> None:
         """Servers stay: workers need them to save."""
         signals = self.signals
-        self.run_dir.mark_preempted()
+        self.run_dir.mark(self.run_dir.preempted)
         workers.signal_alone(signal.SIGTERM)
         self._until(lambda: self._workers_exited() or self.signals > signals, self.grace_s)
         if not self._workers_exited():

@@ -59,7 +59,7 @@ from shoal.launch.hosts.agent_messages import (
 from shoal.launch.losses.failures import read_failure
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores, threads_of
-from shoal.runtime.run_dir import RunDir, new_run_dir
+from shoal.runtime.run_dir import RunDir, new_run_dir, read
 from shoal.runtime.secret import parse_secret
 
 _CONNECT_S = 15.0  # the launcher listens before it starts an agent
@@ -188,7 +188,7 @@ class WorkerAgent(Agent):
         self.task = task
         self._sent_steps: dict[int, int] = {}
         ranks = range(task.first_rank, task.first_rank + task.workers)
-        self._not_returned = list(ranks) if self.config.generation else []
+        self._not_returned = list(ranks) if self.config.incarnation else []
 
     def run(self) -> None:
         check_files(self.task.command)
@@ -275,13 +275,13 @@ class WorkerAgent(Agent):
     def _send_returns(self) -> None:
         """Which workers that were started later have taken their places."""
         for rank in self._not_returned[:]:
-            document = self.run_dir.read_return(rank, self.config.generation)
+            document = self.run_dir.read_return(rank, self.config.incarnation)
             if document is None:
                 continue
             self._not_returned.remove(rank)
             age_ns = time.monotonic_ns() - int(document["time_ns"])
             step = int(document["step"])
-            self.send(WorkerReturned(rank, self.config.generation, step, age_ns))
+            self.send(WorkerReturned(rank, self.config.incarnation, step, age_ns))
 
     def _report(self, exit: ProcessExit) -> None:
         self._send_returns()
@@ -294,11 +294,11 @@ class WorkerAgent(Agent):
                 returncode=exit.returncode,
                 age_ns=now_ns - exit.noticed_ns,
                 has_finished=self.run_dir.finished(rank).exists(),
-                report=self.run_dir.read_report(rank),
+                report=read(self.run_dir.report(rank)),
                 failure=failure,
                 failure_age_ns=0 if failure is None else now_ns - failure.time_ns,
                 steps=self.run_dir.steps_done(rank) or 0,
-                came_too_late=self.run_dir.late(rank, self.config.generation).exists(),
+                came_too_late=self.run_dir.late(rank, self.config.incarnation).exists(),
             )
         )
 

@@ -91,7 +91,7 @@ class WorkerReturned(msgspec.Struct, frozen=True, tag="returned"):
     """A worker that was started later has taken its place."""
 
     rank: int
-    generation: int
+    incarnation: int
     step: int  # the steps that had been done before
     age_ns: int
 

@@ -195,7 +195,7 @@ class RemoteServers(RemoteProcesses):
         returncode = self._exited.get(index, status or -signal.SIGKILL)
         if index != COORDINATOR:
             self._note_exit(index, returncode)
-        elif not self._run.run_dir.is_ending():
+        elif not self._run.run_dir.ending.exists():
             self._run.say("the coordinator is lost: no server that is lost can be replaced now")
 
     def _note_exit(self, index: int, returncode: int) -> None:

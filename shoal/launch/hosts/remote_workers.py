@@ -89,10 +89,10 @@ class LostHosts:
 class HostAgent:
     """One agent, and those of its workers that have not exited."""
 
-    def __init__(self, placed: PlacedRanks, generation: int = 0):
+    def __init__(self, placed: PlacedRanks, incarnation: int = 0):
         self.placed = placed
-        self.generation = generation  # of its workers
-        self.name = f"{placed.first}.{generation}"
+        self.incarnation = incarnation  # of its workers
+        self.name = f"{placed.first}.{incarnation}"
         self.process: MachineProcess | None = None
         self.left = set(placed.ranks)
 
@@ -154,7 +154,7 @@ class RemoteWorkers(RemoteProcesses):
 
     def note_exit(self, rank: int) -> None:
         if self._board is not None:
-            self._board.note_exit(GroupMember(rank, self._run_dir.generation(rank)))
+            self._board.note_exit(GroupMember(rank, self._run_dir.incarnation(rank)))
 
     def end_start(self) -> None:
         """A start that still waits for a port ends."""
@@ -162,15 +162,15 @@ class RemoteWorkers(RemoteProcesses):
 
     def start_again(self, rank: int) -> None:
         """Start a worker that was lost, or is asked for, on its host or on another one."""
-        generation = self._run_dir.generation(rank)
+        incarnation = self._run_dir.incarnation(rank)
         if self._board is not None:
-            self._board.note_start(GroupMember(rank, generation))
-        self._in_background(f"shoal-worker-{rank}", lambda: self._find_and_start(rank, generation))
+            self._board.note_start(GroupMember(rank, incarnation))
+        self._in_background(f"shoal-worker-{rank}", lambda: self._find_and_start(rank, incarnation))
 
-    def _find_and_start(self, rank: int, generation: int) -> None:
-        agent = HostAgent(PlacedRanks(self._at[rank][0], rank, 1), generation)
+    def _find_and_start(self, rank: int, incarnation: int) -> None:
+        agent = HostAgent(PlacedRanks(self._at[rank][0], rank, 1), incarnation)
         try:
-            agent = HostAgent(PlacedRanks(self._machine_for(rank), rank, 1), generation)
+            agent = HostAgent(PlacedRanks(self._machine_for(rank), rank, 1), incarnation)
             if not self._over.is_set():
                 self._start(agent, self._port)
         except BadInput as error:
@@ -202,7 +202,7 @@ class RemoteWorkers(RemoteProcesses):
         spec, placed = self._spec, agent.placed
         name = placed.machine.name
         here = [local for machine, local in self._at.values() if machine.name == name]
-        config = replace(self._config, generation=agent.generation, board=self._board_address)
+        config = replace(self._config, incarnation=agent.incarnation, board=self._board_address)
         return HostTask(
             command=list(spec.command),
             python=sys.executable,
@@ -288,7 +288,7 @@ class RemoteWorkers(RemoteProcesses):
         lost_at = self._run_dir.steps_done(message.rank) or 0
         time_ns = time.monotonic_ns() - message.age_ns
         document = {"step": message.step, "lost_at": lost_at, "time_ns": time_ns}
-        self._run_dir.note_return(message.rank, message.generation, document)
+        self._run_dir.note_return(message.rank, message.incarnation, document)
 
     def _end(self, agent: HostAgent, message: WorkerExited) -> None:
         now_ns = time.monotonic_ns()
@@ -302,7 +302,7 @@ class RemoteWorkers(RemoteProcesses):
         if message.steps:
             self._run_dir.write_steps(message.rank, message.steps)
         if message.came_too_late:
-            self._run_dir.mark_too_late(message.rank, agent.generation)
+            self._run_dir.mark(self._run_dir.late(message.rank, agent.incarnation))
         self._lost_hosts.note_exit(message.rank, message.returncode)
         self._note_exit(agent, message.rank, message.returncode, now_ns - message.age_ns)
 

@@ -60,7 +60,7 @@ def ask_to_join(run: str | None) -> tuple[RunDir, str]:
 
 
 def _only_run() -> RunDir:
-    takes = [run_dir for run_dir in running_runs() if run_dir.takes_joins()]
+    takes = [run_dir for run_dir in running_runs() if run_dir.joins.is_dir()]
     if not takes:
         raise BadInput(f"no run of yours on this host takes a worker: {_HOW}")
     if len(takes) > 1:
@@ -74,7 +74,7 @@ def _run_of(name: str) -> RunDir:
     run_dir = RunDir(Path(name)) if "/" in name else find_run(name).run_dir
     if not run_dir.is_there():
         raise BadInput(f"{name} is not the folder of a run that goes on")
-    if not run_dir.takes_joins():
+    if not run_dir.joins.is_dir():
         raise BadInput(f"the run {name} takes no worker: {_HOW}")
     return run_dir
 
@@ -84,7 +84,7 @@ class StartedWorker:
     """What a launcher says of the worker that it has started."""
 
     rank: int
-    generation: int
+    incarnation: int
     sentence: str
 
 
@@ -97,21 +97,21 @@ def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -
         if time.monotonic() > deadline_s:
             raise ShoalError(f"the run in {run_dir.path} has not answered for {limit_s:g} s")
         time.sleep(_LOOK_S)
-    rank, generation = answer.get("rank"), answer.get("generation")
-    if not isinstance(rank, int) or not isinstance(generation, int):
+    rank, incarnation = answer.get("rank"), answer.get("incarnation")
+    if not isinstance(rank, int) or not isinstance(incarnation, int):
         raise ShoalError(str(answer.get("sentence")))
-    return StartedWorker(rank, generation, str(answer.get("sentence")))
+    return StartedWorker(rank, incarnation, str(answer.get("sentence")))
 
 
 def wait_until_joined(run_dir: RunDir, worker: StartedWorker) -> None:
     """ShoalError where it has not taken its place: the run has finished, or it has failed."""
-    rank, generation = worker.rank, worker.generation
+    rank, incarnation = worker.rank, worker.incarnation
     while True:
         is_there = run_dir.is_there()
-        has_ended = run_dir.has_ended(rank, generation)  # what it wrote before is final
-        if run_dir.read_return(rank, generation) is not None:
+        has_ended = run_dir.has_ended(rank, incarnation)  # what it wrote before is final
+        if run_dir.read_return(rank, incarnation) is not None:
             return
-        if run_dir.late(rank, generation).exists():
+        if run_dir.late(rank, incarnation).exists():
             raise ShoalError(f"worker {rank} has not joined: the run had finished when it came")
         if not is_there:
             raise ShoalError(f"the run has ended, and worker {rank} had not joined it by then")

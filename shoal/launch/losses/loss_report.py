@@ -58,7 +58,7 @@ class LostWorker:
     step: int | None = None  # the steps that had been done when it took its place
     came_too_late: bool = False  # the others had finished
     shares: SampleShares = SPLIT
-    generation: int = 0  # of the process that was started later
+    incarnation: int = 0  # of the process that was started later
 
     def in_words(self, steps: int = 0) -> str:
         """For the end of a run of so many steps."""
@@ -89,7 +89,7 @@ class LostWorker:
 
     def document(self, steps: int = 0) -> dict[str, Any]:
         """For the report of a run of so many steps."""
-        hidden = ("away", "shares", "generation", *_NOT_SHOWN[self.away])
+        hidden = ("away", "shares", "incarnation", *_NOT_SHOWN[self.away])
         document = {name: value for name, value in asdict(self).items() if name not in hidden}
         missed = self.not_trained(steps)
         return document | {"is_covered": self.shares.is_covered, "not_trained": missed}

@@ -104,9 +104,9 @@ class LossPolicy:
         return True
 
     def _start_later(self, worker: LostWorker) -> None:
-        generation = self._run_dir.generation(worker.rank) + 1
-        self._run_dir.note_start(worker.rank, generation)
-        self._later.append(replace(worker, generation=generation))
+        incarnation = self._run_dir.incarnation(worker.rank) + 1
+        self._run_dir.note_start(worker.rank, incarnation)
+        self._later.append(replace(worker, incarnation=incarnation))
 
     def note_absent(self, rank: int) -> None:
         """This worker is not started at first; the others do not wait for it."""
@@ -154,7 +154,7 @@ class LossPolicy:
     def _completed(self, worker: LostWorker) -> LostWorker:
         """With what it has written when it took its place."""
         worker = replace(worker, lost_at=None)
-        document = self._run_dir.read_return(worker.rank, worker.generation)
+        document = self._run_dir.read_return(worker.rank, worker.incarnation)
         if document is None:
             return worker
         lost_at, step = document["lost_at"], document["step"]
@@ -173,7 +173,7 @@ class LossPolicy:
         tolerance = self._tolerance
         if tolerance is None or exit.rank in tolerance.needed:
             return False
-        if not tolerance.from_start and not self._run_dir.have_all_joined():
+        if not tolerance.from_start and not self._run_dir.all_joined.exists():
             return False
         report = read_failure(self._run_dir, exit.rank)
         struck = self.memory_kills.has_struck()
@@ -207,8 +207,8 @@ class LossPolicy:
 
     def _note_late(self, rank: int) -> None:
         """A worker that was started later has found that the others had finished."""
-        at = (rank, self._run_dir.generation(rank))
-        for worker in [worker for worker in self._later if (worker.rank, worker.generation) == at]:
+        at = (rank, self._run_dir.incarnation(rank))
+        for worker in [worker for worker in self._later if (worker.rank, worker.incarnation) == at]:
             self._later.remove(worker)
             late = replace(worker, came_too_late=True)
             if worker.how:  # it was lost before

@@ -172,7 +172,8 @@ class Worker:
             if self.report_dir is None:
                 say(str(over))
             else:  # the launcher knows whether it was there before, and says so
-                self.report_dir.mark_too_late(self.rank, self.config.generation)
+                late = self.report_dir.late(self.rank, self.config.incarnation)
+                self.report_dir.mark(late)
             return None
         except Exception as error:
             self.fail(error)
@@ -328,7 +329,7 @@ class Worker:
         from shoal.comm.members.meetings import Meetings
 
         board = FileBoard(run_dir.meetings(self.number), run_dir)
-        me = GroupMember(self.rank, self.config.generation)
+        me = GroupMember(self.rank, self.config.incarnation)
         return Meetings(board, me, self.size, self._place.patience_s)
 
 

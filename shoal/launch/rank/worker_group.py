@@ -77,7 +77,7 @@ class WorkerGroup:
                 later = self._open_full_group(self._place.placement)
 
                 def make() -> Executor:
-                    if self._config.generation:
+                    if self._config.incarnation:
                         raise BadInput(
                             f"worker {self._rank} was started again, and the script exchanges "
                             "tensors between all workers, who met without it: run it without "
@@ -91,7 +91,7 @@ class WorkerGroup:
         else:
             with self._open_full_group(self._place.placement) as group:
                 if run_dir is not None:
-                    run_dir.mark_all_joined()
+                    run_dir.mark(run_dir.all_joined)
                 yield group
 
     def _make_elastic_group(self, run_dir: RunDir | None) -> ElasticGroup:
@@ -99,7 +99,7 @@ class WorkerGroup:
         from shoal.comm.members.board import FileBoard, GroupMember
         from shoal.comm.members.membership import GroupMembership
 
-        me = GroupMember(self._rank, self._config.generation)
+        me = GroupMember(self._rank, self._config.incarnation)
         hosts = None
         board: Board
         if run_dir is not None:

@@ -115,7 +115,7 @@ class Client:
         self.comes_back = False  # the servers had lost this worker: it has to enter
         self._settling: list[PostedRequest] = []
         self._descriptor: int | None = None
-        header = Header(FrameKind.HELLO, rank, model, new_incarnation(config.generation))
+        header = Header(FrameKind.HELLO, rank, model, new_incarnation(config.incarnation))
         caller = Caller(secret, header, first.split.rank, config)
         try:
             for index, address in enumerate(addresses):
