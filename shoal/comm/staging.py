@@ -32,7 +32,8 @@ class FlatTensor:
         else:
             tensor = torch.cat([piece.detach().reshape(-1) for piece in operand])
             tensor = tensor.cpu() if host else tensor
-        self.flat = tensor.contiguous().view(-1)
+        # an empty tensor may have strides that do not fit other number types
+        self.flat = tensor.contiguous().view(-1) if tensor.numel() else tensor.new_empty(0)
 
     def rows(self, size: int) -> Tensor:
         """The piece of each rank as a row."""

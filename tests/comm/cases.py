@@ -15,7 +15,7 @@ from shoal.transport.transport import Transport
 
 DTYPES = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int32", "int64", "bool")
+    for name in ("float64", "float32", "float16", "bfloat16", "int32", "int64", "uint8", "bool")
 }
 
 
@@ -115,6 +115,8 @@ def call(group: Group, case: Case) -> Tensor:
         group.scatter(out, data if at_root else None, root).wait()
     else:
         out = _call_whole(group, case, data, root, op)
+    if out is not data:
+        assert torch.equal(data, given_to(case, group.rank, size)), "the input was changed"
     return out
 
 
