@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +37,7 @@ from tests.numbered import Killed, numbered_samples
 BATCH = 24
 PER_EPOCH = 5
 EPOCHS = 3
+PATIENCE_S = 90.0
 numbered = partial(numbered_samples, BATCH * PER_EPOCH)
 _drawing = threading.Lock()  # threads share the random numbers of torch
 Train = Callable[["Workers", Job], Any]
@@ -102,12 +105,28 @@ class Workers:
         yield
 
     def run(self, *lives: Callable[[], Any]) -> None:
-        """All workers, and further lives of them, each as a thread."""
-        with self.serving(), ThreadPoolExecutor(self.size + len(lives)) as pool:
-            first = [pool.submit(self.live, rank) for rank in range(self.size)]
-            later = [pool.submit(life) for life in lives]
-            for future in [*first, *later]:
-                future.result(timeout=60)
+        """All workers, and further lives of them, each as a thread that may be left behind."""
+        errors: list[BaseException] = []
+
+        def follow(life: Callable[[], Any]) -> None:
+            try:
+                life()
+            except BaseException as error:
+                errors.append(error)
+
+        acts = [*(partial(self.live, rank) for rank in range(self.size)), *lives]
+        threads = [threading.Thread(target=follow, args=[act], daemon=True) for act in acts]
+        with self.serving():
+            for thread in threads:
+                thread.start()
+            deadline_s = time.monotonic() + PATIENCE_S
+            for thread in threads:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
+            stacks = [sys._current_frames().get(t.ident or 0) for t in threads if t.is_alive()]
+        if errors:
+            raise errors[0]
+        waiting = ["".join(traceback.format_stack(stack)[-6:]) for stack in stacks if stack]
+        assert not waiting, f"{len(waiting)} workers have not ended:\n" + "\n".join(waiting)
 
     def live(self, rank: int, incarnation: int = 0) -> None:
         """To the end, or to the call in which it dies."""

@@ -80,61 +80,60 @@ def move_to(tree: Tree, device: torch.device) -> Tree:
     """The same batch on a device; objects that have `.to` are moved by it."""
     if hasattr(tree, "to") and not isinstance(tree, type):
         return tree.to(device, non_blocking=True) if isinstance(tree, Tensor) else tree.to(device)
-    if isinstance(tree, Mapping):
-        return {key: move_to(value, device) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(move_to(item, device) for item in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([move_to(item, device) for item in tree])
-    if is_record(tree):
-        return map_fields(lambda value: move_to(value, device), tree)
-    return tree
+    return _rebuilt(lambda value: move_to(value, device), tree)
 
 
 def widen(tree: Tree) -> Tree:
     """The same batch in double precision; of objects those tensors that are their attributes."""
-    if isinstance(tree, Mapping):
-        return {key: widen(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [widen(item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Tensor):
         return tree.double() if tree.is_floating_point() else tree
-    if is_record(tree) and not hasattr(tree, "to"):
-        return map_fields(widen, tree)
-    if not hasattr(tree, "to") or not hasattr(tree, "__dict__"):
-        return tree
+    is_object = hasattr(tree, "to") and hasattr(tree, "__dict__")
+    if not is_object or isinstance(tree, (Mapping, list, tuple)):
+        return _rebuilt(widen, tree)
     wider = copy.copy(tree)
     vars(wider).update({name: widen(value) for name, value in vars(tree).items()})
     return wider
 
 
-def _map(pick: Pick, tree: Tree, count: int, has_lists: bool, is_top: bool) -> Tree:
+def _rebuilt(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The same container with other items."""
     if isinstance(tree, Mapping):
-        return {k: _map(pick, v, count, has_lists, False) for k, v in tree.items()}
+        return {key: function(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        if not is_top and (_is_ragged(tree, count) or (has_lists and len(tree) == count)):
-            return pick(list(tree))
-        items = [_map(pick, item, count, has_lists, False) for item in tree]
+        items = [function(item) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return map_fields(function, tree) if is_record(tree) else tree
+
+
+def _items(tree: Tree) -> list[Any] | None:
+    """What a container holds; None of a leaf."""
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    # a dataclass that does not know itself how it is sliced and moved
+    if is_record(tree) and not _has_rows(tree) and not hasattr(tree, "to"):
+        return [getattr(tree, field.name, None) for field in fields(tree)]
+    return None
+
+
+def _map(pick: Pick, tree: Tree, count: int, has_lists: bool, is_top: bool) -> Tree:
     if isinstance(tree, Tensor):
-        return pick(tree) if tree.dim() and len(tree) == count else _whole(tree, count)
-    if _has_rows(tree):
-        return pick(tree)
-    if hasattr(tree, "to"):
-        raise _unsplittable(tree)
-    if is_record(tree):
-        return map_fields(lambda value: _map(pick, value, count, has_lists, False), tree)
-    return tree
-
-
-def _whole(tensor: Tensor, count: int) -> Tensor:
-    if tensor.dim():
-        raise BadInput(
-            f"a batch of {count} samples holds a tensor with {len(tensor)} rows, which cannot be "
-            "split: what has one size per sample goes into a list of samples"
-        )
-    return tensor
+        if tree.dim() and len(tree) != count:
+            raise BadInput(
+                f"a batch of {count} samples holds a tensor with {len(tree)} rows, which cannot be "
+                "split: what has one size per sample goes into a list of samples"
+            )
+        return pick(tree) if tree.dim() else tree
+    is_list = isinstance(tree, (list, tuple))
+    if is_list and not is_top and (_is_ragged(tree, count) or (has_lists and len(tree) == count)):
+        return pick(list(tree))
+    if not is_list and not isinstance(tree, Mapping):
+        if _has_rows(tree):
+            return pick(tree)
+        if hasattr(tree, "to"):
+            raise _unsplittable(tree)
+    return _rebuilt(lambda value: _map(pick, value, count, has_lists, False), tree)
 
 
 def _is_ragged(items: Sequence[Any], count: int) -> bool:
@@ -149,50 +148,25 @@ def _is_ragged(items: Sequence[Any], count: int) -> bool:
 def _fits(tree: Tree, count: int, is_top: bool = True) -> bool:
     if isinstance(tree, Tensor):
         return tree.dim() == 0 or len(tree) == count
-    if isinstance(tree, Mapping):
-        return all(_fits(value, count, False) for value in tree.values())
-    if isinstance(tree, (list, tuple)):
-        is_samples = not is_top and _is_ragged(tree, count)
-        return is_samples or all(_fits(item, count, False) for item in tree)
-    if _is_split_by_fields(tree):
-        return all(_fits(value, count, False) for value in _values(tree))
-    return True
+    if isinstance(tree, (list, tuple)) and not is_top and _is_ragged(tree, count):
+        return True
+    return all(_fits(value, count, False) for value in _items(tree) or ())
 
 
 def _lists(tree: Tree, is_top: bool = True) -> Iterator[Sequence[Any]]:
     """The lists and tuples below the outermost one."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _lists(value, False)
-    elif isinstance(tree, (list, tuple)):
-        if not is_top:
-            yield tree
-        for item in tree:
-            yield from _lists(item, False)
-    elif _is_split_by_fields(tree):
-        for value in _values(tree):
-            yield from _lists(value, False)
+    if isinstance(tree, (list, tuple)) and not is_top:
+        yield tree
+    for value in _items(tree) or ():
+        yield from _lists(value, False)
 
 
 def _leaves(tree: Tree) -> Iterator[Any]:
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    elif _is_split_by_fields(tree):
-        tree = _values(tree)
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _leaves(item)
-    else:
+    items = _items(tree)
+    if items is None:
         yield tree
-
-
-def _is_split_by_fields(tree: Tree) -> bool:
-    """A dataclass that does not know itself how it is sliced and moved."""
-    return is_record(tree) and not _has_rows(tree) and not hasattr(tree, "to")
-
-
-def _values(record: Any) -> list[Any]:
-    return [getattr(record, field.name, None) for field in fields(record)]
+    for item in items or ():
+        yield from _leaves(item)
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -9,7 +9,6 @@ its neighbours keep its weight themselves.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,8 +26,6 @@ from shoal.sync.replica_mean import kept
 from shoal.transport.shm.versioned_pages import Bytes, VersionedPages, page_bytes
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
-_POLL_S = 0.002
-_PATIENCE_S = 60.0
 
 
 class AsyncGossip(InRankMemory):
@@ -87,7 +84,8 @@ class AsyncGossip(InRankMemory):
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         with kept(self._tensors):
-            self._wait_for_others()
+            mine = self.pages.version(self.rank)
+            self._wait_for(lambda peer: self.pages.version(peer) < mine)
             self._take_mean()
             self.lowest_survivor = min(set(self._present()) - self.lost)
             yield
@@ -177,22 +175,6 @@ class AsyncGossip(InRankMemory):
             self.lost.add(peer)
         else:
             self.lost.discard(peer)
-
-    def _wait_for_others(self) -> None:
-        """Until those that still run have laid out as many versions as this worker."""
-        mine = self.pages.version(self.rank)
-        deadline = time.monotonic() + _PATIENCE_S
-        for peer in range(self.size):
-            while self._is_behind(peer, mine) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-
-    def _is_behind(self, peer: int, version: int) -> bool:
-        if self.pages.version(peer) >= version or self.ranks.has_closed(peer):
-            return False
-        if peer not in self._present():
-            return False
-        self._note_loss_of(peer)
-        return peer not in self.lost
 
     def _take_mean(self, with_own: bool = True) -> None:
         totals = [tensor * with_own for tensor in self._tensors]

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import BadInput
-from shoal.runtime.waits import Backoff, waiting
 from shoal.strategy.sync_terms.hogwild import Hogwild
 from shoal.sync.base import Comeback, Replica, Sync, SyncPlan, runs
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
@@ -34,8 +33,6 @@ from shoal.sync.local import LocalSync
 from shoal.transport.shm.rank_memory import FREE_MARK, header_bytes
 
 _STEPS, _MISSED = FREE_MARK, FREE_MARK + 1
-_FIRST_LOOK_S = 0.0005
-_LONGEST_LOOK_S = 0.02
 
 
 class HogwildSync(InRankMemory):
@@ -105,27 +102,11 @@ class HogwildSync(InRankMemory):
 
     @contextmanager
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        self._wait_for_others()
+        mine = self._turns[self.rank]
+        self._wait_for(lambda peer: bool(self._turns[peer] < mine))
         self.lowest_survivor = next(r for r in self._present() if not self.ranks.has_died(r))
         with self._settings.as_asked():
             yield
-
-    def _wait_for_others(self) -> None:
-        """Until none of the others that still train is behind."""
-        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
-        mine = self._turns[self.rank]
-
-        def behind() -> list[int]:
-            turns = self._turns
-            late = [peer for peer in self._present() if turns[peer] < mine]
-            return [peer for peer in late if not self.ranks.has_finished(peer)]
-
-        def whom() -> str:
-            return " and ".join(f"rank {peer}" for peer in behind())
-
-        with waiting(f"rank {self.rank}", whom, "the end of a step"):
-            while behind():
-                pause()
 
     # ------------------------------------------------------------------ workers that come back
 

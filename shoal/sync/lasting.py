@@ -17,11 +17,14 @@ from shoal.comm.objects import all_gather_bytes, broadcast_bytes
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.waits import Backoff, waiting
 from shoal.sync.base import Replica, Sync
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from shoal.transport.shm.rank_memory import RankMemory, header_bytes
 
 _ALIGN = 64
+_FIRST_LOOK_S = 0.0005
+_LONGEST_LOOK_S = 0.02
 
 
 def aligned_bytes(sizes: Iterable[int]) -> int:
@@ -94,6 +97,21 @@ class InRankMemory(Sync):
         if generations is None:
             return list(range(self.size))
         return [r for r in range(self.size) if generations[r] == self.ranks.incarnation(r)]
+
+    def _wait_for(self, is_behind: Callable[[int], bool]) -> None:
+        """Until none of the others that still train is behind."""
+        pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+
+        def behind() -> list[int]:
+            late = [peer for peer in self._present() if is_behind(peer)]
+            return [peer for peer in late if not self.ranks.has_finished(peer)]
+
+        def whom() -> str:
+            return " and ".join(f"rank {peer}" for peer in behind())
+
+        with waiting(f"rank {self.rank}", whom, "the end of a step"):
+            while behind():
+                pause()
 
     def close(self) -> None:
         self.ranks.close()

@@ -14,17 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from shoal.comm.members.elastic_group import ElasticGroup
-from shoal.comm.objects import broadcast_object
+from shoal.comm.objects import all_gather_object, broadcast_object
 from shoal.errors import RunOver
 from shoal.sync.movable_shards import MovableShards, ShardProgress, settled
 from shoal.train.job_state import JobState
 from shoal.train.step.step import Step
-
-_NUMBERS = 9  # of one `ShardProgress`
 
 
 class Interrupted(NamedTuple):
@@ -73,11 +70,8 @@ class ShardedState:
         """For each model how far each rank is."""
         is_open = self.is_open
         mine = [s.progress(self.is_new)._replace(is_open=is_open) for s in self._shards]
-        numbers = torch.tensor([_numbers(progress) for progress in mine]).view(-1)
-        gathered = numbers.new_empty(self._group.size, numbers.numel())
-        self._group.all_gather(gathered, numbers).wait()
-        by_rank = gathered.view(len(gathered), -1, _NUMBERS).tolist()
-        rows = [[_progress(row) for row in ranks] for ranks in zip(*by_rank, strict=True)]
+        by_rank = all_gather_object(self._group, [tuple(progress) for progress in mine])
+        rows = [[ShardProgress(*row) for row in ranks] for ranks in zip(*by_rank, strict=True)]
         if all(progress.is_new for progress in rows[0]):
             if self._group.membership.has_begun:
                 raise RunOver(self._group.membership.me.worker)
@@ -134,15 +128,3 @@ def _sender(rows: Sequence[ShardProgress]) -> int:
     """
     trained = [rank for rank, row in enumerate(rows) if not row.is_new]
     return next((rank for rank in trained if not rows[rank].is_open), trained[0])
-
-
-def _numbers(progress: ShardProgress) -> list[int]:
-    flags = (int(progress.is_new), int(progress.is_open))
-    return [*flags, progress.steps, *progress.layout, *progress.staged]
-
-
-def _progress(numbers: Sequence[int]) -> ShardProgress:
-    is_new, is_open, steps, *layouts = numbers
-    layout, staged = tuple(layouts[:3]), tuple(layouts[3:])
-    flags = bool(is_new), bool(is_open)
-    return ShardProgress(flags[0], steps, layout, staged, flags[1])  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,6 @@ from shoal.replica.microbatch import MicroBatch
 from shoal.train.step.options import Count, StepOptions
 
 
-class CallArguments(NamedTuple):
-    """`inputs` as `call_model` takes them, `targets` as `BoundLoss` does."""
-
-    inputs: Any
-    targets: Any
-
-
 class ForwardSignature:
     """Which entries of a dict the forward of a model takes."""
 
@@ -41,21 +34,20 @@ class ForwardSignature:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self._names = [p.name for p in parameters if p.kind in named]
 
-    def arguments(self, content: Any, samples: int) -> CallArguments:
-        """The arguments for a batch of so many samples."""
+    def arguments(self, content: Any, samples: int) -> tuple[Any, Any]:
+        """Inputs of the model and targets of the loss, of a batch of so many samples."""
         if isinstance(content, Mapping):
-            return CallArguments(self._entries(content), LossArguments.optional(content))
+            return self._entries(content), LossArguments.optional(content)
         if not isinstance(content, (tuple, list)):
-            return CallArguments((content,), LossArguments.optional(content))
+            return (content,), LossArguments.optional(content)
         if not content:
             raise BadInput("a batch is empty: it holds no inputs")
         inputs, *others = content
         if is_list_of_samples(inputs, samples):
             inputs = (inputs,)  # one argument; a list of other tensors is one argument each
         if len(others) == 1:
-            return CallArguments(inputs, others[0])
-        targets = LossArguments(others) if others else LossArguments.optional(content[0])
-        return CallArguments(inputs, targets)
+            return inputs, others[0]
+        return inputs, LossArguments(others) if others else LossArguments.optional(content[0])
 
     def _entries(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """All that forward names; what only `**kwargs` takes, if it holds tensors."""
@@ -75,14 +67,6 @@ class ForwardSignature:
 
 _SMALLEST_COUNT = 1e-300  # a divisor where nothing is counted
 Weight = float | Callable[[], Tensor]
-
-
-class RowLayout(NamedTuple):
-    """Rows and samples of each micro-batch, and the samples of the global batch if known."""
-
-    ranges: list[range]
-    sizes: Sequence[int]
-    total: int | None
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
@@ -146,17 +130,14 @@ class BatchCutter:
 
     def cut(self, batch: Any, known: AnyBatch | None, step: int) -> Sequence[MicroBatch]:
         """The micro-batches of this replica; `known` is the batch of `job.batches` it came from."""
-        if isinstance(batch, FullDatasetBatch):
-            return self._cut_dataset(batch, step)
-        return self._cut_rows(batch, known, step)
-
-    def _cut_dataset(self, dataset: FullDatasetBatch, step: int) -> Sequence[MicroBatch]:
+        if not isinstance(batch, FullDatasetBatch):
+            return self._cut_rows(batch, known, step)
         if self.count is not None:
             raise BadInput(
                 "count needs to see a batch before its gradients, and mapreduce's batch is the "
                 'whole dataset: use mapreduce(batch="mini")'
             )
-        return LazyMicroBatches(self._generate(dataset, step), len(dataset.microbatch_sizes))
+        return LazyMicroBatches(self._generate(batch, step), len(batch.microbatch_sizes))
 
     def _generate(self, dataset: FullDatasetBatch, step: int) -> Iterator[MicroBatch]:
         done = 0
@@ -170,16 +151,24 @@ class BatchCutter:
     def _cut_rows(
         self, batch: Any, known: AnyBatch | None, step: int, first: int = 0
     ) -> list[MicroBatch]:
-        part = _part_of(batch, known)
+        part = batch if isinstance(batch, (Batch, DictBatch)) else None
+        if known is not None and known.given is batch:
+            part = known  # else the script has made another one of it
         content = batch if part is None else part.content
-        layout = self._layout(content, part, known)
-        pieces = _pieces(content, layout)
-        counts = self._counts(pieces, layout.sizes)
-        weights = self._weights(counts, layout.total, concurrent_batches(known))
+        ranges, sizes = self._layout(content, part, known)
+        pieces = [content]
+        if len(ranges) > 1:
+            pieces = [take_rows(content, [r], ranges[-1].stop) for r in ranges]
+        counts: Sequence[float] = sizes  # what the loss of each is a mean over, on this rank
+        if (count_of := self.count) is not None:
+            pairs = zip(pieces, sizes, strict=True)
+            counts = [float(count_of(piece)) if size else 0.0 for piece, size in pairs]
+        total = None if part is None else part.total
+        weights = self._weights(counts, total, concurrent_batches(known))
         return [
             self._microbatch(piece, size, weight, count == 0, self._seed_of(step, first + m))
             for m, (piece, size, count, weight) in enumerate(
-                zip(pieces, layout.sizes, counts, weights, strict=True)
+                zip(pieces, sizes, counts, weights, strict=True)
             )
         ]
 
@@ -194,31 +183,22 @@ class BatchCutter:
         skips = self.group.size == 1 and not self.options.exact and not has_samples
         return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
 
-    def _layout(self, content: Any, part: AnyBatch | None, known: AnyBatch | None) -> RowLayout:
-        """A script may pass what it made of a batch (an augmentation, for example).
+    def _layout(
+        self, content: Any, part: AnyBatch | None, known: AnyBatch | None
+    ) -> tuple[list[range], Sequence[int]]:
+        """Rows and samples of each micro-batch. A script may pass what it made of a batch.
 
         With the same number of rows it is cut like the batch that it came from.
         """
         if part is not None and len(part.microbatch_sizes) == self.local_microbatches == 1:
-            return RowLayout([range(part.rows)], part.microbatch_sizes, part.total)
+            return [range(part.rows)], part.microbatch_sizes
         rows = num_rows(content) if part is None else part.rows
-        total = None if part is None else part.total
         if known is not None and len(known.microbatch_sizes) == self.local_microbatches:
             ends = list(itertools.accumulate(max(1, size) for size in known.microbatch_sizes))
             if ends[-1] == rows:
-                ranges = list(map(range, [0, *ends[:-1]], ends))
-                return RowLayout(ranges, known.microbatch_sizes, total)
+                return list(map(range, [0, *ends[:-1]], ends)), known.microbatch_sizes
         ranges = BatchSplit(microbatches=self.local_microbatches).rows(rows)
-        return RowLayout(ranges, [len(r) for r in ranges], total)
-
-    def _counts(self, pieces: list[Tree], sizes: Sequence[int]) -> Sequence[float]:
-        """What the loss of each micro-batch is a mean over, on this rank."""
-        if self.count is None:
-            return sizes
-        return [
-            float(self.count(piece)) if size else 0.0
-            for piece, size in zip(pieces, sizes, strict=True)
-        ]
+        return ranges, [len(r) for r in ranges]
 
     def _weights(
         self, counts: Sequence[float], total: int | None, concurrent: int
@@ -263,17 +243,3 @@ def fraction_of(batch: Any, microbatches: Sequence[MicroBatch]) -> float:
     if isinstance(batch, FullDatasetBatch):
         return sum(batch.microbatch_sizes) / batch.total
     return sum(m.weight for m in microbatches if not callable(m.weight))
-
-
-def _part_of(batch: Any, known: AnyBatch | None) -> AnyBatch | None:
-    """What is known about this very batch; None where the script made another one of it."""
-    if isinstance(batch, (Batch, DictBatch)):
-        return batch
-    return known if known is not None and known.given is batch else None
-
-
-def _pieces(content: Any, layout: RowLayout) -> list[Tree]:
-    if len(layout.ranges) == 1:
-        return [content]
-    rows = layout.ranges[-1].stop
-    return [take_rows(content, [r], rows) for r in layout.ranges]

@@ -13,31 +13,20 @@ from shoal.strategy.strategy import Strategy
 def check_modules(model: nn.Module, changed_by: Strategy | None) -> None:
     """`changed_by` is the strategy, where it replaces layers or parameters of the model."""
     for name, module in model.named_modules():
-        _check_lazy(name or "the model", module)
-        if changed_by is not None:
-            _check_compiled(name or "the model", module, changed_by)
-
-
-def _check_lazy(name: str, module: nn.Module) -> None:
-    if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
-        raise BadInput(
-            f"{name} is a {type(module).__name__} whose shape is not known yet: call the model "
-            "once on an example, before it is trained"
-        )
-
-
-def _check_compiled(name: str, module: nn.Module, strategy: Strategy) -> None:
-    """What torch.compile or TorchScript has made calls the layers and parameters as they were."""
-    if type(module).__name__ == "OptimizedModule":
-        tool = "torch.compile"
-    elif isinstance(module, torch.jit.ScriptModule):
-        tool = "torch.jit"
-    else:
-        return
-    raise BadInput(
-        f"{name} is compiled by {tool}, and {strategy} changes layers or parameters of a model: "
-        f"leave {tool} out, or take ddp, ps or zero(2)"
-    )
+        name = name or "the model"
+        if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
+            raise BadInput(
+                f"{name} is a {type(module).__name__} whose shape is not known yet: call the model "
+                "once on an example, before it is trained"
+            )
+        # what torch.compile or TorchScript has made calls the layers and parameters as they were
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        if changed_by and (is_script or type(module).__name__ == "OptimizedModule"):
+            tool = "torch.jit" if is_script else "torch.compile"
+            raise BadInput(
+                f"{name} is compiled by {tool}, and {changed_by} changes layers or parameters of a "
+                f"model: leave {tool} out, or take ddp, ps or zero(2)"
+            )
 
 
 def hooked_module(model: nn.Module) -> str | None:
