@@ -140,6 +140,9 @@ class LaunchedServer:
     def encode(self) -> str:
         return "|".join((self.remote, self.local, self.host)) if self.local else self.remote
 
+    def seen_from(self, host: str) -> str:
+        return self.local if self.local and host == self.host else self.remote
+
     @classmethod
     def decode(cls, text: str) -> LaunchedServer:
         words = text.split("|")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.runtime.secret import new_secret
-from shoal.server.client import introduction
+from shoal.server.client import discovery
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
@@ -27,7 +27,7 @@ WHERE = "aab"  # the host of each rank
 def identity(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """`identity.host` is the host of a thread."""
     here = threading.local()
-    monkeypatch.setattr(introduction, "host_id", lambda override: here.host.encode())
+    monkeypatch.setattr(discovery, "host_id", lambda override: here.host.encode())
     monkeypatch.setenv("SHOAL_HOST", "127.0.0.1")
     monkeypatch.setenv("SHOAL_SECRET", new_secret().hex())
     monkeypatch.delenv("SHOAL_RUN_DIR", raising=False)

@@ -17,7 +17,7 @@ from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
-from shoal.server.client.introduction import Announcer, Introduction, introduce
+from shoal.server.client.discovery import Announcer, Introduction, introduce
 from tests.conftest import World
 
 WORKERS = 3

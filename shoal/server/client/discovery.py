@@ -9,29 +9,42 @@ workers      a thread of every worker
 Servers listen at Unix sockets. Where workers are on several hosts, servers also listen at a TCP
 port, which workers of other hosts use. With copies, those of a shard are on different hosts,
 and the first rank of all starts a coordinator unless there is one (SHOAL_COORDINATOR).
+
+The secret of servers that workers start never travels. Every host is given it (SHOAL_SECRET,
+SHOAL_SECRET_FILE), or all workers are on one host: then the first one writes it to a file that only
+this user can read, and tells the others where. What workers announce after that has a proof of the
+secret, over a nonce of each: announcements of others, or of another run, are refused.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.comm import objects
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
-from shoal.errors import BadInput
+from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import RunDir
+from shoal.runtime.greeting import code_of, fresh_nonce, is_code
+from shoal.runtime.run_dir import RunDir, new_server_dir
+from shoal.runtime.secret import new_secret
 from shoal.runtime.variables import LaunchedServer
 from shoal.runtime.wording import counted
 from shoal.server.client.chain_view import CopyAddresses
-from shoal.server.client.introduction import Announcer, Introduction, introduce
-from shoal.server.client.started import ServerAddress, StartedServers
+from shoal.server.client.started import StartedServers
 from shoal.server.process.server import Server
 from shoal.strategy.sync_terms.ps import Ps
 
-_MAX_ADDRESS_BYTES = 320
+_MAX_BYTES = 512
+_NEEDS_SECRET = (
+    "these workers are on several hosts, and their servers need a secret that every host is "
+    "given: set SHOAL_SECRET, or SHOAL_SECRET_FILE, to the same 64 hexadecimal digits on each of "
+    "them (openssl rand -hex 32 makes some)"
+)
 
 
 class ServerSet:
@@ -40,15 +53,26 @@ class ServerSet:
     def __init__(
         self,
         announcer: Announcer,
-        servers: Sequence[ServerAddress],
-        host: str = "",
+        servers: Sequence[LaunchedServer],
+        host: str,
+        copies: int = 1,
         started: StartedServers | None = None,
+        config: RunConfig | None = None,
     ):
-        """The worker is on `host`; `started` are the servers that it has started."""
+        """The worker is on `host`; `started` are the servers that it has started.
+
+        `servers` has the copies of each shard one after the other. A `config` says where copies
+        that move are found.
+        """
         self.announcer = announcer
         self.secret = announcer.secret
-        self.addresses: list[str | Sequence[str]] = [s.seen_from(host) for s in servers]
-        self._servers = list(servers)
+        self.has_replicas = copies > 1
+        seen = [server.seen_from(host) for server in servers]
+        self.addresses: list[str | Sequence[str]] = [*seen]
+        if self.has_replicas:
+            starts = range(0, len(seen), copies)
+            self.addresses = [CopyAddresses(seen[i : i + copies], i, config) for i in starts]
+        self._servers = servers[::copies]
         self._leader = servers[0]
         self._started = started
 
@@ -56,11 +80,6 @@ class ServerSet:
     def leaders(self) -> list[str]:
         """The address of the leader, as each server reaches it."""
         return [self._leader.seen_from(server.host) for server in self._servers]
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether each server is a chain of copies, with an address each."""
-        return any(not isinstance(address, str) for address in self.addresses)
 
     def seen_by(self, index: int) -> list[str]:
         """The addresses of all servers, as server `index` reaches them."""
@@ -79,9 +98,8 @@ class ServerSet:
 
     def follow(self, replica_group: ReplicaGroup) -> None:
         """Let the first server of shard 0 lead the servers of all shards of the replica."""
-        first = self._servers[0].encode()
-        leader = replica_group.broadcast_bytes(first, _MAX_ADDRESS_BYTES)
-        self._leader = ServerAddress.decode(leader)
+        leader = replica_group.broadcast_bytes(self._servers[0].encode().encode(), _MAX_BYTES)
+        self._leader = LaunchedServer.decode(leader.decode())
 
     def close(self, failed: bool = False) -> None:
         if self._started is not None:
@@ -101,12 +119,15 @@ def find_or_start_servers(
             "in SHOAL_SERVERS"
         )
     met = introduce(group, replica_group, config)
-    started = StartedServers(met.announcer.secret, config, met.secret_dir)
+    is_for_others = len(met.topology.hosts) > 1
+    secret = met.announcer.secret
+    started = StartedServers(secret, config, met.host, is_for_others, met.secret_dir)
     try:
-        return _start(term, group, met, started)
+        servers = _start(term, group, met, started)
     except BaseException:
         started.close(failed=True)
         raise
+    return ServerSet(met.announcer, servers, met.host, term.replicas, started)
 
 
 def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> ServerSet:
@@ -121,63 +142,37 @@ def _launched(term: Ps, config: RunConfig, servers: int | tuple[str, ...]) -> Se
         there = f"{'is' if len(addresses) == 1 else 'are'} {len(addresses)}"
         raise BadInput(f"{term} needs {counted(needed, 'server')}, and there {there}")
     named = [LaunchedServer.decode(text) for text in addresses[:needed]]
+    named = [replace(each, host=host_id(each.host).decode()) for each in named]
     host = host_id(config.host_id).decode()
-    found = _set_of(term, Announcer(secret), [_address_of(server) for server in named], host)
-    if term.replicas > 1:
-        found.addresses = [
-            CopyAddresses(of_shard, shard * term.replicas, config)
-            for shard, of_shard in enumerate(found.addresses)
-        ]
-    return found
+    return ServerSet(Announcer(secret), named, host, term.replicas, config=config)
 
 
-def _address_of(server: LaunchedServer) -> ServerAddress:
-    if not server.local:
-        return ServerAddress("", server.remote, "")
-    return ServerAddress(host_id(server.host).decode(), server.local, server.remote)
-
-
-def _set_of(
-    term: Ps,
-    announcer: Announcer,
-    servers: Sequence[ServerAddress],
-    host: str = "",
-    started: StartedServers | None = None,
-) -> ServerSet:
-    """With copies `servers` has those of each shard one after the other."""
-    found = ServerSet(announcer, servers[:: term.replicas], host, started)
-    if term.replicas > 1:
-        seen = [server.seen_from(host) for server in servers]
-        starts = range(0, len(seen), term.replicas)
-        found.addresses = [tuple(seen[start : start + term.replicas]) for start in starts]
-    return found
-
-
-def _start(term: Ps, group: Group, met: Introduction, started: StartedServers) -> ServerSet:
+def _start(
+    term: Ps, group: Group, met: Introduction, started: StartedServers
+) -> list[LaunchedServer]:
     """Start all servers, each on one rank; servers are assigned to hosts in turn."""
-    is_for_others = len(met.topology.hosts) > 1
+
+    def announced(what: str, starter: int, own: LaunchedServer | None) -> LaunchedServer:
+        encoded = b"" if own is None else own.encode().encode()
+        told = met.announcer.broadcast(group, f"the address of {what}", encoded, starter)
+        return LaunchedServer.decode(told.decode())
+
     if term.replicas > 1:
-        address = b""
-        if group.rank == 0:
-            address = started.start_coordinator(met.host, is_for_others).encode()
-        told = met.announcer.broadcast(group, "the address of the coordinator", address)
-        started.use_coordinator(ServerAddress.decode(told).seen_from(met.host))
+        own = started.start_coordinator() if group.rank == 0 else None
+        started.use_coordinator(announced("the coordinator", 0, own).seen_from(met.host))
     is_process = term.placement == "servers"
     count = group.size if term.placement == "workers" else term.servers * term.replicas
     starters = [_starter(term, met.topology, index) for index in range(count)]
     for index, starter in enumerate(starters):
         if is_process and starter == group.rank:
-            started.launch(term, index, is_for_others)
+            started.launch(term, index)
     servers = []
     for index, starter in enumerate(starters):
-        encoded = b""
-        if group.rank == starter and is_process:
-            encoded = started.address_of(index, met.host, is_for_others).encode()
-        elif group.rank == starter:
-            encoded = started.host(term, index, met.host, is_for_others).encode()
-        told = met.announcer.broadcast(group, f"the address of server {index}", encoded, starter)
-        servers.append(ServerAddress.decode(told))
-    return _set_of(term, met.announcer, servers, met.host, started)
+        own = None
+        if group.rank == starter:
+            own = started.address_of(index) if is_process else started.host(term, index)
+        servers.append(announced(f"server {index}", starter, own))
+    return servers
 
 
 def _starter(term: Ps, topology: Topology, index: int) -> int:
@@ -192,5 +187,101 @@ def _starter(term: Ps, topology: Topology, index: int) -> int:
 
 def all_gather_text(group: Group, text: str) -> list[str]:
     """The text of every rank, by rank."""
-    gathered = objects.all_gather_bytes(group, text.encode(), _MAX_ADDRESS_BYTES)
+    gathered = objects.all_gather_bytes(group, text.encode(), _MAX_BYTES)
     return [data.decode() for data in gathered]
+
+
+# ---- the secret, and what is announced by it -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Announcer:
+    """Tells all workers of a group something; only who knows the secret can."""
+
+    secret: bytes = field(repr=False)
+    words: tuple[bytes, ...] = ()  # what each rank said when they met, with its nonce
+
+    def broadcast(self, group: Group, what: str, data: bytes, root: int = 0) -> bytes:
+        """The root's data. Those of another rank, if the root was lost before it told them."""
+        claims = (what.encode(), str(root).encode(), *self.words)
+        code = code_of(self.secret, "announce", *claims, data).hex().encode()
+        received = objects.broadcast_bytes(group, code + b"\n" + data, root, _MAX_BYTES)
+        given, _, told = received.partition(b"\n")
+        try:
+            proof = bytes.fromhex(given.decode("ascii"))
+        except ValueError:
+            proof = b""
+        if not is_code(proof, self.secret, "announce", *claims, told):
+            raise ShoalError(
+                f"rank {group.rank} was told {what} as if by rank {root}, without the secret of "
+                "this run: SHOAL_SECRET differs between hosts, or a stranger is in the network"
+            )
+        if not told:
+            raise PeerLost(group.rank, root, f"waiting for {what}")
+        return told
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a worker knows before servers start."""
+
+    host: str
+    topology: Topology
+    announcer: Announcer
+    secret_dir: RunDir | None = None  # where this worker has written the secret
+
+
+def introduce(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> Introduction:
+    """All ranks call it together. Workers of all shards of a replica have one secret."""
+    host = host_id(config.host_id).decode()
+    given = config.read_secret()
+    if config.run_dir is not None and given is not None:  # one host; some ranks may be missing
+        one_host = Topology((tuple(range(group.size)),), group.rank)
+        return Introduction(host, one_host, Announcer(given))
+    words = _meet(group, host, given is not None)
+    topology = Topology.of([word[0] for word in words], group.rank)
+    has_secret = [word[1] == b"given" for word in words]
+    (of_leader,) = replica_group.broadcast_integers([int(all(has_secret))])
+    if any(has_secret) != all(has_secret) or of_leader != all(has_secret):
+        raise BadInput(f"some workers have a secret and others have none: {_NEEDS_SECRET}")
+    said = tuple(b" ".join(word) for word in words)
+    if given is not None:
+        return Introduction(host, topology, Announcer(given, said))
+    if len(topology.hosts) > 1:
+        raise BadInput(_NEEDS_SECRET)
+    secret, secret_dir = _secret_of_host(group, replica_group)
+    return Introduction(host, topology, Announcer(secret, said), secret_dir)
+
+
+def _meet(group: Group, host: str, has_secret: bool) -> list[list[bytes]]:
+    """Of each rank: its host, whether it was given the secret, a nonce."""
+    own = f"{host} {'given' if has_secret else 'none'} {fresh_nonce().hex()}".encode()
+    gathered = objects.all_gather_bytes(group, own, _MAX_BYTES)
+    gathered[group.rank] = own
+    words = [text.split(b" ") for text in gathered]
+    for rank, word in enumerate(words):
+        if len(word) != 3:
+            raise ShoalError(f"rank {rank} does not say on which host it is")
+    return words
+
+
+def _secret_of_host(group: Group, replica_group: ReplicaGroup) -> tuple[bytes, RunDir | None]:
+    """The secret in a file of the first worker; a path is all that it tells the others."""
+    secret_dir = None
+    if group.rank == 0 and replica_group.is_leader:
+        secret_dir = new_server_dir()
+    try:
+        path = b""
+        if secret_dir is not None:
+            secret_dir.write_secret(new_secret())
+            path = os.fsencode(secret_dir.path)
+        path = objects.broadcast_bytes(group, path, 0, _MAX_BYTES)
+        path = replica_group.broadcast_bytes(path, _MAX_BYTES)
+        secret = RunDir(Path(os.fsdecode(path))).read_secret()
+        if secret is None:
+            raise BadInput(_NEEDS_SECRET)
+    except BaseException:
+        if secret_dir is not None:
+            secret_dir.remove()
+        raise
+    return secret, secret_dir

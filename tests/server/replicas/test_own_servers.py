@@ -66,7 +66,7 @@ class OwnServers:
         rule = Rule(1, asynchronous=True)
         served = ServedOptions(rule, optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
         specs = specs_of(flat_of(), [self.addresses[0]], served)
-        return Client(0, MODEL, [self.addresses], SECRET, specs, tls=TRUSTED)
+        return Client(0, MODEL, [self.addresses], SECRET, specs, RunConfig(tls=TRUSTED))
 
     def close(self) -> None:
         self.net.heal()
