@@ -45,7 +45,7 @@ class StartedServers:
         is_for_others: bool,
         run_dir: RunDir | None,
     ):
-        """`is_for_others`: there are other hosts. `run_dir` holds the secret, if it was made here."""
+        """`is_for_others`: there are other hosts. `run_dir` has the secret, if it was made here."""
         self.secret = secret
         self.config = config
         self.processes: dict[int | None, subprocess.Popen[bytes]] = {}  # None: the coordinator
