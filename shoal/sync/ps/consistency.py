@@ -17,6 +17,7 @@ Where no step waits for all workers, the loss is that of this worker's own sampl
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -25,7 +26,10 @@ from shoal.runtime.trace import WAIT
 from shoal.server.messages import Ack, Commit
 from shoal.sync.ps.push import GradientPush
 from shoal.sync.ps.updates import Updates
-from shoal.sync.ps.worker import Leader, Pending, PsContext, PsWorker, T
+from shoal.sync.ps.worker import PsContext, PsWorker, T
+
+if TYPE_CHECKING:
+    from shoal.sync.ps.worker import Leader, Pending
 
 
 class RelaxedPs(PsWorker):

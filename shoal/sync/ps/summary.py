@@ -11,39 +11,37 @@ from shoal.server.consistency import Rule
 
 _SUMS = ("sent_again", "requests", "received_bytes", "sent_bytes", "cpu_s")
 _HISTOGRAMS = ("steps_ahead", "refused")
-_OF_ROWS = ("tables", "replicas")
+_HOTTEST = 10
+Counts = Mapping[str, Any]
 
 
-def counts_of_shards(stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def counts_of_shards(stats: Sequence[Counts]) -> list[dict[str, Any]]:
     """Without counters of rows. `stats` has the head of each shard, with its other replicas.
 
     A copy that is lost takes with it how many requests it has answered; what follows from the log
     is known to all copies, and complete.
     """
-    return [_of_shard(head, [head, *head.get("replicas", [])]) for head in stats]
+    shards = []
+    for head in stats:
+        copies = [head, *head.get("replicas", [])]
+        counts = {key: value for key, value in head.items() if key not in ("tables", "replicas")}
+        counts |= {key: sum(each[key] for each in copies) for key in _SUMS if key in head}
+        for key in _HISTOGRAMS:
+            if key in head:
+                total = sum((Counter(each[key]) for each in copies), Counter[str]())
+                counts[key] = {k: total[k] for k in sorted(total, key=lambda k: (len(k), k))}
+        counts["is_complete"] = is_complete(head)
+        shards.append(counts)
+    return shards
 
 
-def _of_shard(head: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    counts = {key: value for key, value in head.items() if key not in _OF_ROWS}
-    counts |= {key: sum(each[key] for each in replicas) for key in _SUMS if key in head}
-    counts |= {key: _added([each[key] for each in replicas]) for key in _HISTOGRAMS if key in head}
-    return counts | {"is_complete": is_complete(head)}
-
-
-def _added(histograms: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    total = Counter[str]()
-    for each in histograms:
-        total.update(each)
-    return {key: total[key] for key in sorted(total, key=lambda key: (len(key), key))}
-
-
-def is_complete(head: Mapping[str, Any]) -> bool:
+def is_complete(head: Counts) -> bool:
     """Whether no replica of the shard was lost or removed."""
     return all(each.get("is_complete", True) for each in (head, *head.get("replicas", [])))
 
 
 def summarize(
-    stats: Sequence[dict[str, Any]],
+    stats: Sequence[Counts],
     rule: Rule,
     memory: str | None = None,
     counted: str = "worker",
@@ -54,15 +52,10 @@ def summarize(
     `memory` is where gradients and weights are exchanged, if not over connections; `counted` is
     what pushes are of; `holder` is "shard" where several servers hold each.
     """
-    if not stats:
-        return []
-    leader = stats[0]
     sentences = []
-    if not rule.is_synchronous and "workers" in leader:
-        sentences += [
-            f"{counted} {worker}: {_pushes_of(leader, worker, rule)}"
-            for worker in leader["workers"]
-        ]
+    if stats and not rule.is_synchronous and "workers" in stats[0]:
+        leader = stats[0]
+        sentences += [f"{counted} {w}: {_pushes_of(leader, w, rule)}" for w in leader["workers"]]
         missed = ", ".join(f"{k}: {v}" for k, v in leader["missed_updates"].items())
         if missed:
             sentences.append(f"updates between a pull and its push, and how often: {missed}")
@@ -72,24 +65,20 @@ def summarize(
             f"pushes that were acknowledged and lost with a server (eventual consistency): {lost}"
         )
     shards = counts_of_shards(stats)
+    transport = "" if memory is None else f" by sockets; gradients and weights by {memory}"
     for index, counts in enumerate(shards):
-        sentences.append(f"{holder} {index}: {_traffic(counts, memory)}")
+        at_least = "" if counts["is_complete"] else "at least "
+        sentences.append(
+            f"{holder} {index}: {counts['updates']} updates, {at_least}{counts['requests']} "
+            f"requests, {counts['received_bytes'] / 1e6:.1f} MB in, "
+            f"{counts['sent_bytes'] / 1e6:.1f} MB out{transport}"
+        )
     if not all(counts["is_complete"] for counts in shards):
         sentences.append("at least: what a server had counted before it was lost is not included")
     return sentences
 
 
-def _traffic(counts: dict[str, Any], memory: str | None) -> str:
-    transport = "" if memory is None else f" by sockets; gradients and weights by {memory}"
-    at_least = "" if counts["is_complete"] else "at least "
-    return (
-        f"{counts['updates']} updates, {at_least}{counts['requests']} requests, "
-        f"{counts['received_bytes'] / 1e6:.1f} MB in, {counts['sent_bytes'] / 1e6:.1f} MB out"
-        + transport
-    )
-
-
-def _pushes_of(leader: dict[str, Any], worker: str, rule: Rule) -> str:
+def _pushes_of(leader: Counts, worker: str, rule: Rule) -> str:
     counts = leader["workers"][worker]
     phrases = [f"{counts['admitted']} pushes counted"]
     if rule.quorum is not None:
@@ -100,10 +89,7 @@ def _pushes_of(leader: dict[str, Any], worker: str, rule: Rule) -> str:
     return ", ".join(phrases)
 
 
-_HOTTEST = 10
-
-
-def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def table_loads(stats: Sequence[Counts]) -> dict[str, dict[str, Any]]:
     """The load of each table over all servers.
 
     `by_owner` and `as_served` compare the same pulls, from the first copies on: what the largest
@@ -111,101 +97,76 @@ def table_loads(stats: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     Without copies both are equal. Each replica of a server counts what it has served; counts of
     replicas that were lost are left out, and the load is not complete.
     """
-    names = stats[0].get("tables", {}) if stats else {}
-    replicas = [other for server in stats for other in server.get("replicas", [])]
-    return {
-        name: _load(
-            [server["tables"][name] for server in (*stats, *replicas) if name in server["tables"]],
-            sum(server["tables"][name]["held"] for server in stats),
-        )
-        | {"is_complete": all(map(is_complete, stats))}
-        for name in names
-    }
+    everyone = [*stats, *(other for server in stats for other in server.get("replicas", []))]
+    loads = {}
+    for name in stats[0].get("tables", {}) if stats else {}:
+        load = _load([each["tables"][name] for each in everyone if name in each["tables"]])
+        load["held_rows"] = sum(server["tables"][name]["held"] for server in stats)
+        load["is_complete"] = all(map(is_complete, stats))
+        loads[name] = load
+    return loads
 
 
-def _load(servers: Sequence[dict[str, Any]], held_rows: int) -> dict[str, Any]:
+def _load(servers: Sequence[Counts]) -> dict[str, Any]:
     pulls = sum(server["pulls"] for server in servers)
-    hottest = _hottest(servers)
-    number = max(1, servers[0]["rows"] // 100)
+    counts: Counter[int] = Counter()
+    errors: Counter[int] = Counter()
+    for server in servers:
+        counts.update(dict(zip(server["ids"], server["counts"], strict=True)))
+        errors.update(dict(zip(server["ids"], server["errors"], strict=True)))
+    hottest = sorted(counts, key=lambda row: (-counts[row], row))
+    percent = hottest[: max(1, servers[0]["rows"] // 100)]
+    at_most = sum(counts[row] for row in percent)
+    at_least = at_most - sum(errors[row] for row in percent)
     served = [server["served"] for server in servers]
     owned = [sum(column) for column in zip(*(s["by_owner"] for s in servers), strict=True)]
     if not sum(served):
         served = owned = [server["before"] for server in servers]
     return {
         "pulls": pulls,
-        "held_rows": held_rows,
         "hottest": [
-            {"row": row, "pulls": count, "at_most_too_large_by": error}
-            for row, count, error in hottest[:_HOTTEST]
+            {"row": row, "pulls": counts[row], "at_most_too_large_by": errors[row]}
+            for row in hottest[:_HOTTEST]
         ],
         "hottest_percent": {
-            "rows": number,
-            "share": _share(sum(count for _, count, _ in hottest[:number]), pulls),
-            "at_least": _share(sum(c - error for _, c, error in hottest[:number]), pulls),
+            "rows": len(percent),
+            "share": min(1.0, at_most / pulls) if pulls else 0.0,
+            "at_least": at_least / pulls if pulls else 0.0,
         },
         "copied_rows": max(server["copies"] for server in servers),
         "by_owner": owned,
         "as_served": served,
-        "max_over_mean_by_owner": max_over_mean(owned),
-        "max_over_mean_as_served": max_over_mean(served),
+        "max_over_mean_by_owner": _max_over_mean(owned),
+        "max_over_mean_as_served": _max_over_mean(served),
     }
 
 
-def _hottest(servers: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """(row, pulls, error) over all servers, the hottest first."""
-    counts: dict[int, tuple[int, int]] = {}
-    for server in servers:
-        for row, count, error in zip(
-            server["ids"], server["counts"], server["errors"], strict=True
-        ):
-            before = counts.get(row, (0, 0))
-            counts[row] = (before[0] + count, before[1] + error)
-    ordered = sorted(counts.items(), key=lambda item: (-item[1][0], item[0]))
-    return [(row, count, error) for row, (count, error) in ordered]
-
-
-def max_over_mean(loads: Sequence[int]) -> float:
+def _max_over_mean(loads: Sequence[int]) -> float:
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def _share(count: int, total: int) -> float:
-    return min(1.0, count / total) if total else 0.0
-
-
-def load_sentences(
-    loads: Mapping[str, dict[str, Any]], hit_rates: Mapping[str, float]
-) -> list[str]:
+def load_sentences(loads: Mapping[str, Counts], hit_rates: Mapping[str, float]) -> list[str]:
     sentences = []
     for name, load in loads.items():
         if not load["pulls"]:
             continue
+        table = f"table {name!r}:"
         rows = ", ".join(f"{each['row']} ({each['pulls']:,})" for each in load["hottest"])
-        percent = load["hottest_percent"]
         at_least = "" if load["is_complete"] else "at least "
-        sentences.append(
-            f"table {name!r}: {at_least}{load['pulls']:,} pulls of rows; the hottest: {rows}"
-        )
-        sentences.append(
-            f"table {name!r}: the hottest 1% of rows take {_percent(percent)} of pulls"
-        )
+        sentences.append(f"{table} {at_least}{load['pulls']:,} pulls of rows; the hottest: {rows}")
+        least, most = (f"{load['hottest_percent'][key]:.1%}" for key in ("at_least", "share"))
+        share = most if least == most else f"{least} to {most}"
+        sentences.append(f"{table} the hottest 1% of rows take {share} of pulls")
         if len(load["as_served"]) > 1 and load["is_complete"]:
-            sentences.append(f"table {name!r}: {_spread(load)}")
+            spread = f"largest/mean load of servers {load['max_over_mean_by_owner']:.2f}"
+            copies = "without copies"
+            if load["copied_rows"]:
+                after = f"{load['max_over_mean_as_served']:.2f}"
+                spread += " by owners"
+                copies = f"{after} with copies of {load['copied_rows']:,} rows"
+            sentences.append(f"{table} {spread}, {copies}")
         if name in hit_rates:
             kept = f"{hit_rates[name]:.0%} of the rows that this worker used were kept"
-            sentences.append(f"table {name!r}: {kept} from earlier steps")
+            sentences.append(f"{table} {kept} from earlier steps")
     return sentences
-
-
-def _percent(percent: dict[str, Any]) -> str:
-    if percent["share"] - percent["at_least"] < 0.005:
-        return f"{percent['share']:.1%}"
-    return f"{percent['at_least']:.1%} to {percent['share']:.1%}"
-
-
-def _spread(load: dict[str, Any]) -> str:
-    before = f"largest/mean load of servers {load['max_over_mean_by_owner']:.2f}"
-    if not load["copied_rows"]:
-        return f"{before}, without copies"
-    after = f"{load['max_over_mean_as_served']:.2f} with copies of {load['copied_rows']:,} rows"
-    return f"{before} by owners, {after}"

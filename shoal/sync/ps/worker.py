@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +60,16 @@ def shard_state(
     values = []
     tensors = []
     numbers = []
-    for index, key, value in _entries(optimizer, params, spec):
-        rows = spec.slices[index]
-        if isinstance(value, Tensor):
-            tensor = _rows_of(value, rows, params[rows.parameter])
-            dtype = NAMES[tensor.dtype]
-            values.append(StateTensor(index, key, dtype, tuple(tensor.shape)))  # type: ignore[arg-type]
-            tensors.append(tensor)
-        elif value is None or isinstance(value, (bool, int, float)):
-            numbers.append((index, key, value))
+    for index, rows in enumerate(spec.slices):
+        p = params[rows.parameter]
+        for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
+            if isinstance(value, Tensor):
+                tensor = _rows_of(value, rows, p)
+                dtype = NAMES[tensor.dtype]
+                values.append(StateTensor(index, key, dtype, tuple(tensor.shape)))  # type: ignore[arg-type]
+                tensors.append(tensor)
+            elif value is None or isinstance(value, (bool, int, float)):
+                numbers.append((index, key, value))
     return ShardState(steps, tuple(values), tuple(numbers), options=_options(optimizer)), tensors
 
 
@@ -87,16 +88,6 @@ def join_state(
             _put(optimizer.state[p], value, tensor, rows, p)
         for index, key, number in state.numbers:
             optimizer.state[params[spec.slices[index].parameter]][key] = number
-
-
-def _entries(
-    optimizer: torch.optim.Optimizer | None, params: Sequence[nn.Parameter], spec: ModelSpec
-) -> Iterator[tuple[int, str, Any]]:
-    """Index of a slice, name and value of each entry of its optimizer state."""
-    for index, rows in enumerate(spec.slices):
-        state = optimizer.state.get(params[rows.parameter], {}) if optimizer else {}
-        for key, value in state.items():
-            yield index, key, value
 
 
 def _rows_of(value: Tensor, rows: ParameterSlice, p: nn.Parameter) -> Tensor:
@@ -131,23 +122,12 @@ def _options(optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Option]
 
 
 T = TypeVar("T")
+if TYPE_CHECKING:
+    from shoal.server.client.client import PendingPull
+    from shoal.sync.ps.split_replica import SharedLeader, SharedPull
 
-
-class Pending(Protocol):
-    """A pull that is under way."""
-
-    def wait(self) -> PullResult: ...
-
-
-class Leader(Protocol):
-    """The server that decides: a `Client`, or that of all shards of a replica."""
-
-    lowest_survivor: int  # as of the latest barrier
-
-    def commit(self, commit: Commit, loss_flags: Tensor) -> Ack: ...
-    def pull(self, step: int | None, version: int) -> Pending: ...
-    def barrier(self) -> None: ...
-    def leave(self) -> None: ...
+    Leader: TypeAlias = Client | SharedLeader  # the server that decides
+    Pending: TypeAlias = PendingPull | SharedPull  # a pull that is under way
 
 
 @dataclass(frozen=True)
@@ -336,12 +316,10 @@ class PsWorker(Sync):
         rule = self.context.rule
         holder = "shard" if any(link.has_copies for link in self.client.links) else "server"
         sentences = summarize(self._stats, rule, self.client.shared_memory, counted, holder)
-        return [*sentences, *self.push.summary(), *self._row_sentences()]
-
-    def _row_sentences(self) -> list[str]:
         caches = {} if self._rows is None else self._rows.caches
         hits = {name: cache.hit_rate for name, cache in caches.items()}
-        return load_sentences(table_loads(self._stats), hits)
+        rows = load_sentences(table_loads(self._stats), hits)
+        return [*sentences, *self.push.summary(), *rows]
 
     def server_tensors(self) -> list[Tensor]:
         return tensors_of_server(self.context.servers.server_here)
