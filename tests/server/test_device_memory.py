@@ -12,8 +12,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.protocol.frames import FrameKind
 from shoal.server import device_memory
-from shoal.server.client.client import Client
-from shoal.server.client.device_exchange import DeviceExchange
+from shoal.server.client.client import Client, DeviceExchange
 from shoal.server.consistency import Rule
 from shoal.server.messages import DeviceAsked
 from shoal.transport import cuda_ipc

@@ -8,7 +8,6 @@ next one. The server numbers pushes and skips those that it already has.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import PeerLost, ShoalError
@@ -31,64 +30,16 @@ _NO_REPLY = Reply(b"", bytearray())
 class PostedRequest(QueuedWork):
     """A request that is carried out, in the background or by the one who waits for it."""
 
-    __slots__ = ("_channel", "_failure", "_link", "_request", "reply")
+    __slots__ = ("_channel", "_link", "_request", "reply")
 
     def __init__(self, queue: WorkQueue, link: ServerLink, channel: Channel, request: Request):
         super().__init__(queue)
         self._link = link
         self._channel = channel
         self._request = request
-        self._failure: ShoalError | None = None
-        self.begun = False
-
-    def begin(self, *arguments: Any) -> bool:
-        """Send a light request, unless it may have to be sent again."""
-        link, request = self._link, self._request
-        if not request.is_light or link.resends:
-            return False
-        try:
-            link.route.send(link.connection(self._channel), request)
-        except Closed as error:
-            try:
-                self._failure = link.why_broken(self._channel, request.kind, error, False)
-            except ShoalError as said:
-                self._failure = said  # for the one who waits
-        return True
 
     def run(self) -> None:
-        """Send it, unless that was done, and read the answer; again while connections break."""
-        if self._failure is not None:
-            raise self._failure
-        link, channel, request = self._link, self._channel, self._request
-        began_ns = time.monotonic_ns()
-        unacknowledged = link.unacknowledged[channel]
-        to_send = [] if self.begun else [request]
-        is_sent = self.begun
-        link.route.aim(channel, request)
-        for attempts_left in reversed(range(MAX_RECONNECTS)):
-            connection = link.connection(channel)
-            try:
-                with link.waits_for(connection, request):
-                    for each in to_send:
-                        link.route.send(connection, each)
-                    is_sent = True
-                    self.reply = link.receive(connection, request)
-                break
-            except Closed as error:
-                broken = link.why_broken(channel, request.kind, error, is_sent)
-            except MovedAway as moved:
-                broken = moved
-            if not attempts_left:
-                raise broken
-            link.route.reconnect(channel, broken)
-            to_send = [*unacknowledged, request]
-            is_sent = False
-        if request.is_answered:
-            unacknowledged.clear()
-        elif link.resends:
-            unacknowledged.append(request)
-        link.route.answered(channel, request, began_ns / 1e9)
-        link.trace(channel, request, began_ns)
+        self.reply = self._link.call(self._channel, self._request)
 
     def result(self) -> Reply:
         """Wait for the answer."""
@@ -106,7 +57,7 @@ class ServerLink:
         self.shares_memory = False
         self._tracer = tracer
         self._queues: dict[Channel, WorkQueue] = {}
-        self.unacknowledged: dict[Channel, list[Request]] = {}
+        self._unacknowledged: dict[Channel, list[Request]] = {}
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp:
         """Describe the model; `descriptor` is memory to share with a server of this host."""
@@ -128,7 +79,7 @@ class ServerLink:
 
     def _add_channel(self, channel: Channel) -> None:
         self._queues[channel] = WorkQueue(f"shoal-ps-{channel}-{self.index}")
-        self.unacknowledged[channel] = []
+        self._unacknowledged[channel] = []
 
     @property
     def has_copies(self) -> bool:
@@ -147,11 +98,6 @@ class ServerLink:
     def shares_rows(self) -> bool:
         """Whether the server can write pulled rows into memory of the worker."""
         return self.route.is_unix and not self.has_copies
-
-    @property
-    def resends(self) -> bool:
-        """Whether requests without an answer may have to be sent again."""
-        return self.has_copies or not self.route.is_unix
 
     @property
     def sent_bytes(self) -> int:
@@ -182,12 +128,6 @@ class ServerLink:
     def give_back(self, channel: Channel) -> None:
         self._queues[channel].give_back()
 
-    def call(self, channel: Channel, request: Request) -> Reply:
-        """Carry out a request now, in this thread."""
-        posted = PostedRequest(self._queues[channel], self, channel, request)
-        posted.run()
-        return posted.reply
-
     def close(self) -> None:
         self.route.close()
         for queue in self._queues.values():
@@ -197,7 +137,42 @@ class ServerLink:
 
     # ------------------------------------------------------------------ one request
 
-    def waits_for(self, connection: Connection, request: Request) -> waiting:
+    def call(self, channel: Channel, request: Request) -> Reply:
+        """Carry out a request now, in this thread: sent again while connections break."""
+        began_ns = time.monotonic_ns()
+        unacknowledged = self._unacknowledged[channel]
+        to_send = [request]
+        self.route.aim(channel, request)
+        for attempts_left in reversed(range(MAX_RECONNECTS)):
+            connection = self.connection(channel)
+            is_sent = False
+            try:
+                with self._waits_for(connection, request):
+                    for each in to_send:
+                        self.route.send(connection, each)
+                    is_sent = True
+                    reply = self._receive(connection, request)
+                break
+            except Closed as error:
+                broken = self._why_broken(connection, request.kind, error, is_sent)
+            except MovedAway as moved:
+                broken = moved
+            if not attempts_left:
+                raise broken
+            self.route.reconnect(channel, broken)
+            to_send = [*unacknowledged, request]
+        if request.is_answered:
+            unacknowledged.clear()
+        elif self.has_copies or not self.route.is_unix:  # it may have to be sent again
+            unacknowledged.append(request)
+        self.route.answered(channel, request, began_ns / 1e9)
+        if self._tracer.enabled:
+            track = f"{channel} server {self.index}"
+            end_ns = time.monotonic_ns()
+            self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
+        return reply
+
+    def _waits_for(self, connection: Connection, request: Request) -> waiting:
         """The server says which worker it waits for itself, so this side is more patient."""
 
         def give_up(seconds: float) -> None:
@@ -211,7 +186,7 @@ class ServerLink:
         self.route.fail(PeerLost(self.rank, None, doing, round(seconds, 1)))
         connection.break_off(TimeoutError(f"no answer in {seconds:.1f} s"))
 
-    def receive(self, connection: Connection, request: Request) -> Reply:
+    def _receive(self, connection: Connection, request: Request) -> Reply:
         if not request.is_answered:
             return _NO_REPLY
         header, meta = self.route.receive(connection, request.kind)
@@ -233,24 +208,18 @@ class ServerLink:
             f"{self.index} to {kind.name}, got {header.payload_bytes}"
         )
 
-    def why_broken(
-        self, channel: Channel, kind: FrameKind, error: Exception, is_sent: bool
+    def _why_broken(
+        self, connection: Connection, kind: FrameKind, error: Exception, is_sent: bool
     ) -> Broken:
         """Why a request has no answer; raises what the server said before it closed."""
         if not is_sent:
             try:
-                self.route.receive(self.route.current[channel], kind)
+                self.route.receive(connection, kind)
             except MovedAway as moved:
                 return moved
             except Closed:
                 pass
         return self.broken(kind, error)
-
-    def trace(self, channel: Channel, request: Request, began_ns: int) -> None:
-        if self._tracer.enabled:
-            track = f"{channel} server {self.index}"
-            end_ns = time.monotonic_ns()
-            self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
 
     def broken(self, kind: FrameKind, error: Exception) -> Broken:
         return Broken(self.rank, None, f"{self.route.doing(kind)} ({error})")

@@ -29,9 +29,8 @@ class Request:
     """One frame to a server, and where the payload of its answer goes.
 
     `into=None` accepts an answer of any length. A request without an answer is acknowledged by
-    the answer to a later request of the same channel. A light one and its answer are short: the
-    caller sends it when it is posted, and reads the answer when it waits. `descriptor` is an open
-    file that goes with it (Unix sockets).
+    the answer to a later request of the same channel. `descriptor` is an open file that goes with
+    it (Unix sockets).
     """
 
     kind: FrameKind
@@ -41,7 +40,6 @@ class Request:
     sequence: int = 0
     argument: int = 0
     is_answered: bool = True
-    is_light: bool = False
     descriptor: int | None = None
 
 

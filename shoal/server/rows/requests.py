@@ -148,7 +148,7 @@ class RowRequests:
             places=len(self._pulled.rows),
         )
         places = _bytes(self._routed.places[of_part])
-        return Request(FrameKind.TABLE_PULL, encode(message), (ids, places), is_light=True)
+        return Request(FrameKind.TABLE_PULL, encode(message), (ids, places))
 
     def _answered(self, metas: Sequence[bytes]) -> Answered:
         missing: list[Any] = []
