@@ -27,6 +27,9 @@ def pack_frame(header: Header, meta: bytes, payload: Sequence[memoryview]) -> by
     return pack(header, meta, sum([view.nbytes for view in payload]))
 
 
+_MAX_BUFFERS = 1024  # IOV_MAX: of one sendmsg
+
+
 class Closed(ConnectionError):
     """The connection has ended."""
 
@@ -72,7 +75,8 @@ class Connection:
                 for view in views:
                     self.sock.sendall(view)
             else:
-                sent = self.sock.sendmsg(views, () if descriptor is None else _rights(descriptor))
+                rights = () if descriptor is None else _rights(descriptor)
+                sent = self.sock.sendmsg(views[:_MAX_BUFFERS], rights)
                 if sent < len(head) + payload_bytes:
                     self._send_after(sent, views)
         self.sent_bytes += len(head) + payload_bytes
@@ -246,7 +250,7 @@ class Connection:
             if not views:
                 return
             views[0] = views[0][sent:]
-            sent = self.sock.sendmsg(views)
+            sent = self.sock.sendmsg(views[:_MAX_BUFFERS])
 
 
 def _rights(descriptor: int) -> list[tuple[int, int, array.array[int]]]:

@@ -22,6 +22,7 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.runtime.wording import counted
 from shoal.strategy.sync_terms.ps import Ps
 
 MAX_WORKERS = 1 << 16
@@ -70,36 +71,15 @@ def quorum_of(quorum: float, workers: int) -> int:
     return min(workers, max(1, int(count)))
 
 
-def quorum_in_words(rule: Rule, counted: str = "worker", takes_back: bool = False) -> str:
-    """What the start of a run says: how many it waits for, and what would leave a straggler.
-
-    `takes_back`: workers that were lost come back, or come late.
-    """
+def quorum_in_words(rule: Rule, counts: str = "worker", takes_back: bool = False) -> str:
+    """What the start of a run says. `takes_back`: workers that were lost may come back."""
     assert rule.quorum is not None
-    workers = rule.workers
-    of = f"quorum {rule.quorum} of {workers} {counted}{'s' * (workers != 1)}"
-    left = workers - rule.quorum
-    if left:
-        return f"{of}: each step leaves behind up to {left} straggler{'s' * (left != 1)}"
-    if takes_back and not left:
-        others = "a step waits for all workers, and while some are away for all that are there"
-        return f"{of}: {others}"
-    if workers == 1:
-        return f"{of}: there is no other worker to wait for"
-    return f"{of}: no straggler is left behind; {_fraction_that_leaves_one(workers)} leaves one"
-
-
-def _fraction_that_leaves_one(workers: int) -> str:
-    """0.66 of 3, 0.75 of 4, 0.9 of 10, 0.99 of 100."""
-    digits = 2
-    while quorum_of(fraction := _floor((workers - 1) / workers, digits), workers) != workers - 1:
-        digits += 1
-    return str(fraction)
-
-
-def _floor(number: float, digits: int) -> float:
-    scale: int = 10**digits
-    return math.floor(number * scale + 1e-9) / scale
+    of = f"quorum {rule.quorum} of {counted(rule.workers, counts)}"
+    if left := rule.workers - rule.quorum:
+        return f"{of}: each step leaves behind up to {counted(left, 'straggler')}"
+    if takes_back:
+        return f"{of}: a step waits for all workers, and while some are away for all that are there"
+    return f"{of}: no straggler is left behind"
 
 
 class PushVerdict(str, enum.Enum):

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from shoal.server.messages import DeviceAsked, DeviceOffered, ModelSpec
 from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.server.shared_memory import WorkerSegment, segment_bytes
 from shoal.transport import cuda_ipc
 
 _ANCESTRY = secrets.token_hex(8)  # that of forks, too
-HERE: dict[int, DeviceSegment] = {}  # offered to workers of this process
+HERE: dict[int, WorkerSegment] = {}  # offered to workers of this process
 _numbers = itertools.count(1)
 
 
@@ -31,32 +32,27 @@ def this_process() -> str:
     return f"{_ANCESTRY}:{os.getpid()}"
 
 
-class DeviceSegment:
-    """What one worker pushes to one server, by partial sum, and what it pulls from it."""
-
-    def __init__(self, memory: Tensor, spec: ModelSpec):
-        size = spec.stop - spec.start
-        sums = partial_sums(spec)
-        elements = memory.view(DTYPES[spec.dtype])
-        self.out = elements[: sums * size].view(sums, size)
-        self.inbox = elements[sums * size : (sums + 1) * size]
+def _segment(memory: Tensor, spec: ModelSpec) -> WorkerSegment:
+    """What one worker pushes to one server, and what it pulls from it."""
+    elements = memory.view(DTYPES[spec.dtype])
+    return WorkerSegment(elements, spec.stop - spec.start, partial_sums(spec))
 
 
-def segment_bytes(spec: ModelSpec) -> int:
-    return (partial_sums(spec) + 1) * (spec.stop - spec.start) * DTYPES[spec.dtype].itemsize
+def _segment_bytes(spec: ModelSpec) -> int:
+    return segment_bytes(DTYPES[spec.dtype], spec.stop - spec.start, partial_sums(spec))
 
 
 def offer(
     asked: DeviceAsked, spec: ModelSpec, device: torch.device
-) -> tuple[DeviceSegment, DeviceOffered] | None:
+) -> tuple[WorkerSegment, DeviceOffered] | None:
     """Memory for this worker; None where it and the server have no GPU in common."""
     if not asked.device or asked.device != cuda_ipc.device_name(device):
         return None
     try:
-        memory, handle = cuda_ipc.allocate(device, segment_bytes(spec))
+        memory, handle = cuda_ipc.allocate(device, _segment_bytes(spec))
     except cuda_ipc.CudaIpcError:
         return None
-    segment = DeviceSegment(memory, spec)
+    segment = _segment(memory, spec)
     if asked.process == this_process():
         number = next(_numbers)
         HERE[number] = segment
@@ -66,14 +62,14 @@ def offer(
 
 def open_offer(
     offered: DeviceOffered, spec: ModelSpec, device: torch.device
-) -> DeviceSegment | None:
+) -> WorkerSegment | None:
     """The memory of an offer; None where there is none, or this process cannot open it."""
     if offered.number:
         return HERE.pop(offered.number)
     if not offered.handle:
         return None
     try:
-        memory = cuda_ipc.open_handle(device, offered.handle, segment_bytes(spec))
+        memory = cuda_ipc.open_handle(device, offered.handle, _segment_bytes(spec))
     except cuda_ipc.CudaIpcError:
         return None
-    return DeviceSegment(memory, spec)
+    return _segment(memory, spec)

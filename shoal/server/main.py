@@ -30,6 +30,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
+    from shoal.server.chain.state import ChainConsistency
     from shoal.server.member.start import ChainSettings
     from shoal.server.process.server import Server
 
@@ -121,15 +122,8 @@ def _chain_settings(config: RunConfig, run_dir: RunDir) -> ChainSettings | None:
     of_server = config.server
     if of_server.replicas == 1:
         return None
-    if of_server.consistency not in ("strong", "eventual"):
-        raise BadInput(f'consistency is "strong" or "eventual", not {of_server.consistency!r}')
-    eventual = of_server.consistency == "eventual"
-    place = ChainPlace(
-        of_server.shard,
-        of_server.replica,
-        of_server.replicas,
-        "eventual" if eventual else "strong",
-    )
+    consistency: ChainConsistency = "eventual" if of_server.consistency == "eventual" else "strong"
+    place = ChainPlace(of_server.shard, of_server.replica, of_server.replicas, consistency)
     addresses: list[str] = []
     leaders: list[str] = []
     if of_server.listen is None and of_server.beyond is None:  # all are in this run directory

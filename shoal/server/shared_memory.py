@@ -26,10 +26,9 @@ Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank
 
 
 class WorkerSegment:
-    """`sums` x `size` elements to push, and `size` to pull into."""
+    """`sums` x `size` elements to push, and `size` to pull into; of a host or a GPU."""
 
-    def __init__(self, memory: mmap.mmap, dtype: torch.dtype, size: int, sums: int):
-        elements = torch.frombuffer(memory, dtype=dtype)
+    def __init__(self, elements: Tensor, size: int, sums: int):
         self.out = elements[: sums * size].view(sums, size)
         self.inbox = elements[sums * size : (sums + 1) * size]
 
@@ -41,7 +40,8 @@ def make(dtype: torch.dtype, size: int, sums: int) -> tuple[WorkerSegment, int] 
     if descriptor < 0:
         return None
     try:
-        return WorkerSegment(memfd.map_all(descriptor, num_bytes), dtype, size, sums), descriptor
+        memory = memfd.map_all(descriptor, num_bytes)
+        return WorkerSegment(torch.frombuffer(memory, dtype=dtype), size, sums), descriptor
     except OSError:
         os.close(descriptor)
         return None
@@ -49,7 +49,8 @@ def make(dtype: torch.dtype, size: int, sums: int) -> tuple[WorkerSegment, int] 
 
 def attach(descriptor: int, dtype: torch.dtype, size: int, sums: int) -> WorkerSegment:
     """The segment of a worker; Refused if it is not sealed or has another size."""
-    return WorkerSegment(_map(descriptor, segment_bytes(dtype, size, sums)), dtype, size, sums)
+    memory = _map(descriptor, segment_bytes(dtype, size, sums))
+    return WorkerSegment(torch.frombuffer(memory, dtype=dtype), size, sums)
 
 
 def file_of(descriptor: int) -> tuple[int, int]:

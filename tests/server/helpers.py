@@ -26,6 +26,12 @@ SECRET = new_secret()
 MODEL = 7
 
 
+class Servers(list[Server]):
+    """Their clients are closed before them."""
+
+    stack: ExitStack
+
+
 @contextmanager
 def servers(count: int = 1, tcp: bool = False) -> Iterator[list[Server]]:
     with ExitStack() as stack:
@@ -33,7 +39,9 @@ def servers(count: int = 1, tcp: bool = False) -> Iterator[list[Server]]:
         addresses = [
             "tcp:127.0.0.1:0" if tcp else f"unix:{folder}/server-{i}.sock" for i in range(count)
         ]
-        yield [stack.enter_context(Server(address, SECRET)) for address in addresses]
+        found = Servers(stack.enter_context(Server(address, SECRET)) for address in addresses)
+        found.stack = stack
+        yield found
 
 
 @contextmanager
@@ -53,7 +61,10 @@ def flat_of() -> FlatParams:
 
 
 def client_of(found: list[Server], rank: int, rule: Rule, **options: Any) -> Client:
-    return client_at([server.address for server in found], rank, rule, **options)
+    client = client_at([server.address for server in found], rank, rule, **options)
+    if isinstance(found, Servers):
+        found.stack.callback(client.close)
+    return client
 
 
 def client_at(

@@ -59,7 +59,6 @@ def test_pushes_and_pulls_on_a_gpu_give_the_weights_of_shared_memory() -> None:
         plain = client_of(found, 0, ASYNC)
         assert plain.shared_memory == "shared memory"
         assert torch.equal(updated(plain), on_gpu)
-        plain.close()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -70,7 +69,6 @@ def test_a_server_reads_a_push_where_the_worker_has_put_it() -> None:
         (model,) = found[0].host.models.values()
         fill(client, 3.0)
         assert torch.all(model.membership.members[0].pushes.gradients == 3.0)
-        client.close()
 
 
 def test_without_a_common_gpu_pushes_stay_in_shared_memory(
@@ -101,13 +99,11 @@ def test_memory_is_accepted_only_after_an_offer_and_before_the_first_push() -> N
         link = client.links[0]
         with pytest.raises(ShoalError, match="was offered no memory"):
             client.request(link, FrameKind.SHARE_DEVICE, DeviceAsked(is_accepted=True))
-        client.close()
     with servers() as found:
         client = client_of(found, 0, ASYNC)
         updated(client)
         with pytest.raises(ShoalError, match="after the first push"):
             client.share_device(HERE)
-        client.close()
 
 
 def test_a_handle_of_another_length_is_refused() -> None:

@@ -174,7 +174,6 @@ def test_rows_are_the_same_with_and_without_the_native_call(
         assert torch.equal(rows, SPEC.initial(IDS))
         monkeypatch.setattr(exchange, "_native", None)
         assert torch.equal(store.pull("t", IDS), rows)
-        client.close()
 
 
 def test_rows_are_asked_for_again_over_another_connection() -> None:
@@ -187,7 +186,6 @@ def test_rows_are_asked_for_again_over_another_connection() -> None:
         assert torch.equal(store.pull("t", IDS), SPEC.initial(IDS))
         assert client.links[1].connection("rows") is not broken
         assert torch.equal(store.pull("t", IDS), SPEC.initial(IDS))
-        client.close()
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -202,7 +200,6 @@ def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch, tcp:
         monkeypatch.setitem(peer.HANDLERS, FrameKind.TABLE_PULL, registered)
         with pytest.raises(ShoalError, match="no rows today"):
             store.pull("t", IDS)
-        client.close()
 
 
 def test_the_server_that_is_lost_is_named() -> None:
@@ -215,7 +212,6 @@ def test_the_server_that_is_lost_is_named() -> None:
             store.pull("t", IDS)
         with pytest.raises(PeerLost):
             store.pull("t", IDS)
-        client.close()
 
 
 def test_an_exchange_that_is_abandoned_leaves_its_queues() -> None:
@@ -229,4 +225,3 @@ def test_an_exchange_that_is_abandoned_leaves_its_queues() -> None:
         begun.abandon(KeyboardInterrupt())
         begun.abandon(KeyboardInterrupt())
         assert link.take("rows") is not None
-        client.close()

@@ -6,8 +6,6 @@ import gc
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,16 +17,10 @@ from shoal.runtime.config import TlsConfig
 from shoal.runtime.strangers import MAX_UNAUTHENTICATED, Strangers
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
+from tests.coordinator.helpers import until
 from tests.descriptors import no_descriptors
 from tests.server.helpers import SECRET, client_of, fill, weights
 from tests.server.test_tls import certificate, needs_openssl
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.005)
 
 
 def open_descriptors() -> int:
@@ -54,7 +46,7 @@ def test_silent_connections_are_limited_and_workers_are_served(tls: TlsConfig) -
         before = open_descriptors()
         count = 4 * MAX_UNAUTHENTICATED
         strangers = [silent(server) for _ in range(count)]
-        wait_until(
+        until(
             lambda: sum(server.refused.values()) >= 2 * (count - MAX_UNAUTHENTICATED),
             "evicted, and closed by their threads",
         )
@@ -67,7 +59,7 @@ def test_silent_connections_are_limited_and_workers_are_served(tls: TlsConfig) -
         client.close()
         for sock in strangers:
             sock.close()
-        wait_until(lambda: open_descriptors() <= before, "descriptors are given back")
+        until(lambda: open_descriptors() <= before, "descriptors are given back")
 
 
 def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None:
@@ -131,4 +123,4 @@ def test_a_hello_that_comes_byte_by_byte_is_ended_in_time(monkeypatch: pytest.Mo
                 pass
         over.set()
         dripping.join()
-        wait_until(lambda: server.refused["silent or broken before HELLO"] == 1, "counted")
+        until(lambda: server.refused["silent or broken before HELLO"] == 1, "counted")

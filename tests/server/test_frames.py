@@ -76,6 +76,14 @@ def pair() -> Iterator[Pair]:
     far.close()
 
 
+def test_a_frame_of_more_buffers_than_one_call_takes_arrives_whole(pair: Pair) -> None:
+    near, far = pair
+    near.send(Header(FrameKind.OK), b"", *[memoryview(b"%04d" % i) for i in range(3000)])
+    received = bytearray(far.receive(1024)[0].payload_bytes)
+    far.read_into(memoryview(received))
+    assert received == b"".join(b"%04d" % i for i in range(3000))
+
+
 def test_after_a_send_that_timed_out_no_frame_is_sent_any_more(pair: Pair) -> None:
     near, far = pair
     near.sock.settimeout(0.01)

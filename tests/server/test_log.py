@@ -61,7 +61,7 @@ def model_of(spec: ModelSpec, is_leader: bool) -> ServedModel:
     model = ServedModel(spec, is_leader)
     model.tables.make(TABLE)
     for worker in range(spec.rule.workers):
-        model.join(worker, worker, None)
+        model.join(worker, worker)
     return model
 
 

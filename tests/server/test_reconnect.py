@@ -92,7 +92,6 @@ def test_a_server_that_has_ended_is_reported_once_and_soon(monkeypatch: pytest.M
             client.commit(*fill(client, 1.0))
         with pytest.raises(PeerLost, match="COMMIT to server 1"):
             client.commit(*fill(client, 1.0))
-        client.close()
 
 
 def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +102,6 @@ def test_a_worker_that_does_not_come_back_is_lost(monkeypatch: pytest.MonkeyPatc
         other.close()
         with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
             client.barrier()
-        client.close()
 
 
 def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
@@ -119,8 +117,6 @@ def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
         assert asked.wait().version == 1
         for worker in (client, other):
             worker.leave()
-        for worker in (client, other):
-            worker.close()
 
 
 @pytest.mark.parametrize("_", range(4))
@@ -149,4 +145,3 @@ def test_of_connections_that_wait_to_follow_a_broken_one_the_last_is_served(_: i
         assert not found[0].refused
         first.close()
         client.leave()
-        client.close()

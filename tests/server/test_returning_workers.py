@@ -62,8 +62,6 @@ def test_it_goes_on_at_the_present_step_and_its_pushes_count_from_1_again(count:
         assert set(moved.tolist()) == {9.0, 0.0}, "9 pushes, each counted once; gaps stay 0"
         (leader, *_) = stays.stats()
         assert leader["came_back"] == {"1": 3} and leader["lost"] == []
-        again.close()
-        stays.close()
 
 
 def test_where_workers_come_back_the_weights_stay_when_all_of_them_are_lost() -> None:
@@ -79,20 +77,17 @@ def test_where_workers_come_back_the_weights_stay_when_all_of_them_are_lost() ->
         assert again.comes_back and again.enter().step == 1
         assert push(again, 1) == "admitted"
         assert set((before - weights(again, 3)).tolist()) == {3.0, 0.0}
-        again.close()
 
 
 def test_pushes_of_its_former_process_are_refused_even_if_that_still_runs() -> None:
     with servers(2) as found:
-        former, other = client_of(found, 1, ASYNC), client_of(found, 0, ASYNC)
+        former, _ = client_of(found, 1, ASYNC), client_of(found, 0, ASYNC)
         push(former, 0)
         again = back(found, 1)  # the servers have not noticed that the former one was lost
         again.enter()
         with pytest.raises(ShoalError, match="worker 1"):
             push(former, 1)
         assert push(again, 1) == "admitted"
-        for client in (former, again, other):
-            client.close()
 
 
 def test_a_server_that_has_not_heard_of_its_return_yet_lets_it_wait() -> None:
@@ -110,8 +105,6 @@ def test_a_server_that_has_not_heard_of_its_return_yet_lets_it_wait() -> None:
         until(lambda: settled.done() or "worker 1" in waiters(), "server 1 waits for its leader")
         goes_on.set()
         settled.result(60)
-        again.close()
-        stays.close()
 
 
 def waiters() -> list[str]:
@@ -138,7 +131,6 @@ def test_a_process_of_the_same_or_an_earlier_start_is_refused() -> None:
             with pytest.raises(ShoalError, match="worker 1 of 2 is not expected here"):
                 back(found, 1, generation=generation)
         assert push(client, 0) == "admitted"
-        client.close()
 
 
 def test_one_that_was_never_there_enters_like_one_that_was_lost() -> None:
@@ -151,8 +143,6 @@ def test_one_that_was_never_there_enters_like_one_that_was_lost() -> None:
         late = back(found, 1)
         assert late.enter().step == 1
         assert push(late, 1) == "admitted"
-        late.close()
-        first.close()
 
 
 def test_it_cannot_enter_a_run_that_the_others_have_finished() -> None:
@@ -184,8 +174,6 @@ def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> Non
             client.meet(6 << 20, (1, 0, 0))
         list(pool.map(Client.barrier, (zero, one, two)))
         assert zero.lowest_survivor == one.lowest_survivor == 0
-        for client in (zero, one, two):
-            client.close()
 
 
 @pytest.mark.parametrize(

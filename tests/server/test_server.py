@@ -73,12 +73,10 @@ def test_a_norm_that_no_step_waits_for_is_refused() -> None:
         client = client_of(found, 0, Rule(1), clip_norm=4.0, norm_from_workers=True)
         with pytest.raises(ShoalError, match="TOTAL_NORM arrives, but no step waits for it"):
             client.set_norm(1.0)
-        client.close()
     with servers() as found:
         client = client_of(found, 0, Rule(1), clip_norm=4.0)
         with pytest.raises(ShoalError, match="do not clip by a norm of the workers"):
             client.norms()
-        client.close()
 
 
 def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
@@ -95,7 +93,6 @@ def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
             first.close()
             with pytest.raises(PeerLost):
                 waiting.result(60)
-        second.close()
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
@@ -167,7 +164,6 @@ def test_a_push_that_leaves_one_out_is_refused() -> None:
         client.sequence = 4
         with pytest.raises(ShoalError, match="push 5 is out of order: expected 1"):
             client.commit(*fill(client, 1.0))
-        client.close()
 
 
 def test_a_worker_that_dies_ends_a_synchronous_run_for_the_others() -> None:
@@ -179,7 +175,6 @@ def test_a_worker_that_dies_ends_a_synchronous_run_for_the_others() -> None:
         other.close()  # without leaving
         with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
             waiting.result(60)
-        client.close()
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -206,7 +201,6 @@ def test_the_loss_of_a_server_is_the_loss_of_a_peer_to_a_worker_of_another() -> 
         found[0].models[MODEL].fail("server 1 was lost (Broken pipe)", is_loss=True)
         with pytest.raises(PeerLost, match=r"COMMIT to server 0 \(server 1 was lost"):
             client.commit(*fill(client, 1.0))
-        client.close()
 
 
 def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
@@ -220,10 +214,9 @@ def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
 
 def test_workers_that_describe_the_model_differently_are_refused() -> None:
     with servers() as found:
-        client = client_of(found, 0, Rule(2))
+        client_of(found, 0, Rule(2))
         with pytest.raises(ShoalError, match="describe it differently"):
             client_of(found, 1, Rule(2, asynchronous=True))
-        client.close()
 
 
 def test_a_listener_beyond_loopback_asks_for_tls_or_a_word() -> None:

@@ -56,7 +56,6 @@ def test_a_server_is_slow_in_all_that_it_does_before_others_see_it(clock: Clock,
         assert of_push >= 2, "for the update, and for the answer"
         weights(client)
         assert len(clock.slept_s) > of_push
-        client.close()
 
 
 @pytest.mark.parametrize("replica", [0, 1])
@@ -69,4 +68,3 @@ def test_a_replica_is_slow_wherever_it_is_in_its_chain(clock: Clock, replica: in
         push_one_hot(client, 1, 1)
         made.weights_of(0, replica)
         assert clock.slept_s
-        client.close()

@@ -26,7 +26,6 @@ from shoal.server import shared_memory as shared
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.link import PostedRequest, ServerLink
 from shoal.server.client.route import Caller, Reply, Request, Route
-from shoal.server.device_memory import DeviceSegment
 from shoal.server.messages import (
     Ack,
     BarrierRequest,
@@ -46,7 +45,7 @@ from shoal.server.messages import (
 )
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.model.shard_state import read_tensors
-from shoal.server.shared_memory import bytes_of
+from shoal.server.shared_memory import WorkerSegment, bytes_of
 from shoal.transport import cuda_ipc
 
 
@@ -54,7 +53,7 @@ class DeviceExchange:
     """`out` and `inbox` are as those of a client, and on the GPU."""
 
     def __init__(
-        self, specs: Sequence[ModelSpec], segments: Sequence[DeviceSegment], device: torch.device
+        self, specs: Sequence[ModelSpec], segments: Sequence[WorkerSegment], device: torch.device
     ):
         self._specs = specs
         self._segments = segments

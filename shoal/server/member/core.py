@@ -43,13 +43,7 @@ from shoal.server.chain.read_lease import ReadLease
 from shoal.server.member.operations import OnCommitted, Operation, Pushed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace, Elsewhere
-from shoal.server.member.snapshots import (
-    Incoming,
-    install_image,
-    read_head,
-    read_image,
-    snapshot_sender,
-)
+from shoal.server.member.snapshots import install_images, read_snapshot, snapshot_sender
 from shoal.server.member.wire import Proposed, decode_message, read_payload, with_op
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
@@ -86,36 +80,24 @@ class Waiter:
         self.woken.release()
 
 
-class Waiters:
+class Waiters(dict[int, Waiter]):
     """By the position of the operation; guarded by the copy's lock."""
-
-    def __init__(self) -> None:
-        self._by_position: dict[int, Waiter] = {}
-
-    def add(self, waiter: Waiter) -> Waiter:
-        self._by_position[waiter.position] = waiter
-        return waiter
-
-    def __contains__(self, position: int) -> bool:
-        return position in self._by_position
 
     def applied(self, position: int, outcome: Outcome) -> None:
         """It has been applied here."""
-        waiter = self._by_position.get(position)
-        if waiter is not None:
-            waiter.outcome = outcome
-            if waiter.is_early:
+        if position in self:
+            self[position].outcome = outcome
+            if self[position].is_early:
                 self.wake(position)
 
     def wake(self, position: int) -> None:
-        waiter = self._by_position.pop(position, None)
-        if waiter is not None:
-            waiter.wake()
+        if position in self:
+            self.pop(position).wake()
 
     def end_all(self) -> None:
         """This copy was removed: what it has applied and not committed counts for nothing."""
-        for position, waiter in list(self._by_position.items()):
-            waiter.outcome = None
+        for position in list(self):
+            self[position].outcome = None
             self.wake(position)
 
 
@@ -139,7 +121,6 @@ class ChainCore:
         self._unapplied: deque[Entry] = deque()  # taken under `applying`
         self._uncommitted: deque[tuple[int, Operation]] = deque()  # that are applied
         self._unshared: deque[tuple[int, ServedModel, int]] = deque()  # position, log's position
-        self._incoming: dict[int, Incoming] = {}  # snapshots, by sender
         self._new_node(time.time_ns())
 
     def _new_node(self, incarnation: int) -> None:
@@ -341,33 +322,18 @@ class ChainCore:
         self, sender: int, header: Header, meta: bytes, connection: Connection
     ) -> None:
         """At a learner; a snapshot for an earlier life, or from a former tail, has no effect."""
-        if header.argument:
-            incoming = self._incoming[sender] = Incoming(connection, read_head(meta))
-        else:
-            known = self._incoming.get(sender)
-            if known is None or known.connection is not connection or known.is_complete:
-                raise Refused("a part of a snapshot without its head")
-            incoming = known
-            limits = (header.payload_bytes, self.host.max_bytes)
-            incoming.images.append(read_image(meta, connection, *limits))
-            failpoint("snapshot.temporary")
-        if incoming.is_complete:
-            if self._incoming.get(sender) is incoming:
-                del self._incoming[sender]
-            failpoint("snapshot.fsync")
-            with self.settled():
-                self._install_snapshot(sender, incoming)
-                failpoint("snapshot.rename")
-
-    def _install_snapshot(self, sender: int, incoming: Incoming) -> None:
-        node = self.node
-        is_wanted = node.incarnation == incoming.head.incarnation and node.takes_snapshot
-        if not is_wanted or sender != node.config.tail:
-            return
-        for image, tensors in incoming.images:
-            install_image(self.host, image, tensors)
-        self.applied = incoming.head.position
-        self.run(node.install(incoming.head.position))
+        limits = (header.payload_bytes, self.host.max_bytes)
+        snapshot, tensors = read_snapshot(meta, connection, *limits)
+        failpoint("snapshot.temporary")
+        failpoint("snapshot.fsync")
+        with self.settled():
+            node = self.node
+            is_wanted = node.incarnation == snapshot.incarnation and node.takes_snapshot
+            if is_wanted and sender == node.config.tail:
+                install_images(self.host, snapshot, tensors)
+                self.applied = snapshot.position
+                self.run(node.install(snapshot.position))
+            failpoint("snapshot.rename")
 
 
 def pass_push(name: str, operation: Operation) -> None:

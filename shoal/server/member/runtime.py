@@ -128,7 +128,7 @@ class ChainRuntime(ChainCore):
             raise self.elsewhere("is not the head of its chain") from error
         if self.is_eventual:
             on_committed = None
-        waiter = self.waiters.add(Waiter(node, position, self.is_eventual, on_committed))
+        waiter = self.waiters[position] = Waiter(node, position, self.is_eventual, on_committed)
         pass_push("push.logged", proposed.operation)
         self.run(effects)
         return waiter

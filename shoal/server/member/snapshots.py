@@ -1,13 +1,13 @@
-"""Images of all models of a server on their way to a copy that comes back."""
+"""The state of a server on its way to a copy that comes back: all models, in one frame."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import torch
-from torch import Tensor
 
 from shoal.protocol.connection import Connection
 from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
@@ -20,23 +20,12 @@ from shoal.server.process.model_host import MAX_MODELS, ModelHost
 from shoal.server.shared_memory import bytes_of
 
 
-class SnapshotHead(WireMessage, frozen=True):
+class Snapshot(WireMessage, frozen=True):
+    """Their tensors are the payload, in the same order."""
+
     incarnation: Count
     position: Count
-    models: Count
-
-
-@dataclass
-class Incoming:
-    """A snapshot that is being received, all of it over one connection."""
-
-    connection: Connection
-    head: SnapshotHead
-    images: list[tuple[ModelImage, list[Tensor]]] = field(default_factory=list)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.images) == self.head.models
+    images: Annotated[tuple[ModelImage, ...], msgspec.Meta(max_length=MAX_MODELS)]
 
 
 def snapshot_sender(
@@ -44,45 +33,39 @@ def snapshot_sender(
 ) -> Callable[[Connection, Header], None]:
     """Copy the state now; the function that is returned sends it."""
     failpoint("snapshot.begin")
-    images = [image_of(number, model) for number, model in sorted(host.models.items())]
-    head = SnapshotHead(incarnation, position, len(images))
+    found = [image_of(number, model) for number, model in sorted(host.models.items())]
+    meta = encode(Snapshot(incarnation, position, tuple(image for image, _ in found)))
+    views = [bytes_of(tensor) for _, tensors in found for tensor in tensors]
 
     def send(connection: Connection, header: Header) -> None:
-        frame = header._replace(kind=FrameKind.SNAPSHOT)
-        connection.send(frame._replace(argument=1), encode(head))
-        for image, tensors in images:
-            connection.send(frame, encode(image), *map(bytes_of, tensors))
+        connection.send(header._replace(kind=FrameKind.SNAPSHOT), meta, *views)
 
     return send
 
 
-def read_head(meta: bytes) -> SnapshotHead:
-    head = decode(meta, SnapshotHead)
-    if head.models > MAX_MODELS:
-        raise Refused(f"a snapshot of {head.models} models")
-    return head
-
-
-def read_image(
+def read_snapshot(
     meta: bytes, connection: Connection, num_bytes: int, max_bytes: int
-) -> tuple[ModelImage, list[Tensor]]:
+) -> tuple[Snapshot, list[torch.Tensor]]:
     """Refused, before anything is allocated, where the lengths do not fit."""
-    image = decode(meta, ModelImage)
-    expected = sum(math.prod(form.shape) * DTYPES[form.dtype].itemsize for form in image.tensors)
+    snapshot = decode(meta, Snapshot)
+    forms = [form for image in snapshot.images for form in image.tensors]
+    expected = sum(math.prod(form.shape) * DTYPES[form.dtype].itemsize for form in forms)
     if num_bytes != expected or expected > max_bytes:
         raise Refused(f"a snapshot of {num_bytes} bytes, expected {expected}")
-    tensors = [torch.empty(form.shape, dtype=DTYPES[form.dtype]) for form in image.tensors]
+    tensors = [torch.empty(form.shape, dtype=DTYPES[form.dtype]) for form in forms]
     for tensor in tensors:
         connection.read_into(bytes_of(tensor))
-    return image, tensors
+    return snapshot, tensors
 
 
-def install_image(host: ModelHost, image: ModelImage, tensors: list[Tensor]) -> None:
-    """Hold the model in this state; Refused if tensors and description do not fit."""
-    model = host.hold(image.number, image.saved.spec)
-    try:
-        with model.lock:
-            install(model, image, iter(tensors))
-            model.lock.notify_all()
-    except (StopIteration, RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"the state of another replica does not fit: {error}") from error
+def install_images(host: ModelHost, snapshot: Snapshot, tensors: list[torch.Tensor]) -> None:
+    """Hold the models in this state; Refused if tensors and description do not fit."""
+    source = iter(tensors)
+    for image in snapshot.images:
+        model = host.hold(image.number, image.saved.spec)
+        try:
+            with model.lock:
+                install(model, image, source)
+                model.lock.notify_all()
+        except (StopIteration, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise Refused(f"the state of another replica does not fit: {error}") from error

@@ -283,20 +283,19 @@ class Log:
         self.epoch = entry.epoch
         self._apply(entry)
 
-    def entries_after(self, position: int) -> list[LogEntry]:
-        """What a follower that has applied `position` still needs."""
+    def entries_after(self, position: int, shared: bool = False) -> list[LogEntry]:
+        """What a follower that has applied `position` still needs.
+
+        `shared`: those of them that the loss of this server does not undo.
+        """
         oldest = self.position - len(self._entries) + 1
         if not oldest <= position + 1 <= self.position + 1:
             raise Refused(
                 f"entry {position + 1} is not in the log, which has entries {oldest} to "
                 f"{self.position}"
             )
-        return list(itertools.islice(self._entries, position + 1 - oldest, None))
-
-    def shared_after(self, position: int) -> list[LogEntry]:
-        """Those of them that the loss of this server does not undo."""
-        entries = self.entries_after(position)
-        return [e for e in entries if self.shared is None or e.position <= self.shared]
+        end = self.shared if shared and self.shared is not None else self.position
+        return list(itertools.islice(self._entries, position + 1 - oldest, end + 1 - oldest))
 
     def restart(self, position: int, epoch: int, entries: Iterable[LogEntry] = ()) -> None:
         """The state was replaced: entries up to `position` do not lead to it.

@@ -14,9 +14,9 @@ from shoal.protocol.frames import Refused
 from shoal.protocol.hello import generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
-from shoal.server.device_memory import DeviceSegment
 from shoal.server.messages import Channel, Entered
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
+from shoal.server.shared_memory import WorkerSegment
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
 _POLL_S = 0.1  # how often to look for workers that exited before they joined
@@ -50,7 +50,7 @@ class Member:
     pushes: PushBuffer
     pulls: PullBuffer
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
-    offered: DeviceSegment | None = None  # memory on a GPU that it has not accepted yet
+    offered: WorkerSegment | None = None  # memory on a GPU that it has not accepted yet
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
     row_memory: dict[int, Rows] = field(default_factory=dict)  # for rows that it pulls
     residual: bytearray | None = None  # what compression has not sent yet, as last saved

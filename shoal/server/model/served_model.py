@@ -27,7 +27,6 @@ from torch import Tensor
 from shoal.embedding.hashing import Ids
 from shoal.protocol.frames import Refused
 from shoal.runtime.wording import counted
-from shoal.server.device_memory import DeviceSegment
 from shoal.server.messages import (
     Ack,
     Commit,
@@ -89,18 +88,14 @@ class ServedModel:
 
     # ------------------------------------------------------------------ workers
 
-    def join(self, worker: int, incarnation: int, segment: WorkerSegment | None = None) -> Member:
-        """A worker joins. A segment is attached before others see the worker."""
+    def join(self, worker: int, incarnation: int) -> Member:
         shard = self.state.shard
-        tensors = (shard.new_gradients(), shard.new_loss_flags())
-        pushes = PushBuffer(*tensors, self.in_chain)
+        pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), self.in_chain)
         member = Member(worker, incarnation, pushes, PullBuffer())
         with self.lock:
             self.membership.join(member)
             into = self.state.arriving if member.comes_back else self.state.pushes
             into[worker] = pushes
-            if segment is not None:
-                self.attach(worker, segment)
         return member
 
     def attach(self, worker: int, segment: WorkerSegment) -> None:
@@ -115,7 +110,7 @@ class ServedModel:
             if self.compression is None:
                 member.pushes.gradients = segment.out[:, elements]
 
-    def attach_device(self, worker: int, segment: DeviceSegment) -> None:
+    def attach_device(self, worker: int, segment: WorkerSegment) -> None:
         """The same in memory on the GPU of this server."""
         with self.lock:
             member = self.membership.members[worker]

@@ -42,9 +42,8 @@ class BackgroundWriter:
 
     def start(self, action: Callable[[], None]) -> None:
         """Only while it is not busy."""
-        self._thread = threading.Thread(
-            target=self._run, args=(action,), name="shoal-checkpoint", daemon=True
-        )
+        name = "shoal-checkpoint"
+        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -59,17 +58,12 @@ class BackgroundWriter:
         except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
             if not self._has_told:
                 self._has_told = True
+                complete = complete_versions(self._folder)
+                step = f"the checkpoint of step {complete[0].number} stays" if complete else ""
                 self._say(
                     f"{self._what} cannot write its checkpoint to {self._folder}: "
-                    f"{in_words(error)}; training goes on, and {_before(self._folder)}"
+                    f"{in_words(error)}; training goes on, and {step or 'there is none before it'}"
                 )
-
-
-def _before(folder: Path) -> str:
-    complete = complete_versions(folder)
-    if not complete:
-        return "there is no checkpoint before it"
-    return f"the checkpoint of step {complete[0].number} stays"
 
 
 class ShardSaver:

@@ -135,7 +135,7 @@ def total_norm(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.FOLLOW, "follow")
 def follow(peer: Peer, header: Header, meta: bytes) -> None:
     """Another server reads the log until the model is released."""
-    peer.host.serve_follower(peer.model_id, decode(meta, Follow), peer.connection)
+    peer.host.followers(peer.model_id).serve(decode(meta, Follow), peer.connection)
     raise Closed("the model was released")
 
 

@@ -59,8 +59,8 @@ class Followers(NoFollowers):
                 raise Refused(f"server {index} is not expected here")
             entries = model.log.entries_after(request.position)
             connection.send(Header(FrameKind.OK))
-            for entry in [] if self._in_chain else entries:
-                connection.send(Header(FrameKind.ENTRY), encode(entry))
+            if not self._in_chain:
+                _send_entries(connection, entries)
             self._connections[index] = connection
             model.lock.notify_all()
         if displaced is not None:
@@ -140,39 +140,35 @@ class Followers(NoFollowers):
     # ------------------------------------------------------------------ in a chain
 
     def _stream(self, index: int, position: int, connection: Connection) -> None:
+        model = self._model
         asked: tuple[int, float] | None = None  # over this connection
-        while (work := self._next_work(index, position, asked, connection)) is not None:
-            entries, norms = work
-            for entry in entries:
-                connection.send(Header(FrameKind.ENTRY), encode(entry))
-                position = entry.position
+        while True:
+            with model.lock:
+                if self._closed.is_set() or self._connections.get(index) is not connection:
+                    return
+                entries = model.log.entries_after(position, shared=True)
+                norms = self._norms_to_ask(index, asked)
+                if not entries and norms is None:
+                    model.lock.wait(_POLL_S)
+                    continue
+            _send_entries(connection, entries)
+            position += len(entries)
             if norms is not None:
                 asked = norms
                 connection.send(Header(FrameKind.NORMS), encode(NormsRequest(norms[1])))
                 values = _receive_norms(connection)
-                with self._model.lock:
+                with model.lock:
                     if self._asked == norms:
                         self._norms[index] = values
-                        self._model.lock.notify_all()
+                        model.lock.notify_all()
 
-    def _next_work(
-        self, index: int, position: int, asked: tuple[int, float] | None, connection: Connection
-    ) -> tuple[list[LogEntry], tuple[int, float] | None] | None:
-        model = self._model
-
-        def norms() -> tuple[int, float] | None:
-            if model.log.shared not in (None, model.log.position):
-                return None  # they are of pushes that the follower does not know yet
-            is_new = self._asked is not None and self._asked != asked
-            return self._asked if is_new and index not in self._norms else None
-
-        with model.lock:
-            while not self._closed.is_set() and self._connections.get(index) is connection:
-                entries = model.log.shared_after(position)
-                if entries or norms() is not None:
-                    return entries, norms()
-                model.lock.wait(_POLL_S)
-        return None
+    def _norms_to_ask(
+        self, index: int, asked: tuple[int, float] | None
+    ) -> tuple[int, float] | None:
+        log = self._model.log
+        is_known = log.shared in (None, log.position)  # else they are of pushes that it has not got
+        is_new = self._asked != asked and index not in self._norms
+        return self._asked if is_known and is_new else None
 
 
 class Follower:
@@ -246,8 +242,7 @@ class Follower:
                 if address is not None:
                     self._subscribe(address, _COPY_CONNECT_S)
                     self._read()
-            connection = self.connection
-            self.connection = None
+            connection, self.connection = self.connection, None
             if connection is not None:
                 connection.close()
             attempt += 1
@@ -283,6 +278,11 @@ class Follower:
             else:
                 _expect(header, FrameKind.ENTRY)
                 self._replay(decode(meta, LogEntry))
+
+
+def _send_entries(connection: Connection, entries: list[LogEntry]) -> None:
+    for entry in entries:
+        connection.send(Header(FrameKind.ENTRY), encode(entry))
 
 
 def _receive_norms(connection: Connection) -> tuple[float, ...]:

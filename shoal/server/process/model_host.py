@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from shoal.runtime.cores import server_threads
 from shoal.runtime.faults import busy_s
 from shoal.server.member.operations import EMPTY, OnCommitted, Operation, Payload
 from shoal.server.member.place import Elsewhere
-from shoal.server.messages import Follow, FollowRows, ModelSpec
+from shoal.server.messages import ModelSpec
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
@@ -119,7 +119,7 @@ class ModelHost:
         self._secret = secret
         self._tls = tls
         self.max_bytes = max_bytes
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
         self._followers: dict[int, Followers] = {}  # of the models that are led here
@@ -170,8 +170,8 @@ class ModelHost:
         return model
 
     def _held(self, model_id: int, spec: ModelSpec) -> ServedModel:
-        with self._changed:
-            self._changed.wait_for(lambda: model_id not in self._being_made)
+        with self.changed:
+            self.changed.wait_for(lambda: model_id not in self._being_made)
             model = self.models.get(model_id)
             if model is not None:
                 if model.spec != spec:
@@ -184,9 +184,9 @@ class ModelHost:
         try:
             return self._make(model_id, spec)
         finally:
-            with self._changed:
+            with self.changed:
                 self._being_made.discard(model_id)
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _make(self, model_id: int, spec: ModelSpec) -> ServedModel:
         """Without the lock: the leader may be this server, with another shard of the replica."""
@@ -206,7 +206,7 @@ class ModelHost:
             model.membership.on_loss = partial(self.chain.note_loss, model_id)
         if not is_leader and not self.in_chain:
             follower = Follower(model, model_id, self._secret, self._tls, model.replay)
-        with self._changed:
+        with self.changed:
             if not is_leader and not self.in_chain:
                 self._following.append(follower)
             elif is_leader and spec.servers > 1:
@@ -231,7 +231,7 @@ class ModelHost:
 
     def release(self, model_id: int) -> None:
         """Forget a model whose workers have all departed."""
-        with self._changed:
+        with self.changed:
             model = self.models.get(model_id)
             if model is None or self.in_chain or not self._is_done(model):
                 return
@@ -241,11 +241,10 @@ class ModelHost:
             self._released.append(model_id)
             followers = self._followers.pop(model_id, None)
             copies = self._copies.pop(model_id, None)
-            self._changed.notify_all()
-        if followers is not None:
-            followers.close()
-        if copies is not None:
-            copies.close()
+            self.changed.notify_all()
+        for stream in (followers, copies):
+            if stream is not None:
+                stream.close()
 
     def _is_done(self, model: ServedModel) -> bool:
         """Not while workers that were lost may come back, even if all of them were."""
@@ -254,60 +253,40 @@ class ModelHost:
 
     def is_released(self, model_id: int) -> bool:
         """Whether all workers of this model have departed before."""
-        with self._changed:
+        with self.changed:
             return model_id in self._released and model_id not in self.models
 
-    def serve_follower(self, model_id: int, request: Follow, connection: Connection) -> None:
-        """Send the log of a model to another server, until the model is released."""
-        followers = self._followers.get(model_id)
-        if followers is None:
+    def followers(self, model_id: int) -> Followers:
+        if model_id not in self._followers:
             raise Refused("this server does not lead that model")
-        followers.serve(request, connection)
+        return self._followers[model_id]
 
     def clear(self, reason: str) -> None:
         """Give up all models; waits for them end."""
-        with self._changed:
+        with self.changed:
             models = list(self.models.values())
             self.models.clear()
             followers = list(self._followers.values())
             self._followers.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
         for model in models:
             model.fail(reason)
         for each in followers:
             each.close()
 
-    def follow_rows(self, model_id: int, addresses: Sequence[str]) -> None:
-        """Read the hot rows of a model from the other servers."""
-        self._copies_of(model_id).follow(addresses)
-
-    def serve_rows(self, model_id: int, request: FollowRows, connection: Connection) -> None:
-        """Send the hot rows of a model to another server, until the model is released."""
-        self._copies_of(model_id).serve(request, connection)
-
-    def _copies_of(self, model_id: int) -> RowCopies:
-        with self._changed:
-            model = self.models.get(model_id)
-            if model is None:
-                raise Refused("this server does not hold that model")
+    def row_copies(self, model_id: int) -> RowCopies:
+        with self.changed:
+            model = self.model(model_id)
             if model_id not in self._copies:
                 self._copies[model_id] = RowCopies(model, model_id, self._secret, self._tls)
             return self._copies[model_id]
 
-    def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Wait until every worker of every model has departed."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.models, timeout_s)
-
     def close(self, join_s: float) -> None:
         for model in list(self.models.values()):
             model.fail("the server was stopped", is_loss=True)
-        for followers in list(self._followers.values()):
-            followers.close()
-        for copies in list(self._copies.values()):
-            copies.close()
-        for follower in self._following:
-            follower.close()
+        streams: list[Followers | RowCopies | Follower] = [*self._following]
+        for stream in [*streams, *self._followers.values(), *self._copies.values()]:
+            stream.close()
         for follower in self._following:
             follower.join(join_s)
         if self.saver is not None:

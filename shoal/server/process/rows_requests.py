@@ -185,11 +185,11 @@ def set_hot(peer: Peer, header: Header, meta: bytes) -> None:
         hot.choose(request.number, ids.numpy(), request.publish)
         model.lock.notify_all()
     if request.addresses:
-        peer.host.follow_rows(peer.model_id, request.addresses)
+        peer.host.row_copies(peer.model_id).follow(request.addresses)
     peer.reply()
 
 
 @handles(FrameKind.FOLLOW_ROWS, "follow")
 def follow_rows(peer: Peer, header: Header, meta: bytes) -> None:
     """Another server asks for the hot rows of this one, until the model is released."""
-    peer.host.serve_rows(peer.model_id, decode(meta, FollowRows), peer.connection)
+    peer.host.row_copies(peer.model_id).serve(decode(meta, FollowRows), peer.connection)

@@ -34,6 +34,8 @@ from shoal.server.process.model_host import ModelHost
 from shoal.server.process.peer import Peer
 from shoal.server.process.session import Session
 
+_COUNTED = ("requests", "received_bytes", "sent_bytes")
+
 
 class Server(ConnectionService):
     """Listens at one address, or at a second one for workers on other hosts."""
@@ -74,7 +76,8 @@ class Server(ConnectionService):
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until every worker of every model has departed."""
-        return self.host.wait_idle(timeout_s)
+        with self.host.changed:
+            return self.host.changed.wait_for(lambda: not self.models, timeout_s)
 
     def close(self) -> None:
         self.stop_listening()
@@ -118,17 +121,12 @@ class Server(ConnectionService):
             served = self.connections - self._of_chain
             for connection in (*served, *self.host.connections):
                 counts.update(_counts_of(connection))
-            names = ("requests", "received_bytes", "sent_bytes")
-            report: dict[str, Any] = {name: counts[name] for name in names}
+            report: dict[str, Any] = {name: counts[name] for name in _COUNTED}
             return report | {"refused": dict(self.refused), "cpu_s": time.process_time()}
 
 
 def _counts_of(connection: Connection) -> dict[str, int]:
-    return {
-        "requests": connection.requests,
-        "received_bytes": connection.received_bytes,
-        "sent_bytes": connection.sent_bytes,
-    }
+    return {name: getattr(connection, name) for name in _COUNTED}
 
 
 def _memory_bytes() -> int:

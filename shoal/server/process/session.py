@@ -37,7 +37,7 @@ class Session:
         try:
             self.peer.start()
             if self.peer.channel == "chain":
-                self._serve_member()
+                self.peer.connection.read_ahead()
             elif self.peer.channel == "rows":
                 self.peer.connection.read_ahead(_PULL_BYTES)
             while True:
@@ -77,22 +77,10 @@ class Session:
             connection.skip(end_bytes - connection.received_bytes)
             self._move(elsewhere, header)
 
-    def _serve_member(self) -> None:
-        """Frames of another copy have no answer."""
-        peer = self.peer
-        connection, slowness = peer.connection, peer.host.slowness
-        connection.read_ahead()
-        while True:
-            header, meta = connection.receive(MAX_META_BYTES)
-            registered = self._check(header)
-            slowness.begin()
-            registered.handler(peer, header, meta)
-            slowness.pay()
-
     def _is_present(self, header: Header) -> bool:
         """Whether a replicated server may serve this frame; else it says where to send it."""
         chain = self.peer.host.chain
-        if chain is None:
+        if chain is None or self.peer.channel == "chain":
             return True
         try:
             if self.peer.channel != "follow":
@@ -130,7 +118,7 @@ class Session:
         """Descriptions of a model and of its state are long; everything else is short."""
         peer = self.peer
         is_joining = peer.channel == "control" and (peer.member is None or peer.has_reconnected)
-        is_long = is_joining or peer.channel == "pull"
+        is_long = is_joining or peer.channel in ("pull", "chain")
         return MAX_META_BYTES if is_long else _MAX_SHORT_META_BYTES
 
     def _fail_model(self, error: Exception) -> None:

@@ -47,7 +47,6 @@ class Worker:
 
     def restart(self) -> None:
         """It does not know what has become of its last push, and begins a new sequence."""
-        self.loop.note(f"worker {self.number} starts again")
         self.incarnation += 1
         self.sequence = 0
         self.left -= 1 if self.left else 0

@@ -16,7 +16,6 @@ class Loop:
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
         self.now_s = 0.0
-        self.trace: list[str] | None = None
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -43,10 +42,6 @@ class Loop:
                 return True
         self.now_s = until_s
         return is_done()
-
-    def note(self, text: str) -> None:
-        if self.trace is not None:
-            self.trace.append(f"{self.now_s * 1e3:8.2f} ms  {text}")
 
 
 class Process:

@@ -48,7 +48,6 @@ class Nemesis:
         others = [m for m in config.members if m != replica.me] if config else []
         if not replica.process.is_up or not any(self.world.is_sound(m) for m in others):
             return
-        self.loop.note(f"replica {replica.me} crashes")
         replica.process.die()
         for other in range(self.world.replica_count):
             if other != replica.me:
@@ -57,26 +56,22 @@ class Nemesis:
 
     def restart(self, replica: Replica) -> None:
         if not replica.process.is_up:
-            self.loop.note(f"replica {replica.me} starts again")
             replica.start()
             self.world.connect_all()
 
     def pause(self) -> None:
         replica = self.some_replica()
-        self.loop.note(f"replica {replica.me} stops")
         replica.process.pause()
         self.loop.after(self.loop.soon(TTL_S), self.resume, replica)
 
     def resume(self, replica: Replica) -> None:
         if replica.process.is_paused:
-            self.loop.note(f"replica {replica.me} goes on")
             replica.process.resume()
 
     def isolate(self) -> None:
         """A cut from the coordinator, and in one direction or both from some replicas."""
         replica = self.some_replica()
         seconds = self.loop.soon(TTL_S)
-        self.loop.note(f"replica {replica.me} is cut off")
         self.world.coordinator.cut.add(replica.process)
         self.loop.after(seconds, self.world.coordinator.cut.discard, replica.process)
         for other in range(self.world.replica_count):
@@ -87,7 +82,6 @@ class Nemesis:
 
     def cut_coordinator(self) -> None:
         """Some replicas reach each other, but not the coordinator."""
-        self.loop.note("the coordinator is cut off from some replicas")
         for replica in self.world.replicas:
             if self.loop.chance(0.6):
                 self.world.coordinator.cut.add(replica.process)
@@ -96,32 +90,26 @@ class Nemesis:
 
     def break_link(self) -> None:
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
-        self.loop.note(f"the connection of {a} and {b} breaks")
         self.world.network.break_link(a, b)
 
     def break_one_way(self) -> None:
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
-        self.loop.note(f"the connection from {a} to {b} breaks")
         self.world.network.break_one_way(a, b)
 
     def cut_pair(self) -> None:
         """Two replicas do not reach each other; both reach all else."""
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
-        self.loop.note(f"{a} and {b} do not reach each other")
         self.world.network.cut(a, b, self.loop.soon(4 * TTL_S))
 
     def stall(self) -> None:
         a, b = self.loop.rng.sample(range(self.world.replica_count), 2)
-        self.loop.note(f"nothing gets from {b} to {a}")
         self.world.network.stall(a, b, self.loop.soon(TTL_S / 2))
 
     def stop_coordinator(self) -> None:
-        self.loop.note("the coordinator stops")
         self.world.coordinator.is_up = False
         self.loop.after(self.loop.soon(TTL_S), self.start_coordinator)
 
     def start_coordinator(self) -> None:
-        self.loop.note("the coordinator goes on")
         self.world.coordinator.is_up = True
 
     def restart_worker(self) -> None:
@@ -131,7 +119,6 @@ class Nemesis:
 
     def end(self) -> None:
         """Everything works again."""
-        self.loop.note("calm")
         self.start_coordinator()
         self.world.coordinator.loss = 0.0
         self.world.coordinator.cut.clear()

@@ -58,7 +58,6 @@ class Register:
         self.version += 1
         self.config = config
         self.heads.add(config.head)
-        self.loop.note(f"coordinator: {config}")
         return self.version
 
 

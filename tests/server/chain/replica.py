@@ -78,7 +78,6 @@ class Replica:
     def reset(self) -> None:
         """Begin with nothing, as another incarnation."""
         self.incarnation += 1
-        self.world.loop.note(f"replica {self.me} begins incarnation {self.incarnation}")
         world = self.world
         self.node = self.node_type(
             self.me, self.incarnation, world.consistency, world.replica_count

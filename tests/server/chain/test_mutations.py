@@ -8,8 +8,8 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.messages import Append
 from shoal.server.chain.node import ChainNode
 from tests.server.chain.mutations import MUTATIONS, AcceptsLowerEpochs, ConfirmsWhileAdding
-from tests.server.chain.schedules import first_broken
 from tests.server.chain.wire import Wire
+from tests.server.chain.world import first_broken
 
 FOUND_SOON = (
     "the head acknowledges before the tail has it",

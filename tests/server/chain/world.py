@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from shoal.server.chain.config import Entry
@@ -76,15 +77,6 @@ class World:
     def _are_up(self, a: int, b: int) -> bool:
         return self.replicas[a].process.is_up and self.replicas[b].process.is_up
 
-    def trace_messages(self) -> None:
-        deliver = self.network.deliver
-
-        def traced(sender: int, to: int, message: ChainMessage) -> None:
-            self.loop.note(f"  {sender} -> {to}  {message}")
-            deliver(sender, to, message)
-
-        self.network.deliver = traced
-
     def connect_all(self) -> None:
         for a in range(self.replica_count):
             for b in range(a):
@@ -125,11 +117,9 @@ class World:
             raise Broken(f"{self.heads[epoch]} and {replica.me} acknowledge in epoch {epoch}")
 
     def note_acknowledged(self, op: Push) -> None:
-        self.loop.note(f"acknowledged: {op}")
         self.pushes[op] = (self.pushes[op][0], self.loop.now_s)
 
     def note_read(self, key: int, value: int, begun_s: float) -> None:
-        self.loop.note(f"read: key {key} = {value:b}, begun {begun_s * 1e3:.2f}")
         self.reads[key].append(Observed(value, begun_s, self.loop.now_s))
 
     def is_sound(self, member: int) -> bool:
@@ -204,3 +194,23 @@ class World:
             raise Broken(f"{missing} are missing though the head has never changed")
         if any(total & 0xAAAAAAAAAAAAAAAA for total in state.sums):
             raise Broken(f"a push was applied twice: {state}")
+
+
+def run_all(seeds: Iterable[int], **options: Any) -> int:
+    """How many left a chain alive."""
+    survived = 0
+    for seed in seeds:
+        try:
+            survived += World(seed, **options).run()
+        except AssertionError as error:
+            raise Broken(f"seed {seed}, {options}: {error}") from None
+    return survived
+
+
+def first_broken(seeds: Iterable[int], **options: Any) -> str | None:
+    """Why the first schedule that fails fails; None if none does."""
+    try:
+        run_all(seeds, **options)
+    except Broken as error:
+        return str(error)
+    return None

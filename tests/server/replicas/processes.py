@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from tests import forked
+from tests.coordinator.helpers import until
 from tests.server.helpers import SECRET, client_at
 
 START_S = 60.0
@@ -161,10 +161,3 @@ def processes(
         yield made
     finally:
         made.close()
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + START_S
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.01)

@@ -75,7 +75,6 @@ def test_replicas_find_each_other_over_tcp(tmp_path: Path, is_tls: bool) -> None
         weights = pulled(client, version=4)
         assert [i for i, value in enumerate(weights) if value] == sorted(elements)
         assert torch.equal(made.weights_of(1, 0), made.weights_of(1, 1))
-        client.close()
 
 
 ASYNC = Rule(1, asynchronous=True)
@@ -90,7 +89,9 @@ def served(core: Core) -> Iterator[RunConfig]:
 
 
 def worker_of(made: World, config: RunConfig | None) -> Client:
-    return client_at([CopyAddresses(made.addresses[0], 0, config)], 0, ASYNC)
+    client = client_at([CopyAddresses(made.addresses[0], 0, config)], 0, ASYNC)
+    made.clients.append(client)
+    return client
 
 
 def push_while_one_comes_back(made: World, client: Client) -> int:
@@ -119,7 +120,6 @@ def test_a_replica_that_moved_serves_alone_when_the_others_are_lost() -> None:
         counts = client.stats()[0]
         assert sum(counts["missed_updates"].values()) == counts["updates"] == step + 1
         assert not counts["is_complete"]  # who had served earlier pulls is gone
-        client.close()
 
 
 def test_an_address_is_replaced_by_one_that_other_hosts_reach() -> None:

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
-import torch
 
-from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN
-from shoal.protocol.frames import FrameKind, Header, Refused, encode
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Ask, Confirm
@@ -21,7 +18,6 @@ from shoal.server.consistency import Rule
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import AddressBook, ChainPlace
 from shoal.server.member.runtime import ChainRuntime
-from shoal.server.member.snapshots import SnapshotHead
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.model_host import ModelHost
 from shoal.server.process.server import Server
@@ -92,13 +88,8 @@ def proxied_world(seed: int, cuts: int, most_bytes: int) -> Iterator[ProxiedWorl
     with ExitStack() as stack:
         proxies = Proxies(seed, cuts, most_bytes, stack)
         made = ProxiedWorld(proxies, None, 3, 1, "strong", PLAIN)
-        stack.callback(lambda: [server.close() for server in list(made.servers.values())])
+        stack.callback(made.close)
         yield made
-
-
-def copies_are_equal(made: World) -> bool:
-    first, *others = [made.weights_of(0, member) for member in made.members()]
-    return all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +109,8 @@ def test_pushes_count_once_though_connections_between_replicas_break(
         weights = pulled(client)
         assert sum(weights) == -pushes
         assert min(weights[:8]) >= -(pushes // 8 + 1)
-        assert copies_are_equal(made)
+        assert made.copies_are_equal()
         assert made.proxies.cut >= 2
-        client.close()
 
 
 def test_unix_sockets_between_replicas_are_opened_again() -> None:
@@ -134,21 +124,7 @@ def test_unix_sockets_between_replicas_are_opened_again() -> None:
             push_one_hot(client, step % 8, step)
         assert sum(pulled(client)) == -12
         assert made.members() == (0, 1, 2)
-        assert copies_are_equal(made)
-        client.close()
-
-
-def test_parts_of_a_snapshot_over_two_connections_are_not_put_together() -> None:
-    runtime = ChainRuntime(ChainPlace(0, 0, 2), ModelHost(SECRET, 1 << 20, dict), lambda: None)
-    before, now = cast(Connection, object()), cast(Connection, object())
-    header = Header(FrameKind.SNAPSHOT, 1)
-    head = encode(SnapshotHead(incarnation=1, position=5, models=2))
-    for connection in (before, now):
-        runtime.receive_snapshot(1, header._replace(argument=1), head, connection)
-    with pytest.raises(Refused, match="without its head"):
-        runtime.receive_snapshot(1, header, b"", before)
-    with pytest.raises(Refused, match="metadata"):  # it is read, and is none
-        runtime.receive_snapshot(1, header, b"", now)
+        assert made.copies_are_equal()
 
 
 class _ForgetfulPeer:

@@ -33,12 +33,11 @@ def test_pushes_go_on_when_a_replica_ends(place: int) -> None:
         assert victim not in made.members()
         copies = [made.weights_of(0, replica) for replica in made.members()]
         assert torch.equal(copies[0], copies[1])
-        client.close()
 
 
 def test_a_replica_that_is_removed_acknowledges_nothing_that_is_not_committed() -> None:
     waiters = Waiters()
-    waiter = waiters.add(Waiter(ChainNode(0), 1, is_early=False))
+    waiter = waiters[1] = Waiter(ChainNode(0), 1, is_early=False)
     waiters.applied(1, Outcome("an answer"))
     assert not waiter.woken.acquire(blocking=False)
     waiters.end_all()
@@ -60,8 +59,6 @@ def test_the_final_counts_of_a_shard_are_those_of_all_replicas() -> None:
         assert shard["is_complete"]
         assert sum(shard["steps_ahead"].values()) == 2  # each worker pulls from another replica
         assert shard["requests"] == final[0]["requests"] + other["requests"]
-        for client in clients:
-            client.close()
 
 
 def test_pushes_go_on_after_the_head_ends_and_the_lost_ones_are_counted() -> None:
@@ -75,7 +72,6 @@ def test_pushes_go_on_after_the_head_ends_and_the_lost_ones_are_counted() -> Non
         (report,) = client.stats()
         applied = -sum(pulled(client, report["updates"]))
         assert applied + report["lost_pushes"] == 8
-        client.close()
 
 
 def test_pushes_that_wait_to_be_sent_are_not_overwritten_by_later_ones(
@@ -103,7 +99,6 @@ def test_pushes_that_wait_to_be_sent_are_not_overwritten_by_later_ones(
         with model.lock:
             assert model.lock.wait_for(lambda: pushes.committed == 5, 60)
         assert made.weights_of(0, 1 - made.head())[:6].tolist() == [-1.0] * 5 + [0.0]
-        client.close()
 
 
 def test_a_push_is_overwritten_only_when_all_have_it() -> None:
@@ -115,7 +110,6 @@ def test_a_push_is_overwritten_only_when_all_have_it() -> None:
         copies = [made.weights_of(0, replica) for replica in range(3)]
         assert pulled(client)[:5] == [-6.0] * 5
         assert all(torch.equal(copies[0], copy) for copy in copies)
-        client.close()
 
 
 @pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=2)], ids=["synchronous", "quorum"])
@@ -128,5 +122,3 @@ def test_a_push_that_waits_for_others_is_kept(rule: Rule) -> None:
         push_one_hot(second, 1, 0)
         moved = -1.0 if rule.quorum is None else -0.5  # of the fraction that was pushed
         assert pulled(first, version=1)[:3] == [moved, moved, 0.0]
-        first.close()
-        second.close()

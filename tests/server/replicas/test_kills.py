@@ -19,13 +19,13 @@ from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.client import Client
 from shoal.server.client.route import MovedAway
 from shoal.server.messages import Pull
+from tests.coordinator.helpers import until
 from tests.server.replicas.processes import (
     COORDINATOR,
     START_S,
     WORKER,
     Name,
     processes,
-    until,
 )
 from tests.server.replicas.world import pulled, push_one_hot
 

@@ -11,8 +11,9 @@ import torch
 from shoal.runtime.checkpoint_folders import shard_name, version_of
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.server.process.shard_file import read_shard
+from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL
-from tests.server.replicas.processes import processes, until
+from tests.server.replicas.processes import processes
 from tests.server.replicas.world import pulled, push_one_hot
 
 LEASE_S = 2.0

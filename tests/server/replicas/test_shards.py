@@ -10,16 +10,7 @@ import torch
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
-from tests.server.replicas.world import World, pulled, push_one_hot, world
-
-
-def copies_are_equal(made: World) -> bool:
-    return all(
-        torch.equal(made.weights_of(shard, members[0]), made.weights_of(shard, other))
-        for shard in range(made.shards)
-        for members in [made.members(shard)]
-        for other in members[1:]
-    )
+from tests.server.replicas.world import pulled, push_one_hot, world
 
 
 @pytest.mark.parametrize("victim", [(0, 0), (1, 0), (1, 1)])
@@ -33,8 +24,7 @@ def test_pushes_count_on_all_shards_when_a_replica_ends(victim: tuple[int, int])
             push_one_hot(client, element, step)
         weights = pulled(client, version=5)
         assert [i for i, value in enumerate(weights) if value] == [0, *elements]
-        assert copies_are_equal(made)
-        client.close()
+        assert made.copies_are_equal()
 
 
 def step_of(client: Client, step: int, value: float) -> None:
@@ -65,5 +55,3 @@ def test_a_clipped_step_has_one_factor_on_all_shards(victim: tuple[int, int] | N
         weights = torch.tensor(pulled(clients[0], version=4))
         expected = -4 * 0.5 / len(weights) ** 0.5
         assert torch.allclose(weights, torch.full_like(weights, expected), atol=1e-5)
-        for client in clients:
-            client.close()

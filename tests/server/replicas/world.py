@@ -64,6 +64,7 @@ class World:
         self.consistency: ChainConsistency = consistency
         self.tls = tls
         self.coordinator = SharedCoordinator()
+        self.clients: list[Client] = []
         self.addresses = [
             [f"unix:{folder}/server-{s * replicas + r}.sock" for r in range(replicas)]
             for s in range(shards)
@@ -106,6 +107,21 @@ class World:
         self.servers.pop((shard, replica)).close()
         forget(self.coordinator, shard * self.replicas + replica, os.getpid())
 
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for server in list(self.servers.values()):
+            server.close()
+
+    def copies_are_equal(self) -> bool:
+        """Of each shard."""
+        return all(
+            torch.equal(self.weights_of(shard, members[0]), self.weights_of(shard, other))
+            for shard in range(self.shards)
+            for members in [self.members(shard)]
+            for other in members[1:]
+        )
+
     def head(self, shard: int = 0) -> int:
         """As the coordinator knows it."""
         return self.members(shard)[0]
@@ -116,7 +132,9 @@ class World:
         return msgspec.msgpack.decode(stored.value, type=ChainConfig).members
 
     def client(self, rank: int, rule: Rule, **options: Any) -> Client:
-        return client_at(self.addresses, rank, rule, tls=self.tls or PLAIN, **options)
+        client = client_at(self.addresses, rank, rule, tls=self.tls or PLAIN, **options)
+        self.clients.append(client)
+        return client
 
     def weights_of(self, shard: int, replica: int) -> Tensor:
         """When all that the replica has logged is applied there."""
@@ -138,8 +156,7 @@ def world(
         try:
             yield made
         finally:
-            for server in list(made.servers.values()):
-                server.close()
+            made.close()
 
 
 def push_one_hot(client: Client, element: int, step: int, save: int | None = None) -> str:
