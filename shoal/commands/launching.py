@@ -22,8 +22,8 @@ from shoal.launch.here.checkpoint_option import (
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.here.process_config import replication_of
-from shoal.launch.here.report import RunResult, run_report
 from shoal.launch.hosts.machines import Machines
+from shoal.launch.losses.loss_report import RunResult, run_report
 from shoal.launch.losses.lost_workers import taking_back, tolerance_of
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults

@@ -112,7 +112,7 @@ def evaluate(
 
 def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
     from shoal.comm.executors.solo import solo_group
-    from shoal.launch.rank.worker_place import choose_device
+    from shoal.launch.rank.worker_group import choose_device
     from shoal.strategy.strategy import as_strategy
     from shoal.train.job import Job
 

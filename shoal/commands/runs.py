@@ -13,8 +13,16 @@ import typer
 from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, CheckFailed
-from shoal.launch.here.running import RunEntry, entries, find_run, run_name, stop_run
-from shoal.launch.losses.joining import ask_to_join, wait_for_answer, wait_until_joined
+from shoal.launch.here.running import (
+    RunEntry,
+    ask_to_join,
+    entries,
+    find_run,
+    run_name,
+    stop_run,
+    wait_for_answer,
+    wait_until_joined,
+)
 
 
 def ps(as_json: options.Json = False) -> None:

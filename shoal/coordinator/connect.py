@@ -9,7 +9,7 @@ from shoal.coordinator.interface import Coordinator
 from shoal.errors import BadInput
 from shoal.protocol.endpoint import client_context
 from shoal.runtime.config import RunConfig
-from shoal.runtime.variables import MIN_LEASE_S
+from shoal.runtime.variable_text import MIN_LEASE_S
 
 LEASE_TTL_S = MIN_LEASE_S  # of servers, with the launcher's coordinator
 ETCD_LEASE_TTL_S = 2.0  # the shortest that etcd grants

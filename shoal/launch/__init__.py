@@ -1,20 +1,11 @@
-"""Processes of a run: how they start, and what a process knows about itself.
+"""Processes of a run: how they start, what a launcher decides, what a process knows about itself.
 
-run.py            shoal.run: become a worker, or launch
-worker.py         the life of a worker: device, group, job, report
-device.py         the device and backend of a rank
-environment.py    rank and size, as written by shoal, torchrun, mpirun (Open MPI) or srun (slurm.py)
-rendezvous.py     the file at which ranks of one host find each other
+here/     the launcher of one host: processes, their output, the supervisor
+hosts/    hosts that an engine lends, and the agent on each of them
+ray/      nodes of a Ray cluster as such hosts
+losses/   which losses a run survives, and what is said of them
+rank/     shoal.run, and a worker: its place, its group, its life
+submit/   jobs for Slurm and Kubernetes
 
-local.py          the launcher for one host: starts workers and servers, and waits
-processes.py      start, signal, reap
-process_config.py the configuration of each process that is started
-output.py         forwards the output of workers
-supervisor.py     decides what follows from each event
-lost_workers.py   which failures a run survives
-failures.py       which worker failed first
-report.py         the run as one document
-fork.py           workers of an interactive session
-
-Only run, worker and device import torch: a launcher must start at once.
+Only rank/ imports torch: a launcher must start at once.
 """

@@ -23,7 +23,7 @@ from typing import Any
 
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import read_secret_file
-from shoal.runtime.variables import (
+from shoal.runtime.variable_text import (
     COORDINATOR,
     COUNT,
     FLAG,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
@@ -27,6 +27,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.wording import counted
 
 T = TypeVar("T")
+Kills = tuple[tuple[int, int], ...]  # number and step
 Option = Literal["--slow", "--kill"]
 Role = Literal["worker", "server"]
 NO_SERVERS = "this strategy starts no servers"
@@ -38,41 +39,28 @@ _EXAMPLES: dict[Option, str] = {"--slow": "1:4x", "--kill": "2@50"}
 _MOST = 1000  # times slower
 
 
-class ServerKill(NamedTuple):
-    server: int
-    step: int
-
-
-@dataclass(frozen=True)
-class ServerKills:
-    """What a worker does to the servers of its run."""
-
-    run_dir: RunDir
-    kills: tuple[ServerKill, ...]
-
-    def at(self, step: int) -> None:
-        """Carry out those that are due and that no other worker has carried out."""
-        for kill in self.kills:
-            if step >= kill.step and self.run_dir.claim_kill(kill.server, kill.step):
-                pid = self.run_dir.read_server_pid(kill.server)
-                with suppress(ProcessLookupError):
-                    if pid is not None:
-                        os.kill(pid, signal.SIGKILL)
-
-
 @dataclass(frozen=True)
 class Faults:
-    """The faults of one worker."""
+    """The faults of one worker, and what it does to the servers of its run."""
 
     slow: float = 1.0  # times slower
     kill_at: int | None = None  # or the next step that it computes: a sync may skip steps
-    servers: ServerKills | None = None
+    run_dir: RunDir | None = None
+    server_kills: Kills = ()
 
     def at_start(self) -> None:
         """Called before the worker joins the others."""
-        if self.servers is not None:
-            self.servers.at(0)
-        if self.kill_at == 0:
+        self._kill(0)
+
+    def _kill(self, step: int) -> None:
+        """Carry out what is due, and what no other worker has carried out."""
+        for server, at in self.server_kills:
+            if self.run_dir is not None and step >= at and self.run_dir.claim_kill(server, at):
+                pid = self.run_dir.read_server_pid(server)
+                with suppress(ProcessLookupError):
+                    if pid is not None:
+                        os.kill(pid, signal.SIGKILL)
+        if self.kill_at is not None and step >= self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(
@@ -85,10 +73,7 @@ class Faults:
         """`run` with these faults; `number()` is the number of the step."""
 
         def faulty(*args: object) -> T:
-            if self.servers is not None:
-                self.servers.at(number())
-            if self.kill_at is not None and number() >= self.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            self._kill(number())
             began_s = clock_s()
             result = run(*args)
             (sleep or time.sleep)((self.slow - 1) * max(0.0, clock_s() - began_s))
@@ -111,16 +96,11 @@ def busy_s() -> float:
 
 def faults_of(config: RunConfig, rank: int, workers: int) -> Faults | None:
     """The faults of this worker; None, which is usual, without any."""
-    slow_factors = read_slow(config.slow, workers)
-    kill_steps = read_kill(config.kill, workers)
-    if config.incarnation:
-        kill_steps = {}  # once: a worker that was started again lives on
-    servers = None
-    if config.run_dir is not None and read_server_kills(config.kill):
-        servers = ServerKills(config.run_dir, read_server_kills(config.kill))
-    if rank not in slow_factors and rank not in kill_steps and servers is None:
-        return None
-    return Faults(slow_factors.get(rank, 1.0), kill_steps.get(rank), servers)
+    kills = {} if config.incarnation else dict(read_kills(config.kill, workers))  # it lives on
+    on_servers = read_kills(config.kill, None, "server") if config.run_dir is not None else ()
+    slow = read_slow(config.slow, workers).get(rank, 1.0)
+    faults = Faults(slow, kills.get(rank), config.run_dir if on_servers else None, on_servers)
+    return None if faults == Faults() else faults
 
 
 def check_faults(
@@ -128,52 +108,35 @@ def check_faults(
 ) -> None:
     """BadInput if a text or a rank is wrong."""
     read_slow(config.slow, workers)
-    read_kill(config.kill, workers)
-    read_server_slow(config.slow, servers, why_no_servers)
-    read_server_kills(config.kill, servers, why_no_servers)
+    read_kills(config.kill, workers)
+    read_slow(config.slow, servers, "server", why_no_servers)
+    read_kills(config.kill, servers, "server", why_no_servers)
 
 
-def read_slow(texts: Sequence[str], workers: int) -> dict[int, float]:
-    """Worker to times slower."""
-    return _factors("worker", texts, workers)
-
-
-def read_server_slow(
-    texts: Sequence[str], servers: int | None = None, why_none: str = NO_SERVERS
+def read_slow(
+    texts: Sequence[str], count: int | None, role: Role = "worker", why_none: str = ""
 ) -> dict[int, float]:
-    """Server to times slower; where the number of servers is known, others are refused."""
-    return _factors("server", texts, servers, why_none)
-
-
-def read_kill(texts: Sequence[str], workers: int) -> dict[int, int]:
-    """Worker to the step at which it is killed."""
-    return {rank: int(step) for rank, step in _read("--kill", "worker", texts, workers)}
-
-
-def read_server_kills(
-    texts: Sequence[str], servers: int | None = None, why_none: str = NO_SERVERS
-) -> tuple[ServerKill, ...]:
-    """Where the number of servers is known, others are refused."""
-    found = _read("--kill", "server", texts, servers, why_none)
-    kills = [ServerKill(server, int(step)) for server, step in found]
-    for kill in kills:
-        if kills.count(kill) > 1:
-            raise BadInput(f"--kill names server {kill.server} at step {kill.step} twice")
-    return tuple(kills)
-
-
-def _factors(
-    role: Role, texts: Sequence[str], count: int | None, why_none: str = ""
-) -> dict[int, float]:
-    factors = {
-        number: float(text) for number, text in _read("--slow", role, texts, count, why_none)
-    }
+    """By worker or server, of so many, times slower."""
+    found = _read("--slow", role, texts, count, why_none)
+    factors = {number: float(text) for number, text in found}
     for number, factor in factors.items():
         if not 1 <= factor <= _MOST:
             raise BadInput(
                 f"--slow: {role} {number} can be 1 to {_MOST} times slower, not {factor:g}"
             )
     return factors
+
+
+def read_kills(
+    texts: Sequence[str], count: int | None, role: Role = "worker", why_none: str = ""
+) -> Kills:
+    """Workers or servers, of so many, and the steps at which they are killed."""
+    found = _read("--kill", role, texts, count, why_none)
+    kills = [(number, int(step)) for number, step in found]
+    for kill in kills:
+        if kills.count(kill) > 1:
+            raise BadInput(f"--kill names {role} {kill[0]} at step {kill[1]} twice")
+    return tuple(kills)
 
 
 def _read(

@@ -155,9 +155,7 @@ class Preemption:
         return signal.getsignal(number) == self._handle
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        """For the case that an event loop of the script has replaced the pipe meanwhile."""
-        if not self.is_asked and not _is_wakeup(self._wakeup):
-            threading.Thread(target=self._decide, daemon=True).start()
+        """The listener decides."""
 
     def stops_after(self, steps: int, is_first: bool, period: int) -> bool:
         """Whether this rank, which has done `steps`, is to stop.
@@ -224,13 +222,6 @@ def _set_wakeup(descriptor: int, instead_of: int | None = None) -> int:
     if instead_of not in (None, before):
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
     return before
-
-
-def _is_wakeup(descriptor: int) -> bool:
-    before = signal.set_wakeup_fd(-1)
-    if before >= 0:
-        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-    return before == descriptor
 
 
 def die() -> None:

@@ -218,7 +218,7 @@ class RunDir:
     # ------------------------------------------------------------------ workers that come back
 
     def open_joins(self) -> None:
-        """The launcher starts workers that are asked for (launch/losses/joining.py)."""
+        """The launcher starts workers that are asked for (launch/here/running.py)."""
         self.joins.mkdir(mode=0o700)
 
     def ask_for_join(self) -> str:

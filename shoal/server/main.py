@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm
-from shoal.runtime.faults import read_server_slow
+from shoal.runtime.faults import read_slow
 from shoal.runtime.files import write_atomically
 from shoal.runtime.parent_death import die_with_launcher, die_with_parent
 from shoal.runtime.run_dir import RunDir
@@ -106,7 +106,7 @@ def _open_server(config: RunConfig) -> Server:
     server.host.takes_back = config.takes_back
     if config.server_checkpoint.folder is not None:
         server.host.saver = ShardSaver(config.server_checkpoint.folder, f"server {index}")
-    server.host.slowness.factor = read_server_slow(config.slow).get(index, 1.0)
+    server.host.slowness.factor = read_slow(config.slow, None, "server").get(index, 1.0)
     if beyond:
         write_atomically(run_dir.server_address(index), server.remote_address)
     return server

@@ -68,7 +68,6 @@ def test_nccl_needs_a_gpu_for_every_rank_of_every_host() -> None:
     [
         ([("a", 0, None), ("a", None, None)], "rank 0 has LOCAL_RANK=0, and rank 1 has no LOCAL_R"),
         ([("a", None, None), ("b", None, 2)], "rank 1 has LOCAL_WORLD_SIZE=2, and rank 0 has no"),
-        ([("a", 0, 2), ("a", 0, 2)], "ranks 0 and 1 are on one host, and both have LOCAL_RANK 0"),
         ([("a", 0, None), ("b", 1, None)], "rank 1 has LOCAL_RANK 1 and LOCAL_WORLD_SIZE 1, and 1"),
         ([("a", None, 1), ("a", None, 1)], "rank 1 has LOCAL_RANK 1 and LOCAL_WORLD_SIZE 1, and 2"),
     ],

@@ -9,10 +9,12 @@ import pytest
 
 from shoal.commands.runs import join
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.here.running import RunFacts, enter_run, entries
-from shoal.launch.losses.joining import (
+from shoal.launch.here.running import (
+    RunFacts,
     StartedWorker,
     ask_to_join,
+    enter_run,
+    entries,
     wait_for_answer,
     wait_until_joined,
 )

@@ -15,7 +15,6 @@ from shoal.errors import BadInput
 from shoal.runtime import run_dir as directories
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
 from tests.launch.helpers import HOLD, ROOT, Rope, launcher
-from tests.scripts import PLAIN, shoal
 
 HOLD_DIRECTORY = """
 from shoal.runtime.run_dir import new_run_dir
@@ -97,24 +96,3 @@ def test_a_full_temporary_folder_is_one_sentence(
     with pytest.raises(BadInput, match=r"cannot write the files of the run to .*TMPDIR"):
         new_run_dir().__enter__()
     assert list(tmp_folder.iterdir()) == []
-
-
-def test_a_fork_in_a_worker_may_exit(tmp_path: Path) -> None:
-    forks = """
-def train(job):
-    step = job.step(model(), loss, optimizer=sgd)
-    for batch in job.batches(data, batch_size=20, epochs=2):
-        step(batch)
-        child = os.fork()
-        if child == 0:
-            sys.exit(5)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
-    job.print("trained", job.steps)
-"""
-    start = PLAIN.index("def train")
-    (tmp_path / "forks.py").write_text(
-        PLAIN[:start] + forks + PLAIN[PLAIN.index("\nif __name__") :]
-    )
-    done = shoal("run", "forks.py", "-n", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "[0] trained 12" in done.stdout

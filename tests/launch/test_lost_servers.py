@@ -16,17 +16,16 @@ from shoal.coordinator.alive import Alive, forget
 from shoal.errors import BadInput, ShardLost
 from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
-from shoal.launch.losses.chain_members import ChainMembers, follow
-from shoal.launch.losses.lost_servers import ServerPolicy, how_to_continue, summarize_server_losses
+from shoal.launch.losses.lost_servers import (
+    ChainMembers,
+    ServerPolicy,
+    follow,
+    how_to_continue,
+    summarize_server_losses,
+)
 from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
-from shoal.runtime.faults import (
-    ServerKill,
-    check_faults,
-    faults_of,
-    read_server_kills,
-    read_server_slow,
-)
+from shoal.runtime.faults import check_faults, faults_of, read_kills, read_slow
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig
 from shoal.server.consistency import Rule
@@ -165,9 +164,9 @@ def test_a_worker_that_begins_the_step_kills_the_server_once(
 
 
 def test_texts_about_servers_are_checked() -> None:
-    kills = read_server_kills(["2@5", "server:1@50", "server:1@90"], 2)
-    assert kills == (ServerKill(1, 50), ServerKill(1, 90))
-    assert read_server_slow(["1:4x", "server:0:2.5x"], 2) == {0: 2.5}
+    kills = read_kills(["2@5", "server:1@50", "server:1@90"], 2, "server")
+    assert kills == ((1, 50), (1, 90))
+    assert read_slow(["1:4x", "server:0:2.5x"], 2, "server") == {0: 2.5}
     for kill, servers, says in [
         ("server:2@5", 2, "the last of 2 servers is 1"),
         ("server:0@5", 0, "this strategy starts no servers"),
@@ -176,9 +175,9 @@ def test_texts_about_servers_are_checked() -> None:
         with pytest.raises(BadInput, match=says):
             check_faults(RunConfig(kill=(kill,)), 2, servers)
     with pytest.raises(BadInput, match="twice"):
-        read_server_kills(["server:1@5", "server:1@5"])
+        read_kills(["server:1@5", "server:1@5"], 2, "server")
     with pytest.raises(BadInput, match="1 to 1000 times slower"):
-        read_server_slow(["server:1:2000x"])
+        read_slow(["server:1:2000x"], 2, "server")
 
 
 # ------------------------------------------------------------------------------- the new head

@@ -16,9 +16,14 @@ import pytest
 from shoal.errors import BadInput, PeerLost, WorkersFailed
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.processes import ProcessExit
-from shoal.launch.here.report import RunResult, run_report
 from shoal.launch.losses.failures import report_failure
-from shoal.launch.losses.loss_report import LostWorker, SampleShares, losses_at_end
+from shoal.launch.losses.loss_report import (
+    LostWorker,
+    RunResult,
+    SampleShares,
+    losses_at_end,
+    run_report,
+)
 from shoal.launch.losses.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount

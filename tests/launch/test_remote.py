@@ -24,7 +24,7 @@ from shoal.launch.here.running import RunEntry, entries
 from shoal.launch.hosts.agent import check_files
 from shoal.launch.hosts.machines import Machine, place, place_evenly
 from shoal.launch.hosts.remote import run_attempts, run_remote
-from shoal.launch.hosts.remote_processes import AGENT_COMMAND
+from shoal.launch.hosts.remote_servers import AGENT_COMMAND
 from shoal.runtime.config import RunConfig
 from shoal.runtime.secret import new_secret
 from tests.launch.helpers import Screen

@@ -12,9 +12,9 @@ import pytest
 
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
-from shoal.launch.here.report import RunResult
+from shoal.launch.here.running import ask_to_join
 from shoal.launch.hosts.remote import run_attempts
-from shoal.launch.losses.joining import ask_to_join
+from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_workers import tolerance_of
 from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import parse

@@ -15,18 +15,16 @@ import pytest
 
 from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec
-from shoal.launch.here.log_files import LogFiles
-from shoal.launch.here.output import OutputSink
+from shoal.launch.here.output import LogFiles, OutputSink
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import Event
 from shoal.launch.hosts.agent_messages import ServerListens, ServerTask
 from shoal.launch.hosts.machines import Machine, ServerHosts, servers_in_turn
-from shoal.launch.hosts.remote_processes import RemoteRun
-from shoal.launch.hosts.remote_servers import RemoteServers
+from shoal.launch.hosts.remote_servers import RemoteRun, RemoteServers
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.variables import LaunchedServer
+from shoal.runtime.variable_text import LaunchedServer
 from tests.launch.helpers import Screen
 
 TWO_COPIES = Replication(replicas=2)

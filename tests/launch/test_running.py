@@ -16,8 +16,7 @@ from shoal.cli import main
 from shoal.commands.launching import ENGINES
 from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec, enter
-from shoal.launch.here.log_files import LogFiles
-from shoal.launch.here.output import LineForwarder, discard_lines
+from shoal.launch.here.output import LineForwarder, LogFiles, discard_lines
 from shoal.launch.here.running import _NAMES, RunFacts, enter_run, entries, find_run
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
-from shoal.runtime.faults import Faults, busy_s, check_faults, faults_of, read_kill, read_slow
+from shoal.runtime.faults import Faults, busy_s, check_faults, faults_of, read_kills, read_slow
 
 
 def test_what_the_command_line_says_is_what_a_worker_reads() -> None:
@@ -25,41 +26,25 @@ def test_without_faults_there_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("read", "texts", "says"),
     [
-        ("4:2x", "there is no worker 4, the last of 4 workers is 3"),
-        ("1:0.5x", "1 to 1000 times slower"),
-        ("1:9999x", "1 to 1000 times slower"),
+        (read_slow, ["4:2x"], "there is no worker 4, the last of 4 workers is 3"),
+        *((read_slow, [text], "1 to 1000 times slower") for text in ("1:0.5x", "1:9999x")),
         *(
-            (text, "--slow takes a text such as 1:4x")
-            for text in ("1", "1:4", "-1:4x", "1:4x ", "")
+            (read_slow, [text], "--slow takes a text such as 1:4x")
+            for text in ("1", "1:4", "-1:4x", "1:4x ", "", "1:infx", "1:1e9x", "¹:4x")
         ),
-        *((text, "--slow takes a text such as 1:4x") for text in ("1:infx", "1:1e9x", "¹:4x")),
-    ],
-)
-def test_nonsense_about_slow_workers_is_refused(text: str, says: str) -> None:
-    with pytest.raises(BadInput, match=says):
-        read_slow([text], 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("4@5", "there is no worker 4"),
+        (read_slow, ["1:2x", "1:3x"], "--slow names worker 1 twice"),
+        (read_kills, ["4@5"], "there is no worker 4"),
         *(
-            (text, "--kill takes a text such as 2@50")
+            (read_kills, [text], "--kill takes a text such as 2@50")
             for text in ("2", "2@", "2@-1", "2:50", "a@1")
         ),
     ],
 )
-def test_nonsense_about_killed_workers_is_refused(text: str, says: str) -> None:
+def test_nonsense_is_refused(read: Callable[..., object], texts: list[str], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        read_kill([text], 4)
-
-
-def test_a_worker_named_twice_is_refused() -> None:
-    with pytest.raises(BadInput, match="--slow names worker 1 twice"):
-        read_slow(["1:2x", "1:3x"], 4)
+        read(texts, 4)
 
 
 def test_a_slow_worker_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from shoal.coordinator.etcd.gateway import is_etcd
 from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.process_config import Replication
-from shoal.launch.losses.chain_members import ChainMembers, follow
+from shoal.launch.losses.lost_servers import ChainMembers, follow
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name

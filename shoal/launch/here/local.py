@@ -24,9 +24,9 @@ from typing import Any
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
-from shoal.launch.here.log_files import LogFiles
 from shoal.launch.here.output import (
     LineForwarder,
+    LogFiles,
     OnProgress,
     OutputPump,
     OutputSink,
@@ -42,12 +42,11 @@ from shoal.launch.here.process_config import (
     worker_config,
 )
 from shoal.launch.here.processes import Processes
-from shoal.launch.here.report import RunResult
-from shoal.launch.here.running import RunFacts, enter_run
+from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
 from shoal.launch.here.watches import StoppedProcesses, kept_memory, start_notice
 from shoal.launch.losses.failures import report_failure
-from shoal.launch.losses.joining import join_requests
+from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, Tolerance
 from shoal.runtime.config import RunConfig

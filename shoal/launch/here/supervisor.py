@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shoal.errors import ShoalError
 from shoal.launch.here.output import LineForwarder, Write
 from shoal.launch.here.processes import ProcessExit, Role
-from shoal.launch.here.report import RunResult, say_losses
+from shoal.launch.here.running import JoinRequest
 from shoal.launch.losses.failures import ProcessFailure, first_failure, launch_error, read_failure
-from shoal.launch.losses.joining import JoinRequest
+from shoal.launch.losses.loss_report import RunResult, say_losses
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy
 from shoal.runtime.preemption import EXIT_STATUS

@@ -21,15 +21,13 @@ from shoal.comm.members.network_board import ServedBoard
 from shoal.comm.store.service import StoreService
 from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.launch.here.local import LaunchSpec, enter
-from shoal.launch.here.log_files import LogFiles
-from shoal.launch.here.output import OnProgress, OutputSink, Write, print_lines
-from shoal.launch.here.report import RunResult
+from shoal.launch.here.output import LogFiles, OnProgress, OutputSink, Write, print_lines
+from shoal.launch.here.running import join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents
 from shoal.launch.hosts.machines import Machines, ServerHosts, place_evenly
-from shoal.launch.hosts.remote_processes import RemoteRun
-from shoal.launch.hosts.remote_servers import RemoteServers
+from shoal.launch.hosts.remote_servers import RemoteRun, RemoteServers
 from shoal.launch.hosts.remote_workers import RemoteWorkers
-from shoal.launch.losses.joining import join_requests
+from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_workers import LossPolicy
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig

@@ -42,8 +42,7 @@ from shoal.launch.hosts.agent_messages import (
     read_message,
 )
 from shoal.launch.hosts.machines import Machine, MachineProcess, PlacedRanks
-from shoal.launch.hosts.remote_processes import RemoteProcesses, RemoteRun, Streams
-from shoal.launch.hosts.remote_servers import RemoteServers
+from shoal.launch.hosts.remote_servers import RemoteProcesses, RemoteRun, RemoteServers, Streams
 from shoal.launch.losses.failures import FailureReport, write_failure
 
 _NOTICED_S = SILENT_HOST_S + 3.0

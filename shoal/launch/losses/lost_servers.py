@@ -1,23 +1,186 @@
-"""Which losses of servers a run survives.
+"""Which servers hold the state of their shard, as far as the launcher knows.
 
-Servers without replicas are needed to the end. Where a shard has several, the run goes on while
-one that holds its state lives; a lost one is started again in the background, a few times, and
-catches up.
+The coordinator says who is in each chain, processes say whether they live. A server that was
+started again has no state until its chain has taken it in. One that lives and does not renew its
+lease is removed by the others, and comes back without what it held.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from shoal.coordinator.alive import Alive, alive_key
+from shoal.coordinator.interface import Compacted, Coordinator, CoordinatorError, Listing
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
-from shoal.launch.losses.chain_members import ChainMembers
 from shoal.launch.losses.failures import ProcessFailure, when_lost
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import ServerCheckpointConfig
+from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.waits import state_of
+from shoal.runtime.wording import listed
+from shoal.server.chain.config import ChainConfig
+
+_PAUSE_S = 0.2  # after a coordinator that has not answered
+T = TypeVar("T")
+
+
+class ChainMembers:
+    """Thread-safe. Before the coordinator has answered, all servers of the start are members."""
+
+    def __init__(
+        self,
+        replication: Replication,
+        servers: int,
+        say: Callable[[str], None],
+        are_here: bool = True,
+    ):
+        """`are_here`: servers are processes of this host."""
+        self._are_here = are_here
+        self._replication = replication
+        self._say = say
+        self._pids: dict[int, int] = {}
+        self._running = set(range(servers))
+        self._with_state = set(range(servers))
+        self._configs: dict[int, ChainConfig] = {}
+        self._heads: dict[int, int] = {}
+        self._changing = threading.RLock()
+        self._shards = range(servers // replication.replicas)
+        self.is_known = False  # the coordinator has answered
+        self.look: Callable[[], None] = lambda: None  # asks the coordinator now
+        self.removed = 0  # how often a server that lives was removed from its chain
+
+    # ------------------------------------------------------------------ processes
+
+    def started(self, server: int, pid: int) -> None:
+        with self._changing:
+            self._pids[server] = pid
+            self._running.add(server)
+
+    def exited(self, server: int) -> None:
+        with self._changing:
+            self._running.discard(server)
+            self._with_state.discard(server)
+
+    def are_lost(self, shard: int) -> bool:
+        """Whether no server has the state of a shard any more; before it begins there is none."""
+        if self._members(shard):
+            return False
+        self.look()  # one may have caught up just now
+        with self._changing:
+            has_begun = shard in self._configs or not self.is_known
+            return has_begun and not self._members(shard)
+
+    def goes_on(self, shard: int, but: int | None = None) -> str:
+        """With whom; `but` is a replica that is not to be named among those that catch up."""
+        with self._changing:
+            members = self._members(shard)
+            servers = {self._replication.server_of(shard, r): r for r in self._replicas()}
+            late = [r for s, r in servers.items() if s in self._running - self._with_state]
+        if not members:
+            return f"shard {shard} has not begun"
+        alone = " alone" * (len(members) == 1)
+        text = f"shard {shard} goes on with {listed('replica', members)}{alone}"
+        late = [replica for replica in late if replica != but]
+        if late:
+            text += f"; {listed('replica', late)} {'is' if len(late) == 1 else 'are'} catching up"
+        return text
+
+    def _members(self, shard: int) -> list[int]:
+        with self._changing:
+            servers = [(r, self._replication.server_of(shard, r)) for r in self._replicas()]
+            return [r for r, s in servers if s in self._with_state and self._lives(s)]
+
+    def _lives(self, server: int) -> bool:
+        """Also where its exit has not been handled yet."""
+        pid = self._pids.get(server) if self._are_here else None
+        return server in self._running and (pid is None or state_of(pid) != "Z")
+
+    def _replicas(self) -> range:
+        return range(self._replication.replicas)
+
+    # ------------------------------------------------------------------ the coordinator
+
+    def see(self, listing: Listing) -> None:
+        """What the coordinator holds; changes are said."""
+        with self._changing:
+            self.is_known = True
+            for shard in self._shards:
+                config = _read(listing, f"chain/{shard}", ChainConfig)
+                known = self._configs.get(shard)
+                if config is not None and (known is None or config.epoch >= known.epoch):
+                    self._see_chain(shard, config, listing)
+
+    def _see_chain(self, shard: int, config: ChainConfig, listing: Listing) -> None:
+        is_first = shard not in self._configs
+        self._configs[shard] = config
+        servers = {self._replication.server_of(shard, r) for r in self._replicas()}
+        before = self._with_state & servers
+        now = {s for s in servers if self._is_member(s, config, listing)}
+        self._with_state = self._with_state - servers | now
+        if is_first:
+            return
+        for server in sorted(before - now):
+            self._say_removed(server, shard)
+        self._say_head(shard, config)
+        for server in sorted(now - before):
+            who = self._replication.in_words(server)
+            has = listed("replica", self._members(shard))
+            self._say(f"{who} has caught up; shard {shard} has {has}")
+
+    def _is_member(self, server: int, config: ChainConfig, listing: Listing) -> bool:
+        replica = server % self._replication.replicas
+        if replica not in config.members or server not in self._running:
+            return False
+        alive = _read(listing, alive_key(server), Alive)
+        if alive is None:  # its lease has ended, or it has exited
+            return server in self._with_state
+        is_this = alive.pid == self._pids.get(server, alive.pid)
+        return is_this and config.has(replica, alive.incarnation)
+
+    def _say_removed(self, server: int, shard: int) -> None:
+        if self._lives(server):
+            self.removed += 1
+            goes_on = self.goes_on(shard, but=server % self._replication.replicas)
+            who = self._replication.in_words(server)
+            self._say(f"{who} does not answer and was removed from its chain; {goes_on}")
+
+    def _say_head(self, shard: int, config: ChainConfig) -> None:
+        head = config.head
+        if head is None or head not in self._members(shard) or self._heads.get(shard, 0) == head:
+            return
+        self._heads[shard] = head
+        who = self._replication.in_words(self._replication.server_of(shard, head))
+        self._say(f"{who} is the head of shard {shard} now")
+
+
+def follow(coordinator: Coordinator, see: Callable[[Listing], None], over: threading.Event) -> None:
+    """See what it holds until `over`; a coordinator that does not answer is asked again."""
+    while not over.is_set():
+        try:
+            listing = coordinator.list("")
+            see(listing)
+            coordinator.watch("", listing.revision)
+        except Compacted:
+            continue
+        except (CoordinatorError, OSError):
+            over.wait(_PAUSE_S)
+
+
+def _read(listing: Listing, key: str, kind: type[T]) -> T | None:
+    stored = listing.entries.get(key)
+    if stored is not None:
+        with suppress(msgspec.MsgspecError, ValueError):
+            return msgpack_decoder(kind).decode(stored.value)
+    return None
+
 
 _MISTAKE = 2  # the exit status of BadInput: it would meet the same again
 NO_CHECKPOINTS = ServerCheckpointConfig()

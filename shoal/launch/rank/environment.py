@@ -23,7 +23,7 @@ from pathlib import Path
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, variable_name
 from shoal.runtime.trust import is_loopback
-from shoal.runtime.variables import required_count, required_text
+from shoal.runtime.variable_text import required_count, required_text
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _BRACKETS = re.compile(r"\[(\w+)[^\]]*\]")

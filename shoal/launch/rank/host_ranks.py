@@ -17,7 +17,6 @@ same LOCAL_RANK, hence the same GPU, and Slurm may show each task a GPU of its o
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,10 +30,10 @@ from shoal.comm.store.authenticated import own_generation
 from shoal.comm.store.client import meet_at
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import LOCAL_NAMES, Placement
-from shoal.launch.rank.worker_place import possible_gpus
+from shoal.launch.rank.worker_group import possible_gpus
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trust import require_protected
-from shoal.runtime.variables import parse_count
+from shoal.runtime.variable_text import parse_count
 from shoal.transport.cuda_ipc import device_name
 
 _GPU = "[0-9a-f-]{36}"  # a UUID
@@ -129,8 +128,6 @@ def place(placement: Placement, hosts: Sequence[RankHost]) -> Placement:
     _check_given_by_all(size_name, [host.local_size for host in hosts])
     topologies = [Topology.of([host.host.encode() for host in hosts], r) for r in range(len(hosts))]
     found = [_local(host, topology) for host, topology in zip(hosts, topologies, strict=True)]
-    for ranks in topologies[0].hosts:
-        _check_distinct(ranks, found)
     own_rank, own_size = found[placement.rank]
     return replace(
         placement,
@@ -173,17 +170,3 @@ def _check_given_by_all(name: str, values: Sequence[int | None]) -> None:
             f"rank {given} has {name}={values[given]}, and rank {lacking[0]} has no {name}: set it "
             "for all ranks or for none"
         )
-
-
-def _check_distinct(ranks: Sequence[int], found: Sequence[tuple[int, int]]) -> None:
-    """Ranks of one host may stand for several hosts, but each of these has every number once."""
-    counts = Counter(found[rank] for rank in ranks)
-    for (local_rank, local_size), count in counts.items():
-        if count > min(counts[other, local_size] for other in range(local_size)) and count > 1:
-            same = [rank for rank in ranks if found[rank] == (local_rank, local_size)]
-            rank_name, size_name = LOCAL_NAMES
-            both = f"{rank_name} {local_rank} of {size_name} {local_size}"
-            raise BadInput(
-                f"ranks {same[0]} and {same[1]} are on one host, and both have {both}: correct the "
-                "variables, or leave out both"
-            )

@@ -15,11 +15,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,8 +30,7 @@ from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StopTraining
 from shoal.launch.losses.failures import add_line_of_script, report_failure
 from shoal.launch.rank.environment import Placement
 from shoal.launch.rank.rendezvous import ending_with_agent
-from shoal.launch.rank.worker_group import WorkerGroup
-from shoal.launch.rank.worker_place import WorkerPlace
+from shoal.launch.rank.worker_group import WorkerGroup, WorkerPlace
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
@@ -52,35 +50,6 @@ if TYPE_CHECKING:
     from shoal.comm.members.meetings import Meetings
     from shoal.observe.capture import Capture
     from shoal.observe.memory_probe import Probe
-
-
-@contextmanager
-def ending_forks() -> Iterator[None]:
-    """A fork that the script made ends here: connections and threads are its parent's."""
-    own_pid = os.getpid()
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() != own_pid:
-            _end_fork(error)
-        raise
-    if os.getpid() != own_pid:
-        _end_fork(None)
-
-
-def _end_fork(error: BaseException | None) -> NoReturn:
-    """As the interpreter would end it, without what the parent has to close."""
-    status = 0 if error is None else 1
-    if isinstance(error, SystemExit):
-        is_number = error.code is None or isinstance(error.code, int)
-        status = int(error.code or 0) if is_number else 1
-        if not is_number:
-            print(error.code, file=sys.stderr)
-    elif error is not None:
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status & 0xFF)
 
 
 Train = Callable[[Job], Any]
@@ -233,7 +202,7 @@ class Worker:
         observers = self._observers(job)
         result = None
         end: SystemExit | None = None
-        with suppress(StopTraining), ending_forks():
+        with suppress(StopTraining):
             try:
                 result = train(job)
             except SystemExit as exit:

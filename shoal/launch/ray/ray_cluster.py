@@ -28,11 +28,6 @@ except ImportError as missing:
     raise BadInput("--on ray needs Ray: pip install 'shoal[ray]'") from missing
 
 _REACH_S = 10.0
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
-    [0, 0, 0, 4, 0, 0, 0, 0, 0]
-)  # of a gRPC client
-_FRAME_BYTES = 9
-_SETTINGS = 4  # the kind of the first frame of a gRPC server, at byte 3
 _HEAD = "node:__internal_head__"  # a resource that the head node alone has
 _TOKEN = (
     "every node needs RAY_AUTH_MODE=token and the same token (ray get-auth-token --generate), or "
@@ -48,7 +43,7 @@ def connected(address: str, num_cpus: int, environ: Mapping[str, str]) -> Iterat
     """To the cluster of the address, of this host, or to one that is started here for the block."""
     with ExitStack() as block:
         block.callback(leave)
-        if not connect(_address_in(environ, address), environ):
+        if not connect(_address_in(environ, address)):
             folder = block.enter_context(scratch_folder("ray", _FOLDER))
             block.callback(leave)  # before its folder is removed
             _start_cluster(max(cores(), num_cpus), folder)
@@ -68,13 +63,13 @@ def _address_in(environ: Mapping[str, str], address: str) -> str:
     return named
 
 
-def connect(address: str, environ: Mapping[str, str]) -> bool:
+def connect(address: str) -> bool:
     """False where no address is given, and this host is no node of a cluster."""
     # At the loss of a node Ray prints the log of its raylet. No option prevents it; its debugger
     # uses this, too
     ray._private.worker._worker_logs_enabled = False
     if address:
-        _check_reachable(address, is_encrypted=environ.get("RAY_USE_TLS", "0") != "0")
+        _check_reachable(address)
     try:
         with suppress(ConnectionError), _quietly():
             ray.init(address=address or "auto", **_QUIET)
@@ -147,33 +142,15 @@ def leave() -> None:
         ray.shutdown()
 
 
-def _check_reachable(address: str, is_encrypted: bool) -> None:
-    """Ray itself tries for a minute, and for a quarter of an hour where a server is silent."""
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise BadInput(f"--on ray://{address} has to name host and port: --on ray://HOST:6379")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as sock:
-            is_grpc = is_encrypted or _answers_grpc(sock)
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
     except OSError as error:
         raise BadInput(f"cannot reach a Ray cluster at {address}: {error}") from None
-    if not is_grpc:
-        raise BadInput(
-            f"what listens at {address} does not answer as the head node of a Ray cluster: name "
-            "the address that `ray start --head` has printed"
-        )
-
-
-def _answers_grpc(sock: socket.socket) -> bool:
-    """Whether the server begins as all gRPC servers do, before any call and any token."""
-    got = b""
-    try:
-        sock.sendall(_PREFACE)
-        while len(got) < _FRAME_BYTES and (more := sock.recv(_FRAME_BYTES - len(got))):
-            got += more
-    except OSError:  # silent, or it has closed the connection
-        return False
-    return len(got) == _FRAME_BYTES and got[3] == _SETTINGS
 
 
 @dataclass(frozen=True)

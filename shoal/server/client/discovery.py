@@ -32,7 +32,7 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.greeting import code_of, fresh_nonce, is_code
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.runtime.secret import new_secret
-from shoal.runtime.variables import LaunchedServer
+from shoal.runtime.variable_text import LaunchedServer
 from shoal.runtime.wording import counted
 from shoal.server.client.chain_view import CopyAddresses
 from shoal.server.client.started import StartedServers
