@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -30,7 +31,6 @@ from shoal.comm.store.authenticated import own_generation
 from shoal.comm.store.client import meet_at
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import LOCAL_NAMES, Placement
-from shoal.launch.rank.worker_group import possible_gpus
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trust import require_protected
 from shoal.runtime.variable_text import parse_count
@@ -52,11 +52,11 @@ class RankHost:
     gpus: tuple[str, ...]
 
     @classmethod
-    def here(cls, config: RunConfig) -> RankHost:
+    def here(cls, config: RunConfig, devices: Sequence[torch.device]) -> RankHost:
         rank_name, size_name = LOCAL_NAMES
         host = host_id(config.host_id).decode()
         local_rank = _given_count(config, rank_name, 0)
-        gpus = tuple(map(device_name, possible_gpus(config.device)))
+        gpus = tuple(map(device_name, devices))
         return cls(host, local_rank, _given_count(config, size_name, 1), gpus)
 
     @classmethod
@@ -104,7 +104,11 @@ def _torch_store(placement: Placement) -> Store:
 
 
 def ask_hosts(
-    placement: Placement, config: RunConfig, number: int, store: Store | None
+    placement: Placement,
+    config: RunConfig,
+    number: int,
+    store: Store | None,
+    gpus: Sequence[torch.device] = (),
 ) -> Placement:
     """The placement of this rank, when all ranks have said where they are; all ranks call it."""
     rank, size = placement.rank, placement.size
@@ -113,7 +117,7 @@ def ask_hosts(
         own = shared_store(name, rank, size)
     else:
         own = own_generation(PrefixStore(name, store), rank, size)
-    said = exchange_over(own, rank, size)(str(RankHost.here(config)).encode())
+    said = exchange_over(own, rank, size)(str(RankHost.here(config, gpus)).encode())
     hosts = [RankHost.parse(sentence, peer) for peer, sentence in enumerate(said)]
     return place(placement, hosts)
 

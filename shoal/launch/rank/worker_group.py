@@ -258,7 +258,8 @@ class WorkerGroup:
 
             with waiting(f"rank {self._rank}", "the other workers", "the rendezvous"):
                 store = meet(placement, self._config, self._place.device.type == "cuda")
-                placement = ask_hosts(placement, self._config, self._number, store)
+                gpus = possible_gpus(self._config.device)
+                placement = ask_hosts(placement, self._config, self._number, store, gpus)
             self._place.settle(placement)
         with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
             spec = GroupSpec(
