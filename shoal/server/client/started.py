@@ -24,7 +24,7 @@ from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.cores import threads_of
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, new_server_dir
-from shoal.runtime.variables import LaunchedServer
+from shoal.runtime.variable_text import LaunchedServer
 from shoal.server.process.background import ShardSaver
 from shoal.server.process.server import Server
 from shoal.strategy.sync_terms.ps import Ps
