@@ -42,6 +42,7 @@ _MOST_COLUMNS = 6
 _UNEVEN = 1.25  # the largest shard over the smallest one, from which on a line says why
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 FURTHER = ("copies", "residuals", "in_flight", "shared", "server")  # shown where there are some
+_MAIN = ("parameters", "gradients", "optimizer", "activations")
 
 
 def memory(
@@ -131,44 +132,36 @@ def _notes(rows: Sequence[dict[str, int | None]], strategy: Strategy, workers: i
 
 def _tables(document: dict[str, Any], title: str) -> list[Table]:
     """One table, or two where the columns are more than 80 characters wide."""
-    columns = _shown([*document["estimated"], *document.get("measured", [])])
+    rows = [*document["estimated"], *document.get("measured", [])]
+    ordered = [*COLUMNS[:-1], *FURTHER, COLUMNS[-1]]
+    optional = (*FURTHER, "gathered")
+    columns = [c for c in ordered if c not in optional or any(row[c] for row in rows)]
     heading = f"memory of each worker: {title}"
     if len(columns) <= _MOST_COLUMNS:
-        return [_table(document, heading, [columns, columns])]
+        return [_table(document, heading, columns, columns)]
     further = [column for column in columns if column in FURTHER]
     always = [column for column in columns if column not in FURTHER]
     return [
-        _table(document, heading, [always, columns]),
-        _table(document, "of which the strategy keeps", [further, further]),
+        _table(document, heading, always, columns),
+        _table(document, "of which the strategy keeps", further, further),
     ]
 
 
-def _table(document: dict[str, Any], title: str, columns: Sequence[list[str]]) -> Table:
-    """`columns` are those shown, and those whose sum is shown."""
-    shown, added = columns
+def _table(document: dict[str, Any], title: str, shown: list[str], added: list[str]) -> Table:
+    """The columns that are shown, and the sum of those that are `added`."""
     heads = [_HEADS.get(column, column) for column in (*shown, "sum")]
     rows = [
-        [f"{rank} {how}", *_cells(document[how][rank], shown), _sum(document[how][rank], added)]
+        [f"{rank} {how}", *_cells({**row, "sum": sum(row[c] or 0 for c in added)}, [*shown, "sum"])]
         for rank in range(len(document["estimated"]))
         for how in ("estimated", "measured")
         if how in document
+        for row in [document[how][rank]]
     ]
     return plain_table(title, ["worker", *heads], rows, left=1)
 
 
-def _shown(rows: list[dict[str, int | None]]) -> list[str]:
-    further = {*FURTHER, "gathered"}
-    ordered = [*COLUMNS[:-1], *FURTHER, COLUMNS[-1]]
-    return [c for c in ordered if c not in further or any(row[c] for row in rows)]
-
-
-def _cells(row: dict[str, int | None], columns: list[str]) -> list[str]:
-    numbers = [row[column] for column in columns]
-    return ["?" if n is None else show_bytes(n) for n in numbers]
-
-
-def _sum(row: dict[str, int | None], columns: list[str]) -> str:
-    return show_bytes(sum(row[column] or 0 for column in columns))
+def _cells(row: Mapping[str, int | None], columns: Sequence[str]) -> list[str]:
+    return ["?" if n is None else show_bytes(n) for n in (row[column] for column in columns)]
 
 
 # ------------------------------------------------------------------------------ what fits
@@ -194,9 +187,16 @@ def _compare(
         for one, need in zip(strategies, found, strict=True)
         for devices in [[] if "refused" in need else list(_devices(need, one, workers))]
     ]
-    layers, unknown = _layers(script, args)
+    layers: list[dict[str, Any]] = []
+    unknown = ""
+    try:
+        traced = workload_of_script(script, args)
+        layers = list(layer_needs(traced.workload, traced.batch))
+    except ShoalError as error:
+        unknown = str(error)
     document = {"script": script, "workers": workers, "limit_bytes": limit_bytes}
-    tables = _what_fits(script, workers, needs, layers, limit_bytes)
+    title = f"memory of {script} on {counted(workers, 'worker')}"
+    tables = _what_fits(title, needs, layers, limit_bytes)
     show({**document, "strategies": needs, "layers": layers}, tables, as_json)
     if unknown and not as_json:
         print(unknown, file=sys.stderr)
@@ -238,24 +238,12 @@ def _devices(found: dict[str, Any], strategy: Strategy, workers: int) -> Iterato
         yield _device(where, dict.fromkeys(_MAIN, 0) | {"server": max(found["servers"])})
 
 
-_MAIN = ("parameters", "gradients", "optimizer", "activations")
-
-
 def _device(where: str, row: Mapping[str, int | None]) -> dict[str, Any]:
     """What a worker or server needs; activations are None where they are unknown."""
-    other = sum(value or 0 for name, value in row.items() if name not in _MAIN)
-    total = other + sum(row[name] or 0 for name in _MAIN)
     held = {name: row[name] or 0 for name in _MAIN} | {"activations": row["activations"]}
+    total = sum(value or 0 for value in row.values())
+    other = sum(value or 0 for name, value in row.items() if name not in _MAIN)
     return {"where": where, **held, "other": other, "total": total}
-
-
-def _layers(script: str, args: Sequence[str] | None) -> tuple[list[dict[str, Any]], str]:
-    """The layers on one device with the whole batch, or why they are not known."""
-    try:
-        traced = workload_of_script(script, args)
-    except ShoalError as error:
-        return [], str(error)
-    return list(layer_needs(traced.workload, traced.batch)), ""
 
 
 def layer_needs(workload: TracedWorkload, batch: int) -> Iterator[dict[str, Any]]:
@@ -287,56 +275,43 @@ def _none_fits(
 
 
 def _what_fits(
-    script: str,
-    workers: int,
-    needs: list[dict[str, Any]],
-    layers: list[dict[str, Any]],
-    limit_bytes: int | None,
+    title: str, needs: list[dict[str, Any]], layers: list[dict[str, Any]], limit_bytes: int | None
 ) -> Iterator[Table | str]:
+    def verdict(total: int) -> str:
+        if limit_bytes is None:
+            return ""
+        return "fits" if total <= limit_bytes else "too large"
+
     size = "" if limit_bytes is None else show_bytes(limit_bytes)
-    title = f"memory of {script} on {counted(workers, 'worker')}{f', {size} each' if size else ''}"
+    rows = [
+        [
+            *("" if number else need["strategy"], device["where"]),
+            *_cells(device, [*_MAIN, "other", "total"]),
+            verdict(device["total"]),
+        ]
+        for need in needs
+        for number, device in enumerate(need["devices"])
+    ]
+    refused = [need for need in needs if "refused" in need]
+    rows += [[need["strategy"], "", *["-"] * 6, "refused"] for need in refused]
     heads = ["strategy", "device", "params", "grads", "optimizer", "activations", "other", "sum"]
-    yield plain_table(title, [*heads, ""], _need_rows(needs, limit_bytes), left=2)
-    for need in needs:
-        if "refused" in need:
-            yield f"{need['strategy']}: {need['refused']}"
+    yield plain_table(title + (f", {size} each" if size else ""), [*heads, ""], rows, left=2)
+    yield from (f"{need['strategy']}: {need['refused']}" for need in refused)
     if layers:
-        yield _layer_table(layers, limit_bytes)
+        largest = sorted(layers, key=lambda layer: -layer["total"])[:_MOST_LAYERS]
+        title = "one device, whole batch, by layer"
+        title += f" (the {_MOST_LAYERS} largest)" if len(layers) > _MOST_LAYERS else ""
+        heads = ["layer", "times", "params, grads,\noptimizer", "activations", "each", ""]
+        rows = [
+            [
+                *(layer["layer"], str(layer["count"])),
+                *_cells(layer, ["state", "activations", "total"]),
+                verdict(layer["total"]),
+            ]
+            for layer in layers
+            if layer in largest
+        ]
+        yield plain_table(title, heads, rows, left=1)
     if size:
         fitting = ", ".join(need["strategy"] for need in needs if need["fits"])
         yield f"within {size} a device: {fitting or 'none of them'}"
-
-
-def _need_rows(needs: list[dict[str, Any]], limit_bytes: int | None) -> Iterator[list[str]]:
-    for need in needs:
-        for number, device in enumerate(need["devices"]):
-            name = need["strategy"] if not number else ""
-            cells = _cells(device, [*_MAIN, "other", "total"])
-            yield [name, device["where"], *cells, _verdict(device["total"], limit_bytes)]
-        if "refused" in need:
-            yield [need["strategy"], "", *["-"] * 6, "refused"]
-
-
-def _verdict(total: int, limit_bytes: int | None) -> str:
-    if limit_bytes is None:
-        return ""
-    return "fits" if total <= limit_bytes else "too large"
-
-
-def _layer_table(layers: list[dict[str, Any]], limit_bytes: int | None) -> Table:
-    """The largest layers, in the order of forward."""
-    largest = sorted(layers, key=lambda layer: -layer["total"])[:_MOST_LAYERS]
-    title = "one device, whole batch, by layer"
-    title += f" (the {_MOST_LAYERS} largest)" if len(layers) > _MOST_LAYERS else ""
-    heads = ["layer", "times", "params, grads,\noptimizer", "activations", "each", ""]
-    rows = [
-        [
-            layer["layer"],
-            str(layer["count"]),
-            *_cells(layer, ["state", "activations", "total"]),
-            _verdict(layer["total"], limit_bytes),
-        ]
-        for layer in layers
-        if layer in largest
-    ]
-    return plain_table(title, heads, rows, left=1)

@@ -36,8 +36,6 @@ from shoal.train.checkpoints.state import gather_model, gather_optimizer_state
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 
-_CONFIGURED = ("drop", "jitter")  # in names of rates: attention_dropout, layerdrop, jitter_noise
-
 
 def switch_off_dropout(model: nn.Module) -> list[str]:
     """Unless exact, masks depend on the number of workers and would hide other differences.
@@ -53,18 +51,11 @@ def switch_off_dropout(model: nn.Module) -> list[str]:
             module.dropout = 0.0
             names.append(name)
         for owner in (module, getattr(module, "config", None)):
-            for key in _rates(owner):
-                setattr(owner, key, 0.0)
-                names.append(f"{name}.{key}" if name else key)
+            for key, value in list(getattr(owner, "__dict__", {}).items()):
+                if type(value) is float and value > 0 and ("drop" in key or "jitter" in key):
+                    setattr(owner, key, 0.0)  # attention_dropout, layerdrop, jitter_noise
+                    names.append(f"{name}.{key}" if name else key)
     return names
-
-
-def _rates(owner: Any) -> list[str]:
-    return [
-        key
-        for key, value in getattr(owner, "__dict__", {}).items()
-        if type(value) is float and value > 0 and any(word in key for word in _CONFIGURED)
-    ]
 
 
 class DrawWatch:
@@ -72,30 +63,24 @@ class DrawWatch:
 
     def __init__(self, model: nn.Module):
         self.module: str | None = None
-        self._states: dict[str, torch.Tensor] = {}
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._before(name))
-            module.register_forward_hook(self._after(name))
+            self._watch(name, module)
 
-    def _before(self, name: str) -> Callable[..., None]:
+    def _watch(self, name: str, module: nn.Module) -> None:
+        states: list[Tensor] = []
+
         def note(module: nn.Module, args: Any) -> None:
-            if self.module is None:
-                self._states[name] = torch.get_rng_state()
-
-        return note
-
-    def _after(self, name: str) -> Callable[..., None]:
-        """Modules end inside out, so the first one is the innermost."""
+            states.append(torch.get_rng_state())
 
         def compare(module: nn.Module, args: Any, outputs: Any) -> None:
-            before = self._states.pop(name, None)
-            if self.module is not None or before is None:
-                return
-            if not torch.equal(before, torch.get_rng_state()):
+            """Modules end inside out, so the first one is the innermost."""
+            drew = not torch.equal(states.pop(), torch.get_rng_state())
+            if drew and self.module is None:
                 kind = type(module).__name__
                 self.module = f"{name} ({kind})" if name else kind
 
-        return compare
+        module.register_forward_pre_hook(note)
+        module.register_forward_hook(compare)
 
 
 IGNORE_INDEX = -100  # of torch's losses
@@ -146,7 +131,7 @@ class Capture:
             self.switched_off += switch_off_dropout(step.model)
         if self.job.size == 1:
             self._draws.append(DrawWatch(step.model))
-            save_file(self._tensors(), self.folder / "start.safetensors")
+            self._save("start", self._tensors)
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self.goes_on |= self.is_over
@@ -155,7 +140,7 @@ class Capture:
         self.ignored_targets = self.ignored_targets or ignored_targets(step)
         self.has_ragged_targets |= has_ragged_targets(step)
         if self.job.steps == self.config.early and self.job.size == 1:
-            save_file(self._tensors(), self.folder / "early.safetensors")
+            self._save("early", self._tensors)
         if self.job.steps >= self.config.steps:
             self.is_over = True
             raise StopTraining
@@ -164,25 +149,10 @@ class Capture:
         """All ranks call it, since it also compares the parameters of the replicas."""
         if self.config.double or self.config.optimizer:
             with self._full_weights(optimizer=True):
-                self._write_optimizers()
+                self._save("optimizer", lambda step: gather_optimizer_state(step)[0])
         with self._full_weights():
-            self._write_gathered()
-
-    @contextmanager
-    def _full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            for step in self._built:
-                stack.enter_context(step.sync.full_weights(optimizer))
-            yield
-
-    def _write_gathered(self) -> None:
-        apart = [self._distance_between_replicas(step) for step in self._built]
-        if self.job.replica != 0:
-            return
-        tensors = self._tensors()
-        if self.job.rank != 0:
-            return
-        save_file(tensors, self.folder / "final.safetensors")
+            apart = [self._distance_between_replicas(step) for step in self._built]
+            self._save("final", self._tensors)
         document = {
             "losses": self.losses,
             "additions": self.additions,
@@ -194,30 +164,36 @@ class Capture:
             "goes_on": self.goes_on,
             "draws": next((d.module for d in self._draws if d.module is not None), None),
         }
-        (self.folder / "capture.json").write_text(json.dumps(document))
+        if self.job.rank == 0:
+            (self.folder / "capture.json").write_text(json.dumps(document))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The models of all steps by name, at rank 0; all workers of replica 0 call it."""
-        tensors: dict[str, Tensor] = {}
-        for i, step in enumerate(self._built):
-            named, _ = gather_model(step)
-            if self.job.rank == 0:
-                named |= used_rows(step)
-            tensors |= {self._prefix(i) + name: _real(tensor) for name, tensor in named.items()}
-        return tensors
+    @contextmanager
+    def _full_weights(self, optimizer: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            for step in self._built:
+                stack.enter_context(step.sync.full_weights(optimizer))
+            yield
 
-    def _write_optimizers(self) -> None:
+    def _save(self, name: str, gather: Callable[[Step], dict[str, Tensor]]) -> None:
+        """The tensors of all steps by name, at rank 0; the workers of replica 0 gather them."""
         if self.job.replica != 0:
             return
         tensors: dict[str, Tensor] = {}
         for i, step in enumerate(self._built):
-            named, _ = gather_optimizer_state(step)
-            tensors |= {self._prefix(i) + name: tensor for name, tensor in named.items()}
+            prefix = f"{i}:" if len(self._built) > 1 else ""
+            tensors |= {prefix + key: tensor for key, tensor in gather(step).items()}
         if self.job.rank == 0:
-            save_file(tensors, self.folder / "optimizer.safetensors")
+            save_file(tensors, self.folder / f"{name}.safetensors")
 
-    def _prefix(self, number: int) -> str:
-        return f"{number}:" if len(self._built) > 1 else ""
+    def _tensors(self, step: Step) -> dict[str, Tensor]:
+        """A model and the rows of its embeddings; complex tensors as pairs of numbers."""
+        named, _ = gather_model(step)
+        if self.job.rank == 0:
+            named |= used_rows(step)
+        return {
+            name: torch.view_as_real(t.resolve_conj()).clone() if t.is_complex() else t
+            for name, t in named.items()
+        }
 
     def _distance_between_replicas(self, step: Step) -> float:
         low = step.flat.data.clone()
@@ -273,11 +249,6 @@ def _items_of(step: Step) -> list[tuple[str, Any]]:
     if isinstance(content, (tuple, list)):
         return [(f"batch[{i}]", item) for i, item in enumerate(content)]
     return [("batch", content)]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of numbers, which are compared like others."""
-    return torch.view_as_real(tensor.resolve_conj()).clone() if tensor.is_complex() else tensor
 
 
 def used_rows(step: Step) -> dict[str, Tensor]:

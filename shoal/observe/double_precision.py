@@ -79,7 +79,8 @@ class DoublePrecision(TorchFunctionMode):
             return args[0].double()
         if func is _GROUPED_MM:
             func = grouped_mm
-        widen = _wide if _is_mixed([*args, *kwargs.values()]) else _same
+        dtypes = {t.dtype for t in _tensors([*args, *kwargs.values()])}
+        widen = torch.float64 in dtypes  # and then float32 beside it
         first = args[:1] if _writes(func, kwargs) else ()
         rest = [_replaced(value, widen) for value in args[len(first) :]]
         named = {key: _replaced(value, widen) for key, value in kwargs.items() if key != "out"}
@@ -96,7 +97,14 @@ def compute_in_double(step: Step) -> None:
     step.cutter.widens = True
     step.shard.precision = DoublePrecision
     if step.is_own_loop:  # the script computes the loss from what these return
-        step.model.forward = _in_double(step.model.forward)
+        forward = step.model.forward
+
+        @functools.wraps(forward)
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            with DoublePrecision():
+                return forward(*args, **kwargs)
+
+        step.model.forward = computed
     around = step.engine.autocast
 
     @contextmanager
@@ -107,25 +115,11 @@ def compute_in_double(step: Step) -> None:
     step.engine.autocast = both
 
 
-def _in_double(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        with DoublePrecision():
-            return function(*args, **kwargs)
-
-    return computed
-
-
 def _writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether its first argument is written to, and has to stay what it is."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i")
-
-
-def _is_mixed(values: Sequence[Any]) -> bool:
-    dtypes = {t.dtype for t in _tensors(values)}
-    return torch.float64 in dtypes and any(narrow in dtypes for narrow in _NARROW)
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -136,19 +130,11 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _replaced(value: Any, widen: Callable[[Tensor], Tensor]) -> Any:
+def _replaced(value: Any, widen: bool) -> Any:
     if isinstance(value, Tensor):
-        return widen(value)
+        return value.double() if widen and value.dtype in _NARROW else value
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _NARROW else value
     if type(value) in (list, tuple):
         return type(value)(_replaced(item, widen) for item in value)
     return value
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype in _NARROW else tensor
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -29,18 +29,17 @@ from shoal.observe.model_sizes import (
     parameters_without_memory,
     sizes_of,
 )
-from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_for
 from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.loss import BoundLoss, LossFunction
 from shoal.replica.microbatch import Loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.config import MemoryEstimateConfig
-from shoal.schedules.pipelines.actions import Action, ActionKind
+from shoal.schedules.pipelines.actions import ActionKind
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.base import Batches
 from shoal.strategy.split_terms import Pp
-from shoal.strategy.strategy import Layout, Strategy, as_strategy
+from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.sync.base import plan_for
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
@@ -76,12 +75,15 @@ def memory_of(
     """
     layout = strategy.layout(workers)
     plan = plan_for(strategy.sync_for(layout.replicas))
-    return [
-        _divide(plan.memory(sizes, replica, layout.replicas), held, layout)
-        for replica in range(layout.replicas)
-        for sizes, held in zip(stages, activations, strict=True)
-        for _ in range(layout.ep * layout.cp * layout.tp)
-    ]
+    of_stage = layout.ep * layout.cp * layout.tp
+    found: list[WorkerMemory] = []
+    for replica in range(layout.replicas):
+        for sizes, held in zip(stages, activations, strict=True):
+            memory = asdict(plan.memory(sizes, replica, layout.replicas))
+            counts = {name: math.ceil(value / layout.tp) for name, value in memory.items()}
+            saved = None if held is None else math.ceil(held / of_stage)
+            found += [WorkerMemory(**counts, activations=saved)] * of_stage
+    return found
 
 
 def servers_of(strategy: Strategy, workers: int, stages: Sequence[ModelSizes]) -> list[int]:
@@ -90,13 +92,6 @@ def servers_of(strategy: Strategy, workers: int, stages: Sequence[ModelSizes]) -
     plan = plan_for(strategy.sync_for(replicas))
     held = [plan.server_memory(sizes, replicas) for sizes in stages]
     return [sum(parts) for parts in zip(*held, strict=True)]
-
-
-def _divide(memory: SyncMemory, activations: int | None, layout: Layout) -> WorkerMemory:
-    counts = {name: math.ceil(value / layout.tp) for name, value in asdict(memory).items()}
-    parts = layout.tp * layout.ep * layout.cp
-    held = None if activations is None else math.ceil(activations / parts)
-    return WorkerMemory(**counts, activations=held)
 
 
 def stage_sizes(
@@ -118,8 +113,7 @@ def split_model(model: nn.Module, pp: Pp | None) -> Stages | None:
     """The stages of a pipeline, as workers will find them; None without one."""
     if pp is None or pp.size == 1:
         return None
-    chunks = build(pp.schedule, pp.size, 1, pp.chunks).chunks
-    return Stages(model, pp.size, chunks, pp.cuts)
+    return Stages(model, pp.size, build(pp.schedule, pp.size, 1, pp.chunks).chunks, pp.cuts)
 
 
 def stage_activations(virtual: Sequence[int], pp: Pp | None, microbatches: int) -> list[int]:
@@ -131,22 +125,16 @@ def stage_activations(virtual: Sequence[int], pp: Pp | None, microbatches: int) 
     if pp is None or pp.size == 1:
         return list(virtual)
     pipeline = build(pp.schedule, pp.size, microbatches, pp.chunks)
-    held = []
+    most = []
     for stage, actions in enumerate(pipeline.actions):
         chunks = virtual[stage :: pp.size]
-        held.append(max(chunks) if pp.recompute else _most_held(actions, chunks))
-    return held
-
-
-def _most_held(actions: Sequence[Action], chunks: Sequence[int]) -> int:
-    held = 0
-    most = 0
-    for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            held += chunks[action.chunk]
-            most = max(most, held)
-        elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-            held -= chunks[action.chunk]
+        held = [0]
+        for action in actions:
+            if action.kind is ActionKind.FORWARD:
+                held.append(held[-1] + chunks[action.chunk])
+            elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+                held.append(held[-1] - chunks[action.chunk])
+        most.append(max(chunks) if pp.recompute else max(held))
     return most
 
 
@@ -226,9 +214,17 @@ class EstimateJob(Job):
         options = options.with_pipeline(pp, model)
         microbatches = options.local_microbatches(replicas)
         rows_of = 1 if batches is Batches.IN_TURNS else replicas
-        micro = _first_rows(getattr(batch, "content", batch), rows_of * microbatches)
+        content = getattr(batch, "content", batch)
+        total = num_rows(content)
+        largest = max(1, math.ceil(total / (rows_of * microbatches)))
+        micro = take_rows(content, [range(largest)], total)
         split = split_model(model, pp)
-        virtual = self._activations(model, loss, micro, options, split)
+        virtual = None
+        try:
+            virtual = activation_bytes(model, loss, micro, options.precision, split)
+        except Exception as error:  # whatever the user's model does with a fake tensor
+            text = str(error).splitlines()[0] if str(error) else ""
+            self._whys.append(f"{type(error).__name__}: {text}")
         if self._strategy.ep is not None:
             mixtures = mixtures_for(model, self._strategy.ep)
             keep_first_experts(mixtures, self._strategy.ep.size)
@@ -249,21 +245,6 @@ class EstimateJob(Job):
         self._estimates.append(memory_of(self._strategy, self._workers, stages, activations))
         self._servers.append(servers_of(self._strategy, self._workers, stages))
 
-    def _activations(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        micro: Tree,
-        options: StepOptions,
-        stages: Stages | None,
-    ) -> list[int] | None:
-        try:
-            return activation_bytes(model, loss, micro, options.precision, stages)
-        except Exception as error:  # whatever the user's model does with a fake tensor
-            text = str(error).splitlines()[0] if str(error) else ""
-            self._whys.append(f"{type(error).__name__}: {text}")
-            return None
-
     def document(self) -> dict[str, Any] | None:
         """What was found; None where the script made no training step."""
         if not self._estimates:
@@ -281,42 +262,23 @@ class EstimateJob(Job):
 Looking = TypeVar("Looking", bound=EstimateJob)
 
 
-def _first_rows(batch: Tree, parts: int) -> Tree:
-    """The largest of so many micro-batches of a batch."""
-    total = num_rows(batch)
-    rows = max(1, math.ceil(total / parts))
-    return take_rows(batch, [range(rows)], total)
-
-
 def estimate_memory(
     config: MemoryEstimateConfig, train: Callable[[Job], Any], make: Callable[[type[Job]], Job]
-) -> bool:
-    """Whether this run is only an estimate; it is then done."""
-    if config.folder is None:
-        return False
+) -> None:
+    """Write what workers need under each strategy; one that cannot train ends no other."""
+    assert config.folder is not None
     texts = config.strategy.splitlines()
-    found = [
-        _estimated(text, config.workers, train, make, is_only=len(texts) == 1) for text in texts
-    ]
+    found: list[dict[str, Any] | None] = []
+    for text in texts:
+        try:
+            job = first_step(EstimateJob, train, make, as_strategy(text), config.workers)
+            found.append(job.document())
+        except BadInput as error:
+            if len(texts) == 1:
+                raise
+            found.append({"refused": str(error)})
     if None not in found:
         (config.folder / "estimate.json").write_text(json.dumps(found))
-    return True
-
-
-def _estimated(
-    strategy: str,
-    workers: int,
-    train: Callable[[Job], Any],
-    make: Callable[[type[Job]], Job],
-    is_only: bool,
-) -> dict[str, Any] | None:
-    """One of several strategies that cannot train this model does not end the others."""
-    try:
-        return first_step(EstimateJob, train, make, as_strategy(strategy), workers).document()
-    except BadInput as error:
-        if is_only:
-            raise
-        return {"refused": str(error)}
 
 
 def first_step(

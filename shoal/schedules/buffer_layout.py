@@ -11,10 +11,127 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from shoal.schedules.lending import ON_THE_WAY, REUSED_BYTES, FilledBucket, most_lent
-from shoal.schedules.shard_copies import held_shards
+
+class ShardTransfer(NamedTuple):
+    """A parameter that one rank sends to another."""
+
+    source: int
+    target: int
+    param: int
+
+
+def held_shards(rank: int, ranks: int, copies: int) -> list[int]:
+    """The shards that a rank holds, its own first; all of them where there are few ranks."""
+    return [(rank - distance) % ranks for distance in range(min(copies + 1, ranks))]
+
+
+def holders(shard: int, ranks: int, copies: int) -> list[int]:
+    """The ranks that hold a shard, its owner first."""
+    return [(shard + distance) % ranks for distance in range(min(copies + 1, ranks))]
+
+
+def surviving_holders(
+    owners: Sequence[int], ranks: int, copies: int, earlier_ranks: Sequence[int | None]
+) -> list[list[int]]:
+    """For each parameter the present ranks that have held it; `owners` are its earlier shards.
+
+    `earlier_ranks` are those of the present ranks in the group before, of `ranks` ranks; None for
+    a rank that was not in it.
+    """
+    now = {earlier: rank for rank, earlier in enumerate(earlier_ranks) if earlier is not None}
+    of_shard = [
+        sorted(now[rank] for rank in holders(shard, ranks, copies) if rank in now)
+        for shard in range(ranks)
+    ]
+    return [of_shard[owner] for owner in owners]
+
+
+def shard_transfers(
+    held_by: Sequence[Sequence[int]], owners: Sequence[int], ranks: int, copies: int
+) -> list[ShardTransfer]:
+    """What has to be sent so that each parameter is where `owners` says, and on the copies."""
+    transfers = []
+    for param, (sources, owner) in enumerate(zip(held_by, owners, strict=True)):
+        for target in holders(owner, ranks, copies):
+            if target not in sources:
+                source = sources[target % len(sources)]
+                transfers.append(ShardTransfer(source, target, param))
+    return transfers
+
+
+ON_THE_WAY = 2
+REUSED_BYTES = 1 << 20  # memory of at least this size is kept
+_STEPS = 2  # the second one finds what the first has left
+
+
+class FilledBucket(NamedTuple):
+    """Elements of a bucket, in the order in which backward fills them."""
+
+    size: float
+    waits: float  # at the parameters, when it is full
+    is_own: bool  # it has memory of its own, once in a step
+
+
+def must_settle(sizes: Sequence[float], size: float, room: float) -> bool:
+    """Whether buckets of these sizes leave a further one no room, of so many elements in all."""
+    return len(sizes) >= ON_THE_WAY and sum(sizes) + size > room
+
+
+def fitting(sizes: Sequence[float], size: float) -> int | None:
+    """Which of the kept pieces of memory is the smallest that is large enough."""
+    enough = [number for number, kept in enumerate(sizes) if kept >= size]
+    return min(enough, key=sizes.__getitem__, default=None)
+
+
+def times_settled(buckets: Sequence[float], room: float) -> int:
+    """How often a backward waits for a bucket that is on its way, since the next has no room."""
+    on_the_way: list[float] = []
+    times = 0
+    for size in buckets:
+        times += must_settle(on_the_way, size, room)
+        while must_settle(on_the_way, size, room):
+            on_the_way.pop(0)
+        on_the_way.append(size)
+    return times
+
+
+def most_lent(buckets: Sequence[FilledBucket], passes: int, room: float, reused: float) -> float:
+    """Elements of lent and kept memory and of gradients that wait, at the worst moment of a step.
+
+    `passes` are backward passes of a step. Memory of at least `reused` elements is kept.
+    """
+    most = 0.0
+    sizes: list[float] = []  # of buckets on their way
+    lent: list[float] = []  # to them
+    kept: list[float] = []
+
+    def settle_first() -> None:
+        sizes.pop(0)
+        memory = lent.pop(0)
+        if memory >= reused:
+            kept.append(memory)
+
+    for _ in range(_STEPS):
+        for number in range(passes):
+            for size, waits, is_own in buckets:
+                most = max(most, sum(lent) + sum(kept) + waits)
+                while must_settle(sizes, size, room):
+                    settle_first()
+                memory = 0.0 if is_own and number == 0 else size
+                fits = fitting(kept, memory) if memory else None
+                if fits is not None:
+                    memory = kept.pop(fits)
+                elif memory >= reused:
+                    kept.clear()
+                sizes.append(size)
+                lent.append(memory)
+                most = max(most, sum(lent) + sum(kept) + waits)
+        while sizes:
+            settle_first()
+    return most
+
 
 Position = TypeVar("Position", int, float)
 

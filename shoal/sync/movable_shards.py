@@ -24,7 +24,7 @@ from shoal.pytree import map_tensors
 from shoal.replica.flat.params import FlatParams
 from shoal.replica.fsdp.held_shards import HeldShards
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.schedules.shard_copies import shard_transfers, surviving_holders
+from shoal.schedules.buffer_layout import shard_transfers, surviving_holders
 from shoal.sync.gather_optimizer import (
     State,
     can_be_sent,

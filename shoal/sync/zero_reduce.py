@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.schedules.buffer_layout import sharded_bucket_bytes
-from shoal.schedules.lending import (
+from shoal.schedules.buffer_layout import (
     ON_THE_WAY,
     REUSED_BYTES,
     fitting,
     must_settle,
+    sharded_bucket_bytes,
 )
 from shoal.sync.base import Replica, Sync
 from shoal.sync.traffic import StepTraffic

@@ -27,7 +27,7 @@ from shoal.observe.capture import (
     ignored_targets,
     switch_off_dropout,
 )
-from shoal.observe.captured_run import CapturedRun
+from shoal.observe.double_check import CapturedRun
 from shoal.observe.verify import compare
 from shoal.runtime.config import CaptureConfig
 from shoal.strategy.strategy import parse

@@ -22,8 +22,7 @@ from shoal.comm.group import Group
 from shoal.commands.verify import _about_rounding
 from shoal.errors import StopTraining
 from shoal.observe.capture import Capture
-from shoal.observe.captured_run import CapturedRun
-from shoal.observe.double_check import DoubleCheck, check, check_own
+from shoal.observe.double_check import CapturedRun, DoubleCheck, check, check_own
 from shoal.observe.double_precision import DoublePrecision
 from shoal.observe.verify import judge
 from shoal.runtime.config import CaptureConfig

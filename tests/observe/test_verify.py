@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.observe.captured_run import CapturedRun, Difference, bound, distance
-from shoal.observe.double_check import MARGIN, DoubleCheck
+from shoal.observe.double_check import MARGIN, CapturedRun, Difference, DoubleCheck, distance, worst
 from shoal.observe.verify import Verification, judge
 
 LOSSES = [2.0, 1.5, 1.0]
@@ -56,20 +55,20 @@ def test_equal_runs_are_equal_without_a_third_run() -> None:
 
 def test_rounding_within_the_plain_bound_needs_no_third_run() -> None:
     """64 additions and 3 steps in float32: 4 · 2⁻²⁴ · √192, times the largest element."""
-    assert bound(RUN, torch.float32, 3) == pytest.approx(4 * 2**-24 * math.sqrt(192))
+    assert RUN.bound(torch.float32, 3) == pytest.approx(4 * 2**-24 * math.sqrt(192))
     moved = torch.tensor([1.0, -2.0 + 2**-20])
     verdict = judged(replace(RUN, tensors=tensors(first__weight=moved)))
     assert verdict.ok and not verdict.measured_rounding
     assert verdict.tensors[0].difference == 2**-20
-    assert verdict.tensors[0].tolerance == pytest.approx(2 * bound(RUN, torch.float32, 3))
+    assert verdict.tensors[0].tolerance == pytest.approx(2 * RUN.bound(torch.float32, 3))
 
 
 def test_the_bound_grows_with_additions_steps_and_the_unit_of_the_dtype() -> None:
-    one = bound(replace(RUN, additions=1), torch.float32, 1)
-    assert bound(replace(RUN, additions=16), torch.float32, 1) == pytest.approx(4 * one)
-    assert bound(replace(RUN, additions=1), torch.float32, 9) == pytest.approx(3 * one)
-    assert bound(replace(RUN, additions=1), torch.bfloat16, 1) == pytest.approx(2**16 * one)
-    assert bound(replace(RUN, additions=0), torch.float32, 0) == one
+    one = replace(RUN, additions=1).bound(torch.float32, 1)
+    assert replace(RUN, additions=16).bound(torch.float32, 1) == pytest.approx(4 * one)
+    assert replace(RUN, additions=1).bound(torch.float32, 9) == pytest.approx(3 * one)
+    assert replace(RUN, additions=1).bound(torch.bfloat16, 1) == pytest.approx(2**16 * one)
+    assert replace(RUN, additions=0).bound(torch.float32, 0) == one
 
 
 def test_what_another_order_of_additions_moves_is_the_tolerance_if_needed() -> None:
@@ -90,8 +89,8 @@ def test_a_difference_that_rounding_does_not_explain_is_named() -> None:
     assert not verdict.ok
     assert verdict.first_loss is not None and verdict.first_loss.what == "step 2"
     assert verdict.first_tensor is not None and verdict.first_tensor.what == "first.bias"
-    assert verdict.worst(verdict.losses).what == "step 3"
-    assert verdict.worst(verdict.tensors).what == "first.bias"
+    assert worst(verdict.losses).what == "step 3"
+    assert worst(verdict.tensors).what == "first.bias"
 
 
 def test_what_rounding_moved_in_one_loss_holds_for_the_later_ones() -> None:
@@ -134,7 +133,7 @@ def test_what_is_not_equal_is_named(
     assert (verdict.first_loss and verdict.first_loss.what) == loss
     assert (verdict.first_tensor and verdict.first_tensor.what) == tensor
     if tensor == "first.bias":
-        assert verdict.worst(verdict.tensors).what == tensor
+        assert worst(verdict.tensors).what == tensor
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -188,6 +187,6 @@ def test_amplification_in_double_precision_explains_a_larger_difference(
     in_double: float, expected: bool
 ) -> None:
     """5% of a later loss: rounding, if the same steps turn 1e-16 into 1e-8; else an error."""
-    double = DoubleCheck(3, [Difference("first.weight", in_double, 1e-6)], {}, [])
+    double = DoubleCheck([Difference("first.weight", in_double, 1e-6)], 3)
     together = replace(RUN, losses=[2.0, 1.5, 1.05])
     assert judge(RUN, together, lambda: RUN, double).ok is expected

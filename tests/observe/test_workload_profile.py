@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.launch.rank.auto import measure_profile
-from shoal.observe.workload_profile import profile_workload
-from shoal.runtime.config import RunConfig, WorkloadTraceConfig
+from shoal.observe.workload_trace import study_workload
+from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
 from tests.conftest import World
@@ -29,22 +28,18 @@ def train(job: Job) -> None:
 
 def test_every_worker_has_its_rows(world: World) -> None:
     def run(workers: int, config: RunConfig) -> None:
-        def body(group: Group) -> bool:
+        def body(group: Group) -> None:
             strategy = as_strategy(config.strategy or "single")
             make: Any = partial(_job, strategy, group)
-            return profile_workload(config.workload_trace, train, make)
+            study_workload(config.workload_trace, train, make)
 
-        assert world(workers, body) == [True] * workers
+        world(workers, body)
 
     for workers in (1, 3):
         found = measure_profile(run, RunConfig(), workers, seconds=1e-6)
         assert (found.workers, found.rows) == (workers, 12 // workers)
         assert min(found.forward_s, found.backward_s, found.update_s) > 0
         assert set(found.quartiles) == {"forward_s", "backward_s", "update_s"}
-
-
-def test_without_seconds_nothing_is_profiled(tmp_path: Path) -> None:
-    assert not profile_workload(WorkloadTraceConfig(tmp_path), train, lambda kind: None)  # type: ignore[arg-type, return-value]
 
 
 def _job(strategy: Any, group: Group, kind: type[Job]) -> Job:

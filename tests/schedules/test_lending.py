@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.schedules.lending import FilledBucket, fitting, most_lent, times_settled
+from shoal.schedules.buffer_layout import FilledBucket, fitting, most_lent, times_settled
 
 ROOM = 20.0
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shoal.schedules.shard_copies import (
+from shoal.schedules.buffer_layout import (
     ShardTransfer,
     held_shards,
     holders,

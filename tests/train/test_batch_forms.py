@@ -17,7 +17,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.commands.verify import _reasons
 from shoal.errors import BadInput
-from shoal.observe.captured_run import CapturedRun
+from shoal.observe.double_check import CapturedRun
 from shoal.replica.loss import sum_of_samples
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job

@@ -177,13 +177,14 @@ class Worker:
         if estimate.folder is not None:
             from shoal.observe.memory_estimate import estimate_memory
 
-            return estimate_memory(estimate, train, make_job)
+            estimate_memory(estimate, train, make_job)
+            return True
         if asked.folder is None:
             return False
-        from shoal.observe.workload_profile import profile_workload
-        from shoal.observe.workload_trace import trace_workload
+        from shoal.observe.workload_trace import study_workload
 
-        return profile_workload(asked, train, make_job) or trace_workload(asked, train, make_job)
+        study_workload(asked, train, make_job)
+        return True
 
     def _observers(self, job: Job) -> list[Capture | Probe]:
         """What records this run, for `shoal verify` and `shoal memory`."""

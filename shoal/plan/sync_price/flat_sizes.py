@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from shoal.schedules.buffer_layout import (
     FIRST_BUCKET_BYTES,
+    ON_THE_WAY,
     BufferLayout,
+    held_shards,
     shard_edges,
     sharded_bucket_bytes,
 )
-from shoal.schedules.lending import ON_THE_WAY
-from shoal.schedules.shard_copies import held_shards
 
 
 class Buckets(NamedTuple):

@@ -40,11 +40,11 @@ from shoal.plan.sync_price.overlap import (
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     LARGE_BYTES,
+    held_shards,
     room_elements,
     sharded_bucket_bytes,
+    times_settled,
 )
-from shoal.schedules.lending import times_settled
-from shoal.schedules.shard_copies import held_shards
 
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 from torch import Tensor
 
 from shoal.replica.flat.layout import FlatLayout
-from shoal.schedules.shard_copies import held_shards
+from shoal.schedules.buffer_layout import held_shards
 
 
 class HeldShards:

@@ -67,10 +67,6 @@ def _pairs(ranks: int) -> tuple[Ints, Ints]:
     return src.astype(np.int32), dst.astype(np.int32)
 
 
-_DATA = 0
-_OWN = 1
-
-
 def naive_all_reduce(ranks: int) -> Collective:
     """Every rank sends everything to every rank, one message at a time.
 
@@ -79,10 +75,9 @@ def naive_all_reduce(ranks: int) -> Collective:
         round 0   0 -> 1      round 2   1 -> 0      …      the wire is never used by two at once
     """
     src, dst = (column.ravel() for column in np.indices((ranks, ranks)))
-    wire = src != dst
-    when = np.maximum(np.cumsum(wire) - 1, 0)  # a rank's own contribution rides along for free
-    sums = rows(when, src, dst, _OWN, src > 0, _DATA)
-    return _with_copy("naive", ranks, sums, one_port=True)
+    when = np.maximum(np.cumsum(src != dst) - 1, 0)  # a rank's own contribution rides along
+    table = _copies(ranks).then(rows(when, src, dst, 1, src > 0, 0))
+    return Collective("naive", ranks, 1, table, one_port=True, scratch=1)
 
 
 def sequential_all_reduce(ranks: int) -> Collective:
@@ -91,18 +86,14 @@ def sequential_all_reduce(ranks: int) -> Collective:
     p rounds of p-1 messages to one rank: time p(p-1)(alpha + V beta), O(p) steps where the
     receiver can listen to all at once; traffic p(p-1)V.
     """
-    reducer = np.arange(ranks)[:, None]
-    src = np.arange(ranks)[None, :]
-    keep = src != reducer
-    when = np.broadcast_to(reducer, keep.shape)[keep]
-    who = np.broadcast_to(src, keep.shape)[keep]
-    return _with_copy("sequential", ranks, rows(when, who, when, _OWN, True, _DATA))
+    reducer, src = _pairs(ranks)
+    table = _copies(ranks).then(rows(reducer, src, reducer, 1, True, 0))
+    return Collective("sequential", ranks, 1, table, scratch=1)
 
 
-def _with_copy(name: str, ranks: int, sums: TransferTable, one_port: bool = False) -> Collective:
-    every_rank = np.arange(ranks)
-    copy = rows(0, every_rank, every_rank, _DATA, False, _OWN)
-    return Collective(name, ranks, 1, copy.then(sums), one_port=one_port, scratch=1)
+def _copies(ranks: int) -> TransferTable:
+    """Every rank keeps its vector, slot 0, in the scratch slot 1."""
+    return rows(0, np.arange(ranks), np.arange(ranks), 0, False, 1)
 
 
 def star_broadcast(ranks: int) -> Collective:

@@ -73,15 +73,12 @@ def fold(ranks: int) -> Fold:
 def doubling_all_reduce(ranks: int) -> Collective:
     """Whole vectors are exchanged: log2 p rounds of V bytes, the lowest latency for one port.
 
-    Where p is no power of two, one round of V bytes before and one after (`powers_of_two.py`).
+    Where p is no power of two, one round of V bytes before and one after.
     """
     folded = fold(ranks)
     keep = folded.keepers
     v = np.arange(folded.size)
-    rounds = [
-        rows(0, folded.active, folded.active[v ^ distance], 0, True)
-        for distance in _distances(folded.size)
-    ]
+    rounds = [rows(0, folded.active, folded.active[v ^ d], 0, True) for d in _steps(folded.size)]
     if keep.size:
         rounds = [rows(0, keep + 1, keep, 0, True), *rounds, rows(0, keep, keep + 1, 0, False)]
     return Collective("doubling", ranks, 1, EMPTY.then(*rounds), one_port=True)
@@ -94,7 +91,7 @@ def doubling_all_gather(ranks: int) -> Collective:
     """
     folded = fold(ranks)
     keep = folded.keepers
-    rounds = [folded.exchange(distance, False, False) for distance in _distances(folded.size)]
+    rounds = [folded.exchange(distance, False, False) for distance in _steps(folded.size)]
     if keep.size:
         owner, chunk = np.nonzero((keep + 1)[:, None] != np.arange(ranks)[None, :])
         before = rows(0, keep + 1, keep, keep + 1, False)
@@ -103,21 +100,13 @@ def doubling_all_gather(ranks: int) -> Collective:
     return Collective("doubling", ranks, ranks, table, "all_gather", one_port=True)
 
 
-def _distances(size: int) -> list[int]:
-    return [1 << level for level in range(size.bit_length() - 1)]
-
-
 def dissemination_barrier(ranks: int) -> Collective:
     """In round k rank i tells rank i + 2^k which ranks have arrived: ceil(log2 p) rounds, no root.
 
     round 0   i -> i+1     round 1   i -> i+2     round 2   i -> i+4   (mod p)
     """
     rank = np.arange(ranks)
-    rounds = [
-        rows(0, rank, (rank + (1 << level)) % ranks, 0, True)
-        for level in range((ranks - 1).bit_length())
-    ]
-    table = EMPTY.then(*rounds)
+    table = EMPTY.then(*(rows(0, rank, (rank + d) % ranks, 0, True) for d in _steps(ranks)))
     return Collective("dissemination", ranks, 1, table, "barrier", one_port=True)
 
 
@@ -157,47 +146,37 @@ def bruck_all_to_all(ranks: int) -> Collective:
 
 
 def _steps(ranks: int) -> list[int]:
+    """1, 2, 4, … below the number of ranks."""
     return [1 << level for level in range((ranks - 1).bit_length())]
 
 
 def halving_reduce_scatter(ranks: int) -> Collective:
     """log2 p rounds of V/2, V/4, … bytes: each rank sends (p-1)V/p.
 
-    Where p is no power of two, some ranks send V before and some V/p after (`powers_of_two.py`).
+    Where p is no power of two, some ranks send V before and some V/p after.
     """
-    folded = fold(ranks)
-    keep = folded.keepers
-    parts = [_fold_in(folded, ranks), *_halving(folded)]
-    if keep.size:
-        parts.append(rows(0, keep, keep + 1, keep + 1, False))
-    table = parts[0].then(*parts[1:])
+    keep = fold(ranks).keepers
+    after = [rows(0, keep, keep + 1, keep + 1, False)] if keep.size else []
+    table = EMPTY.then(*_halving(ranks), *after)
     return Collective("halving", ranks, ranks, table, "reduce_scatter", one_port=True)
 
 
 def halving_all_reduce(ranks: int) -> Collective:
     """Halving, then doubling: 2 log2 p rounds; each rank sends 2(p-1)V/p bytes.
 
-    Where p is no power of two, one round of V bytes before and one after (`powers_of_two.py`).
+    Where p is no power of two, one round of V bytes before and one after.
     """
     folded = fold(ranks)
-    halving = _halving(folded)
-    keep = folded.keepers
-    doubling = [folded.exchange(d, False, False) for d in reversed(_halving_distances(folded.size))]
-    parts = [_fold_in(folded, ranks), *halving, *doubling]
-    if keep.size:
-        parts.append(rows(0, keep[:, None], keep[:, None] + 1, np.arange(ranks), False))
-    table = parts[0].then(*parts[1:])
+    keep = folded.keepers[:, None]
+    doubling = [folded.exchange(distance, False, False) for distance in _steps(folded.size)]
+    after = [rows(0, keep, keep + 1, np.arange(ranks), False)] if keep.size else []
+    table = EMPTY.then(*_halving(ranks), *doubling, *after)
     return Collective("halving", ranks, ranks, table, one_port=True)
 
 
-def _halving(folded: Fold) -> list[TransferTable]:
-    return [folded.exchange(distance, True, True) for distance in _halving_distances(folded.size)]
-
-
-def _fold_in(folded: Fold, ranks: int) -> TransferTable:
+def _halving(ranks: int) -> list[TransferTable]:
+    """Pairs fold first, if there are some; then v sends half of what it still answers for."""
+    folded = fold(ranks)
     keep = folded.keepers[:, None]
-    return rows(0, keep + 1, keep, np.arange(ranks), True)
-
-
-def _halving_distances(size: int) -> list[int]:
-    return [1 << level for level in reversed(range(size.bit_length() - 1))]
+    halves = [folded.exchange(distance, True, True) for distance in reversed(_steps(folded.size))]
+    return [rows(0, keep + 1, keep, np.arange(ranks), True), *halves]

@@ -76,14 +76,16 @@ def _each(p: int) -> int:
     return p
 
 
+def _whole(p: int) -> float:
+    return float(p > 1)
+
+
 _KINDS = [
     CollectiveKind("all_reduce", _one, _all, _all, reduces=True, bound=lambda p: 2 * (p - 1) / p),
     CollectiveKind("reduce_scatter", _each, _all, _owner, reduces=True),
     CollectiveKind("all_gather", _each, _owner, _all),
-    CollectiveKind("broadcast", _one, _root, _all, rooted=True, bound=lambda p: float(p > 1)),
-    CollectiveKind(
-        "reduce", _one, _all, _root, reduces=True, rooted=True, bound=lambda p: float(p > 1)
-    ),
+    CollectiveKind("broadcast", _one, _root, _all, rooted=True, bound=_whole),
+    CollectiveKind("reduce", _one, _all, _root, reduces=True, rooted=True, bound=_whole),
     CollectiveKind("scatter", _each, _root, _owner, rooted=True),
     CollectiveKind("gather", _each, _owner, _root, rooted=True),
     CollectiveKind(
@@ -92,7 +94,7 @@ _KINDS = [
         lambda rank, unit, ranks, root: rank == unit // ranks,
         lambda rank, unit, ranks, root: rank == unit % ranks,
     ),
-    CollectiveKind("scan", _one, _all, _all, reduces=True, prefix=1, bound=lambda p: float(p > 1)),
+    CollectiveKind("scan", _one, _all, _all, reduces=True, prefix=1, bound=_whole),
     CollectiveKind(
         "exclusive_scan",
         _one,
@@ -100,30 +102,30 @@ _KINDS = [
         lambda rank, unit, ranks, root: (rank > 0) & (unit == unit),
         reduces=True,
         prefix=0,
-        bound=lambda p: float(p > 1),
+        bound=_whole,
     ),
     CollectiveKind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
 ]
 KINDS = {kind.name: kind for kind in _KINDS}
-_POINT_TO_POINT = "a message between two ranks is group.send and group.recv, and no collective"
 _SYNONYMS = {
-    "prefix_sum": "a prefix sum is scan",
-    "prefix": "a prefix sum is scan",
-    "cumsum": "a prefix sum is scan",
-    "inclusive_scan": "an inclusive prefix sum is scan",
-    "exscan": "an exclusive prefix sum is exclusive_scan",
-    "bcast": "did you mean 'broadcast'?",
-    "allreduce": "did you mean 'all_reduce'?",
-    "allgather": "did you mean 'all_gather'?",
-    "alltoall": "did you mean 'all_to_all'?",
-    "transpose": "a piece for every rank from every rank is all_to_all",
-    "synchronize": "waiting for all ranks is barrier",
-    **dict.fromkeys(("push", "pull", "send", "recv", "receive", "p2p"), _POINT_TO_POINT),
+    "a prefix sum is scan": "prefix_sum prefix cumsum inclusive_scan",
+    "an exclusive prefix sum is exclusive_scan": "exscan",
+    "did you mean 'broadcast'?": "bcast",
+    "did you mean 'all_reduce'?": "allreduce",
+    "did you mean 'all_gather'?": "allgather",
+    "did you mean 'all_to_all'?": "alltoall",
+    "a piece for every rank from every rank is all_to_all": "transpose",
+    "waiting for all ranks is barrier": "synchronize",
+    "a message between two ranks is group.send and group.recv, and no collective": (
+        "push pull send recv receive p2p"
+    ),
 }
 
 
 def kind_named(name: str) -> CollectiveKind:
     if name not in KINDS:
-        hint = _SYNONYMS.get(name.lower().replace("-", "_")) or nearest(name, KINDS)
+        word = name.lower().replace("-", "_")
+        meant = (hint for hint, words in _SYNONYMS.items() if word in words.split())
+        hint = next(meant, None) or nearest(name, KINDS)
         raise BadInput(f"there is no collective {name!r}; {hint}")
     return KINDS[name]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,19 +71,14 @@ def states(collective: Collective, state: State | None = None) -> Iterator[State
     """The same state object after each round, changed in place."""
     state = initial(collective) if state is None else state
     table = collective.table
-    columns = (table.round, table.src, table.dst, table.chunk, table.into, table.reduce)
+    columns = (table.src, table.dst, table.chunk, table.into, table.reduce)
     listed = [column.tolist() for column in columns]
-    first = 0
-    count = len(listed[0])
-    for number in range(len(table)):
-        last = first
-        while last < count and listed[0][last] == number:
-            last += 1
-        columns_of_round = [column[first:last] for column in listed[1:]]
+    bounds = np.searchsorted(table.round, np.arange(len(table) + 1)).tolist()
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        of_round = [column[first:last] for column in listed]
         if collective.one_port:
-            _check_ports(collective, number, columns_of_round[0], columns_of_round[1])
-        _apply(collective, number, state, columns_of_round)
-        first = last
+            _check_ports(collective, number, of_round[0], of_round[1])
+        _apply(collective, number, state, of_round)
         yield state
 
 
@@ -113,9 +109,8 @@ def _apply(collective: Collective, number: int, state: State, columns: list[list
             what = f"adds to {_slot(collective, slot)} before it has it"
             raise ProofFailed(collective, number, rank, what)
         if present & held and not overlap:
-            twice = _ranks(present & held)
-            where = _slot(collective, slot)
-            what = f"adds the contribution of {twice} to {where} twice"
+            what = f"adds the contribution of {_ranks(present & held)} to "
+            what += f"{_slot(collective, slot)} twice"
             raise ProofFailed(collective, number, rank, what)
         state[rank][slot] = present | held
 
@@ -145,7 +140,14 @@ def _check_end(collective: Collective, state: State) -> None:
         if kind.prefix is not None:
             wanted &= (1 << rank + kind.prefix) - 1
         for chunk in range(unit * per_unit, (unit + 1) * per_unit):
-            _check_slot(collective, state, rank, chunk, wanted)
+            held = state[rank].get(chunk, 0)
+            if held == wanted:
+                continue
+            lacks = wanted & ~held
+            what = f"{'lacks' if lacks else 'holds'} the contribution of "
+            what += f"{_ranks(lacks or held & ~wanted)} in chunk {chunk}"
+            what += "" if lacks else ", which should not be there"
+            raise ProofFailed(collective, None, rank, what)
 
 
 def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
@@ -155,16 +157,6 @@ def _holders(collective: Collective, where: Where) -> Iterator[tuple[int, int]]:
     held = where(np.arange(ranks)[:, None], np.arange(units)[None, :], ranks, collective.root)
     pairs = np.nonzero(np.broadcast_to(held, (ranks, units)))
     yield from zip(pairs[0].tolist(), pairs[1].tolist(), strict=True)
-
-
-def _check_slot(collective: Collective, state: State, rank: int, chunk: int, wanted: int) -> None:
-    held = state[rank].get(chunk, 0)
-    if wanted & ~held:
-        what = f"lacks the contribution of {_ranks(wanted & ~held)} in chunk {chunk}"
-        raise ProofFailed(collective, None, rank, what)
-    if held & ~wanted:
-        what = f"holds the contribution of {_ranks(held & ~wanted)} in chunk {chunk}"
-        raise ProofFailed(collective, None, rank, what + ", which should not be there")
 
 
 def _check_names(collective: Collective) -> None:
@@ -179,9 +171,8 @@ def _check_names(collective: Collective) -> None:
     if not wrong.any():
         return
     row = int(wrong.argmax())
-    number, src, dst, chunk, into = (
-        int(column[row]) for column in (table.round, table.src, table.dst, table.chunk, table.into)
-    )
+    columns = (table.round, table.src, table.dst, table.chunk, table.into)
+    number, src, dst, chunk, into = (int(column[row]) for column in columns)
     for rank in (src, dst):
         if not 0 <= rank < ranks:
             raise ProofFailed(collective, number, rank, f"takes part, and there are {ranks} ranks")

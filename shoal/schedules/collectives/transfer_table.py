@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+_COLUMNS = ("round", "src", "dst", "chunk", "into", "reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +50,24 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
     def __len__(self) -> int:
         return self.num_rounds
 
-    @overload
-    def __getitem__(self, index: int) -> tuple[Transfer, ...]: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[tuple[Transfer, ...], ...]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"round {index} of {len(self)}")
-        first, last = np.searchsorted(self.round, [index % len(self), index % len(self) + 1])
-        return tuple(self._transfers(int(first), int(last)))
+        return tuple(self)[index]
 
     def __iter__(self) -> Iterator[tuple[Transfer, ...]]:
         bounds = np.searchsorted(self.round, np.arange(len(self) + 1)).tolist()
+        columns = (self.src, self.dst, self.chunk, self.reduce, self.into)
         for first, last in itertools.pairwise(bounds):
-            yield tuple(self._transfers(first, last))
+            listed = [column[first:last].tolist() for column in columns]
+            yield tuple(
+                Transfer(src, dst, chunk, reduce, None if into == chunk else into)
+                for src, dst, chunk, reduce, into in zip(*listed, strict=True)
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(tuple(r) for r in other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
-
-    def _transfers(self, first: int, last: int) -> Iterator[Transfer]:
-        selected = slice(first, last)
-        columns = (self.src, self.dst, self.chunk, self.reduce, self.into)
-        for src, dst, chunk, reduce, into in zip(
-            *(c[selected].tolist() for c in columns), strict=True
-        ):
-            yield Transfer(src, dst, chunk, reduce, None if into == chunk else into)
 
     @property
     def num_transfers(self) -> int:
@@ -89,7 +78,7 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         tables = []
         start = 0
         for table in (self, *later):
-            tables.append(table.delayed(start))
+            tables.append(replace(table, round=table.round + np.int32(start)))
             start += table.num_rounds
         return _merged(tables, start)
 
@@ -98,21 +87,16 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         tables = (self, *others)
         return _merged(tables, max(table.num_rounds for table in tables))
 
-    def delayed(self, num_rounds: int) -> TransferTable:
-        return self._with(self.num_rounds + num_rounds, round=self.round + np.int32(num_rounds))
-
     def reversed(self, reduce: bool) -> TransferTable:
         """Last round first, every transfer reversed: broadcast to reduce."""
-        flags = np.full_like(self.reduce, reduce)
-        last = np.int32(self.num_rounds - 1)
-        turned = self._with(
-            self.num_rounds,
-            round=last - self.round,
+        turned = replace(
+            self,
+            round=np.int32(self.num_rounds - 1) - self.round,
             src=self.dst,
             dst=self.src,
             chunk=self.into,
             into=self.chunk,
-            reduce=flags,
+            reduce=np.full_like(self.reduce, reduce),
         )
         return _merged([turned], self.num_rounds)
 
@@ -120,8 +104,8 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         """Rank r becomes ranks[r], and slot c becomes chunks[c]."""
         rank_of = np.asarray(ranks, np.int32)
         chunk_of = np.asarray(chunks, np.int32)
-        return self._with(
-            self.num_rounds,
+        return replace(
+            self,
             src=rank_of[self.src],
             dst=rank_of[self.dst],
             chunk=chunk_of[self.chunk],
@@ -135,8 +119,7 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
         take the role of chunk c there.
         """
         rank_of = np.asarray(members, np.int32).T
-        chunk_of = np.asarray(chunks, np.int32)
-        chunk_of = chunk_of.swapaxes(0, 1)  # by chunk, group, index
+        chunk_of = np.asarray(chunks, np.int32).swapaxes(0, 1)  # by chunk, group, index
         return rows(
             self.round[:, None, None],
             rank_of[self.src][:, :, None],
@@ -149,12 +132,7 @@ class TransferTable(Sequence[tuple[Transfer, ...]]):
 
     def only(self, keep: Bools) -> TransferTable:
         """The rows for which `keep` holds; the rounds stay where they are."""
-        names = ("round", "src", "dst", "chunk", "into", "reduce")
-        return self._with(self.num_rounds, **{name: getattr(self, name)[keep] for name in names})
-
-    def _with(self, num_rounds: int, **columns: Any) -> TransferTable:
-        names = ("round", "src", "dst", "chunk", "into", "reduce")
-        return TransferTable(num_rounds, **{n: columns.get(n, getattr(self, n)) for n in names})
+        return replace(self, **{name: getattr(self, name)[keep] for name in _COLUMNS})
 
 
 def rows(
@@ -169,13 +147,11 @@ def rows(
     """A table from columns that are broadcast against each other, as numpy does it."""
     columns = np.broadcast_arrays(round, src, dst, chunk, chunk if into is None else into, reduce)
     flat = [np.ascontiguousarray(column).ravel() for column in columns]
-    ints = [column.astype(np.int32, copy=False) for column in flat[:5]]
+    when, src, dst, chunk, into = (c.astype(np.int32, copy=False) for c in flat[:5])
     if num_rounds is None:
-        num_rounds = int(ints[0].max()) + 1 if ints[0].size else 0
-    table = TransferTable(
-        num_rounds, ints[0], ints[1], ints[2], ints[3], ints[4], flat[5].astype(np.bool_)
-    )
-    return _merged([table], num_rounds)
+        num_rounds = int(when.max()) + 1 if when.size else 0
+    flags = flat[5].astype(np.bool_)
+    return _merged([TransferTable(num_rounds, when, src, dst, chunk, into, flags)], num_rounds)
 
 
 def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> TransferTable:
@@ -194,12 +170,11 @@ def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> TransferTable:
 
 
 def _merged(tables: Sequence[TransferTable], num_rounds: int) -> TransferTable:
-    names = ("round", "src", "dst", "chunk", "into", "reduce")
     columns = [
         getattr(tables[0], name)
         if len(tables) == 1
         else np.concatenate([getattr(table, name) for table in tables])
-        for name in names
+        for name in _COLUMNS
     ]
     if np.any(columns[0][1:] < columns[0][:-1]):
         order = np.argsort(columns[0], kind="stable")

@@ -17,9 +17,6 @@ one tree are inner nodes of the other, so all ports have work:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
@@ -96,9 +93,6 @@ def _halving_tree(ranks: int) -> TransferTable:
     return levels[0].then(*levels[1:])
 
 
-Edge = tuple[int, int, int, bool]  # (chunk, source, destination, reduce)
-
-
 def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
     """Up one tree and down again, in `segments` per half that follow each other.
 
@@ -109,72 +103,59 @@ def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
     chunks = 2 * segments
     trees = [_parents(ranks), _mirrored(ranks)]
     flows = [_Flow(chunk, trees[chunk // segments]) for chunk in range(chunks)]
-    order = sorted(flows, key=lambda flow: flow.chunk % segments)
-    rounds: list[tuple[Transfer, ...]] = []
-    while any(flow.ready for flow in order):
-        rounds.append(_deal(order))
+    flows.sort(key=lambda flow: flow.chunk % segments)
+    rounds: list[list[Transfer]] = []
+    while any(flow.ready for flow in flows):
+        dealt: list[tuple[_Flow, Transfer]] = []
+        sending: set[int] = set()
+        receiving: set[int] = set()
+        for upward in (True, False):
+            for flow in flows:
+                for t in flow.ready:
+                    if t.reduce is upward and t.src not in sending and t.dst not in receiving:
+                        sending.add(t.src)
+                        receiving.add(t.dst)
+                        dealt.append((flow, t))
+        for flow, t in dealt:
+            flow.arrive(t)
+        rounds.append([t for _, t in dealt])
     return Collective("double_tree", ranks, chunks, rounds, one_port=True)
 
 
-@dataclass
 class _Flow:
     """One chunk on its way up and down its tree; `ready` are the transfers that may go now."""
 
-    chunk: int
-    parents: list[int | None]
-    ready: list[Edge] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.children: list[list[int]] = [[] for _ in self.parents]
-        for rank, parent in enumerate(self.parents):
+    def __init__(self, chunk: int, parents: list[int | None]):
+        self.chunk = chunk
+        self.parents = parents
+        self.ready: list[Transfer] = []
+        self.children: list[list[int]] = [[] for _ in parents]
+        for rank, parent in enumerate(parents):
             if parent is not None:
                 self.children[parent].append(rank)
         self.awaited = [len(children) for children in self.children]
         for rank, count in enumerate(self.awaited):
-            if count == 0:
+            if not count:
                 self._complete(rank)
 
-    def arrive(self, edge: Edge) -> None:
-        _, _, rank, reduce = edge
-        if not reduce:
-            self._spread(rank)
+    def arrive(self, transfer: Transfer) -> None:
+        self.ready.remove(transfer)
+        if not transfer.reduce:
+            self._spread(transfer.dst)
             return
-        self.awaited[rank] -= 1
-        if self.awaited[rank] == 0:
-            self._complete(rank)
+        self.awaited[transfer.dst] -= 1
+        if not self.awaited[transfer.dst]:
+            self._complete(transfer.dst)
 
     def _complete(self, rank: int) -> None:
         parent = self.parents[rank]
         if parent is None:
             self._spread(rank)
         else:
-            self.ready.append((self.chunk, rank, parent, True))
+            self.ready.append(Transfer(rank, parent, self.chunk, True))
 
     def _spread(self, rank: int) -> None:
-        self.ready += [(self.chunk, rank, child, False) for child in self.children[rank]]
-
-
-def _deal(flows: list[_Flow]) -> tuple[Transfer, ...]:
-    """One round: as many of the ready transfers as the ports allow, those upward first."""
-    sending: set[int] = set()
-    receiving: set[int] = set()
-    dealt: list[tuple[_Flow, Edge]] = []
-    for flow, edge in _by_urgency(flows):
-        _, src, dst, _ = edge
-        if src not in sending and dst not in receiving:
-            sending.add(src)
-            receiving.add(dst)
-            dealt.append((flow, edge))
-    for flow, edge in dealt:
-        flow.ready.remove(edge)
-        flow.arrive(edge)
-    return tuple(Transfer(src, dst, chunk, reduce) for _, (chunk, src, dst, reduce) in dealt)
-
-
-def _by_urgency(flows: list[_Flow]) -> Iterator[tuple[_Flow, Edge]]:
-    for upward in (True, False):
-        for flow in flows:
-            yield from ((flow, edge) for edge in flow.ready if edge[3] is upward)
+        self.ready += [Transfer(rank, child, self.chunk, False) for child in self.children[rank]]
 
 
 def _parents(ranks: int) -> list[int | None]:
