@@ -27,7 +27,6 @@ from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
-from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.drawing.svg import animated_svg
@@ -46,66 +45,70 @@ def show_on_cluster(
     network = ClusterNetwork(cluster, cluster.devices if ranks is None else ranks, seed)
     priced = {kind: network.price_all(kind, num_bytes) for kind in kinds}
     prices_by_kind = {kind: prices for kind, prices in priced.items() if prices}
-    left_out = _left_out(network, priced)
+    missing = [
+        f"{kind} {name}"
+        for kind, prices in priced.items()
+        for name in algorithms(kind)
+        if name not in {one.algorithm for one in prices}
+    ]
+    pairs = f"{network.ranks:,} ranks have too many pairs that send to each other"
+    left_out = f"left out: {', '.join(missing)}; {pairs}" if missing else ""
     if not prices_by_kind:
         raise BadInput(f"--ranks {network.ranks} with --cluster: {left_out}")
     sentences = explain_racks(network, prices_by_kind.get("all_reduce", []))
     grids = [_cluster_grid(kind, prices, network) for kind, prices in prices_by_kind.items()]
     alpha_s, rate = network.slowest_pair
-    pair = {"alpha_s": alpha_s, "bytes_per_s": rate if network.ranks > 1 else None}
-    document = {"cluster": cluster.name, "ranks": network.ranks, "bytes": num_bytes, "seed": seed}
-    document |= {"slowest_pair": pair, "explanation": sentences}
+    document = {
+        "cluster": cluster.name,
+        "ranks": network.ranks,
+        "bytes": num_bytes,
+        "seed": seed,
+        "slowest_pair": {"alpha_s": alpha_s, "bytes_per_s": rate if network.ranks > 1 else None},
+        "explanation": sentences,
+        "collectives": _collectives(prices_by_kind),
+    }
     lines = [f"\n{line}" for line in (left_out, sentences) if line]
-    document["collectives"] = _collectives(prices_by_kind)
     show_parts(document, [*grids, *lines], as_json)
 
 
 def _cluster_grid(kind: str, prices: Sequence[ContendedPrice], network: ClusterNetwork) -> Grid:
     alpha_s, rate = network.slowest_pair
+    cluster = network.cluster
     one = prices[0]
-    title = f"{kind} of {show_bytes(one.num_bytes)} over {one.ranks} ranks of {_words(network)}"
+    title = f"{kind} of {show_bytes(one.num_bytes)} over {one.ranks} ranks of {cluster.name}"
+    if network.has_levels and cluster.node.devices > 1:
+        title += f", {cluster.node.devices} in a node"
+    if network.crossings(AT_RANDOM):
+        title += f", {cluster.nodes_per_rack} nodes in a rack"
+        title += f", uplinks 1:{cluster.oversubscription:g}"
     if one.ranks > 1:
         title += f"\nslowest pair: {show_seconds(alpha_s)} a message, {show_rate(rate)}"
     heads = ["algorithm", "order", "alone", "closed\nform", "simulated", "busiest link"]
-    grid = plain_table(title, heads, left=2)
-    grid.columns[-1].justify = "left"
-    grid.add_column("")
-    for row, price in enumerate(prices):
-        simulated = "-" if price.simulated_s is None else show_seconds(price.simulated_s)
-        grid.add_row(
+    rows = [
+        [
             price.algorithm,
             price.order,
             show_seconds(price.alpha_beta_s),
             show_seconds(price.closed_form_s),
-            simulated,
+            "-" if price.simulated_s is None else show_seconds(price.simulated_s),
             f"{price.bound}, {show_rate(price.bound_bytes_per_s)}" if price.bound else "",
-            "<- fastest" if row == 0 else "",
-            style="bold green" if row == 0 else "",
-        )
+        ]
+        for price in prices
+    ]
+    grid = _fastest_first(title, heads, rows, left=2)
+    grid.columns[5].justify = "left"
     return grid
 
 
-def _left_out(network: ClusterNetwork, priced: dict[str, list[ContendedPrice]]) -> str:
-    """Which algorithms have more paths than are worth finding; "" where none has."""
-    missing = []
-    for kind, prices in priced.items():
-        names = {one.algorithm for one in prices}
-        missing += [f"{kind} {name}" for name in algorithms(kind) if name not in names]
-    if not missing:
-        return ""
-    pairs = f"{network.ranks:,} ranks have too many pairs that send to each other"
-    return f"left out: {', '.join(missing)}; {pairs}"
-
-
-def _words(network: ClusterNetwork) -> str:
-    cluster = network.cluster
-    words = cluster.name
-    if network.has_levels:
-        words += f", {cluster.node.devices} in a node" if cluster.node.devices > 1 else ""
-    if network.crossings(AT_RANDOM):
-        nodes = cluster.nodes_per_rack
-        words += f", {nodes} nodes in a rack, uplinks 1:{cluster.oversubscription:g}"
-    return words
+def _fastest_first(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: int
+) -> Grid:
+    grid = plain_table(title, heads, left=left)
+    grid.add_column("")
+    for number, row in enumerate(rows):
+        mark, style = ("", "") if number else ("<- fastest", "bold green")
+        grid.add_row(*row, mark, style=style)
+    return grid
 
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
@@ -150,7 +153,11 @@ def table(
     if ranks is not None and ranks > MOST_RANKS:
         raise BadInput(f"--ranks {ranks}: a table of all algorithms has at most {MOST_RANKS} ranks")
     if cluster is not None:
-        _refuse_costs(context)
+        for name in ("alpha", "beta", "gamma", "prove_all"):
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                option = name.removesuffix("_all")
+                raise BadInput(f"--{option} does not go with --cluster: its links have their costs")
         names = kinds() if kind == "all" else [kind_named(kind).name]
         show_on_cluster(load_cluster(cluster), ranks, names, parse_bytes(size), seed, as_json)
         return
@@ -167,7 +174,10 @@ def table(
     for name, prices in prices_by_kind.items():
         parts.append(_grid(name, prices, num_bytes, cost))
         if prices[0].redundant_bytes:
-            parts.append(_redundant(prices[0]))
+            parts.append(
+                f"\nRedundant memory: when the {name} is done, in place, all ranks together hold "
+                f"{show_bytes(prices[0].redundant_bytes)} beyond one copy of the result."
+            )
     if prove_all:
         parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
@@ -175,15 +185,6 @@ def table(
     costs = dict(zip(("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"), cost, strict=True))
     document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": prove_all}
     show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
-
-
-def _refuse_costs(context: typer.Context) -> None:
-    """What a cluster's links say is not to be said twice."""
-    for name in ("alpha", "beta", "gamma", "prove_all"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            option = "prove" if name == "prove_all" else name
-            raise BadInput(f"--{option} does not go with --cluster, whose links have their costs")
 
 
 @app.command()
@@ -214,23 +215,36 @@ def show(
         draw(collective, wide_console())
         return
     said = (
-        f"{collective}: {svg}"
-        if svg is not None
-        else (
-            f"{collective} is proven: {proof.rounds} rounds, {proof.transfers} transfers, and "
-            "every rank ends with exactly what it should have."
-        )
+        f"{collective} is proven: {proof.rounds} rounds, {proof.transfers} transfers, and every "
+        "rank ends with exactly what it should have."
     )
-    show_parts(_rounds(collective) if as_json else None, [said], as_json)
+    said = said if svg is None else f"{collective}: {svg}"
+    document = {
+        "kind": collective.kind,
+        "algorithm": collective.name,
+        "ranks": collective.ranks,
+        "chunks": collective.chunks,
+        "scratch": collective.scratch,
+        "root": collective.root,
+        "one_port": collective.one_port,
+        "proven": True,
+        "rounds": [
+            [{**asdict(t), "into": t.chunk if t.into is None else t.into} for t in transfers]
+            for transfers in collective.rounds
+        ],
+    }
+    show_parts(document, [said], as_json)
 
 
 def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:
-    title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks, {_link(cost)}"
+    alpha_s, beta_s_per_byte, gamma_s_per_byte = cost
+    title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks"
+    title += f", {show_seconds(alpha_s)} a message"
+    title += f", {show_rate(1 / beta_s_per_byte)}" if beta_s_per_byte else ""
+    title += f", adding at {show_rate(1 / gamma_s_per_byte)}" if gamma_s_per_byte else ""
     heads = ["algorithm", "rounds", "time", "busiest\nport", "times\nbound", "sent/\nrank"]
-    grid = plain_table(title, [*heads, "sent\ntotal", "extra\nmemory"], left=1)
-    grid.add_column("")
-    for row, price in enumerate(prices):
-        grid.add_row(
+    rows = [
+        [
             price.algorithm,
             str(price.rounds),
             show_seconds(price.time_s),
@@ -239,34 +253,15 @@ def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:
             show_bytes(price.sent_largest_bytes),
             show_bytes(price.sent_total_bytes),
             show_bytes(price.extra_memory_bytes),
-            "<- fastest" if row == 0 else "",
-            style="bold green" if row == 0 else "",
-        )
-    return grid
-
-
-def _link(cost: Cost) -> str:
-    """The cost of a message in words: 10 µs a message, 80 Gb/s = 10 GB/s."""
-    alpha_s, beta_s_per_byte, gamma_s_per_byte = cost
-    words = [f"{show_seconds(alpha_s)} a message"]
-    if beta_s_per_byte:
-        words.append(show_rate(1 / beta_s_per_byte))
-    if gamma_s_per_byte:
-        words.append(f"adding at {show_rate(1 / gamma_s_per_byte)}")
-    return ", ".join(words)
-
-
-def _redundant(price: Price) -> str:
-    return (
-        f"\nRedundant memory: when the {price.kind} is done, in place, all ranks together hold "
-        f"{show_bytes(price.redundant_bytes)} beyond one copy of the result."
-    )
+        ]
+        for price in prices
+    ]
+    return _fastest_first(title, [*heads, "sent\ntotal", "extra\nmemory"], rows, left=1)
 
 
 def _ring_against_star(prices: list[Price]) -> str:
     by_name = {one.algorithm: one for one in prices}
-    ring = by_name["ring"]
-    star = by_name["star"]
+    ring, star = by_name["ring"], by_name["star"]
     if not ring.busiest_bytes:
         return ""
     times = star.busiest_bytes / ring.busiest_bytes
@@ -286,21 +281,3 @@ def _collectives(prices_by_kind: Mapping[str, Sequence[Any]]) -> list[dict[str, 
         }
         for kind, prices in prices_by_kind.items()
     ]
-
-
-def _rounds(collective: Collective) -> dict[str, Any]:
-    rounds = [
-        [{**asdict(t), "into": t.chunk if t.into is None else t.into} for t in transfers]
-        for transfers in collective.rounds
-    ]
-    return {
-        "kind": collective.kind,
-        "algorithm": collective.name,
-        "ranks": collective.ranks,
-        "chunks": collective.chunks,
-        "scratch": collective.scratch,
-        "root": collective.root,
-        "one_port": collective.one_port,
-        "proven": True,
-        "rounds": rounds,
-    }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table as Grid
 
 from shoal.cluster.units import parse_seconds
 from shoal.commands import options
@@ -84,7 +83,22 @@ def table(asked: PipelineOptions, as_json: options.Json = False) -> None:
         asked.check((asked.chunks or 2) if entry.looped else 1)
         schedules.append(asked.timeline(entry.name, asked.chunks if entry.looped else None))
     documents = [_document(*found, asked.times) for found in schedules]
-    grid = _grid(schedules, f"{asked.stages} stages, {asked.microbatches} micro-batches")
+    heads = ["schedule", "chunks", "time", "bubble", "idle", "holds at most", ""]
+    rows = [
+        [
+            timeline.pipeline.name,
+            str(timeline.pipeline.chunks),
+            f"{timeline.makespan:.6g}",
+            f"{timeline.bubble:.2%}",
+            f"{timeline.idle:.2%}",
+            f"{max(proof.peak_live) / timeline.pipeline.chunks:.3g}",
+            CATALOG[timeline.pipeline.name].description.splitlines()[0],
+        ]
+        for timeline, proof in schedules
+    ]
+    title = f"{asked.stages} stages, {asked.microbatches} micro-batches"
+    grid = plain_table(title, heads, rows, left=1)
+    grid.columns[-1].justify = "left"
     show_parts({"schedules": documents}, [grid], as_json)
 
 
@@ -115,38 +129,11 @@ def show(
 
 def _time(option: str, text: str) -> Time:
     try:
-        numbers = [_number(word) for word in text.split(",")]
+        numbers = [parse_seconds(word) for word in text.split(",")]
     except BadInput as error:
         what = f"--{option} takes a number, or one for each stage as 1,2,1"
         raise BadInput(f"{what}, not {text!r}") from error
     return numbers if "," in text else numbers[0]
-
-
-def _number(text: str) -> float:
-    """A number of any unit, or a time such as 10ms, which is kept in seconds."""
-    try:
-        return float(text)
-    except ValueError:
-        return parse_seconds(text)
-
-
-def _grid(schedules: list[tuple[Timeline, PipelineProof]], title: str) -> Grid:
-    heads = ["schedule", "chunks", "time", "bubble", "idle", "holds at most", ""]
-    rows = [
-        [
-            timeline.pipeline.name,
-            str(timeline.pipeline.chunks),
-            f"{timeline.makespan:.6g}",
-            f"{timeline.bubble:.2%}",
-            f"{timeline.idle:.2%}",
-            f"{max(proof.peak_live) / timeline.pipeline.chunks:.3g}",
-            CATALOG[timeline.pipeline.name].description.splitlines()[0],
-        ]
-        for timeline, proof in schedules
-    ]
-    grid = plain_table(title, heads, rows, left=1)
-    grid.columns[-1].justify = "left"
-    return grid
 
 
 def _document(

@@ -13,7 +13,7 @@ has a line of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,26 +55,23 @@ def _file(path: Path) -> Iterator[tuple[Edge, bool]]:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise StrategyError(f"the edge list {path} is larger than {MAX_FILE_BYTES} bytes")
         text = content.decode("utf-8")
-    except OSError as error:
-        why = error.strerror or "it cannot be read"
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise StrategyError(f"cannot read the edge list {path}: {why}") from None
-    except UnicodeDecodeError:
-        raise StrategyError(f"cannot read the edge list {path}: it is no text") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise StrategyError(f"the edge list {path} is larger than {MAX_FILE_BYTES} bytes")
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition("#")[0].strip()
-        if not line:
-            continue
         match = _LINE.fullmatch(line)
-        if match is None:
+        if match is not None:
+            source, mark, target, weight = match.groups()
+            yield Edge(int(source), int(target), float(weight) if weight else None), mark == ">"
+        elif line:
             raise StrategyError(
                 f"line {number} of {path} is no edge: write two workers and perhaps a weight, "
                 "such as 0 1 0.25"
             )
-        source, one_way, target, weight = match.groups()
-        yield Edge(int(source), int(target), float(weight) if weight else None), one_way is not None
 
 
 def _both_directions(lines: list[tuple[Edge, bool]], where: str) -> list[Edge]:
@@ -111,20 +108,16 @@ def write_edges(graph: Any) -> str:
         nodes.sort()
     ranks = {node: rank for rank, node in enumerate(nodes)}
     mark = ">" if graph.is_directed() else "-"
-    text = INLINE + ",".join(_words(graph.edges(data="weight"), ranks, mark))
+    words = []
+    for source, target, weight in graph.edges(data="weight"):
+        if weight is not None and not (isinstance(weight, Real) and 0 <= float(weight) <= 1):
+            raise StrategyError(f"the weights of a graph are numbers from 0 to 1, not {weight!r}")
+        suffix = "" if weight is None else f":{float(weight)!r}"
+        words.append(f"{ranks[source]}{mark}{ranks[target]}{suffix}")
+    text = INLINE + ",".join(words)
     if len(text) > MAX_INLINE:
         raise StrategyError(
             f"a graph of {graph.number_of_edges()} edges is too long for a strategy: write it to a "
             'file, such as networkx.write_edgelist(graph, "graph.edges", data=False)'
         )
     return text
-
-
-def _words(
-    edges: Iterable[tuple[Any, Any, Any]], ranks: dict[Any, int], mark: str
-) -> Iterator[str]:
-    for source, target, weight in edges:
-        if weight is not None and not (isinstance(weight, Real) and 0 <= float(weight) <= 1):
-            raise StrategyError(f"the weights of a graph are numbers from 0 to 1, not {weight!r}")
-        suffix = "" if weight is None else f":{float(weight)!r}"
-        yield f"{ranks[source]}{mark}{ranks[target]}{suffix}"

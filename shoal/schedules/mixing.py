@@ -71,8 +71,7 @@ class Mixing:
     def expectation(self) -> str:
         """How fast consensus is to be expected, in a sentence."""
         degrees = {len(self.listeners(rank, 0)) for rank in range(self.workers)}
-        few = min(degrees)
-        most = max(degrees)
+        few, most = min(degrees), max(degrees)
         number = f"{most}" if few == most else f"{few} to {most}"
         who = f"{self.name}: a worker averages with {number} other{'s' * (most > 1)} a step"
         if self.second_eigenvalue == 0:
@@ -146,10 +145,6 @@ def _of_edges(edges: Sequence[Edge], where: str, workers: int) -> Mixing:
     _check_connected(graph, name)
     if edges[0].weight is None:
         return Mixing(name, (metropolis_weights(graph),))
-    return Mixing(name, (_given(edges, name, workers),))
-
-
-def _given(edges: Sequence[Edge], name: str, workers: int) -> Matrix:
     weights = np.zeros((workers, workers))
     for source, target, weight in edges:
         weights[target, source] = weight
@@ -163,31 +158,27 @@ def _given(edges: Sequence[Edge], name: str, workers: int) -> Matrix:
                 f"the weights of {name} are not doubly stochastic: {line} {worst}, what worker "
                 f"{worst} {does} others and itself, adds up to {sums[worst]:.6g} instead of 1"
             )
-    return weights
+    return Mixing(name, (weights,))
 
 
 def _check_connected(graph: nx.DiGraph, name: str) -> None:
-    components = sorted(sorted(nodes) for nodes in nx.strongly_connected_components(graph))
-    if len(components) == 1:
+    if nx.is_strongly_connected(graph):
         return
-    apart = nx.number_weakly_connected_components(graph) > 1
-    if apart:
-        components = sorted(sorted(nodes) for nodes in nx.weakly_connected_components(graph))
-    shown = ", ".join(map(_show, components[:8])) + (", …" if len(components) > 8 else "")
-    why = (
-        "no path leads from one to another, so each would train a model of its own"
-        if apart
-        else "not every one can be reached from every other, so some would never hear of the rest"
-    )
-    kind = "connected" if apart else "strongly connected"
+    if nx.is_weakly_connected(graph):
+        parts, kind = nx.strongly_connected_components(graph), "strongly connected"
+        why = "not every one can be reached from every other, so some would never hear of the rest"
+    else:
+        parts, kind = nx.weakly_connected_components(graph), "connected"
+        why = "no path leads from one to another, so each would train a model of its own"
+    shown = ["{" + _shortened(nodes) + "}" for nodes in sorted(map(sorted, parts))]
     raise StrategyError(
         f"gossip over {name} cannot converge: it is not {kind}, its parts are the workers "
-        f"{shown}; {why}"
+        f"{_shortened(shown)}; {why}"
     )
 
 
-def _show(workers: Sequence[int]) -> str:
-    return "{" + ", ".join(map(str, workers[:8])) + (", …" if len(workers) > 8 else "") + "}"
+def _shortened(words: Sequence[object]) -> str:
+    return ", ".join(map(str, words[:8])) + (", …" if len(words) > 8 else "")
 
 
 def _named(graph: str, workers: int) -> tuple[str, nx.Graph]:
@@ -201,7 +192,15 @@ def _named(graph: str, workers: int) -> tuple[str, nx.Graph]:
             numbered = nx.convert_node_labels_to_integers(torus, ordering="sorted")
             return f"a torus of {rows} x {workers // rows}", numbered
         case "hypercube":
-            return f"a hypercube of {workers}", _hypercube(workers)
+            if workers & (workers - 1):
+                below = 1 << workers.bit_length() - 1
+                raise StrategyError(
+                    f"a hypercube needs a power of two of replicas, and there are {workers}: "
+                    f"take {below} or {2 * below} of them, or another graph"
+                )
+            bits = range(workers.bit_length() - 1)
+            edges = ((i, i ^ 1 << k) for i in range(workers) for k in bits)
+            return f"a hypercube of {workers}", nx.Graph(edges)
         case "exponential":
             hops = [1 << k for k in range((workers - 1).bit_length())]
             edges = ((i, (i + hop) % workers) for i in range(workers) for hop in hops)
@@ -211,17 +210,6 @@ def _named(graph: str, workers: int) -> tuple[str, nx.Graph]:
         case "complete":
             return f"a complete graph of {workers}", nx.complete_graph(workers)
     return _random_regular(graph, workers)
-
-
-def _hypercube(workers: int) -> nx.Graph:
-    if workers & (workers - 1):
-        below = 1 << workers.bit_length() - 1
-        raise StrategyError(
-            f"a hypercube needs a power of two of replicas, and there are {workers}: "
-            f"take {below} or {2 * below} of them, or another graph"
-        )
-    edges = ((i, i ^ 1 << k) for i in range(workers) for k in range(workers.bit_length() - 1))
-    return nx.Graph(edges)
 
 
 def _random_regular(graph: str, workers: int) -> tuple[str, nx.Graph]:

@@ -14,7 +14,9 @@ dK and dV.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from shoal.errors import CheckFailed
@@ -99,27 +101,21 @@ def prove(schedule: RingAttention) -> None:
     """Raise `CheckFailed` unless every query meets every key once, where that key is then."""
     prove_collective(schedule.keys_and_values)
     prove_collective(schedule.gradients)
-    met: dict[tuple[int, int], int] = {}
+    met: Counter[tuple[int, int]] = Counter()
     for rank in range(schedule.ranks):
         held = [rank, *(hop.received for hop in schedule.hops(rank, schedule.keys_and_values))]
         for round_, owner in enumerate(held):
             if owner != (rank - round_) % schedule.ranks:
                 raise CheckFailed(f"rank {rank} has the block of rank {owner} in round {round_}")
-            for pair in schedule.pairs(rank, owner):
-                met[pair.query, pair.key] = met.get((pair.query, pair.key), 0) + 1
+            met.update((pair.query, pair.key) for pair in schedule.pairs(rank, owner))
         added = [hop.sent for hop in schedule.hops(rank, schedule.gradients)]
         if added != held[1:]:
             raise CheckFailed(f"rank {rank} sends gradients of {added} and computes {held[1:]}")
-    _check_all_met(schedule, met)
-
-
-def _check_all_met(schedule: RingAttention, met: dict[tuple[int, int], int]) -> None:
     chunks = range(2 * schedule.ranks)
-    for query in chunks:
-        for key in chunks:
-            wanted = int(query >= key or not schedule.causal)
-            if met.get((query, key), 0) != wanted:
-                raise CheckFailed(
-                    f"queries of chunk {query} meet keys of chunk {key} "
-                    f"{met.get((query, key), 0)} times, not {wanted}"
-                )
+    for query, key in product(chunks, chunks):
+        wanted = int(query >= key or not schedule.causal)
+        if met[query, key] != wanted:
+            raise CheckFailed(
+                f"queries of chunk {query} meet keys of chunk {key} {met[query, key]} times, "
+                f"not {wanted}"
+            )

@@ -18,7 +18,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import BadInput
@@ -74,13 +73,6 @@ def load_pipeline(name: str) -> Callable[..., list[Action]]:
 def load_function(name: str) -> Callable[..., Any]:
     """The function that FILE.py:FUNCTION names."""
     path, _, function_name = name.rpartition(":")
-    function = getattr(_load_module(path), function_name, None)
-    if not callable(function):
-        raise BadInput(f"{path} has no function {function_name}")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_module(path: str) -> ModuleType:
     file = _absolute(path)
     name = f"shoal_user_schedule_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -92,7 +84,10 @@ def _load_module(path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         raise BadInput(f"{path} cannot be loaded: {_describe(error, path)}") from error
-    return module
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise BadInput(f"{path} has no function {function_name}")
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -69,14 +69,14 @@ def test_stage_s_of_zb_h1_lets_s_weight_gradients_wait_and_one_be_done() -> None
 @given(st.integers(2, 12), st.integers(1, 24))
 def test_room_for_one_message_is_enough_without_chunks(stages: int, microbatches: int) -> None:
     for name in ("inter-op", "gpipe"):
-        assert prove(build(name, stages, microbatches), capacity=0).capacity == 0
+        assert prove(build(name, stages, microbatches)).capacity == 0
     for name in ("1f1b", "zb-h1", "zb-h2"):
-        prove(build(name, stages, microbatches), capacity=1)
+        run_blocking(build(name, stages, microbatches), 1)
 
 
 def test_1f1b_hangs_where_a_send_waits_for_its_receiver() -> None:
     with pytest.raises(Deadlock) as caught:
-        prove(build("1f1b", 2, 2), capacity=0)
+        run_blocking(build("1f1b", 2, 2), 0)
     assert str(caught.value) == (
         "1f1b of 2 stages and 2 micro-batches hangs with room for 0 messages in a channel: "
         "stage 0 after F1 waits for stage 1 to take it, stage 1 after B0 waits for stage 0 to "

@@ -84,27 +84,15 @@ def locate(stages: int, virtual: int) -> VirtualStage:
     return VirtualStage(stage, chunk)
 
 
-def producer(stages: int, chunks: int, stage: int, action: Action) -> VirtualStage | None:
-    """The virtual stage whose result an action needs, of the same micro-batch and direction.
-
-    None if it needs none. With one stage the producer may be the stage itself.
-    """
-    return _neighbour(stages, chunks, stage, action, forward=-1, backward=+1)
-
-
-def consumer(stages: int, chunks: int, stage: int, action: Action) -> VirtualStage | None:
-    """The virtual stage that needs the result of an action; None if none does."""
-    return _neighbour(stages, chunks, stage, action, forward=+1, backward=-1)
-
-
-def _neighbour(
-    stages: int, chunks: int, stage: int, action: Action, forward: int, backward: int
-) -> VirtualStage | None:
+def _neighbour(pipeline: Pipeline, stage: int, action: Action, step: int) -> VirtualStage | None:
+    """The virtual stage so many steps further in the direction of an action; WEIGHT has none."""
     if action.kind is ActionKind.WEIGHT:
         return None
-    step = forward if action.kind is ActionKind.FORWARD else backward
-    virtual = virtual_index(stages, stage, action.chunk) + step
-    return locate(stages, virtual) if 0 <= virtual < stages * chunks else None
+    step = step if action.kind is ActionKind.FORWARD else -step
+    virtual = virtual_index(pipeline.stages, stage, action.chunk) + step
+    if 0 <= virtual < pipeline.stages * pipeline.chunks:
+        return locate(pipeline.stages, virtual)
+    return None
 
 
 def check_sizes(stages: int, microbatches: int, chunks: int) -> None:
@@ -136,10 +124,15 @@ class Pipeline:
         return len(self.actions)
 
     def producer(self, stage: int, action: Action) -> VirtualStage | None:
-        return producer(self.stages, self.chunks, stage, action)
+        """The virtual stage whose result an action needs, of the same micro-batch and direction.
+
+        None if it needs none. With one stage the producer may be the stage itself.
+        """
+        return _neighbour(self, stage, action, -1)
 
     def consumer(self, stage: int, action: Action) -> VirtualStage | None:
-        return consumer(self.stages, self.chunks, stage, action)
+        """The virtual stage that needs the result of an action; None if none does."""
+        return _neighbour(self, stage, action, +1)
 
     def __str__(self) -> str:
         chunks = f", {self.chunks} chunks each," if self.chunks > 1 else ""

@@ -10,9 +10,18 @@ Schedules that finish all forwards of a chunk before its backwards: breadth firs
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
-from shoal.schedules.pipelines.actions import Action, ActionKind
+from shoal.schedules.pipelines.actions import Action, ActionKind, accumulate
+
+
+def _each(
+    kind: ActionKind, microbatches: Iterable[int], chunks: Iterable[int] = (0,)
+) -> list[Action]:
+    """One action of each micro-batch, chunk by chunk."""
+    mine = list(microbatches)
+    return [Action(kind, microbatch, chunk) for chunk in chunks for microbatch in mine]
 
 
 def one_f_one_b(stages: int, stage: int, microbatches: int) -> list[Action]:
@@ -20,8 +29,8 @@ def one_f_one_b(stages: int, stage: int, microbatches: int) -> list[Action]:
 
     The bubble of GPipe, (p-1)/(m+p-1); stage s holds the activations of at most p-s micro-batches.
     """
-    forward = [Action(ActionKind.FORWARD, microbatch) for microbatch in range(microbatches)]
-    backward = [Action(ActionKind.BACKWARD, microbatch) for microbatch in range(microbatches)]
+    forward = _each(ActionKind.FORWARD, range(microbatches))
+    backward = _each(ActionKind.BACKWARD, range(microbatches))
     return in_turn(forward, backward, warm_up=stages - stage - 1)
 
 
@@ -32,20 +41,15 @@ def interleaved(stages: int, stage: int, microbatches: int, chunks: int) -> list
     with 2(p-s-1) + (v-1)p forwards of a chunk. Where p does not divide m, there are m // p groups
     (at least one), as equal as can be and the larger ones first; the warm-up follows the largest.
     """
-    groups = _groups(microbatches, max(1, microbatches // stages))
-    forward = [
-        Action(ActionKind.FORWARD, microbatch, chunk)
-        for group in groups
-        for chunk in range(chunks)
-        for microbatch in group
-    ]
-    backward = [
-        Action(ActionKind.BACKWARD, microbatch, chunk)
-        for group in groups
-        for chunk in reversed(range(chunks))
-        for microbatch in group
-    ]
-    warm_up = 2 * (stages - stage - 1) + (chunks - 1) * len(groups[0])
+    count = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, count)
+    starts = [size * index + min(index, larger) for index in range(count + 1)]
+    forward: list[Action] = []
+    backward: list[Action] = []
+    for group in (range(*ends) for ends in pairwise(starts)):
+        forward += _each(ActionKind.FORWARD, group, range(chunks))
+        backward += _each(ActionKind.BACKWARD, group, reversed(range(chunks)))
+    warm_up = 2 * (stages - stage - 1) + (chunks - 1) * starts[1]
     return in_turn(forward, backward, warm_up)
 
 
@@ -59,24 +63,13 @@ def in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> list
     return forward[:warm_up] + steady + backward[len(forward) - warm_up :]
 
 
-def _groups(microbatches: int, count: int) -> list[range]:
-    """`count` runs of micro-batches, the larger ones first."""
-    size, larger = divmod(microbatches, count)
-    starts = [size * index + min(index, larger) for index in range(count + 1)]
-    return [range(*ends) for ends in pairwise(starts)]
-
-
 def inter_op(stages: int, stage: int, microbatches: int) -> list[Action]:
     """No pipeline: one micro-batch at a time through all p stages.
 
     Inter-operator parallelism by itself. One stage works while the others wait: a bubble of
     (p-1)/p. One set of activations lives.
     """
-    return [
-        Action(kind, microbatch)
-        for microbatch in range(microbatches)
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-    ]
+    return accumulate(1, 0, microbatches)
 
 
 def gpipe(stages: int, stage: int, microbatches: int) -> list[Action]:
@@ -93,17 +86,8 @@ def bfs(stages: int, stage: int, microbatches: int, chunks: int) -> list[Action]
     Forward through all v chunks, then backward. With m >= p a bubble of (p-1)/(vm+p-1); a
     stage holds the activations of all m micro-batches in all its chunks.
     """
-    forward = [
-        Action(ActionKind.FORWARD, microbatch, chunk)
-        for chunk in range(chunks)
-        for microbatch in range(microbatches)
-    ]
-    backward = [
-        Action(ActionKind.BACKWARD, microbatch, chunk)
-        for chunk in reversed(range(chunks))
-        for microbatch in range(microbatches)
-    ]
-    return forward + backward
+    forward = _each(ActionKind.FORWARD, range(microbatches), range(chunks))
+    return forward + _each(ActionKind.BACKWARD, range(microbatches), reversed(range(chunks)))
 
 
 def zb_h1(stages: int, stage: int, microbatches: int) -> list[Action]:
@@ -127,12 +111,12 @@ def zb_h2(stages: int, stage: int, microbatches: int) -> list[Action]:
 
 def _split(stages: int, stage: int, microbatches: int, depth: int) -> list[Action]:
     """1F1B order of F and I; after an I one W, if more than `depth * stage` wait; then the rest."""
-    forward = [Action(ActionKind.FORWARD, microbatch) for microbatch in range(microbatches)]
-    inputs = [Action(ActionKind.INPUT, microbatch) for microbatch in range(microbatches)]
+    forward = _each(ActionKind.FORWARD, range(microbatches))
+    inputs = _each(ActionKind.INPUT, range(microbatches))
     actions = []
     for action in in_turn(forward, inputs, warm_up=depth * (stages - stage - 1)):
         actions.append(action)
         if action.kind is ActionKind.INPUT and action.microbatch >= depth * stage:
             actions.append(Action(ActionKind.WEIGHT, action.microbatch - depth * stage))
     waiting = range(max(0, microbatches - depth * stage), microbatches)
-    return actions + [Action(ActionKind.WEIGHT, microbatch) for microbatch in waiting]
+    return actions + _each(ActionKind.WEIGHT, waiting)

@@ -14,18 +14,14 @@ decides.
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import CheckFailed
-from shoal.schedules.pipelines.actions import (
-    Action,
-    ActionKind,
-    Pipeline,
-    VirtualStage,
-    virtual_index,
-)
+from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline, VirtualStage
 
 UNLIMITED = 1 << 60
 
@@ -78,12 +74,10 @@ class PipelineProof:
     peak_waiting: tuple[int, ...]
 
 
-def prove(pipeline: Pipeline, capacity: int | None = None) -> PipelineProof:
-    """Raise `ScheduleWrong` or `Deadlock` unless it is right, with this capacity if it is given."""
+def prove(pipeline: Pipeline) -> PipelineProof:
+    """Raise `ScheduleWrong` or `Deadlock` unless it is right."""
     for stage in range(pipeline.stages):
         _check_stage(pipeline, stage)
-    if capacity is not None:
-        run_blocking(pipeline, capacity)
     peaks = [_peaks(actions) for actions in pipeline.actions]
     return PipelineProof(
         sum(map(len, pipeline.actions)),
@@ -96,14 +90,13 @@ def prove(pipeline: Pipeline, capacity: int | None = None) -> PipelineProof:
 def capacity_needed(pipeline: Pipeline) -> int:
     """The smallest capacity of channels without a deadlock, for stages that are right alone."""
     run_blocking(pipeline, UNLIMITED)
-    capacity = 0
-    while True:
+    for capacity in itertools.count():
         try:
             run_blocking(pipeline, capacity)
         except Deadlock:
-            capacity += 1
-        else:
-            return capacity
+            continue
+        return capacity
+    raise AssertionError("there is a capacity that suffices")
 
 
 _BEFORE = {
@@ -121,10 +114,13 @@ def _check_stage(pipeline: Pipeline, stage: int) -> None:
         if wrong:
             raise ScheduleWrong(pipeline, stage, wrong)
         done.add(action)
-    for chunk in range(pipeline.chunks):
-        for microbatch in range(pipeline.microbatches):
-            lacking = _lacking(microbatch, chunk, done)
-            if lacking is not None:
+    for chunk, microbatch in itertools.product(
+        range(pipeline.chunks), range(pipeline.microbatches)
+    ):
+        split = Action(ActionKind.INPUT, microbatch, chunk) in done
+        for kind in (ActionKind.FORWARD, ActionKind.WEIGHT if split else ActionKind.BACKWARD):
+            if Action(kind, microbatch, chunk) not in done:
+                lacking = Action(kind, microbatch, chunk)
                 raise ScheduleWrong(pipeline, stage, f"never does {lacking}")
 
 
@@ -146,14 +142,6 @@ def _what_is_wrong(pipeline: Pipeline, action: Action, done: set[Action]) -> str
     return None
 
 
-def _lacking(microbatch: int, chunk: int, done: set[Action]) -> Action | None:
-    """The action that is missing for this micro-batch, if one is."""
-    split = Action(ActionKind.INPUT, microbatch, chunk) in done
-    needed = (ActionKind.FORWARD, ActionKind.WEIGHT if split else ActionKind.BACKWARD)
-    missing = (Action(kind, microbatch, chunk) for kind in needed)
-    return next((action for action in missing if action not in done), None)
-
-
 def _peaks(actions: tuple[Action, ...]) -> tuple[int, int]:
     live = waiting = peak_live = peak_waiting = 0
     for kind, _, _ in actions:
@@ -164,12 +152,8 @@ def _peaks(actions: tuple[Action, ...]) -> tuple[int, int]:
     return peak_live, peak_waiting
 
 
-class _Message(NamedTuple):
-    """The virtual stage that receives it, the direction, and the micro-batch."""
-
-    consumer: int
-    is_forward: bool
-    microbatch: int
+# by source and target; a message is named by virtual stage, direction and micro-batch
+Channels = defaultdict[tuple[int, int], set[tuple[VirtualStage, bool, int]]]
 
 
 def run_blocking(pipeline: Pipeline, capacity: int) -> None:
@@ -177,93 +161,42 @@ def run_blocking(pipeline: Pipeline, capacity: int) -> None:
 
     Each stage by itself must be right, which `prove` checks first.
     """
-    _Run(pipeline, capacity).finish()
+    channels: Channels = defaultdict(set)
+    running = [_run(pipeline, stage, channels, capacity) for stage in range(pipeline.stages)]
+    waits: dict[int, Wait | None] = {}
+    ready = deque(range(pipeline.stages))
+    while ready:
+        stage = ready.popleft()
+        wait = next(running[stage], None)
+        if stage in waits and waits[stage] == wait:
+            continue
+        waits[stage] = wait  # it has advanced, which only those that wait for it can notice
+        ready.extend(other for other, its in waits.items() if its and its.peer == stage)
+    blocked = {stage: wait for stage, wait in waits.items() if wait is not None}
+    if blocked:
+        path: list[int] = []
+        stage = next(iter(blocked))
+        while stage not in path:  # none has finished: it would have received and sent everything
+            path.append(stage)
+            stage = blocked[stage].peer
+        cycle = tuple(blocked[one] for one in path[path.index(stage) :])
+        raise Deadlock(pipeline, capacity, cycle)
 
 
-class _Run:
-    def __init__(self, pipeline: Pipeline, capacity: int):
-        self.pipeline = pipeline
-        self.capacity = capacity
-        self.next = [0] * pipeline.stages
-        self.is_sending = [False] * pipeline.stages  # the result is sent and not received
-        self.channels: dict[tuple[int, int], set[_Message]] = {}
-
-    def finish(self) -> None:
-        ready = deque(range(self.pipeline.stages))
-        while ready:
-            ready.extend(self._advance(ready.popleft()))
-        for stage in range(self.pipeline.stages):
-            if self._wait_of(stage) is not None:
-                raise Deadlock(self.pipeline, self.capacity, self._cycle(stage))
-
-    def _advance(self, stage: int) -> set[int]:
-        """Run a stage until it blocks; the stages that may be unblocked by it."""
-        unblocked: set[int] = set()
-        while self.next[stage] < len(self.pipeline.actions[stage]):
-            action = self.pipeline.actions[stage][self.next[stage]]
-            if not self.is_sending[stage]:
-                if not self._receive(stage, action, unblocked):
-                    return unblocked
-                self._send(stage, action, unblocked)
-            if not self._is_received(stage, action):
-                return unblocked
-            self.is_sending[stage] = False
-            self.next[stage] += 1
-        return unblocked
-
-    def _receive(self, stage: int, action: Action, unblocked: set[int]) -> bool:
-        """Receive the input of an action; False if it is not there yet."""
-        producer = self.pipeline.producer(stage, action)
-        if producer is None:
-            return True
-        channel = self._channel(producer.stage, stage)
-        message = self._message(VirtualStage(stage, action.chunk), action)
-        if message not in channel:
-            return False
-        channel.remove(message)
-        unblocked.add(producer.stage)
-        return True
-
-    def _send(self, stage: int, action: Action, unblocked: set[int]) -> None:
-        self.is_sending[stage] = True
-        consumer = self.pipeline.consumer(stage, action)
+def _run(pipeline: Pipeline, stage: int, channels: Channels, capacity: int) -> Iterator[Wait]:
+    """The actions of a stage; yields what it waits for while it cannot go on."""
+    for action in pipeline.actions[stage]:
+        is_forward = action.kind is ActionKind.FORWARD
+        producer = pipeline.producer(stage, action)
+        if producer is not None:
+            channel = channels[producer.stage, stage]
+            message = (VirtualStage(stage, action.chunk), is_forward, action.microbatch)
+            while message not in channel:
+                yield Wait(stage, action, producer.stage, False)
+            channel.remove(message)
+        consumer = pipeline.consumer(stage, action)
         if consumer is not None:
-            self._channel(stage, consumer.stage).add(self._message(consumer, action))
-            unblocked.add(consumer.stage)
-
-    def _channel(self, source: int, target: int) -> set[_Message]:
-        return self.channels.setdefault((source, target), set())
-
-    def _message(self, consumer: VirtualStage, action: Action) -> _Message:
-        virtual = virtual_index(self.pipeline.stages, *consumer)
-        return _Message(virtual, action.kind is ActionKind.FORWARD, action.microbatch)
-
-    def _is_received(self, stage: int, action: Action) -> bool:
-        consumer = self.pipeline.consumer(stage, action)
-        if consumer is None or consumer.stage == stage:  # a stage sends itself nothing
-            return True
-        return len(self._channel(stage, consumer.stage)) <= self.capacity
-
-    def _wait_of(self, stage: int) -> Wait | None:
-        """What a stage waits for when no stage can advance; None if it has finished."""
-        if self.next[stage] == len(self.pipeline.actions[stage]):
-            return None
-        action = self.pipeline.actions[stage][self.next[stage]]
-        is_sending = self.is_sending[stage]
-        peer = (self.pipeline.consumer if is_sending else self.pipeline.producer)(stage, action)
-        assert peer is not None  # a stage waits for messages only
-        return Wait(stage, action, peer.stage, is_sending)
-
-    def _cycle(self, stage: int) -> tuple[Wait, ...]:
-        """Follow the waits until a stage comes again.
-
-        No path ends at a stage that has finished: it has received and sent everything.
-        """
-        path: list[Wait] = []
-        while stage not in [wait.stage for wait in path]:
-            wait = self._wait_of(stage)
-            assert wait is not None
-            path.append(wait)
-            stage = wait.peer
-        first = [wait.stage for wait in path].index(stage)
-        return tuple(path[first:])
+            channel = channels[stage, consumer.stage]
+            channel.add((consumer, is_forward, action.microbatch))
+            while consumer.stage != stage and len(channel) > capacity:
+                yield Wait(stage, action, consumer.stage, True)
