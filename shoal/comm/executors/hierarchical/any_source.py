@@ -1,9 +1,9 @@
 """Receives from any source, where sources are on this host and on others.
 
-Such a receive is posted twice: in the host's memory, where it can be withdrawn, and at Gloo,
-where it cannot. So a message that arrives over Gloo goes to the first of these:
+Such a receive is posted twice: in the host's memory, where it can be withdrawn, and between hosts,
+where it cannot. So a message that arrives from another host goes to the first of these:
 
-    a receive from that very rank that was posted since (a claim)
+    a receive from that very rank that was posted since
     a receive from any source that can be withdrawn from memory
     otherwise it is kept for the next receive that matches
 """
@@ -14,19 +14,17 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.executors.torch import as_shoal_error
-from shoal.comm.staging import FlatTensor, on_host
+from shoal.comm.staging import on_host
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.waits import Backoff
-from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
+from shoal.transport.shm.messages import ANY_SOURCE, ShmWork
 
 _FIRST_PAUSE_S = 0.00002
 _LONGEST_PAUSE_S = 0.001
@@ -44,228 +42,149 @@ class Message(Protocol):
     def wait(self, timeout_s: float | None = None) -> None: ...
 
 
-@dataclass(frozen=True)
-class ReceiveContext:
-    """What all receives of one group share."""
-
-    rank: int
-    timeout_s: float
-    changed: threading.Condition
+# what a rank receives with a tag, from another host: (into, source, tag)
+Post = Callable[[Tensor, int, int], Message]
 
 
 class PendingReceive:
     """A receive that `AnySource` may fulfil. `look` is called with the lock of `changed` held."""
 
-    def __init__(self, target: FlatTensor, doing: str, context: ReceiveContext):
-        self.target = target
-        self.source = ANY_SOURCE
+    def __init__(self, into: Tensor, src: int, tag: int, owner: AnySource):
+        self.target = on_host(into)
+        self.src = self.source = src
         self.error: ShoalError | None = None
-        self._doing = doing
-        self._context = context
-        self._changed = context.changed
-        self._done = False
+        self._tag = tag
+        self._owner = owner
+        self._local: ShmWork | None = None  # from any source on this host
+        self._message: Message | None = None  # from `src` alone
+        self._is_done = False
+
+    def post(self) -> None:
+        """In memory from any source, or, once no other receive can take its message, from `src`."""
+        owner = self._owner
+        try:
+            if self.src == ANY_SOURCE:
+                transport = owner.shared_memory.transport
+                self._local = transport.recv(self.target.flat, self.src, self._tag)
+            else:
+                self._message = owner.post(self.target.flat, self.src, self._tag)
+        except ShoalError as error:
+            self.error = error
 
     def deliver(self, source: int, data: Tensor) -> None:
         self.target.flat.view(torch.uint8).copy_(data)
-        self.target.store()
-        self.source = source
-        self._done = True
-
-    def look(self) -> bool:
-        return self._done
-
-    def poll(self) -> bool:
-        with self._changed:
-            self._done = self._done or self.error is not None or self.look()
-            return self._done
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        limit_s = self._context.timeout_s if timeout_s is None else timeout_s
-        if not self._settles_within(limit_s):
-            raise PeerLost(self._context.rank, None, self._doing, limit_s)
-        if self.error is not None:
-            raise self.error
-
-    def _settles_within(self, limit_s: float) -> bool:
-        raise NotImplementedError
-
-
-class AnySourceReceive(PendingReceive):
-    """Posted in memory as well; `withdraw` takes that back."""
-
-    def post(self, transport: ShmTransport, tag: int, topology: Topology) -> None:
-        self._transport = transport
-        self._local = topology.local
-        self._work = transport.recv(self.target.flat, ANY_SOURCE, tag, self.target.store)
+        self._end(source)
 
     def withdraw(self) -> bool:
-        return not self._done and self._transport.withdraw(self._work)
+        transport = self._owner.shared_memory.transport
+        return self._local is not None and transport.withdraw(self._local)
 
     def look(self) -> bool:
+        """Whether it is done, or has failed."""
+        work = self._local or self._message
         try:
-            if self._work.poll():
-                self.source = self._local[self._work.source]
+            if not self._is_done and work is not None and work.poll():
+                work.wait()
+                local = self._owner.topology.local
+                self._end(local[work.source] if self._local is not None else self.src)
         except ShoalError as error:
             self.error = error
-        return self._work.is_done
+        return self._is_done or self.error is not None
 
-    def _settles_within(self, limit_s: float) -> bool:
+    def _end(self, source: int) -> None:
+        self.target.store()
+        self.source = source
+        self._is_done = True
+
+    def poll(self) -> bool:
+        with self._owner.changed:
+            return self.look()
+
+    def wait(self, timeout_s: float | None = None) -> None:
         """By polling: a message in memory wakes no thread."""
+        limit_s = self._owner.shared_memory.timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + limit_s
         pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self.poll():
             if time.monotonic() > deadline_s:
-                return False
+                whom = "any source" if self.src == ANY_SOURCE else self.src
+                doing = f"recv from {whom}, tag {self._tag}"
+                raise PeerLost(self._owner.topology.rank, None, doing, limit_s)
             pause()
-        return True
-
-
-class ClaimReceive(PendingReceive):
-    """A receive from one rank while its message may arrive at a receive from any source."""
-
-    def __init__(
-        self,
-        src: int,
-        post: Callable[[], Message],
-        target: FlatTensor,
-        doing: str,
-        context: ReceiveContext,
-    ):
-        super().__init__(target, doing, context)
-        self.src = src
-        self._post = post
-        self._message: Message | None = None
-
-    def give_up(self) -> None:
-        """Its message did not arrive there: post an ordinary receive."""
-        try:
-            self._message = self._post()
-        except ShoalError as error:
-            self.error = error
-
-    def look(self) -> bool:
-        return self._message is not None and self._message.poll()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        super().wait(timeout_s)
-        if self._message is not None:
-            self._message.wait(timeout_s)
-        self.source = self.src
-
-    def _settles_within(self, limit_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._message is not None or self.poll(), limit_s)
+        if self.error is not None:
+            raise self.error
 
 
 class AnySource:
     """The receives from any source of one group, by tag."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        shared_memory: SharedMemory,
-        post: Callable[[Tensor, int], Any],
-    ):
-        self._topology = topology
-        self._shared_memory = shared_memory
-        self._post = post
-        self._changed = threading.Condition()
-        self._waiting: dict[int, list[AnySourceReceive]] = defaultdict(list)
-        self._claims: dict[int, list[ClaimReceive]] = {}  # for every tag that is posted at Gloo
+    def __init__(self, topology: Topology, shared_memory: SharedMemory, post: Post):
+        self.topology = topology
+        self.shared_memory = shared_memory
+        self.post = post
+        self.changed = threading.Lock()
+        self._waiting: dict[int, list[PendingReceive]] = defaultdict(list)
+        self._posted: set[int] = set()  # tags that are received between hosts from any source
         self._kept: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
 
-    def recv(self, into: Tensor, tag: int) -> Message:
-        doing = f"recv from any source, tag {tag}"
-        message = AnySourceReceive(on_host(into), doing, self._context())
-        with self._changed:
-            if self._kept[tag]:
-                source, data = self._kept[tag].pop(0)
-                message.deliver(source, data)
-                return message
-            message.post(self._shared_memory.transport, tag, self._topology)
-            self._waiting[tag] = [*self._open(tag), message]
-            if tag not in self._claims:
-                self._post_at_gloo(tag, message.target.flat.nbytes)
-        return message
-
-    def claim(
-        self, target: FlatTensor, src: int, tag: int, post: Callable[[], Message]
-    ) -> Message | None:
-        """A receive from one rank of another host; None where an ordinary one will do."""
-        with self._changed:
-            kept = [entry for entry in self._kept.get(tag, ()) if entry[0] == src]
-            if not kept and tag not in self._claims:
+    def recv(self, into: Tensor, src: int, tag: int) -> Message | None:
+        """From any source, or a rank of another host; None where no other receive can take it."""
+        with self.changed:
+            kept = [m for m in self._kept[tag] if src in (ANY_SOURCE, m[0])]
+            if src != ANY_SOURCE and not kept and tag not in self._posted:
                 return None
-            doing = f"recv from {src}, tag {tag}"
-            claim = ClaimReceive(src, post, target, doing, self._context())
+            pending = PendingReceive(into, src, tag, self)
             if kept:
-                self._kept[tag].remove(kept[0])
-                claim.deliver(src, kept[0][1])
-            else:
-                self._claims[tag].append(claim)
-            return claim
+                self._kept[tag] = [m for m in self._kept[tag] if m is not kept[0]]
+                pending.deliver(*kept[0])
+                return pending
+            if src == ANY_SOURCE:
+                pending.post()
+            self._waiting[tag] = [*self._open(tag), pending]
+            if tag not in self._posted:
+                self._post_from_any(tag, pending.target.flat.nbytes)
+            return pending
 
-    def _context(self) -> ReceiveContext:
-        return ReceiveContext(self._topology.rank, self._shared_memory.timeout_s, self._changed)
-
-    def _post_at_gloo(self, tag: int, num_bytes: int) -> None:
+    def _post_from_any(self, tag: int, num_bytes: int) -> None:
         """Nothing can interrupt the thread that waits for it, so it is a daemon."""
         data = torch.empty(num_bytes, dtype=torch.uint8)
-        self._claims[tag] = []
-        work = self._post(data, tag)
+        self._posted.add(tag)
+        message = self.post(data, ANY_SOURCE, tag)
         threading.Thread(
-            target=self._await, args=(tag, work, data), daemon=True, name="shoal any source"
+            target=self._await, args=(tag, message, data), daemon=True, name="shoal any source"
         ).start()
 
-    def _await(self, tag: int, work: Any, data: Tensor) -> None:
+    def _await(self, tag: int, message: Message, data: Tensor) -> None:
         error: ShoalError | None = None
         try:
-            work.wait()
-        except PeerLost as lost:
+            message.wait()
+        except ShoalError as lost:
             error = lost
-        except RuntimeError as cause:
-            doing = f"recv from any source, tag {tag}"
-            error = as_shoal_error(cause, self._topology.rank, doing)
-        with self._changed:
-            claims = self._claims.pop(tag)
-            if not self._shared_memory.segment.closed:
-                self._settle(tag, claims, work, data, error)
-                self._changed.notify_all()
+        with self.changed:
+            self._posted.discard(tag)
+            if self.shared_memory.segment.closed:
+                return
+            if error is None:
+                self._hand_over(tag, message.source, data)
+            for receive in self._open(tag) if error is not None else ():
+                receive.error = error
 
-    def _settle(
-        self,
-        tag: int,
-        claims: list[ClaimReceive],
-        work: Any,
-        data: Tensor,
-        error: ShoalError | None,
-    ) -> None:
-        self._waiting[tag] = self._open(tag)
-        if error is not None:
-            for message in (*claims, *self._waiting.pop(tag)):
-                message.error = error
-            return
-        taken = self._hand_over(tag, claims, work._source_rank(), data)
-        for claim in claims:
-            if claim is not taken:
-                claim.give_up()
+    def _open(self, tag: int) -> list[PendingReceive]:
+        return [receive for receive in self._waiting[tag] if not receive.look()]
+
+    def _hand_over(self, tag: int, source: int, data: Tensor) -> None:
+        still = self._open(tag)
+        by_rank = [receive for receive in still if receive.src != ANY_SOURCE]
+        from_any = [receive for receive in still if receive.src == ANY_SOURCE]
+        taker = next((receive for receive in by_rank if receive.src == source), None)
+        taker = taker or next((receive for receive in from_any if receive.withdraw()), None)
+        if taker is None:
+            self._kept[tag].append((source, data))
+        else:
+            taker.deliver(source, data)
+        for receive in by_rank:
+            if receive is not taker:
+                receive.post()
+        self._waiting[tag] = [receive for receive in from_any if receive is not taker]
         if self._waiting[tag]:
-            self._post_at_gloo(tag, self._waiting[tag][0].target.flat.nbytes)
-
-    def _open(self, tag: int) -> list[AnySourceReceive]:
-        return [message for message in self._waiting[tag] if not message.look()]
-
-    def _hand_over(
-        self, tag: int, claims: list[ClaimReceive], source: int, data: Tensor
-    ) -> PendingReceive | None:
-        for claim in claims:
-            if claim.src == source:
-                claim.deliver(source, data)
-                return claim
-        for message in self._waiting[tag]:
-            if message.withdraw():
-                message.deliver(source, data)
-                self._waiting[tag].remove(message)
-                return message
-        self._kept[tag].append((source, data))
-        return None
+            self._post_from_any(tag, self._waiting[tag][0].target.flat.nbytes)

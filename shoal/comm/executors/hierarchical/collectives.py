@@ -15,12 +15,13 @@ A byte goes from one host to another once, not once for every rank there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, divide
+from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
@@ -43,6 +44,18 @@ class InterHost(Protocol):
         ...
 
 
+class Mesh(Protocol):
+    """Messages of bytes between ranks of different hosts; `src` may be ANY_SOURCE."""
+
+    timeout_s: float  # of a message
+
+    def send(self, data: Tensor, dst: int, tag: int) -> Message: ...
+    def recv(self, into: Tensor, src: int, tag: int) -> Message: ...
+    def abort(self) -> None:
+        """Ranks that wait for this one get an error at once."""
+        ...
+
+
 class HostLinks(Protocol):
     """The connections of one group of ranks on several hosts."""
 
@@ -50,8 +63,8 @@ class HostLinks(Protocol):
         """Among the ranks of `column_of`; None for a rank that is not one of them."""
         ...
 
-    def mesh(self) -> Any:
-        """Messages between any two ranks, with the methods of a ProcessGroupGloo."""
+    def mesh(self) -> Mesh:
+        """Messages between any two ranks."""
         ...
 
     def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> HostLinks:

@@ -8,14 +8,13 @@ its rank as a message.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Call, Operand, as_reduced
+from shoal.comm.call import Call, as_reduced
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives, HostLinks
@@ -43,145 +42,69 @@ class Steps(NamedTuple):
     store: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class PieceExchange:
+class Pieces(NamedTuple):
     """Pieces that go straight to their ranks: rank to piece, of what is sent and received."""
 
-    rank: int
-    given: Mapping[int, Tensor] = field(default_factory=dict)
-    taken: Mapping[int, Tensor] = field(default_factory=dict)
-    target: FlatTensor | None = None
-
-    @property
-    def sends(self) -> list[tuple[int, Tensor]]:
-        return self._others(self.given)
-
-    @property
-    def receives(self) -> list[tuple[int, Tensor]]:
-        return self._others(self.taken)
-
-    def copy_own(self) -> None:
-        if self.rank in self.taken:
-            self.taken[self.rank].copy_(self.given[self.rank])
-
-    def store(self) -> None:
-        if self.target is not None:
-            self.target.store()
-
-    def tag(self, number: int) -> int:
-        return reserved_tag(_TAGS + number % _TAGS)
-
-    def _others(self, pieces: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
-        return [(peer, t) for peer, t in pieces.items() if peer != self.rank and t.numel()]
+    given: dict[int, Tensor]
+    taken: dict[int, Tensor]
+    target: FlatTensor | None
 
 
-def exchange_of(call: Call, rank: int, size: int) -> PieceExchange | None:
-    """The pieces of a gather, scatter or all_to_all; None for other kinds."""
-    if call.kind == "gather":
-        given = {call.root: on_host(_given(call.data), copy=True).flat}
-        if call.out is None:
-            return PieceExchange(rank, given)
-        target = on_host(call.out)
-        return PieceExchange(rank, given, _rows(target, size), target)
-    if call.kind == "scatter":
-        target = on_host(_given(call.out))
-        given = {} if call.data is None else _rows(on_host(call.data, copy=True), size)
-        return PieceExchange(rank, given, {call.root: target.flat}, target)
-    if call.kind in ("all_to_all", "all_to_all_uneven"):
-        source = on_host(_given(call.data), copy=True)
-        target = on_host(_given(call.out))
-        given = _divided(source, call.send_counts, size)
-        return PieceExchange(rank, given, _divided(target, call.recv_counts, size), target)
-    return None
+def pieces_of(call: Call, size: int) -> Pieces | None:
+    """Of a gather, scatter or all_to_all; None for other kinds."""
+    if call.kind not in ("gather", "scatter", "all_to_all", "all_to_all_uneven"):
+        return None
+    source = None if call.data is None else on_host(call.data, copy=True)
+    target = None if call.out is None else on_host(call.out)
+    given = _divided(source, call.send_counts, size, call.root if call.kind == "gather" else None)
+    taken = _divided(target, call.recv_counts, size, call.root if call.kind == "scatter" else None)
+    return Pieces(given, taken, target)
+
+
+def _divided(
+    buffer: FlatTensor | None, counts: tuple[int, ...], size: int, only: int | None
+) -> dict[int, Tensor]:
+    """A piece for each rank, or everything for `only`."""
+    if buffer is None:
+        return {}
+    if only is not None:
+        return {only: buffer.flat}
+    return dict(enumerate(torch.split(buffer.flat, list(counts)) if counts else buffer.rows(size)))
 
 
 def steps_of(call: Call, collectives: HierarchicalCollectives, rank: int, size: int) -> Steps:
+    """The tensors of the call as flat ones; inputs that the steps would change are copied."""
     if call.kind == "barrier":
         return Steps(collectives.barrier, _nothing)
+    assert call.data is not None and call.out is not None
     if call.kind == "broadcast":
-        target = on_host(_given(call.data))
+        target = on_host(call.data)
         return Steps(lambda: collectives.broadcast(target.flat, call.root), target.store)
+    source = on_host(call.data, copy=call.kind in ("all_gather", "reduce", "reduce_scatter"))
+    target = source if call.out is call.data else on_host(call.out)
     if call.kind == "all_gather":
-        flat = on_host(_given(call.data), copy=True).flat
-        target = on_host(_given(call.out))
-        return Steps(lambda: collectives.all_gather(target.rows(size), flat), target.store)
-    wide, store = widened(call, rank)
-    run, store_wide = _reduction(wide, collectives, rank, size)
+        rows = target.rows(size)
+        return Steps(lambda: collectives.all_gather(rows, source.flat), target.store)
+    if call.kind in ("scan", "exclusive_scan"):
+        everything = source.flat.new_empty(size, source.flat.numel())
+        last = rank + (call.kind == "scan")
 
-    def store_both() -> None:
-        store_wide()
-        store()
+        def scan() -> None:
+            collectives.all_gather(everything, source.flat)
+            combine_rows(target.flat, everything[:last], call.op)
 
-    return Steps(run, store_both)
-
-
-def agree_about_counts(call: Call, collectives: HierarchicalCollectives, size: int) -> None:
-    """Raise on all ranks where two of them disagree about a piece of an uneven all_to_all."""
-    counts = counts_table(size)
-    collectives.all_gather(counts, counts_row(call))
-    check_counts(counts)
-
-
-def _reduction(call: Call, collectives: HierarchicalCollectives, rank: int, size: int) -> Steps:
-    if call.kind == "all_reduce":
-        return _all_reduce(call, collectives)
-    if call.kind == "reduce":
-        return _reduce(call, collectives, rank)
-    if call.kind == "reduce_scatter":
-        return _reduce_scatter(call, collectives, size)
-    return _scan(call, collectives, rank, size)
-
-
-def _all_reduce(call: Call, collectives: HierarchicalCollectives) -> Steps:
-    target = on_host(_given(call.out))
-    if call.out is not call.data:
-        target.flat.copy_(on_host(_given(call.data)).flat)
-    numbers, op = as_reduced(target.flat, call.op)
-    return Steps(lambda: collectives.all_reduce(numbers, op), target.store)
-
-
-def _reduce(call: Call, collectives: HierarchicalCollectives, rank: int) -> Steps:
-    """The other ranks' tensors are left as they were: the sums grow in a copy."""
-    source = on_host(_given(call.data), copy=True)
+        return Steps(scan, target.store)
     numbers, op = as_reduced(source.flat, call.op)
-    run = lambda: collectives.reduce(numbers, call.root, op)  # noqa: E731
-    return Steps(run, source.store if rank == call.root else _nothing)
-
-
-def _reduce_scatter(call: Call, collectives: HierarchicalCollectives, size: int) -> Steps:
-    source = on_host(_given(call.data), copy=True)
-    target = on_host(_given(call.out))
-    numbers, op = as_reduced(target.flat, call.op)
-    rows = as_reduced(source.flat, call.op)[0].view(size, numbers.numel())
-    return Steps(lambda: collectives.reduce_scatter(numbers, rows, op), target.store)
-
-
-def _scan(call: Call, collectives: HierarchicalCollectives, rank: int, size: int) -> Steps:
-    flat = on_host(_given(call.data)).flat
-    target = on_host(_given(call.out))
-    everything = flat.new_empty(size, flat.numel())
-    last = rank + (call.kind == "scan")
-
-    def run() -> None:
-        collectives.all_gather(everything, flat)
-        combine_rows(target.flat, everything[:last], call.op)
-
-    return Steps(run, target.store)
-
-
-def _rows(buffer: FlatTensor, size: int) -> dict[int, Tensor]:
-    return dict(enumerate(buffer.rows(size)))
-
-
-def _divided(buffer: FlatTensor, counts: tuple[int, ...], size: int) -> dict[int, Tensor]:
-    if not counts:
-        return _rows(buffer, size)
-    return dict(enumerate(torch.split(buffer.flat, list(counts))))
-
-
-def _given(operand: Operand | None) -> Operand:
-    assert operand is not None
-    return operand
+    if call.kind == "reduce":
+        store = source.store if rank == call.root else _nothing
+        return Steps(lambda: collectives.reduce(numbers, call.root, op), store)
+    into, _ = as_reduced(target.flat, call.op)
+    if call.kind == "reduce_scatter":
+        rows = numbers.view(size, into.numel())
+        return Steps(lambda: collectives.reduce_scatter(into, rows, op), target.store)
+    if target is not source:
+        into.copy_(numbers)
+    return Steps(lambda: collectives.all_reduce(into, op), target.store)
 
 
 def _nothing() -> None:
@@ -228,7 +151,7 @@ class Hierarchical(Executor):
     def timeout_s(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.shared_memory.timeout_s = timeout_s
-        self._messages.set_timeout(timeout_s)
+        self._messages.mesh.timeout_s = timeout_s
         if self._inter_host is not None:
             self._inter_host.set_timeout(timeout_s)
 
@@ -253,17 +176,26 @@ class Hierarchical(Executor):
         collectives = self._collectives
         if call.timeout_s is not None:
             collectives = collectives.with_timeout(call.timeout_s)
-        exchange = exchange_of(call, self.rank, self.size)
-        if exchange is None:
-            return steps_of(call, collectives, self.rank, self.size)
+        pieces = pieces_of(call, self.size)
+        if pieces is None:
+            wide, store_wide = widened(call, self.rank)
+            run, store = steps_of(wide, collectives, self.rank, self.size)
+
+            def store_both() -> None:
+                store()
+                store_wide()
+
+            return Steps(run, store_both)
         limit_s = self._timeout_s if call.timeout_s is None else call.timeout_s
 
-        def run() -> None:
+        def exchange() -> None:
             if call.kind == "all_to_all_uneven":
-                agree_about_counts(call, collectives, self.size)
-            self._exchange(exchange, number, limit_s)
+                counts = counts_table(self.size)
+                collectives.all_gather(counts, counts_row(call))
+                check_counts(counts)  # raises on all ranks
+            self._exchange(pieces, reserved_tag(_TAGS + number % _TAGS), limit_s)
 
-        return Steps(run, exchange.store)
+        return Steps(exchange, _nothing if pieces.target is None else pieces.target.store)
 
     def describe(self, call: Call) -> str:
         return f"{call.kind} over hosts {call.num_bytes} bytes"
@@ -271,12 +203,17 @@ class Hierarchical(Executor):
     def record_times(self) -> None:
         self.queue.timed = True
 
-    def _exchange(self, exchange: PieceExchange, number: int, limit_s: float) -> None:
+    def _exchange(self, pieces: Pieces, tag: int, limit_s: float) -> None:
+        given, taken, _ = pieces
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        comes = [p for p in others if p in taken and taken[p].numel()]
+        goes = [p for p in others if p in given and given[p].numel()]
         messages = [
-            *(self._messages.recv(t, peer, exchange.tag(number)) for peer, t in exchange.receives),
-            *(self._messages.send(t, peer, exchange.tag(number)) for peer, t in exchange.sends),
+            *(self._messages.recv(taken[peer], peer, tag) for peer in comes),
+            *(self._messages.send(given[peer], peer, tag) for peer in goes),
         ]
-        exchange.copy_own()
+        if self.rank in taken:
+            taken[self.rank].copy_(given[self.rank])
         for message in messages:
             message.wait(limit_s)
 

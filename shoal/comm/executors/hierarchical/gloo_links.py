@@ -14,8 +14,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.comm.call import TORCH_OPS, Call, Operand
 from shoal.comm.executors.hierarchical.collectives import column_of
+from shoal.comm.executors.hierarchical.point_to_point import as_bytes, reserved_tag
 from shoal.comm.executors.hierarchical.topology import Topology
-from shoal.errors import ShoalError
+from shoal.comm.executors.torch import as_shoal_error
+from shoal.errors import BadInput, PeerLost, ShoalError
+from shoal.runtime.waits import waiting
+from shoal.transport.shm.messages import ANY_SOURCE
+
+# Gloo's tags have 31 bits
+_USER_TAGS = 1 << 30
+_SHORT = (1 << 29) - 1
 
 
 class GlooInterHost:
@@ -50,11 +58,11 @@ class GlooInterHost:
         elif call.kind == "barrier":
             self._gloo.barrier(options).wait()
         elif call.kind == "broadcast":
-            self._gloo.broadcast([_as_bytes(call.data)], options).wait()
+            self._gloo.broadcast([as_bytes(_given(call.data))], options).wait()
         else:
             assert isinstance(call.out, Tensor)
-            rows = list(_as_bytes(call.out).view(len(call.out), -1))
-            self._gloo.allgather([rows], [_as_bytes(call.data)], options).wait()
+            rows = list(as_bytes(call.out).view(len(call.out), -1))
+            self._gloo.allgather([rows], [as_bytes(_given(call.data))], options).wait()
 
     def _reduce(self, call: Call, options: Any) -> None:
         """Gloo has no integers of 16 bits: they are summed in 32."""
@@ -97,8 +105,9 @@ class GlooLinks:
         name = f"column {topology.index}"
         return GlooInterHost(self._gloo(name, topology.host, len(topology.hosts)))
 
-    def mesh(self) -> Any:
-        return self._gloo("mesh", self._topology.rank, self._topology.size)
+    def mesh(self) -> GlooMesh:
+        rank = self._topology.rank
+        return GlooMesh(self._gloo("mesh", rank, self._topology.size), rank, self._timeout_s)
 
     def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> GlooLinks:
         return GlooLinks(topology, PrefixStore(name, self._store), self._timeout_s)
@@ -111,6 +120,85 @@ class GlooLinks:
         return dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=self._timeout_s))
 
 
-def _as_bytes(data: Operand | None) -> Tensor:
-    assert isinstance(data, Tensor)
-    return data.view(-1).view(torch.uint8)
+def _given(operand: Operand | None) -> Tensor:
+    assert isinstance(operand, Tensor)
+    return operand
+
+
+class GlooMessage:
+    """A message of Gloo's, with the errors of ours."""
+
+    def __init__(self, post: Callable[[], Any], rank: int, peer: int, doing: str):
+        self._rank = rank
+        self._peer = peer
+        self._doing = doing
+        self._is_done = False
+        try:
+            self._work = post()
+        except RuntimeError as error:
+            raise as_shoal_error(error, rank, doing) from error
+
+    @property
+    def source(self) -> int:
+        return int(self._work._source_rank()) if self._peer == ANY_SOURCE else self._peer
+
+    def poll(self) -> bool:
+        return bool(self._is_done or self._work.is_completed())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._is_done:
+            return
+        limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+        try:
+            with waiting(f"rank {self._rank}", f"rank {self._peer}", self._doing):
+                self._work.wait(*limit)
+        except RuntimeError as error:
+            if "Timed out waiting" in str(error):
+                raise PeerLost(self._rank, self._peer, self._doing, timeout_s) from error
+            raise as_shoal_error(error, self._rank, self._doing) from error
+        self._is_done = True
+
+
+class GlooMesh:
+    """Messages of a ProcessGroupGloo; see `Mesh`."""
+
+    def __init__(self, gloo: Any, rank: int, timeout_s: float):
+        self._gloo = gloo
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._gloo.set_timeout(timedelta(seconds=timeout_s))
+
+    def send(self, data: Tensor, dst: int, tag: int) -> GlooMessage:
+        gloo, short = self._gloo, _short_tag(tag)
+        doing = f"send to {dst}, tag {tag}"
+        return GlooMessage(lambda: gloo.send([data], dst, short), self._rank, dst, doing)
+
+    def recv(self, into: Tensor, src: int, tag: int) -> GlooMessage:
+        gloo, short = self._gloo, _short_tag(tag)
+        doing = f"recv from {'any source' if src == ANY_SOURCE else src}, tag {tag}"
+
+        def post() -> Any:
+            is_any = src == ANY_SOURCE
+            return gloo.recv_anysource([into], short) if is_any else gloo.recv([into], src, short)
+
+        return GlooMessage(post, self._rank, src, doing)
+
+    def abort(self) -> None:
+        """Without a reference Gloo closes its connections, which wakes up the other side."""
+        self._gloo = None
+
+
+def _short_tag(tag: int) -> int:
+    if tag >= reserved_tag(0):
+        return _USER_TAGS | (tag & _SHORT)
+    if not 0 <= tag < _USER_TAGS:
+        raise BadInput(f"over Gloo tags go from 0 to {_USER_TAGS - 1}, not {tag}")
+    return tag

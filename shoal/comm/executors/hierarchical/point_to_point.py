@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
-
+import torch
 from torch import Tensor
 
 from shoal.comm.executors.hierarchical.any_source import AnySource, Message
-from shoal.comm.executors.hierarchical.collectives import RemotePeerLost
+from shoal.comm.executors.hierarchical.collectives import Mesh, RemotePeerLost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.executors.torch import as_shoal_error
 from shoal.comm.staging import FlatTensor, on_host
-from shoal.errors import BadInput, Desync, PeerLost, ShoalError
-from shoal.runtime.waits import waiting
-from shoal.transport.shm.messages import ANY_SOURCE, ShmWork
+from shoal.errors import Desync, PeerLost, ShoalError
+from shoal.transport.shm.messages import ShmWork
 
-# Gloo's tags have 31 bits
-_USER_TAGS = 1 << 30
-_RESERVED = 1 << 62  # tags from here on belong to the group itself, on every transport
-_SHORT = (1 << 29) - 1
+_RESERVED = 1 << 62  # tags from here on belong to the group itself
 
 
 class IntraHostMessage:
@@ -46,130 +38,86 @@ class IntraHostMessage:
 
 
 class InterHostMessage:
-    """A message from or to another host."""
+    """A message to or from another host, which is copied to `target` when it has arrived."""
 
-    def __init__(self, work: Any, rank: int, peer: int, doing: str, target: FlatTensor | None):
-        self._work = work
-        self._rank = rank
-        self.source = peer
-        self._doing = doing
+    def __init__(self, message: Message, target: FlatTensor | None = None):
+        self._message = message
         self._target = target
-        self._done = False
+
+    @property
+    def source(self) -> int:
+        return self._message.source
 
     def poll(self) -> bool:
-        return bool(self._done or self._work.is_completed())
+        return self._message.poll()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._done:
-            return
         try:
-            with waiting(f"rank {self._rank}", f"rank {self.source}", self._doing):
-                if timeout_s is None:
-                    self._work.wait()
-                else:
-                    self._work.wait(timedelta(seconds=timeout_s))
-        except PeerLost:
-            raise
-        except RuntimeError as error:
-            if "Timed out waiting" in str(error):
-                raise PeerLost(self._rank, self.source, self._doing, timeout_s) from error
-            raise as_shoal_error(error, self._rank, self._doing) from error
-        self._done = True
+            self._message.wait(timeout_s)
+        except PeerLost as lost:
+            raise RemotePeerLost(lost.rank, lost.peer, lost.doing, lost.after_s) from lost
         if self._target is not None:
             self._target.store()
+        self._target = None
 
 
 class PointToPoint:
     """Sends and receives between any two ranks."""
 
-    def __init__(self, topology: Topology, shared_memory: SharedMemory, mesh: Any):
+    def __init__(self, topology: Topology, shared_memory: SharedMemory, mesh: Mesh):
         self._topology = topology
         self._shared_memory = shared_memory
-        self._open = mesh  # see HostLinks.mesh
-        self._any_source = AnySource(topology, shared_memory, self._post_any_source)
+        self._open: Mesh | None = mesh
+        self._any_source = AnySource(topology, shared_memory, self._recv_bytes)
 
     @property
-    def _mesh(self) -> Any:
+    def mesh(self) -> Mesh:
         if self._open is None:
             raise ShoalError(f"rank {self._topology.rank} has closed this group")
         return self._open
 
-    def set_timeout(self, timeout_s: float) -> None:
-        self._mesh.set_timeout(timedelta(seconds=timeout_s))
-
     def close(self) -> None:
-        """Without a reference Gloo closes its connections, which wakes up the other side."""
-        if hasattr(self._open, "close"):
-            self._open.close()
+        """Ranks that wait for this one get an error at once."""
+        if self._open is not None:
+            self._open.abort()
         self._open = None
 
     def send(self, data: Tensor, dst: int, tag: int) -> Message:
-        if dst in self._topology.local:
-            return IntraHostMessage(
-                self._shared_memory.send(data, self._index(dst), tag), self._topology
-            )
-        flat = on_host(data).flat
-        post = lambda: self._mesh.send([flat], dst, short_tag(tag))  # noqa: E731
-        return self._between_hosts(dst, post, "send to", tag)
+        if dst not in self._topology.local:
+            return InterHostMessage(self.mesh.send(as_bytes(on_host(data).flat), dst, tag))
+        index = self._topology.local.index(dst)
+        return IntraHostMessage(self._shared_memory.send(data, index, tag), self._topology)
 
     def recv(self, into: Tensor, src: int, tag: int) -> Message:
-        if src == ANY_SOURCE:
-            return self._any_source.recv(into, tag)
         if src in self._topology.local:
-            return IntraHostMessage(
-                self._shared_memory.recv(into, self._index(src), tag), self._topology
-            )
+            index = self._topology.local.index(src)
+            return IntraHostMessage(self._shared_memory.recv(into, index, tag), self._topology)
+        pending = self._any_source.recv(into, src, tag)
+        if pending is not None:
+            return pending
         target = on_host(into)
+        return InterHostMessage(self._recv_bytes(target.flat, src, tag), target)
 
-        def post() -> Message:
-            call = lambda: self._mesh.recv([target.flat], src, short_tag(tag))  # noqa: E731
-            return self._between_hosts(src, call, "recv from", tag, target)
+    def _recv_bytes(self, into: Tensor, src: int, tag: int) -> Message:
+        return self.mesh.recv(as_bytes(into), src, tag)
 
-        return self._any_source.claim(target, src, tag, post) or post()
 
-    def _between_hosts(
-        self,
-        peer: int,
-        post: Callable[[], Any],
-        verb: str,
-        tag: int,
-        target: FlatTensor | None = None,
-    ) -> Message:
-        doing = f"{verb} {peer}, tag {tag}"
-        rank = self._topology.rank
-        try:
-            return InterHostMessage(post(), rank, peer, doing, target)
-        except RuntimeError as error:
-            raise as_shoal_error(error, rank, doing) from error
-
-    def _post_any_source(self, into: Tensor, tag: int) -> Any:
-        return self._mesh.recv_anysource([into], short_tag(tag))
-
-    def _index(self, rank: int) -> int:
-        return self._topology.local.index(rank)
+def as_bytes(data: Tensor) -> Tensor:
+    return data.detach().reshape(-1).view(torch.uint8)
 
 
 def reserved_tag(number: int) -> int:
     return _RESERVED + number
 
 
-def short_tag(tag: int) -> int:
-    if tag >= _RESERVED:
-        return _USER_TAGS | (tag & _SHORT)
-    if not 0 <= tag < _USER_TAGS:
-        raise BadInput(f"between hosts tags go from 0 to {_USER_TAGS - 1}, not {tag}")
-    return tag
-
-
 def with_global_ranks(error: Exception, topology: Topology, doing: str = "") -> Exception:
     """An error that names ranks of one host, with their ranks in the whole group."""
     within = f"{doing}, " if doing else ""
-    if isinstance(error, RemotePeerLost):
-        return PeerLost(error.rank, error.peer, within + error.doing, error.after_s)
     if isinstance(error, PeerLost) and error.peer is not None:
-        peer = topology.local[error.peer]
+        is_local = not isinstance(error, RemotePeerLost)
+        peer = topology.local[error.peer] if is_local else error.peer
         what = within + error.doing
-        return PeerLost(topology.rank, peer, what, error.after_s, error.exit_status)
+        return RemotePeerLost(topology.rank, peer, what, error.after_s, error.exit_status)
     if isinstance(error, Desync):
         rank = topology.local[error.rank]
         peer = topology.local[error.peer]

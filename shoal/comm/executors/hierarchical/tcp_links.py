@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.collectives import RemotePeerLost, column_of
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.executors.scheduled.selection import Algorithm
-from shoal.errors import PeerLost, ShoalError
+from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
 from shoal.schedules.collectives.ring import ring_all_reduce
-from shoal.transport.tcp.transport import ANY_SOURCE, TcpEngine, TcpTransport, TcpWork
-from shoal.transport.transport import Work
+from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 
 _LONG_BYTES = 1 << 19
 _RING = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
@@ -76,49 +71,6 @@ class TcpInterHost:
         return RemotePeerLost(self.labels[lost.rank], peer, lost.doing, lost.after_s)
 
 
-class TcpMeshWork:
-    """A message, with the methods of torch's."""
-
-    def __init__(self, work: TcpWork):
-        self._work = work
-
-    def is_completed(self) -> bool:
-        return self._work.poll()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        try:
-            self._work.wait(None if timeout is None else timeout.total_seconds())
-        except PeerLost:
-            raise
-        except ShoalError as error:
-            raise RuntimeError(str(error)) from error
-
-    def _source_rank(self) -> int:
-        return self._work.source
-
-
-class TcpMesh:
-    """Messages of bytes between any two ranks, with the methods of a ProcessGroupGloo."""
-
-    def __init__(self, transport: TcpTransport):
-        self._transport = transport
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._transport.timeout_s = timeout.total_seconds()
-
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TcpMeshWork:
-        return _work(self._transport.send(_as_bytes(tensors[0]), dst, tag))
-
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> TcpMeshWork:
-        return _work(self._transport.recv(_as_bytes(tensors[0]), src, tag))
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TcpMeshWork:
-        return _work(self._transport.recv(_as_bytes(tensors[0]), ANY_SOURCE, tag))
-
-    def close(self) -> None:
-        self._transport.abort()
-
-
 class TcpLinks:
     """One engine for a group and all its subsets. `ranks` are those of the engine."""
 
@@ -149,8 +101,8 @@ class TcpLinks:
         made.labels = column
         return made
 
-    def mesh(self) -> Any:
-        return TcpMesh(self._transport(range(len(self._ranks)), "mesh"))
+    def mesh(self) -> Any:  # `send` and `recv` of other ranks return TcpWork
+        return self._transport(range(len(self._ranks)), "mesh")
 
     def subset(self, name: str, topology: Topology, ranks: Sequence[int]) -> TcpLinks:
         chosen = [self._ranks[rank] for rank in ranks]
@@ -172,12 +124,3 @@ def _algorithms(rack: int | None) -> dict[str, Algorithm]:
         return dict(_RING)
     levels = partial(hierarchical_all_reduce, node=rack, outer=ring_all_reduce)
     return {**_RING, "all_reduce": levels}
-
-
-def _as_bytes(data: Tensor) -> Tensor:
-    return data.detach().reshape(-1).view(torch.uint8)
-
-
-def _work(work: Work) -> TcpMeshWork:
-    assert isinstance(work, TcpWork)
-    return TcpMeshWork(work)
