@@ -18,7 +18,7 @@ from benchmarks.validation.fit import BOUNDS, Fitted
 from benchmarks.validation.measured import TableDefaults, read_table
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_seconds
 from shoal.commands import options
 from shoal.commands.output import plain_table, show, write_text

@@ -20,8 +20,7 @@ from typing import Any
 from shoal.calibration.device import machine_of
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import this_machine
-from shoal.cluster.toml_file import read_cluster
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import discard_lines

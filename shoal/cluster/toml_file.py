@@ -21,10 +21,12 @@ ones, unlike the others) and `spread` (by key, the lowest and the highest value 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -48,17 +50,7 @@ _SUFFIXES = {
     "us": ("s", 1e-6),
     "efficiency": ("efficiency", 1.0),
 }
-_WORDS = {  # of msgspec's errors
-    "Expected": "expected",
-    "`float`": "a number",
-    "`int`": "a whole number",
-    "`str`": "a text",
-    "`bool`": "true or false",
-    "`object`": "a table",
-    "`array`": "a list",
-    "Object missing required field": "it lacks",
-}
-NODE_LINKS = ("fabric", "pcie", "socket_link", "nic")
+_NODE_LINKS = ("fabric", "pcie", "socket_link", "nic")
 
 
 class _Table(Struct, forbid_unknown_fields=True):
@@ -71,7 +63,7 @@ class _Figures(_Table):
     spread: dict[str, _Pair] = {}
 
 
-class DeviceTable(_Figures, kw_only=True):
+class _DeviceTable(_Figures, kw_only=True):
     name: str = "device"
     memory_GB: _Positive
     memory_GB_per_s: _Positive
@@ -96,11 +88,11 @@ class DeviceTable(_Figures, kw_only=True):
     threads: _Count | None = None
 
 
-class CrowdedTable(DeviceTable, kw_only=True):
+class _CrowdedTable(_DeviceTable, kw_only=True):
     workers: _Count
 
 
-class LinkTable(_Figures):
+class _LinkTable(_Figures):
     name: str | None = None
     GB_per_s: _Positive | None = None
     Gb_per_s: _Positive | None = None
@@ -110,7 +102,7 @@ class LinkTable(_Figures):
     transport: Literal["rdma", "tcp", "ipoib"] = "rdma"
 
 
-class NodeTable(_Table):
+class _NodeTable(_Table):
     devices: _Count = 1
     fabric: str | None = None
     fabric_is_switched: bool = True
@@ -157,29 +149,15 @@ class _CallsTable(_Table, kw_only=True):
 class _File(_Table, kw_only=True):
     name: str | None = None
     nodes: _Count = 1
-    device: DeviceTable
+    device: _DeviceTable
     link: dict[str, dict[str, Any]] = {}
-    node: NodeTable = msgspec.field(default_factory=NodeTable)
+    node: _NodeTable = msgspec.field(default_factory=_NodeTable)
     rack: _RackTable = msgspec.field(default_factory=_RackTable)
     spine: _SpineTable = msgspec.field(default_factory=_SpineTable)
     noise: _NoiseTable = msgspec.field(default_factory=_NoiseTable)
-    crowded: list[CrowdedTable] = []
+    crowded: list[_CrowdedTable] = []
     measured: list[_CallsTable] = []
     between: list[_CallsTable] = []
-
-
-_TABLES: dict[str, type[Struct]] = {
-    "": _File,
-    "device": DeviceTable,
-    "link": LinkTable,
-    "node": NodeTable,
-    "rack": _RackTable,
-    "spine": _SpineTable,
-    "noise": _NoiseTable,
-    "crowded": CrowdedTable,
-    "measured": _CallsTable,
-    "between": _CallsTable,
-}
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -201,171 +179,144 @@ def parse_cluster(text: str, file: str, default_name: str) -> Cluster:
         table = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
         raise BadInput(f"{file} is not TOML: {error}") from error
-    return _Reader(file, table).cluster(default_name)
+    try:
+        return _cluster(_convert("", table, _File), default_name)
+    except BadInput as error:
+        raise BadInput(f"{file}: {error}") from error
 
 
-class _Reader:
-    """Turns the tables of a file into a cluster; each mistake names file, table and key."""
+def _cluster(file: _File, default_name: str) -> Cluster:
+    links = {name: _link(f"link.{name}", table) for name, table in file.link.items()}
+    node = _node(file, links)
+    if file.nodes > 1 and node.nic is None:
+        raise BadInput(f"nodes: {file.nodes} nodes need a network, and [node] names no nic")
+    each = file.rack.nodes
+    if each is not None and file.nodes > each and file.nodes % each:
+        raise BadInput(f"rack.nodes: {file.nodes} nodes do not fill racks of {each}")
+    return Cluster(
+        name=file.name or default_name,
+        device=_device("device", file.device),
+        node=node,
+        nodes=file.nodes,
+        nodes_per_rack=each,
+        oversubscription=_oversubscription(file, node, links),
+        uplink_alpha_s=file.spine.alpha_us * 1e-6,
+        noise=Noise(**_in_si("noise", file.noise)),
+        between=tuple(map(_calls, file.between)),
+        source=file.source,
+    )
 
-    def __init__(self, file: str, table: dict[str, Any]):
-        self._name = file
-        self._file: _File = self._convert("", table, _File)
-        self._links = {name: self._link(name, table) for name, table in self._file.link.items()}
 
-    def cluster(self, default_name: str) -> Cluster:
-        file = self._file
-        node = self._node()
-        if file.nodes > 1 and node.nic is None:
-            self._refuse("", "nodes", f"{file.nodes} nodes need a network, and [node] names no nic")
-        each = file.rack.nodes
-        if each is not None and file.nodes > each and file.nodes % each:
-            self._refuse("rack", "nodes", f"{file.nodes} nodes do not fill racks of {each}")
-        noise = file.noise
-        return Cluster(
-            name=file.name or default_name,
-            device=self._device("device", file.device),
-            node=node,
-            nodes=file.nodes,
-            nodes_per_rack=each,
-            oversubscription=self._oversubscription(node, each or file.nodes),
-            uplink_alpha_s=file.spine.alpha_us * 1e-6,
-            noise=Noise(
-                noise.jitter, noise.straggler_share, noise.straggler_slowdown, noise.source
-            ),
-            between=tuple(self._calls("between", calls) for calls in file.between),
-            source=file.source,
-        )
+def _node(file: _File, links: Mapping[str, LinkSpec]) -> Node:
+    values = _in_si("node", file.node)
+    del values["source"]
+    for key in _NODE_LINKS:
+        values[key] = _named_link(f"node.{key}", values[key], links)
+    crowded = {one.workers: _device("crowded", one) for one in file.crowded}
+    node = Node(
+        **values, crowded=tuple(sorted(crowded.items())), measured=tuple(map(_calls, file.measured))
+    )
+    if problem := _node_problem(node):
+        raise BadInput(f"node.{problem}")
+    return node
 
-    def _node(self) -> Node:
-        table = self._file.node
-        links: dict[str, Any] = {
-            key: self._named_link("node", key, getattr(table, key)) for key in NODE_LINKS
-        }
-        crowded = {one.workers: self._device("crowded", one) for one in self._file.crowded}
-        node = Node(
-            **links,
-            **{key: getattr(table, key) for key in ("devices", "devices_per_pcie", "sockets")},
-            fabric_is_switched=table.fabric_is_switched,
-            nics=table.nics,
-            cores=table.cores,
-            torus=None if table.torus is None else tuple(table.torus),
-            memory_bytes_per_s=_scaled(table.memory_GB_per_s, 1e9),
-            crowded=tuple(sorted(crowded.items())),
-            measured=tuple(self._calls("measured", calls) for calls in self._file.measured),
-        )
-        problem = _node_problem(node)
-        if problem is not None:
-            self._refuse("node", *problem)
-        return node
 
-    def _device(self, name: str, table: DeviceTable) -> Device:
-        values = self._figures(name, table)
-        values.pop("workers", None)
-        peaks: dict[str, float] = {key: 1e12 * rate for key, rate in table.peak_TFLOP_per_s.items()}
-        del values["peak_TFLOP_per_s"]
-        for key in _keys(DeviceTable):
-            if key.endswith("_efficiency") and values[key] is not None:
-                values[key] = self._curve(name, key, values[key])
-        return Device(peak_flops=peaks, **values)
+def _device(name: str, table: _DeviceTable) -> Device:
+    values = _in_si(name, table)
+    values.pop("workers", None)
+    peaks = {key: 1e12 * rate for key, rate in values.pop("peak_TFLOP_per_s").items()}
+    return Device(peak_flops=peaks, **values)
 
-    def _link(self, name: str, found: dict[str, Any]) -> LinkSpec:
-        where = f"link.{name}"
-        table: LinkTable = self._convert(where, found, LinkTable)
-        if (table.Gb_per_s is None) == (table.GB_per_s is None):
-            self._refuse(where, "GB_per_s", "give either GB_per_s (bytes) or Gb_per_s (bits)")
-        values = self._figures(where, table)
-        bits = values.pop("Gb_per_s")
-        if bits is not None:
-            values["bytes_per_s"] = bits * 1e9 / 8
-        return LinkSpec(**{**values, "name": table.name or name})
 
-    def _figures(self, name: str, table: _Figures) -> dict[str, Any]:
-        """The values of a table by attribute, in SI units."""
-        units = units_of(type(table))
-        keys = _keys(type(table))
-        for key in table.assumed:
-            if key not in keys:
-                self._refuse(name, "assumed", f"the table has no {key}; {suggestion(key, keys)}")
-        spread = {}
-        for key, (low, high) in table.spread.items():
-            if key not in units:
-                known = suggestion(key, list(units))
-                self._refuse(f"{name}.spread", key, f"there is no such key; {known}")
-            if low > high:
-                self._refuse(f"{name}.spread", key, "the lowest value comes first")
-            attribute, unit = units[key]
-            spread[attribute] = (low * unit, high * unit)
-        values = {}
-        for key in keys:
-            attribute, unit = units.get(key, (key, 1.0))
-            values[attribute] = _scaled(getattr(table, key), unit)
-        del values["reference"]
-        return {**values, "assumed": tuple(table.assumed), "spread": spread}
+def _link(where: str, found: dict[str, Any]) -> LinkSpec:
+    table = _convert(where, found, _LinkTable)
+    if (table.Gb_per_s is None) == (table.GB_per_s is None):
+        raise BadInput(f"{where}.GB_per_s: give either GB_per_s (bytes) or Gb_per_s (bits)")
+    values = _in_si(where, table)
+    bits = values.pop("Gb_per_s")
+    if bits is not None:
+        values["bytes_per_s"] = bits * 1e9 / 8
+    return LinkSpec(**{**values, "name": table.name or where.removeprefix("link.")})
 
-    def _curve(self, name: str, key: str, points: Any) -> Curve:
-        try:
-            return Curve(((1.0, points),) if isinstance(points, float) else tuple(points))
-        except BadInput as error:
-            self._refuse(name, key, str(error))
 
-    def _calls(self, name: str, table: _CallsTable) -> MeasuredCalls:
-        if table.spread and len(table.spread) != len(table.points):
-            self._refuse(name, "spread", f"{len(table.points)} pairs are expected")
-        points = tuple((size, us * 1e-6) for size, us in table.points)
-        spread = tuple((low * 1e-6, high * 1e-6) for low, high in table.spread)
-        try:
-            return MeasuredCalls(
-                table.executor, table.kind, table.algorithm, table.ranks, points, spread
+def _in_si(name: str, table: _Table) -> dict[str, Any]:
+    """The values of a table by attribute, in SI units."""
+    units = _units_of(type(table))
+    values: dict[str, Any] = {}
+    for key in table.__struct_fields__:
+        attribute, unit = units.get(key, (key, 1.0))
+        value = getattr(table, key)
+        if key.endswith("_efficiency") and value is not None:
+            value = Curve(((1.0, value),) if isinstance(value, float) else tuple(value))
+        elif key == "spread":
+            value = _spread(f"{name}.spread", value, units)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[attribute] = value * unit if value is not None and unit != 1.0 else value
+    del values["reference"]
+    return values
+
+
+def _spread(name: str, spread: Mapping[str, _Pair], units: Mapping[str, Any]) -> dict[str, _Pair]:
+    found = {}
+    for key, (low, high) in spread.items():
+        if key not in units:
+            raise BadInput(f"{name}.{key}: there is no such key; {suggestion(key, list(units))}")
+        if low > high:
+            raise BadInput(f"{name}.{key}: the lowest value comes first")
+        attribute, unit = units[key]
+        found[attribute] = (low * unit, high * unit)
+    return found
+
+
+def _calls(table: _CallsTable) -> MeasuredCalls:
+    if table.spread and len(table.spread) != len(table.points):
+        raise BadInput(f"the spread of calls has {len(table.points)} pairs, as their points")
+    points = tuple((size, us * 1e-6) for size, us in table.points)
+    spread = tuple((low * 1e-6, high * 1e-6) for low, high in table.spread)
+    return MeasuredCalls(table.executor, table.kind, table.algorithm, table.ranks, points, spread)
+
+
+def _named_link(where: str, name: str | None, links: Mapping[str, LinkSpec]) -> LinkSpec | None:
+    if name is not None and name not in links:
+        raise BadInput(f"{where}: there is no [link.{name}]; {suggestion(name, list(links))}")
+    return None if name is None else links[name]
+
+
+def _oversubscription(file: _File, node: Node, links: Mapping[str, LinkSpec]) -> float:
+    """Rate towards the nodes of a rack against rate towards the spine; at least 1."""
+    rack, stated = file.rack, file.spine.oversubscription
+    nodes = rack.nodes or file.nodes
+    link = _named_link("rack.uplink", rack.uplink, links) or node.nic
+    ratio = stated or 1.0
+    if rack.uplinks is not None and link is not None and node.nic is not None:
+        down = nodes * node.nics * node.nic.bytes_per_s
+        up = rack.uplinks * link.bytes_per_s
+        ratio = max(down / up, 1.0)
+        if stated is not None and not math.isclose(ratio, stated, rel_tol=0.01):
+            raise BadInput(
+                f"spine.oversubscription: 1:{stated:g} is not what the ports say: {nodes} nodes "
+                f"with {show_rate(down)} over {rack.uplinks} uplinks with {show_rate(up)} are "
+                f"1:{down / up:.3g}"
             )
-        except BadInput as error:
-            self._refuse(name, "points", str(error))
+    taken = nodes * node.nics
+    uplinks = rack.uplinks if rack.uplinks is not None else math.ceil(taken / ratio)
+    if rack.ports is not None and taken + uplinks > rack.ports:
+        raise BadInput(
+            f"rack.ports: {nodes} nodes take {taken} ports and the uplinks {uplinks}, and the "
+            f"switch has {rack.ports}"
+        )
+    return ratio
 
-    def _named_link(self, name: str, key: str, link: str | None) -> LinkSpec | None:
-        if link is not None and link not in self._links:
-            self._refuse(
-                name, key, f"there is no [link.{link}]; {suggestion(link, list(self._links))}"
-            )
-        return None if link is None else self._links[link]
 
-    def _oversubscription(self, node: Node, nodes: int) -> float:
-        """Rate towards the nodes of a rack against rate towards the spine; at least 1."""
-        rack = self._file.rack
-        stated = self._file.spine.oversubscription
-        link = self._named_link("rack", "uplink", rack.uplink) or node.nic
-        ratio = stated or 1.0
-        if rack.uplinks is not None and link is not None and node.nic is not None:
-            down = nodes * node.nics * node.nic.bytes_per_s
-            up = rack.uplinks * link.bytes_per_s
-            ratio = max(down / up, 1.0)
-            if stated is not None and not math.isclose(ratio, stated, rel_tol=0.01):
-                ports = f"{show_rate(down)} over {rack.uplinks} uplinks with {show_rate(up)}"
-                problem = f"1:{stated:g} is not what the ports say: {nodes} nodes with {ports}"
-                self._refuse("spine", "oversubscription", f"{problem} are 1:{down / up:.3g}")
-        taken = nodes * node.nics
-        uplinks = rack.uplinks if rack.uplinks is not None else math.ceil(taken / ratio)
-        if rack.ports is not None and taken + uplinks > rack.ports:
-            problem = f"{nodes} nodes take {taken} ports and the uplinks {uplinks}"
-            self._refuse("rack", "ports", f"{problem}, and the switch has {rack.ports}")
-        return ratio
-
-    def _convert(self, name: str, table: Any, kind: type[Any]) -> Any:
-        try:
-            return msgspec.convert(table, kind)
-        except msgspec.ValidationError as error:
-            message, _, place = str(error).partition(" - at ")
-            for word, plain in _WORDS.items():
-                message = message.replace(word, plain)
-            path = [name] * bool(name) + re.findall(r"\.(\w+)", place)
-            named = re.search("unknown field `(.*)`", message)
-            if named is not None:
-                known = _keys(_TABLES[path[0].split(".")[0] if path else ""])
-                message = f"there is no such key; {suggestion(named[1], known)}"
-                path.append(named[1])
-            self._refuse(".".join(path[:-1]), path[-1] if path else "file", message)
-
-    def _refuse(self, name: str, key: str, problem: str) -> NoReturn:
-        where = f"[{name}] " if name else ""
-        raise BadInput(f"{self._name}: {where}{key}: {problem}")
+def _convert(name: str, table: Any, kind: type[Any]) -> Any:
+    """A table as a value; a mistake names its key: `device.launch_us`."""
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at ")
+        where = place.strip("`").replace("$", name, 1).strip(".") or name
+        raise BadInput(f"{where}: {message}" if where else message) from error
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -374,40 +325,121 @@ def suggestion(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
-def _keys(kind: type[Struct]) -> list[str]:
-    return list(kind.__struct_fields__)
-
-
-def units_of(kind: type[Struct]) -> dict[str, tuple[str, float]]:
+def _units_of(kind: type[Struct]) -> dict[str, tuple[str, float]]:
     """Keys with a number: the attribute that each is, and what it is multiplied with."""
     found: dict[str, tuple[str, float]] = {}
-    for key in _keys(kind):
+    for key in kind.__struct_fields__:
         parts = re.fullmatch(rf"(.*?_|)({'|'.join(_SUFFIXES)})", key)
         if parts is not None:
             name, factor = _SUFFIXES[parts[2]]
             found[key] = (f"{parts[1]}{name}", factor)
-    if issubclass(kind, DeviceTable):
+    if issubclass(kind, _DeviceTable):
         dtypes = _Dtype.__args__  # type: ignore[attr-defined]
         found |= {f"peak_TFLOP_per_s.{one}": (f"peak_flops.{one}", 1e12) for one in dtypes}
     return found
 
 
-def _scaled(value: Any, unit: float) -> Any:
-    return value * unit if value is not None and unit != 1.0 else value
-
-
-def _node_problem(node: Node) -> tuple[str, str] | None:
-    """A key, and what is wrong with it."""
+def _node_problem(node: Node) -> str:
+    """A key, and what is wrong with it; "" where nothing is."""
     if node.devices > 1 and node.fabric is None and node.pcie is None:
-        return "fabric", f"{node.devices} devices need a fabric or a pcie to meet"
-    if node.torus is not None:
-        if node.fabric is None:
-            return "torus", "a torus needs a fabric, the link between neighbors"
-        if math.prod(node.torus) != node.devices:
-            size = " x ".join(map(str, node.torus))
-            return "torus", f"a torus of {size} does not have the {node.devices} devices"
+        return f"fabric: {node.devices} devices need a fabric or a pcie to meet"
+    if node.torus is not None and node.fabric is None:
+        return "torus: a torus needs a fabric, the link between neighbors"
+    if node.torus is not None and math.prod(node.torus) != node.devices:
+        size = " x ".join(map(str, node.torus))
+        return f"torus: a torus of {size} does not have the {node.devices} devices"
     if node.sockets > 1 and node.socket_link is None:
-        return "socket_link", f"{node.sockets} sockets need a link between them, such as QPI"
+        return f"socket_link: {node.sockets} sockets need a link between them, such as QPI"
     if node.devices_per_pcie > node.devices:
-        return "devices_per_pcie", f"a node has {node.devices} devices"
-    return None
+        return f"devices_per_pcie: a node has {node.devices} devices"
+    return ""
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """The text of a cluster file, which is read back as the same cluster."""
+    return "\n".join(_lines(cluster)) + "\n"
+
+
+def _lines(cluster: Cluster) -> Iterator[str]:
+    node = cluster.node
+    yield from _keys({"name": cluster.name, "nodes": cluster.nodes, "source": cluster.source})
+    yield from _table("device", _device_keys(cluster.device))
+    names: dict[LinkSpec, str] = {}  # a key for each different link, after its place in the node
+    for key in _NODE_LINKS:
+        if getattr(node, key) is not None:
+            names.setdefault(getattr(node, key), key)
+    for link, name in names.items():
+        yield from _table(f"link.{name}", _in_units(link, _LinkTable))
+    named = {key: names.get(getattr(node, key)) for key in _NODE_LINKS}
+    yield from _table("node", {**_in_units(node, _NodeTable), **named})
+    yield from _table("rack", {"nodes": cluster.nodes_per_rack})
+    alpha_us = cluster.uplink_alpha_s * 1e6
+    yield from _table("spine", {"oversubscription": cluster.oversubscription, "alpha_us": alpha_us})
+    yield from _table("noise", vars(cluster.noise))
+    for workers, device in node.crowded:
+        yield from _table("crowded", {"workers": workers, **_device_keys(device)}, many=True)
+    for name, many in (("measured", node.measured), ("between", cluster.between)):
+        for calls in many:
+            yield from _table(name, _calls_keys(calls), many=True)
+
+
+def _device_keys(device: Device) -> dict[str, Any]:
+    peaks = {dtype: flops / 1e12 for dtype, flops in device.peak_flops.items()}
+    return {**_in_units(device, _DeviceTable), "peak_TFLOP_per_s": peaks}
+
+
+def _calls_keys(calls: MeasuredCalls) -> dict[str, Any]:
+    return {
+        **vars(calls),
+        "points": [[size, seconds * 1e6] for size, seconds in calls.points],
+        "spread": [[low * 1e6, high * 1e6] for low, high in calls.spread],
+        "source": "measured",
+    }
+
+
+def _in_units(of: object, kind: type[Struct]) -> dict[str, Any]:
+    """The attributes of one block by key, in the units that the keys name."""
+    found: dict[str, Any] = {}
+    units = _units_of(kind)
+    for key in kind.__struct_fields__:
+        attribute, unit = units.get(key, (key, 1.0))
+        value: Any = getattr(of, attribute, None)
+        if isinstance(value, Curve):
+            found[key] = value.points
+        elif key in units and value is not None:
+            found[key] = value / unit
+        elif key == "spread":
+            found[key] = {
+                key: [end / unit for end in value[attribute]]
+                for key, (attribute, unit) in units.items()
+                if attribute in value
+            }
+        else:
+            found[key] = value
+    return found
+
+
+def _table(name: str, values: Mapping[str, Any], many: bool = False) -> Iterator[str]:
+    yield ""
+    yield f"[[{name}]]" if many else f"[{name}]"
+    yield from _keys(values)
+
+
+def _keys(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if value is not None and value not in ({}, ()):
+            yield f"{key} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{json.dumps(key)} = {_value(one)}" for key, one in value.items())
+        return f"{{ {inside} }}"
+    if isinstance(value, str):
+        return json.dumps("".join(one if one.isprintable() else " " for one in value))
+    if isinstance(value, Iterable):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, bool | int):
+        return str(value).lower()
+    text = f"{value:.9g}" if math.isfinite(value) else "0"
+    return text.replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")

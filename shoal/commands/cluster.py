@@ -21,7 +21,7 @@ from shoal.cluster.hardware import Device, MeasuredCalls
 from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.svg import cluster_svg
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_engine, check_folder, is_private, open_engine

@@ -14,7 +14,7 @@ import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text
 from shoal.errors import BadInput
 from shoal.lab.design import LabDesign, check_name
 from shoal.lab.namespaces import (

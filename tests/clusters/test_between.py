@@ -10,8 +10,7 @@ import pytest
 from shoal.calibration.between import calls_between
 from shoal.cluster.between import BetweenChoice, choose_between
 from shoal.cluster.hardware import MeasuredCalls
-from shoal.cluster.toml_file import read_cluster
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.commands.run import with_cluster
 from shoal.errors import BadInput
 from shoal.lab.design import LabDesign

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
 from shoal.comm.executors.hierarchical.topology import Topology

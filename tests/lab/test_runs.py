@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.__main__ import app
 from shoal.cli import main, run_app
-from shoal.cluster.toml_file import read_cluster
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import build_lab, remove_lab
 from shoal.lab.machines import LabMachines

@@ -13,8 +13,7 @@ from benchmarks.spread import at_quartile
 from shoal.calibration import measure
 from shoal.calibration.device import machine_of
 from shoal.calibration.measure import CalibrationOptions, calibrate, worker_counts
-from shoal.cluster.toml_file import parse_cluster
-from shoal.cluster.toml_writer import cluster_text
+from shoal.cluster.toml_file import cluster_text, parse_cluster
 from shoal.errors import BadInput
 from shoal.plan.step.kernel_time import KernelModel
 from shoal.plan.step.relaxed_rules import queue_cycle_s
