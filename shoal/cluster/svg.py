@@ -1,15 +1,14 @@
-"""A cluster as a picture: spine, racks, nodes and devices, with the rate of every kind of link."""
+"""A cluster as a picture: boxes of racks around nodes around devices, with the rates of links."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from textwrap import wrap
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.drawing import device_words, heading
-from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.levels import narrowest, narrowest_cut
-from shoal.cluster.topology import coordinates
 from shoal.cluster.units import show_rate
 from shoal.runtime import svg
 from shoal.runtime.wording import counted
@@ -17,183 +16,107 @@ from shoal.runtime.wording import counted
 MOST_RACKS = 4
 MOST_NODES = 4  # in a rack
 MOST_DEVICES = 64
-_BOX = 34  # a device, with its margin
-_MARGIN = 24
+_MARGIN = 24.0
+_PAD = 8.0
+_LINE = 17.0
+_LETTER = 6.6  # pixels, about
 _STYLE = """
-text{font-size:13px}
-.title{font-size:20px;font-weight:700}.small{font-size:11px}.note{fill:#5a6675}
-.rack{fill:#f1f4f7;stroke:#9aa5b1}.node{fill:#fff;stroke:#9aa5b1}
-.device{fill:#d7e9f7;stroke:#0072b2}.switch{fill:#fff3d6;stroke:#e69f00}
-.link{stroke:#5a6675;stroke-width:2;fill:none}.narrow{stroke:#cc4778;stroke-width:4;fill:none}
-.narrowtext{fill:#a6265a;font-weight:700}.halo{paint-order:stroke;stroke:#fff;stroke-width:5px}
+text{font-size:12px}.title{font-size:20px;font-weight:700}.note{fill:#5a6675;font-size:13px}
+.spine{fill:#fff8e6;stroke:#e69f00}.rack{fill:#f1f4f7;stroke:#9aa5b1}
+.node{fill:#fff;stroke:#9aa5b1}.device{fill:#d7e9f7;stroke:#0072b2}
+.narrow{fill:#a6265a;font-weight:700}
 """
 
 
-class _Canvas:
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-
-    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        self.parts.append(svg.box((x, y), (width, height), kind, rx=5))
-
-    def line(self, x: float, y: float, to_x: float, to_y: float, kind: str) -> None:
-        self.parts.append(svg.path(f"M{x:.1f} {y:.1f} L{to_x:.1f} {to_y:.1f}", kind))
-
-    def text(self, x: float, y: float, words: str, kind: str = "", middle: bool = False) -> None:
-        anchor = "middle" if middle else None
-        self.parts.append(svg.text(x, y, words, kind or None, text_anchor=anchor))
-
-
 @dataclass(frozen=True)
-class _Sizes:
-    """How much of the cluster is drawn, and how large its parts are, in pixels."""
+class _Box:
+    """What a level says, above the equal boxes inside of it."""
 
-    racks: int
-    nodes: int
-    devices: int
-    columns: int
-    head: float  # room for the switch of a rack
+    kind: str
+    lines: tuple[str, ...]
+    inside: tuple[_Box, ...] = ()
+    columns: int = 1
 
-    @property
-    def node(self) -> tuple[float, float]:
-        rows = -(-self.devices // self.columns)
-        return max(220.0, self.columns * _BOX + 16), rows * _BOX + 78
+    @cached_property
+    def size(self) -> tuple[float, float]:
+        width = max(len(line) for line in self.lines) * _LETTER
+        height = len(self.lines) * _LINE
+        if self.inside:
+            wide, high = self.inside[0].size
+            columns = min(self.columns, len(self.inside))
+            width = max(width, columns * (wide + _PAD) - _PAD)
+            height += -(-len(self.inside) // columns) * (high + _PAD)
+        return width + 2 * _PAD, height + 1.5 * _PAD
 
-    @property
-    def rack(self) -> tuple[float, float]:
-        return self.nodes * (self.node[0] + 12) + 12, self.node[1] + self.head + 12
+    def draw(self, x: float, y: float, narrow: str | None) -> str:
+        """`narrow` is the kind of the narrowest level, whose words are marked."""
+        kind = "narrow" if self.kind == narrow else None
+        parts = [svg.box((x, y), self.size, self.kind, rx=5)]
+        for number, words in enumerate(self.lines, 1):
+            parts.append(svg.text(x + _PAD, y + number * _LINE, words, kind))
+        top = y + len(self.lines) * _LINE + _PAD
+        for number, box in enumerate(self.inside):
+            row, column = divmod(number, self.columns)
+            left = x + _PAD + column * (box.size[0] + _PAD)
+            parts.append(box.draw(left, top + row * (box.size[1] + _PAD), narrow))
+        return "".join(parts)
 
 
 def cluster_svg(cluster: Cluster) -> str:
-    sizes = _sizes(cluster)
-    canvas = _Canvas()
-    width = max(880.0, sizes.racks * (sizes.rack[0] + 20) + 2 * _MARGIN)
-    top = 150.0 if cluster.racks > 1 else 70.0
-    height = top + sizes.rack[1] + 150
-    canvas.text(_MARGIN, 34, heading(cluster), "title")
-    spine = (width / 2, 78.0)
-    for rack in range(sizes.racks):
-        corner = (_MARGIN + rack * (sizes.rack[0] + 20), top)
-        _draw_rack(canvas, cluster, sizes, rack, corner)
-        if cluster.racks > 1:
-            kind = "narrow" if _is_narrow(cluster, "spine") else "link"
-            canvas.line(*spine, corner[0] + sizes.rack[0] / 2, top + 12, kind)
-    if cluster.racks > 1:
-        _draw_spine(canvas, cluster, spine)
-    lines = [line for words in _captions(cluster, sizes) for line in wrap(words, int(width / 7.5))]
-    for number, words in enumerate(lines):
-        canvas.text(_MARGIN, top + sizes.rack[1] + 30 + 20 * number, words, "note")
-    return svg.document(heading(cluster), (width, height), _STYLE, canvas.parts, "#fff")
-
-
-def _sizes(cluster: Cluster) -> _Sizes:
-    per_rack = min(cluster.nodes, cluster.nodes_per_rack or cluster.nodes)
-    devices = min(cluster.node.devices, MOST_DEVICES)
-    torus = cluster.node.torus
-    columns = torus[-1] if torus is not None and len(torus) == 2 else min(devices, 8)
     racks = min(cluster.racks, MOST_RACKS)
-    nodes = min(per_rack, MOST_NODES if racks <= 2 else 2)
-    return _Sizes(racks, nodes, devices, min(columns, 16), 100 if cluster.nodes > 1 else 12)
-
-
-def _is_narrow(cluster: Cluster, name: str) -> bool:
+    whole = _rack(cluster, 0)
+    if racks > 1:
+        assert cluster.node.nic is not None
+        rate = show_rate(cluster.uplink_bytes_per_s / cluster.node.nic.efficiency)
+        words = f"spine; uplinks of a rack: {rate}, 1:{cluster.oversubscription:g}"
+        inside = tuple(_rack(cluster, rack) for rack in range(racks))
+        whole = _Box("spine", (words,), inside, MOST_RACKS)
     level = narrowest(cluster)
-    return level is not None and level.name == name
+    width = max(880.0, whole.size[0] + 2 * _MARGIN)
+    body = [svg.text(_MARGIN, 34, heading(cluster), "title")]
+    body.append(whole.draw(_MARGIN, 60, level.name if level else None))
+    lines = [line for words in _captions(cluster) for line in wrap(words, int(width / 7.5))]
+    top = 90 + whole.size[1]
+    body += [svg.text(_MARGIN, top + 20 * n, words, "note") for n, words in enumerate(lines)]
+    return svg.document(heading(cluster), (width, top + 20 * len(lines)), _STYLE, body, "#fff")
 
 
-def _draw_spine(canvas: _Canvas, cluster: Cluster, spine: tuple[float, float]) -> None:
-    x, y = spine
-    canvas.box(x - 60, y - 18, 120, 30, "switch")
-    canvas.text(x, y + 2, "spine", middle=True)
-    nic = cluster.node.nic
-    assert nic is not None
-    rate = show_rate(cluster.uplink_bytes_per_s / nic.efficiency)
-    words = f"uplinks of a rack: {rate}, 1:{cluster.oversubscription:g}"
-    canvas.text(x + 76, y + 2, words, "halo narrowtext" if _is_narrow(cluster, "spine") else "halo")
-
-
-def _draw_rack(
-    canvas: _Canvas, cluster: Cluster, sizes: _Sizes, rack: int, corner: tuple[float, float]
-) -> None:
-    x, y = corner
-    width, height = sizes.rack
-    canvas.box(x, y, width, height, "rack")
-    middle = x + width / 2
+def _rack(cluster: Cluster, rack: int) -> _Box:
     per_rack = cluster.nodes_per_rack or cluster.nodes
-    first = rack * per_rack
-    shown = min(sizes.nodes, cluster.nodes - first)
-    narrow = _is_narrow(cluster, "rack")
-    for index in range(shown):
-        node_x = x + 12 + index * (sizes.node[0] + 12)
-        if cluster.nodes > 1:
-            kind = "narrow" if narrow else "link"
-            canvas.line(middle, y + 30, node_x + sizes.node[0] / 2, y + sizes.head, kind)
-        _draw_node(canvas, cluster, sizes, first + index, (node_x, y + sizes.head))
-    if cluster.nodes > 1:
-        canvas.box(middle - 90, y + 12, 180, 28, "switch")
-        canvas.text(middle, y + 31, f"top-of-rack switch {rack}", middle=True)
-        nic = cluster.node.nic
-        assert nic is not None
-        words = f"{cluster.node.nics} x {nic.name}: {show_rate(nic.bytes_per_s)}"
-        kind = "small halo narrowtext" if narrow else "small halo"
-        canvas.text(middle, y + 66, words, kind, middle=True)
+    shown = min(_shown_nodes(cluster), cluster.nodes - rack * per_rack)
+    nodes = tuple(_node(cluster, rack * per_rack + index) for index in range(shown))
+    nic = cluster.node.nic
+    if cluster.nodes == 1 or nic is None:
+        return nodes[0]
+    words = f"{cluster.node.nics} x {nic.name}: {show_rate(nic.bytes_per_s)}"
+    return _Box("rack", (f"top-of-rack switch {rack}", words), nodes, MOST_NODES)
 
 
-def _draw_node(
-    canvas: _Canvas, cluster: Cluster, sizes: _Sizes, node: int, corner: tuple[float, float]
-) -> None:
-    x, y = corner
-    width, height = sizes.node
-    canvas.box(x, y, width, height, "node")
-    canvas.text(x + 8, y + 18, f"node {node}")
-    kind = "narrowtext small" if _is_narrow(cluster, "node") else "small"
-    for number, words in enumerate(_node_links(cluster)):
-        canvas.text(x + 8, y + 36 + 15 * number, words, kind if number == 0 else "small")
-    for device in range(sizes.devices):
-        row, column = divmod(device, sizes.columns)
-        left = x + 10 + column * _BOX
-        box_y = y + 70 + row * _BOX
-        _draw_torus_links(canvas, cluster, sizes, device, (left, box_y))
-        canvas.box(left, box_y, _BOX - 8, _BOX - 8, "device")
-        rank = node * cluster.node.devices + device
-        canvas.text(left + (_BOX - 8) / 2, box_y + 17, str(rank), "small", middle=True)
+def _shown_nodes(cluster: Cluster) -> int:
+    per_rack = min(cluster.nodes, cluster.nodes_per_rack or cluster.nodes)
+    return min(per_rack, MOST_NODES if cluster.racks <= 2 else 2)
 
 
-def _draw_torus_links(
-    canvas: _Canvas, cluster: Cluster, sizes: _Sizes, device: int, corner: tuple[float, float]
-) -> None:
-    """To the next neighbor along each of two axes; the links round the ends are not drawn."""
-    torus = cluster.node.torus
-    if torus is None or len(torus) != 2 or torus[-1] != sizes.columns:
-        return
-    row, column = coordinates(torus, device)
-    x, y = corner
-    if column + 1 < torus[1]:
-        canvas.line(x + _BOX - 8, y + 13, x + _BOX, y + 13, "link")
-    if row + 1 < torus[0]:
-        canvas.line(x + 13, y + _BOX - 8, x + 13, y + _BOX, "link")
+def _node(cluster: Cluster, node: int) -> _Box:
+    spec = cluster.node
+    links = [spec.fabric if spec.devices > 1 else None, spec.pcie]
+    words = [f"{link.name}: {show_rate(link.bytes_per_s)}" for link in links if link is not None]
+    ranks = range(node * spec.devices, node * spec.devices + min(spec.devices, MOST_DEVICES))
+    devices = tuple(_Box("device", (str(rank).center(4),)) for rank in ranks)
+    columns = spec.torus[-1] if spec.torus is not None else 8
+    return _Box("node", (f"node {node}", *words), devices, min(columns, 16))
 
 
-def _node_links(cluster: Cluster) -> list[str]:
-    node = cluster.node
-    links: list[LinkSpec | None] = [node.fabric if node.devices > 1 else None, node.pcie]
-    return [f"{link.name}: {show_rate(link.bytes_per_s)}" for link in links if link is not None]
-
-
-def _captions(cluster: Cluster, sizes: _Sizes) -> list[str]:
+def _captions(cluster: Cluster) -> list[str]:
     lines = [narrowest_cut(cluster), f"each device: {device_words(cluster.device)}"]
     per_rack = min(cluster.nodes, cluster.nodes_per_rack or cluster.nodes)
     left_out = [
         counted(all_of_them - shown, f"more {word}", f"more {word}s {where}")
         for all_of_them, shown, word, where in (
-            (cluster.racks, sizes.racks, "rack", ""),
-            (per_rack, sizes.nodes, "node", "in each rack"),
-            (cluster.node.devices, sizes.devices, "device", "in each node"),
+            (cluster.racks, MOST_RACKS, "rack", ""),
+            (per_rack, _shown_nodes(cluster), "node", "in each rack"),
+            (cluster.node.devices, MOST_DEVICES, "device", "in each node"),
         )
         if all_of_them > shown
     ]
-    if cluster.node.torus is not None:
-        lines.append("not drawn: the links of the torus round its ends")
-    if left_out:
-        lines.append(f"not drawn: {', '.join(left_out)}")
-    return lines
+    return [*lines, f"not drawn: {', '.join(left_out)}"] if left_out else lines
