@@ -19,9 +19,8 @@ from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER, RankOrder
-from shoal.plan.workloads.transformer import Transformer
-from shoal.plan.workloads.transformer_block import TransformerSizes
+from shoal.plan.step.collective_time import IN_MEGATRONS_ORDER, RankOrder
+from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.plan.workloads.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
 

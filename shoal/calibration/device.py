@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device, LinkSpec, MeasuredCalls
-from shoal.plan.step.relaxed_rules import queue_cycle_s
+from shoal.plan.step.stragglers import queue_cycle_s
 
 _HALVINGS = 50
 

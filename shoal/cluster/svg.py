@@ -7,8 +7,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.drawing import device_words, heading
-from shoal.cluster.levels import narrowest, narrowest_cut
+from shoal.cluster.drawing import device_words, heading, narrowest, narrowest_cut
 from shoal.cluster.units import show_rate
 from shoal.runtime import svg
 from shoal.runtime.wording import counted

@@ -16,9 +16,8 @@ from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import Discovery
 from shoal.cluster.discover import discover as discover_host
-from shoal.cluster.drawing import draw_cluster, host_lines
+from shoal.cluster.drawing import draw_cluster, host_lines, levels, narrowest, narrowest_cut
 from shoal.cluster.hardware import Device, MeasuredCalls
-from shoal.cluster.levels import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.svg import cluster_svg
 from shoal.cluster.toml_file import cluster_text

@@ -16,7 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.rows import num_rows
-from shoal.plan.tracing.saved_tensors import SavedTensors
+from shoal.plan.tracing.recorder import SavedTensors
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat.optimizers import PARAM_KEYS, like
 from shoal.replica.flat.params import FlatParams

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.prediction import Part, Prediction
-from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankOrder
+from shoal.plan.step.collective_time import IN_SHOALS_ORDER, RankOrder
 from shoal.plan.step.stages import Stage
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
 from shoal.plan.sync_price.base import SyncQuestion

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster, Noise
 from shoal.cluster.hardware import Device, MeasuredCalls
-from shoal.plan.step.collective_time import collective_time
-from shoal.plan.step.kernel_time import KernelModel
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import RankGroup, collective_time
+from shoal.plan.step.layer_time import KernelModel
 from shoal.plan.step.stragglers import expected_max
 from shoal.plan.sync_price.base import update_s
 from shoal.plan.workloads.workload import Split, Workload

@@ -10,7 +10,7 @@ import networkx
 import pytest
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.levels import levels, narrowest, narrowest_cut
+from shoal.cluster.drawing import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.topology import ClusterTopology, neighbors
 

@@ -61,8 +61,7 @@ def test_what_is_chosen_is_said_in_one_line() -> None:
 
 
 def test_nothing_that_fits_is_refused() -> None:
-    from shoal.plan.workloads.transformer import Transformer
-    from shoal.plan.workloads.transformer_block import TransformerSizes
+    from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 
     model = Transformer("large", TransformerSizes(4, 1024, 4, sequence=512))
     with pytest.raises(BadInput, match="nothing fits 1 MB on 2 workers"):

@@ -6,8 +6,7 @@ from typing import Any
 
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
-from shoal.plan.step.collective_time import Network
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import Network, RankGroup
 from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.workloads.workload import Precision
 

@@ -15,8 +15,8 @@ from shoal.calibration.device import machine_of
 from shoal.calibration.measure import CalibrationOptions, calibrate, worker_counts
 from shoal.cluster.toml_file import cluster_text, parse_cluster
 from shoal.errors import BadInput
-from shoal.plan.step.kernel_time import KernelModel
-from shoal.plan.step.relaxed_rules import queue_cycle_s
+from shoal.plan.step.layer_time import KernelModel
+from shoal.plan.step.stragglers import queue_cycle_s
 from shoal.plan.workloads.workload import Kernel
 
 FLOPS_PER_S = 40e9

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.plan.simulator.flows import FlowNetwork, Longs, max_min_rates
+from shoal.plan.simulator.messages import FlowNetwork, Longs, max_min_rates
 
 
 def paths_of(*links: list[int]) -> Longs:

@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from shoal.cluster.cluster import Cluster, Node
-from shoal.plan.step.collective_time import collective_time, group_places, hops
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import RankGroup, collective_time, group_places, hops
 from tests.plan.sync_questions import GPU, NIC, NVLINK, cluster_of
 
 SIZES = (2, 3, 4, 6, 8, 12)

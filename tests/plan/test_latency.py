@@ -7,8 +7,7 @@ import pytest
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Part
-from shoal.plan.step.collective_time import collective_time
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import RankGroup, collective_time
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.strategy.strategy import parse
 

@@ -9,9 +9,8 @@ import pytest
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
-from shoal.plan.step.collective_time import collective_time
-from shoal.plan.step.kernel_time import KernelModel
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import RankGroup, collective_time
+from shoal.plan.step.layer_time import KernelModel
 from shoal.plan.workloads.workload import Kernel
 
 CORE = Device("core", 1e9, 1e10, {"fp32": 1e10}, launch_s=5e-6, synchronous=True)

@@ -16,8 +16,7 @@ from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_tabl
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
-from shoal.plan.workloads.transformer import Transformer
-from shoal.plan.workloads.transformer_block import TransformerSizes
+from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.plan.workloads.workload import Recompute
 from shoal.strategy.strategy import as_strategy
 

@@ -15,8 +15,8 @@ import pytest
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.step.rank_order import IN_MEGATRONS_ORDER
-from shoal.plan.workloads.transformer import Transformer
+from shoal.plan.step.collective_time import IN_MEGATRONS_ORDER
+from shoal.plan.workloads.transformer_block import Transformer
 from shoal.strategy.strategy import as_strategy
 from tests.plan import published_runs as runs
 from tests.plan.published_runs import PublishedRun

@@ -14,10 +14,9 @@ from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import in_script, nothing_fits, options_of, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.search import Priced, SearchOptions, SearchResult, plainest_first, search
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import RankGroup
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.transformer import Transformer
-from shoal.plan.workloads.transformer_block import TransformerSizes
+from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import parse
 
 MODEL = Transformer("small", TransformerSizes(layers=4, hidden=1024, heads=4, sequence=512))

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from shoal.cluster.cluster import Noise
-from shoal.plan.step.relaxed_rules import (
+from shoal.plan.step.stragglers import (
+    Floats,
+    expected_max,
+    expected_rank,
     neighbours_pace,
     own_pace,
     queue_cycle_s,
     quorum_pace,
     staleness_pace,
+    step_times,
 )
-from shoal.plan.step.stragglers import Floats, expected_max, expected_rank, step_times
 
 JITTER = Noise(0.2)
 STRAGGLERS = Noise(0.05, 0.1, 3.0)

@@ -10,10 +10,8 @@ from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.step.collective_time import Network
-from shoal.plan.step.kernel_time import KernelModel
-from shoal.plan.step.layer_time import LayerClock
-from shoal.plan.step.rank_order import RankGroup
+from shoal.plan.step.collective_time import Network, RankGroup
+from shoal.plan.step.layer_time import KernelModel, LayerClock
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import Line, TracedKernel, TracedLayer, TracedWorkload
 from shoal.plan.workloads.workload import Kernel, LayerCost, Split

@@ -14,8 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shoal.plan.simulator.flows import Floats, Longs
-from shoal.plan.simulator.messages import MessageNetwork, Routes
+from shoal.plan.simulator.messages import Floats, Longs, MessageNetwork, Routes
 from shoal.schedules.collectives.collective import Collective
 
 RoundTime = tuple[float, Floats]  # seconds, and the bytes that each link carries

@@ -24,8 +24,7 @@ from shoal.plan.simulator.collectives import (
     message_table,
     simulate_collective,
 )
-from shoal.plan.simulator.flows import Floats, Longs
-from shoal.plan.simulator.messages import Routes
+from shoal.plan.simulator.messages import Floats, Longs, Routes
 from shoal.schedules.collectives.catalog import algorithms, build
 from shoal.schedules.collectives.collective import Collective
 

@@ -7,12 +7,146 @@ one port begin to flow after k alphas. Bytes share every link of their way fairl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.cluster.topology import ClusterTopology
-from shoal.plan.simulator.flows import Floats, FlowNetwork, Longs
+
+Floats = NDArray[np.float64]
+Longs = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+_SAME = 1e-9  # shares and moments that differ by this much, relatively, are the same
+
+
+def max_min_rates(paths: Longs, capacities: Floats) -> Floats:
+    """The rate of each flow; a row of `paths` has the links of a flow, padded with -1.
+
+    A flow without links is not limited: its rate is infinite.
+    """
+    rates = np.full(len(paths), math.inf)
+    limits = np.append(capacities, math.inf)  # the link of index -1
+    left = limits.copy()
+    waiting = np.arange(len(paths))
+    while waiting.size:
+        rows = paths[waiting]
+        counts = np.bincount(rows.ravel() + 1, minlength=limits.size).astype(np.float64)
+        counts = np.roll(counts, -1)  # index -1 last, as in `limits`
+        shares = np.full(limits.size, math.inf)
+        np.divide(left, counts, out=shares, where=counts > 0)
+        shares[-1] = math.inf
+        lowest = shares[rows].min(axis=1) if rows.shape[1] else np.full(waiting.size, math.inf)
+        settled = _settled(rows, shares, lowest)
+        rates[waiting[settled]] = lowest[settled]
+        done = rows[settled]
+        if done.shape[1] and np.isfinite(lowest[settled]).all():
+            taken = np.repeat(lowest[settled], done.shape[1])
+            left[:-1] -= np.bincount(done.ravel() + 1, taken, minlength=limits.size)[1:]
+            np.maximum(left, 0.0, out=left)
+        waiting = waiting[~settled]
+    return rates
+
+
+def _settled(rows: Longs, shares: Floats, lowest: Floats) -> Flags:
+    """Flows whose narrowest link is the narrowest of all flows on it."""
+    if not np.isfinite(lowest).all():
+        return ~np.isfinite(lowest)
+    on_narrower = np.zeros(shares.size, bool)  # links with a flow that is slower elsewhere
+    slower = lowest[:, None] < shares[rows] * (1 - _SAME)
+    on_narrower[rows[slower]] = True
+    full = ~on_narrower
+    full[-1] = False
+    return np.asarray(full[rows].any(axis=1))
+
+
+class FlowNetwork:
+    """Flows in progress. Tags are the caller's numbers for them."""
+
+    def __init__(self, capacities: Floats):
+        self.capacities = np.asarray(capacities, np.float64)
+        self.carried_bytes = np.zeros(self.capacities.size)  # by link
+        self.now_s = 0.0
+        self._paths: Longs = np.empty((0, 1), np.int64)
+        self._sizes: Floats = np.empty(0)
+        self._left: Floats = np.empty(0)
+        self._rates: Floats = np.empty(0)
+        self._tags: Longs = np.empty(0, np.int64)
+        self._changed = np.zeros(self.capacities.size + 1, bool)  # links; the last is padding
+
+    def __len__(self) -> int:
+        return int(self._tags.size)
+
+    def start(self, paths: Longs, sizes: Floats, tags: Longs) -> None:
+        """Flows that begin now."""
+        width = max(self._paths.shape[1], paths.shape[1])
+        self._paths = np.concatenate([_padded(self._paths, width), _padded(paths, width)])
+        self._sizes = np.concatenate([self._sizes, sizes])
+        self._left = np.concatenate([self._left, sizes])
+        self._rates = np.concatenate([self._rates, np.zeros(len(sizes))])
+        self._tags = np.concatenate([self._tags, tags])
+        self._changed[paths.ravel()] = True
+        on_links = np.repeat(sizes, paths.shape[1])
+        links = self.capacities.size
+        self.carried_bytes += np.bincount(paths.ravel() + 1, on_links, minlength=links + 1)[1:]
+
+    def next_end_s(self) -> float:
+        """When the next flow ends if none begins before; infinite where there are none."""
+        if not self._tags.size:
+            return math.inf
+        self._refresh()
+        return self.now_s + float(self._remaining_s().min())
+
+    def advance(self, to_s: float) -> Longs:
+        """Let time pass; the tags of the flows that have ended, in the order of their start."""
+        if not self._tags.size:
+            self.now_s = to_s
+            return self._tags
+        self._refresh()
+        passed_s = to_s - self.now_s
+        self.now_s = to_s
+        ended = self._remaining_s() <= passed_s + _SAME * max(passed_s, to_s * 1e-3)
+        moving = np.isfinite(self._rates)
+        self._left[moving] -= self._rates[moving] * passed_s
+        ended |= self._left <= _SAME * self._sizes
+        return self._remove(ended)
+
+    def _remove(self, ended: Flags) -> Longs:
+        tags = self._tags[ended]
+        self._changed[self._paths[ended].ravel()] = True
+        stay = ~ended
+        self._paths = self._paths[stay]
+        self._sizes = self._sizes[stay]
+        self._left = self._left[stay]
+        self._rates = self._rates[stay]
+        self._tags = self._tags[stay]
+        return tags
+
+    def _remaining_s(self) -> Floats:
+        found = np.zeros(self._left.size)
+        np.divide(self._left, self._rates, out=found, where=np.isfinite(self._rates))
+        return found
+
+    def _refresh(self) -> None:
+        """New rates for the flows that share links, or links of links, with what changed."""
+        if not self._changed.any():
+            return
+        self._changed[-1] = False
+        reached = self._changed[self._paths].any(axis=1) | (self._rates == 0.0)
+        links = 0
+        while (now := int(np.count_nonzero(self._changed))) != links:
+            links = now
+            self._changed[self._paths[reached].ravel()] = True
+            self._changed[-1] = False
+            reached |= self._changed[self._paths].any(axis=1)
+        self._rates[reached] = max_min_rates(self._paths[reached], self.capacities)
+        self._changed[:] = False
+
+
+def _padded(paths: Longs, width: int) -> Longs:
+    missing = width - paths.shape[1]
+    return np.pad(paths, ((0, 0), (0, missing)), constant_values=-1) if missing else paths
 
 
 class Routes:

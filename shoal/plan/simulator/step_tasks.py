@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.cluster.cluster import Noise
-from shoal.plan.simulator.flows import Longs
+from shoal.plan.simulator.messages import Longs
 from shoal.plan.simulator.synchronization import Servers, all_reduce, gossip, half, in_rounds
 from shoal.plan.simulator.task_graph import Task, TaskGraph
-from shoal.plan.step.rank_order import SHOAL_ORDER, axis_sizes
+from shoal.plan.step.collective_time import SHOAL_ORDER, axis_sizes
 from shoal.plan.sync_price.base import Agreeing
 from shoal.schedules.collectives.catalog import build as build_collective
 from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline

@@ -27,16 +27,14 @@ from shoal.plan.predict import (
     batches_in_turns,
     resolve_step,
 )
-from shoal.plan.simulator.flows import Longs
-from shoal.plan.simulator.messages import Routes
+from shoal.plan.simulator.messages import Longs, Routes
 from shoal.plan.simulator.step_tasks import StepTasks, StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.task_graph import TaskTimes
 from shoal.plan.step.layer_time import LayerTable, LayerTime
 from shoal.plan.step.stages import Stage, weight_of
 from shoal.plan.step.step_price import ReplicaPricer
-from shoal.plan.sync_price.base import Agreeing, SyncQuestion, update_part
+from shoal.plan.sync_price.base import Agreeing, SyncQuestion, idle_share, update_part
 from shoal.plan.sync_price.catalog import price_of
-from shoal.plan.sync_price.overlap import idle_share
 from shoal.plan.sync_price.ps import push_bytes, server_update_s
 from shoal.plan.sync_price.ps_links import memory_s
 from shoal.plan.workloads.workload import Workload

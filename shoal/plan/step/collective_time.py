@@ -24,6 +24,7 @@ that crosses a border is as slow as its hop there, and all others wait for it.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,7 +34,41 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
-from shoal.plan.step.rank_order import RankGroup
+from shoal.strategy.strategy import Layout
+
+SHOAL_ORDER = ("tp", "cp", "ep", "pp", "dp")  # innermost first
+MEGATRON_ORDER = ("tp", "cp", "ep", "dp", "pp")
+
+
+class RankGroup(NamedTuple):
+    """Ranks first, first + stride, …; every rank of the cluster is in one such group."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    axes: tuple[str, ...] = SHOAL_ORDER
+
+    def group(self, layout: Layout, axis: str) -> RankGroup:
+        sizes = axis_sizes(layout)
+        inner = self.axes[: self.axes.index(axis)]
+        return RankGroup(sizes[axis], math.prod(sizes[name] for name in inner))
+
+
+IN_SHOALS_ORDER = RankOrder()
+IN_MEGATRONS_ORDER = RankOrder(MEGATRON_ORDER)
+
+
+def axis_sizes(layout: Layout) -> dict[str, int]:
+    return {
+        "dp": layout.replicas,
+        "pp": layout.pp,
+        "tp": layout.tp,
+        "ep": layout.ep,
+        "cp": layout.cp,
+    }
 
 
 class GroupPlaces(NamedTuple):

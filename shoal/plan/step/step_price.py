@@ -25,10 +25,14 @@ from typing import NamedTuple
 
 from shoal.cluster.cluster import Cluster
 from shoal.plan.prediction import Part
-from shoal.plan.step.collective_time import CollectiveTime, Network
-from shoal.plan.step.kernel_time import KernelTime
-from shoal.plan.step.layer_time import MESSAGE_AXES, AxisGroups, LayerClock, LayerTable
-from shoal.plan.step.rank_order import IN_SHOALS_ORDER, RankGroup, RankOrder
+from shoal.plan.step.collective_time import (
+    IN_SHOALS_ORDER,
+    CollectiveTime,
+    Network,
+    RankGroup,
+    RankOrder,
+)
+from shoal.plan.step.layer_time import MESSAGE_AXES, AxisGroups, KernelTime, LayerClock, LayerTable
 from shoal.plan.step.stages import (
     Stage,
     by_device,

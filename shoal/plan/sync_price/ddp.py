@@ -13,7 +13,11 @@ from shoal.plan.sync_price.base import (
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
+    buckets_in_turn,
     buckets_of,
+    exposed_buckets,
+    hidden_s,
+    idle_share,
     plain_memory,
     some,
     synchronous_spread,
@@ -22,12 +26,6 @@ from shoal.plan.sync_price.base import (
 )
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import Buckets
-from shoal.plan.sync_price.overlap import (
-    buckets_in_turn,
-    exposed_buckets,
-    hidden_s,
-    idle_share,
-)
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.schedules.collectives.cost import Link, predicted_s
 

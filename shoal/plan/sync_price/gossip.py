@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 
 from shoal.cluster.cluster import Cluster
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.step.collective_time import RingHop, hops
-from shoal.plan.step.rank_order import RankGroup
-from shoal.plan.step.relaxed_rules import neighbours_pace, own_pace
+from shoal.plan.step.collective_time import RankGroup, RingHop, hops
+from shoal.plan.step.stragglers import neighbours_pace, own_pace
 from shoal.plan.sync_price.base import (
     Agreeing,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
+    meetings_s,
     memory_pass_s,
     plain_memory,
     refuse_several_hosts,
@@ -40,7 +40,6 @@ from shoal.plan.sync_price.base import (
     synchronous_spread,
     update_part,
 )
-from shoal.plan.sync_price.overlap import meetings_s
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
 

@@ -15,13 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.step.relaxed_rules import own_pace, queue_cycle_s, quorum_pace, staleness_pace
+from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
 from shoal.plan.sync_price.base import (
     Agreeing,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
     buckets_of,
+    computes_on_cores,
+    hidden_s,
+    idle_share,
     memory_pass_s,
     plain_memory,
     some,
@@ -31,7 +34,6 @@ from shoal.plan.sync_price.base import (
     waiting_part,
 )
 from shoal.plan.sync_price.compressed import factor_rank, is_factored, packed_bytes
-from shoal.plan.sync_price.overlap import computes_on_cores, hidden_s, idle_share
 from shoal.plan.sync_price.ps_links import (
     Way,
     chain_s,

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
-from shoal.plan.sync_price.base import SyncQuestion
-from shoal.plan.sync_price.overlap import computes_on_cores
+from shoal.plan.sync_price.base import SyncQuestion, computes_on_cores
 from shoal.runtime.cores import most_server_threads, server_threads
 
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written

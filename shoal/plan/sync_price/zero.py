@@ -20,7 +20,13 @@ from shoal.plan.sync_price.base import (
     Agreeing,
     SyncPrice,
     SyncQuestion,
+    buckets_in_turn,
     buckets_of,
+    computes_on_cores,
+    exposed_buckets,
+    hidden_s,
+    idle_share,
+    meetings_s,
     memory_pass_s,
     plain_memory,
     some,
@@ -29,14 +35,6 @@ from shoal.plan.sync_price.base import (
     waiting_part,
 )
 from shoal.plan.sync_price.flat_sizes import Buckets
-from shoal.plan.sync_price.overlap import (
-    buckets_in_turn,
-    computes_on_cores,
-    exposed_buckets,
-    hidden_s,
-    idle_share,
-    meetings_s,
-)
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     LARGE_BYTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,10 +15,32 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.plan.tracing.ops import bytes_of, cost_of, grouped_shape, named_arguments
-from shoal.plan.tracing.saved_tensors import SavedTensors
 from shoal.plan.workloads.traced_workload import Divided, Phase
 from shoal.plan.workloads.workload import HeldTensor, Kernel
 from shoal.pytree import tensors_of
+
+
+class SavedTensors:
+    """Knows which memory of saved tensors is new; that of `known` tensors does not count."""
+
+    def __init__(self, known: Iterable[Tensor]):
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._seen: dict[int, Any] = {}
+        self.total = 0
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self.add(tensor)
+        return tensor
+
+    def add(self, tensor: Tensor) -> int:
+        """The bytes of its storage, if that was not counted before."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known or storage._cdata in self._seen:
+            return 0
+        self._seen[storage._cdata] = storage  # kept, so that its number is not given again
+        self.total += storage.nbytes()
+        return storage.nbytes()
+
 
 _INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, by its role
     "column": "column",

@@ -11,8 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from shoal.errors import BadInput
-from shoal.plan.workloads.transformer import MIXED, Transformer
-from shoal.plan.workloads.transformer_block import TransformerSizes
+from shoal.plan.workloads.transformer_block import MIXED, Transformer, TransformerSizes
 from shoal.plan.workloads.workload import Precision, Workload
 
 _PRECISIONS = {
