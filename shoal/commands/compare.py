@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,33 +77,34 @@ def compare(
     The table has the result, the speed, the bytes that a worker sends, and the difference to a
     run on one worker.
     """
-    command = [sys.executable, "-m", WORKER, "PLAN", *_target(script, args)]
+    _, *words = command_for(script, args)
+    target = words[1:] if words[0] == "-m" else words
+    command = [sys.executable, "-m", WORKER, "PLAN", *target]
     names = _strategies(strategy, workers)
     if steps is None and command[4].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
     with scratch_folder("compare") as folder:
-        entries = _entries(names, workers, folder)
+        runs = [("single", 1), *((name, workers) for name in names)]
+        entries = [
+            ComparedRun(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)
+        ]
+        for entry in entries:
+            Path(entry.folder).mkdir()
         with progress_over(entries) as on_record:
             comparison = Comparison(command, config, steps, folder, on_record)
             for group in groups_of(entries, apart):
                 comparison.run(group)
         outcomes = comparison.outcomes(entries)
-    document = {"script": script, "workers": workers, "seed": seed or 0}
+    document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
     length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
     table = _table(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
     whys = [(one.strategy, one.refused or one.failed or one.unmeasured) for one in outcomes]
     parts: list[Part] = [table, *(f"{name}: {why}" for name, why in whys if why is not None)]
-    runs = [outcome.to_json() for outcome in outcomes]
-    show({**document, "runs": runs}, parts, as_json, width=140)
+    document["runs"] = [outcome.to_json() for outcome in outcomes]
+    show(document, parts, as_json, width=140)
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
-
-
-def _target(script: str, args: Sequence[str] | None) -> list[str]:
-    """The arguments of `compare_worker` that name the script, from the command of `shoal run`."""
-    _, *words = command_for(script, args)
-    return words[1:] if words[0] == "-m" else words
 
 
 def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
@@ -124,46 +125,31 @@ def default_strategies() -> list[str]:
     return [text for term in TERMS.values() for text in term.compared]
 
 
-def _entries(names: Sequence[str], workers: int, folder: Path) -> list[ComparedRun]:
-    runs = [("single", 1), *((name, workers) for name in names)]
-    entries = [ComparedRun(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)]
-    for entry in entries:
-        Path(entry.folder).mkdir()
-    return entries
-
-
 def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
     """Which runs share their processes.
 
     A run on fewer workers has no others beside it: while they wait, they would take its cores.
     """
     most = max(entry.workers for entry in entries)
-    alone = [e for e in entries if apart or e.workers < most or _has_servers(e)]
+    alone = [
+        e
+        for e in entries
+        if apart or e.workers < most or as_strategy(e.strategy).sync_for(e.workers).has_servers
+    ]
     together = [entry for entry in entries if entry not in alone]
     return [*([together] if together else []), *([entry] for entry in alone)]
 
 
-def _has_servers(entry: ComparedRun) -> bool:
-    return as_strategy(entry.strategy).sync_for(entry.workers).has_servers
-
-
+@dataclass
 class Comparison:
     """Starts processes for groups of runs, and continues when one of the runs fails."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        config: RunConfig,
-        steps: int | None,
-        folder: Path,
-        on_record: Any,
-    ):
-        self._command = command
-        self._config = config
-        self._steps = steps
-        self._plan = folder / "plan.json"
-        self._on_record = on_record
-        self._failed: dict[int, str] = {}
+    command: Sequence[str]
+    config: RunConfig
+    steps: int | None
+    folder: Path
+    on_record: Any
+    failed: dict[int, str] = field(default_factory=dict)  # why, by the number of the run
 
     def run(self, group: list[ComparedRun]) -> None:
         while group:
@@ -171,22 +157,22 @@ class Comparison:
                 self._launch(group)
                 return
             except ShoalError as error:
-                begun = [
-                    i for i, entry in enumerate(group) if RunDir(Path(entry.folder)).begun.exists()
-                ]
+                folders = [RunDir(Path(entry.folder)) for entry in group]
+                begun = [i for i, folder in enumerate(folders) if folder.begun.exists()]
                 if not begun:
                     raise  # the script itself
                 at = begun[-1]
-                if not _has_ended(group[at]):
-                    self._failed[group[at].number] = str(error).splitlines()[-1]
+                ranks = range(group[at].workers)
+                if not all(folders[at].report(rank).is_file() for rank in ranks):
+                    self.failed[group[at].number] = str(error).splitlines()[-1]
                 group = group[at + 1 :]
 
     def outcomes(self, entries: Sequence[ComparedRun]) -> list[RunOutcome]:
         base_losses = losses_of(entries[0])
         outcomes: list[RunOutcome] = []
         for entry in entries:
-            if entry.number in self._failed:
-                why = self._failed[entry.number]
+            if entry.number in self.failed:
+                why = self.failed[entry.number]
                 outcomes.append(RunOutcome(entry.strategy, entry.workers, failed=why))
             else:
                 baseline = outcomes[0] if outcomes else None
@@ -195,20 +181,16 @@ class Comparison:
 
     def _launch(self, group: Sequence[ComparedRun]) -> None:
         entries = [asdict(entry) for entry in group]
-        document = {"entries": entries, "steps": self._steps, "cores": cores()}
-        self._plan.write_text(json.dumps(document), encoding="utf-8")
-        command = [str(self._plan) if word == "PLAN" else word for word in self._command]
+        document = {"entries": entries, "steps": self.steps, "cores": cores()}
+        plan = self.folder / "plan.json"
+        plan.write_text(json.dumps(document), encoding="utf-8")
+        command = [str(plan) if word == "PLAN" else word for word in self.command]
         workers = max(entry.workers for entry in group)
         servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
-        config = replace(self._config, strategy=group[-1].strategy)
+        config = replace(self.config, strategy=group[-1].strategy)
         replication = replication_of(as_strategy(group[-1].strategy), workers)  # servers: alone
         spec = LaunchSpec(command, workers, config, servers, replication=replication)
-        launch(spec, discard_lines, self._on_record)
-
-
-def _has_ended(entry: ComparedRun) -> bool:
-    run_dir = RunDir(Path(entry.folder))
-    return all(run_dir.report(rank).is_file() for rank in range(entry.workers))
+        launch(spec, discard_lines, self.on_record)
 
 
 # ------------------------------------------------------------------------------ output
@@ -244,12 +226,10 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     names = [list(o.evaluated) for o in outcomes if o.evaluated]
     metric = next((name for group in names for name in group if name != "loss"), None)
     tested = any("loss" in group for group in names)
-    heads = ["test\nloss" if tested else "loss"]
+    heads = ["strategy", "test\nloss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
-    heads += ["steps/s", "speed-\nup", "sent a\nstep", "idle"]
-    heads += ["against single"]
-    rows = [_row(outcome, metric) for outcome in outcomes]
-    table = plain_table(title, ["strategy", *heads], rows, left=1)
+    heads += ["steps/s", "speed-\nup", "sent a\nstep", "idle", "against single"]
+    table = plain_table(title, heads, [_row(outcome, metric) for outcome in outcomes], left=1)
     table.columns[-1].justify = "left"
     for column in table.columns[1:-1]:
         column.no_wrap = True
@@ -258,21 +238,20 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
 
 
 def _row(outcome: RunOutcome, metric: str | None) -> list[str]:
-    value = (outcome.evaluated or {}).get(metric) if metric is not None else None
-    row = [outcome.strategy, _number(outcome.loss, ".4f")]
+    def shown(value: float | None, form: str, unit: str = "") -> str:
+        return "–" if value is None else format(value, form) + unit
+
+    row = [outcome.strategy, shown(outcome.loss, ".4f")]
     if metric is not None:
-        row.append(_number(value, ".1%" if metric == "accuracy" else ".4g"))
-    each = None if outcome.bytes_sent is None else outcome.bytes_sent / max(1, outcome.steps)
+        value = (outcome.evaluated or {}).get(metric)
+        row.append(shown(value, ".1%" if metric == "accuracy" else ".4g"))
+    sent = outcome.bytes_sent
     row += [
-        _number(outcome.steps_per_s, ",.1f"),
-        "–" if outcome.speed_up is None else f"{outcome.speed_up:.2f}×",
-        "–" if each is None else show_bytes(each),
+        shown(outcome.steps_per_s, ",.1f"),
+        shown(outcome.speed_up, ".2f", "×"),
+        "–" if sent is None else show_bytes(sent / max(1, outcome.steps)),
         "–" if outcome.computing is None else f"{1 - outcome.computing:.0%}",
     ]
     if not outcome.ran:
         return [*row, "refused" if outcome.refused else "failed"]
     return [*row, "" if outcome.workers == 1 else outcome.against_single]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

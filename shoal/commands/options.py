@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -169,7 +169,11 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
         bags[name] = hints[name]
         types = get_type_hints(hints[name], include_extras=True)
         shown += [
-            parameter.replace(name=field.name, default=field.default, annotation=types[field.name])
+            parameter.replace(
+                name=field.name,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=types[field.name],
+            )
             for field in fields(hints[name])
         ]
 

@@ -37,11 +37,13 @@ def ps(as_json: options.Json = False) -> None:
     heads = ["run", "script", "strategy", "workers", "on", "since", "step"]
     rows = [
         [
-            *(entry.name, entry.script, entry.strategy, _processes(entry), _where(entry)),
+            *(entry.name, entry.script, entry.strategy, _processes(entry)),
+            ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""),
             _since(time.time() - entry.started),
             "-" if entry.steps is None else str(entry.steps),
         ]
         for entry in found
+        for hosts in [list(dict.fromkeys(entry.hosts))]
     ]
     wide_console().print(plain_table("", heads, rows, left=3))
 
@@ -75,11 +77,6 @@ def _processes(entry: RunEntry) -> str:
     """`2`, `2+1` with a server, `1 of 2+1` where a worker was lost or has not joined."""
     workers = f"{entry.workers}+{entry.servers}" if entry.servers else str(entry.workers)
     return workers if entry.present == entry.workers else f"{entry.present} of {workers}"
-
-
-def _where(entry: RunEntry) -> str:
-    hosts = list(dict.fromkeys(entry.hosts))
-    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
 
 
 def _since(seconds: float) -> str:

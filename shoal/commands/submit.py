@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shlex
 import shutil
@@ -11,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, NamedTuple, get_type_hints
 
 import typer
 
@@ -224,9 +223,9 @@ class SubmitRequest:
         return None
 
 
-def submit(**given: Any) -> None:
+@options.with_fields
+def submit(request: SubmitRequest) -> None:
     """Write a script's job for Slurm or Kubernetes, and submit it."""
-    request = SubmitRequest(**given)
     job = request.job()
     for warning in filter(None, job.warnings):
         print(f"shoal: {warning}", file=sys.stderr)
@@ -237,11 +236,6 @@ def submit(**given: Any) -> None:
     answer = _send(job.command, file)
     submitted = {"file": str(file), "command": [*job.command, str(file)], "answer": answer.strip()}
     print(json.dumps(submitted) if request.as_json else answer.rstrip("\n"))
-
-
-# typer reads the options from here
-submit.__annotations__ = get_type_hints(SubmitRequest, include_extras=True)
-submit.__signature__ = inspect.signature(SubmitRequest, eval_str=True)  # type: ignore[attr-defined]
 
 
 def _write(text: str, file: Path | None, default: str) -> Path:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,8 +25,8 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.embedding.module import RowOptions
-from shoal.embedding.spec import Placement, TableSpec
-from shoal.examples.options import Options, batches, count, make_parser, parse
+from shoal.embedding.spec import TableSpec
+from shoal.examples.options import OptionParser, Options, batches, count
 
 FIELDS = 4  # user, item, page, advertiser: a quarter of the rows each
 NUMBERS = 3
@@ -37,36 +36,12 @@ HOT_SHARE = 2e-4
 _HOT = "rows over this share of all pulls are copied to all servers (%(default)s; 0: none)"
 
 
-@dataclass(frozen=True)
-class ClickOptions(Options):
-    rows: int
-    dim: int
-    samples: int
-    dense: bool
-    placement: Placement = "hash"
-    min_count: int = 1
-    ttl_steps: int | None = None
-    hot_share: float = 0.0
-    cache_steps: int = 0
-    frequent_first: bool = False
-
-    @property
-    def of_rows(self) -> RowOptions:
-        """Where rows live, and how long."""
-        return {
-            "placement": self.placement,
-            "min_count": self.min_count,
-            "ttl_steps": self.ttl_steps,
-            "hot_share": self.hot_share,
-            "cache_steps": self.cache_steps,
-        }
-
-
-def train(job: shoal.Job, options: ClickOptions | None = None) -> None:
+def train(job: shoal.Job, options: Options | None = None) -> None:
     options = options or read_options()
     train_set, test_set = load_clicks(options.samples, options.rows, options.frequent_first)
+    of_rows = {name: getattr(options, name) for name in RowOptions.__annotations__}
     step = job.step(
-        ClicksNet(options.rows, options.dim, options.dense, options.of_rows),
+        ClicksNet(options.rows, options.dim, options.dense, cast(RowOptions, of_rows)),
         F.binary_cross_entropy_with_logits,
         optimizer=partial(torch.optim.Adagrad, lr=options.lr),
         **options.of_step,
@@ -187,14 +162,9 @@ def appeal(ids: Any, numbers: Any) -> Any:
 # ------------------------------------------------------------------------------ the options
 
 
-def read_options(argv: Sequence[str] | None = None) -> ClickOptions:
-    parser = make_parser(
-        "clicks",
-        "Train a small recommendation model on a generated click log.",
-        epochs=1,
-        batch_size=256,
-        lr=0.1,
-    )
+def read_options(argv: Sequence[str] | None = None) -> Options:
+    about = "Train a small recommendation model on a generated click log."
+    parser = OptionParser("clicks", about, epochs=1, batch_size=256, lr=0.1)
     add = parser.add_argument
     add("--rows", type=count, default=100_000, help="rows of the table (%(default)s)")
     add("--dim", type=count, default=16, help="numbers in a row (%(default)s)")
@@ -206,7 +176,7 @@ def read_options(argv: Sequence[str] | None = None) -> ClickOptions:
     add("--hot-share", type=float, default=HOT_SHARE, help=_HOT)
     add("--cache-steps", type=int, default=0, help="steps for which workers keep rows")
     add("--frequent-first", action="store_true", help="low ids are the most frequent")
-    return ClickOptions(**vars(parse(parser, argv)))
+    return parser.read(argv)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.examples.options import Options, batches, make_parser, parse
+from shoal.examples.options import OptionParser, Options, batches
 
 DATA = Path(__file__).parent / "data" / "digits.csv.gz"
 NUM_TRAIN = 1_500
@@ -32,12 +32,8 @@ NUM_TRAIN = 1_500
 def train(job: shoal.Job, options: Options | None = None) -> None:
     options = options or read_options()
     train_set, test_set = load_digits()
-    step = job.step(
-        DigitsNet(),
-        F.cross_entropy,
-        optimizer=partial(sgd, lr=options.lr),
-        **options.of_step,
-    )
+    optimizer = partial(sgd, lr=options.lr)
+    step = job.step(DigitsNet(), F.cross_entropy, optimizer=optimizer, **options.of_step)
     for batch in batches(job, train_set, options, "digits"):
         job.log(loss=step(batch))
     results = test(job, test_set)
@@ -99,14 +95,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def read_options(argv: Sequence[str] | None = None) -> Options:
-    parser = make_parser(
-        "digits",
-        "Train a small convolutional network on handwritten digits.",
-        epochs=12,
-        batch_size=64,
-        lr=0.05,
-    )
-    return Options(**vars(parse(parser, argv)))
+    about = "Train a small convolutional network on handwritten digits."
+    return OptionParser("digits", about, epochs=12, batch_size=64, lr=0.05).read(argv)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.examples.options import Options, batches, count, make_parser, parse, probability
+from shoal.examples.options import OptionParser, Options, batches, count, probability
 
 NUM_CHARACTERS = 1_000_000
 HELD_OUT = 0.05
@@ -52,14 +52,7 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class GptOptions(Options):
-    size: str
-    context: int
-    dropout: float
-
-
-def train(job: shoal.Job, options: GptOptions | None = None) -> None:
+def train(job: shoal.Job, options: Options | None = None) -> None:
     options = options or read_options()
     size = replace(SIZES[options.size], context=options.context)
     train_set, held_out = load_windows(size.context)
@@ -264,23 +257,16 @@ def windows(tokens: Tensor, context: int) -> TensorDataset:
 # ------------------------------------------------------------------------------ the options
 
 
-def read_options(argv: Sequence[str] | None = None) -> GptOptions:
-    parser = make_parser(
-        "gpt",
-        "Train a small GPT on the source of the Python standard library.",
-        epochs=1,
-        batch_size=16,
-        clip_norm=1.0,
-    )
+def read_options(argv: Sequence[str] | None = None) -> Options:
+    about = "Train a small GPT on the source of the Python standard library."
+    parser = OptionParser("gpt", about, epochs=1, batch_size=16, clip_norm=1.0)
     add = parser.add_argument
     add("--size", choices=tuple(SIZES), default="small", help="how large a model (%(default)s)")
     add("--context", type=count, help="tokens in a window (by size)")
     add("--dropout", type=probability, default=0.0, help="share to drop (%(default)s)")
-    given = parse(parser, argv)
+    given = parser.read(argv)
     size = SIZES[given.size]  # the size decides what was not given
-    given.context = given.context or size.context
-    given.lr = given.lr or size.lr
-    return GptOptions(**vars(given))
+    return given.but(context=given.context or size.context, lr=given.lr or size.lr)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import TensorDataset
 
@@ -15,22 +14,8 @@ from shoal.runtime.checkpoint_folders import MANIFEST
 from shoal.runtime.wording import counted
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(argparse.Namespace):
     """How to train. The launcher sets the number of workers, the strategy and the seed."""
-
-    epochs: int
-    batch_size: int
-    lr: float
-    accumulate: int
-    clip_norm: float | None
-    exact: bool
-    microbatches: int
-    precision: Literal["fp32", "bf16", "fp16"]
-    steps: int | None
-    out: str | None
-    save_every: int | None
-    resume: bool
 
     @property
     def of_step(self) -> dict[str, Any]:
@@ -38,50 +23,54 @@ class Options:
         names = ("clip_norm", "accumulate", "precision", "exact", "microbatches")
         return {name: getattr(self, name) for name in names}
 
+    def but(self, **changes: Any) -> Options:
+        """The same options except for these."""
+        return Options(**{**vars(self), **changes})
+
     def about(self, example: str) -> dict[str, Any]:
         """What a checkpoint says about itself, for `shoal eval`."""
-        return {"example": example, "options": asdict(self)}
+        return {"example": example, "options": vars(self)}
 
 
-def make_parser(
-    name: str,
-    description: str,
-    *,
-    epochs: int,
-    batch_size: int,
-    lr: float | None = None,
-    clip_norm: float | None = None,
-) -> argparse.ArgumentParser:
-    """A parser of the common options, with an example's own defaults."""
-    parser = argparse.ArgumentParser(prog=name, description=description)
-    add = parser.add_argument
-    everywhere = "samples in a step, over all workers (%(default)s)"
-    pieces = "number of micro-batches that a batch is computed in (%(default)s)"
-    bound = f"bound the norm of the gradient ({clip_norm or 'unbounded'})"
-    exact = "micro-batches of a batch, with --exact (%(default)s)"
-    types = ("fp32", "bf16", "fp16")
-    add("--epochs", type=count, default=epochs, help="passes over the data (%(default)s)")
-    add("--batch-size", type=count, default=batch_size, help=everywhere)
-    add("--lr", type=positive, default=lr, help=f"learning rate ({lr or 'by size'})")
-    add("--accumulate", type=count, default=1, help=pieces)
-    add("--clip-norm", type=positive, default=clip_norm, help=bound)
-    add("--exact", action="store_true", help="the same bits at any number of workers")
-    add("--microbatches", type=count, default=8, help=exact)
-    products = "of activations and matrix products (%(default)s)"
-    add("--precision", choices=types, default="fp32", help=products)
-    add("--steps", type=count, help="stop after this many steps")
-    add("--out", metavar="DIR", help="save a checkpoint here; without it nothing is saved")
-    add("--save-every", type=count, metavar="STEPS", help="also save every STEPS steps")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out")
-    return parser
+class OptionParser(argparse.ArgumentParser):
+    """The common options, with an example's own defaults."""
 
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        *,
+        epochs: int,
+        batch_size: int,
+        lr: float | None = None,
+        clip_norm: float | None = None,
+    ):
+        super().__init__(prog=name, description=description)
+        add = self.add_argument
+        everywhere = "samples in a step, over all workers (%(default)s)"
+        pieces = "number of micro-batches that a batch is computed in (%(default)s)"
+        bound = f"bound the norm of the gradient ({clip_norm or 'unbounded'})"
+        exact = "micro-batches of a batch, with --exact (%(default)s)"
+        products = "of activations and matrix products (%(default)s)"
+        add("--epochs", type=count, default=epochs, help="passes over the data (%(default)s)")
+        add("--batch-size", type=count, default=batch_size, help=everywhere)
+        add("--lr", type=positive, default=lr, help=f"learning rate ({lr or 'by size'})")
+        add("--accumulate", type=count, default=1, help=pieces)
+        add("--clip-norm", type=positive, default=clip_norm, help=bound)
+        add("--exact", action="store_true", help="the same bits at any number of workers")
+        add("--microbatches", type=count, default=8, help=exact)
+        add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=products)
+        add("--steps", type=count, help="stop after this many steps")
+        add("--out", metavar="DIR", help="save a checkpoint here; without it nothing is saved")
+        add("--save-every", type=count, metavar="STEPS", help="also save every STEPS steps")
+        add("--resume", action="store_true", help="continue from the checkpoint in --out")
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read `argv`, or the command line where it is None."""
-    given = parser.parse_args(argv)
-    if given.out is None and (given.resume or given.save_every):
-        parser.error("--resume and --save-every need --out")
-    return given
+    def read(self, argv: Sequence[str] | None) -> Options:
+        """Of `argv`, or of the command line where it is None."""
+        given = self.parse_args(argv, Options())
+        if given.out is None and (given.resume or given.save_every):
+            self.error("--resume and --save-every need --out")
+        return given
 
 
 def count(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_metrics_are_means_over_the_samples() -> None:
 
 def test_three_epochs_are_enough_for_95_percent(capsys: pytest.CaptureFixture[str]) -> None:
     job = make_job()
-    digits.train(job, replace(SHORT, epochs=3))
+    digits.train(job, SHORT.but(epochs=3))
     assert job.steps == 3 * 24
     accuracy = float(capsys.readouterr().out.split()[2].rstrip("%,"))
     assert accuracy > 95
@@ -73,9 +72,9 @@ def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(
     small = ["--samples", "2000", "--rows", "4000", "--dim", "4"]
     options = example.read_options(["--epochs", "2", *(small if example is clicks else [])])
     whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
-    example.train(make_job(), replace(options, steps=14, out=whole))
-    example.train(make_job(), replace(options, steps=5, out=parts))
-    example.train(make_job(), replace(options, steps=14, out=parts, resume=True))
+    example.train(make_job(), options.but(steps=14, out=whole))
+    example.train(make_job(), options.but(steps=5, out=parts))
+    example.train(make_job(), options.but(steps=14, out=parts, resume=True))
     assert read_manifest(Path(parts))["steps"] == 14
     about = options.about(example.__name__.rpartition(".")[2])
     expected = example.evaluate(make_job(), whole, about)
@@ -86,11 +85,11 @@ def test_save_every_saves_the_step_it_names(tmp_path: Path) -> None:
     job = make_job()
     saved: list[int] = []
     job.save = lambda path, about=None: saved.append(job.steps)  # type: ignore[method-assign]
-    digits.train(job, replace(SHORT, steps=7, out=str(tmp_path), save_every=3))
+    digits.train(job, SHORT.but(steps=7, out=str(tmp_path), save_every=3))
     assert saved == [3, 6, 7]
 
 
 def test_nothing_is_saved_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    digits.train(make_job(), replace(SHORT, steps=1))
+    digits.train(make_job(), SHORT.but(steps=1))
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,7 +153,7 @@ def test_a_saved_model_is_tested_with_its_own_size_and_context(
 ) -> None:
     text = gpt.library_text(20_000)
     monkeypatch.setattr(gpt, "library_text", lambda: text)
-    options = replace(SHORT, context=16, out=str(tmp_path), dropout=0.1)
+    options = SHORT.but(context=16, out=str(tmp_path), dropout=0.1)
     gpt.train(make_job(), options)
     shown = capsys.readouterr().out
     about = read_manifest(tmp_path)["about"]

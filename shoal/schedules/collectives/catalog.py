@@ -10,11 +10,9 @@ from typing import Any
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
-from shoal.schedules.collectives import direct, doubling, ring, scan, tree
+from shoal.schedules.collectives import direct, doubling, hierarchical, ring, scan, tree
 from shoal.schedules.collectives.collective import Collective, rooted_at
-from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce, torus_all_reduce
 from shoal.schedules.collectives.kinds import KINDS, kind_named
-from shoal.schedules.collectives.tree import double_tree_all_reduce
 from shoal.schedules.user import is_user_function, load_collective
 
 
@@ -32,69 +30,35 @@ class Algorithm:
         return inspect.cleandoc(self.make.__doc__ or "")
 
 
-_FAMILIES: dict[str, dict[str, Callable[..., Collective]]] = {
-    "all_reduce": {
-        "ring": ring.ring_all_reduce,
-        "star": direct.star_all_reduce,
-        "tree": tree.tree_all_reduce,
-        "double_tree": double_tree_all_reduce,
-        "doubling": doubling.doubling_all_reduce,
-        "halving": doubling.halving_all_reduce,
-        "torus": torus_all_reduce,
-        "hierarchical": hierarchical_all_reduce,
-        "direct": direct.direct_all_reduce,
-        "sequential": direct.sequential_all_reduce,
-        "naive": direct.naive_all_reduce,
-        "slow_ring": ring.slow_ring_all_reduce,
-        "whole_ring": ring.whole_ring_all_reduce,
-    },
-    "reduce_scatter": {
-        "ring": ring.ring_reduce_scatter,
-        "halving": doubling.halving_reduce_scatter,
-        "direct": direct.direct_reduce_scatter,
-    },
-    "all_gather": {
-        "ring": ring.ring_all_gather,
-        "doubling": doubling.doubling_all_gather,
-        "bruck": doubling.bruck_all_gather,
-        "direct": direct.direct_all_gather,
-    },
-    "broadcast": {
-        "tree": tree.tree_broadcast,
-        "star": direct.star_broadcast,
-        "ring": ring.ring_broadcast,
-        "scatter_gather": tree.scatter_gather_broadcast,
-    },
-    "reduce": {
-        "tree": tree.tree_reduce,
-        "star": direct.star_reduce,
-        "ring": ring.ring_reduce,
-        "scatter_gather": tree.scatter_gather_reduce,
-    },
-    "scatter": {"tree": tree.tree_scatter, "star": direct.star_scatter},
-    "gather": {"tree": tree.tree_gather, "star": direct.star_gather},
-    "all_to_all": {
-        "shift": direct.shifted_all_to_all,
-        "bruck": doubling.bruck_all_to_all,
-        "direct": direct.direct_all_to_all,
-    },
-    "scan": {"hillis_steele": scan.hillis_steele_scan, "chain": scan.chain_scan},
-    "exclusive_scan": {
-        "hillis_steele": scan.exclusive_hillis_steele_scan,
-        "chain": scan.exclusive_chain_scan,
-    },
-    "barrier": {
-        "dissemination": doubling.dissemination_barrier,
-        "star": direct.star_barrier,
-        "ring": doubling.ring_barrier,
-    },
+# the function NAME_KIND of a module of this folder makes each of them
+_MODULES = (ring, direct, tree, doubling, hierarchical, scan)
+_FAMILIES = {
+    "all_reduce": "ring star tree double_tree doubling halving torus hierarchical direct "
+    "sequential naive slow_ring whole_ring",
+    "reduce_scatter": "ring halving direct",
+    "all_gather": "ring doubling bruck direct",
+    "broadcast": "tree star ring scatter_gather",
+    "reduce": "tree star ring scatter_gather",
+    "scatter": "tree star",
+    "gather": "tree star",
+    "all_to_all": "shift bruck direct",
+    "scan": "hillis_steele chain",
+    "exclusive_scan": "hillis_steele chain",
+    "barrier": "dissemination star ring",
 }
 _FOR_SHOW = ("sequential", "naive", "slow_ring", "whole_ring")
+
+
+def _made_here(kind: str, name: str) -> Algorithm:
+    homes = [module for module in _MODULES if hasattr(module, f"{name}_{kind}")]
+    return Algorithm(kind, name, getattr(homes[0], f"{name}_{kind}"), name in _FOR_SHOW)
+
+
 CATALOG: dict[str, dict[str, Algorithm]] = {
-    kind: {name: Algorithm(kind, name, make, name in _FOR_SHOW) for name, make in family.items()}
-    for kind, family in _FAMILIES.items()
+    kind: {name: _made_here(kind, name) for name in names.split()}
+    for kind, names in _FAMILIES.items()
 }
-assert list(CATALOG) and set(CATALOG) == set(KINDS)
+assert set(CATALOG) == set(KINDS)
 
 
 def kinds() -> list[str]:

@@ -1,23 +1,12 @@
-"""Every rank to every other at once: one round, and p-1 messages in and out of every port.
+"""Every rank to every other at once (direct), or through one rank in the middle (star).
 
-0 <-> 1
-| \\ / |      the lowest latency where ports are many, the most traffic where they are few
-| / \\ |
-3 <-> 2
+direct    one round, p-1 messages in and out of every port: the lowest latency where ports are
+          many, the most traffic where they are few
+star      the pattern of a parameter server: every byte passes through the root's port
 
-The ways to reduce that come to mind first. Both move p(p-1)V bytes in all.
-
-Every rank needs its own vector again and again while the sum grows in its place, so it keeps a
-copy of it in a scratch slot: V bytes of extra memory. The contributions arrive everywhere in
-the order of ranks, so all ranks get the same bits.
-
-One rank in the middle: the pattern of a parameter server.
-
-    1
-    |
-4 - 0 - 2     every byte passes through the root's port
-    |
-    3
+Naive and sequential all-reduce move p(p-1)V bytes in all. A rank needs its own vector while the
+sum grows in its place, so it keeps a copy in a scratch slot. Contributions arrive in the order of
+ranks, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -53,7 +42,7 @@ def direct_all_to_all(ranks: int) -> Collective:
     return Collective("direct", ranks, ranks * ranks, table, "all_to_all")
 
 
-def shifted_all_to_all(ranks: int) -> Collective:
+def shift_all_to_all(ranks: int) -> Collective:
     """Round k: rank i sends to rank i+k+1. p-1 rounds of V/p bytes with one port each way."""
     step = np.arange(ranks - 1)[:, None]
     src = np.arange(ranks)

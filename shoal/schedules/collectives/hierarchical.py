@@ -65,8 +65,14 @@ def hierarchical_all_reduce(
     the divisor of p just above its root. With a rack level the nodes of a rack do `inner` too,
     and `outer` is between racks.
     """
-    size = min(node or _near_root(ranks), ranks)
-    first, second, shards = _inner(inner, size)
+    root = math.ceil(math.sqrt(ranks))
+    near_root = next((d for d in range(root, ranks) if ranks % d == 0), root)
+    size = min(node or near_root, ranks)
+    if inner not in {**SHARDING, **LEADING}:
+        known = [*SHARDING, *LEADING]
+        raise BadInput(f"there is no inner algorithm {inner!r}; {nearest(inner, known)}")
+    shards = size if inner in SHARDING else 1  # that a node is divided into
+    first, second = {**SHARDING, **LEADING}[inner]
     nodes = [np.arange(start, min(start + size, ranks)) for start in range(0, ranks, size)]
     if rack is not None:
         outer = partial(hierarchical_all_reduce, node=rack, inner=inner, outer=outer)
@@ -105,31 +111,16 @@ def torus_all_reduce(ranks: int, columns: int | None = None) -> Collective:
     return hierarchical_all_reduce(ranks, node=width, outer=ring_all_reduce, name="torus")
 
 
-def _near_root(ranks: int) -> int:
-    root = math.ceil(math.sqrt(ranks))
-    return next((d for d in range(root, ranks) if ranks % d == 0), root)
-
-
-def _inner(name: str, size: int) -> tuple[Make, Make, int]:
-    """The two halves of the inner algorithm, and the shards that a node is divided into."""
-    if name in SHARDING:
-        return *SHARDING[name], size
-    if name in LEADING:
-        return *LEADING[name], 1
-    known = [*SHARDING, *LEADING]
-    raise BadInput(f"there is no inner algorithm {name!r}; {nearest(name, known)}")
-
-
 def _inside(
     make: Make, nodes: list[NDArray[np.int64]], shards: int, per_shard: int
 ) -> TransferTable:
     """`make`'s schedule in every node at once."""
-    tables = [EMPTY]
+    tables = []
     full = [members for members in nodes if members.size == nodes[0].size]
     for group in (full, nodes[len(full) :]):
         if group and group[0].size > 1:
             tables.append(_embed(make(group[0].size), np.stack(group), shards, per_shard))
-    return tables[0].beside(*tables[1:])
+    return EMPTY.beside(*tables)
 
 
 def _embed(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable, rows
+from shoal.schedules.collectives.transfer_table import EMPTY, rows
 
 
 def chain_scan(ranks: int) -> Collective:
@@ -35,7 +35,7 @@ def hillis_steele_scan(ranks: int) -> Collective:
     return Collective("hillis_steele", ranks, 1, table, "scan", one_port=True)
 
 
-def exclusive_chain_scan(ranks: int) -> Collective:
+def chain_exclusive_scan(ranks: int) -> Collective:
     """Every rank passes its vector one to the right; then a chain over ranks 1 to p-1.
 
     p-1 rounds of V bytes.
@@ -43,7 +43,7 @@ def exclusive_chain_scan(ranks: int) -> Collective:
     return _exclusive(chain_scan(max(ranks - 1, 1)), ranks)
 
 
-def exclusive_hillis_steele_scan(ranks: int) -> Collective:
+def hillis_steele_exclusive_scan(ranks: int) -> Collective:
     """Every rank passes its vector one to the right; then Hillis-Steele over ranks 1 to p-1.
 
     1 + ceil(log2(p-1)) rounds of V bytes.
@@ -53,11 +53,5 @@ def exclusive_hillis_steele_scan(ranks: int) -> Collective:
 
 def _exclusive(inclusive: Collective, ranks: int) -> Collective:
     shift = rows(0, np.arange(ranks - 1), np.arange(1, ranks), 0, False)
-    return replace(
-        inclusive, ranks=ranks, kind="exclusive_scan", rounds=shift.then(_one_up(inclusive.table))
-    )
-
-
-def _one_up(table: TransferTable) -> TransferTable:
-    ranks = int(table.dst.max(initial=0)) + 1
-    return table.relabelled(np.arange(ranks) + 1, [0])
+    one_up = inclusive.table.relabelled(np.arange(ranks) + 1, [0])
+    return replace(inclusive, ranks=ranks, kind="exclusive_scan", rounds=shift.then(one_up))

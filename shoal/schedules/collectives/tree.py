@@ -83,14 +83,14 @@ def _spread(ranks: int) -> TransferTable:
 
 def _halving_tree(ranks: int) -> TransferTable:
     depth = (ranks - 1).bit_length()
-    levels = [EMPTY]
+    levels = []
     for half in (1 << level for level in reversed(range(depth))):
         child, chunk = np.nonzero(
             (np.arange(ranks)[:, None] % (2 * half) == half)
             & (np.arange(ranks)[:, None] // half == np.arange(ranks) // half)
         )
         levels.append(rows(0, child - half, child, chunk, False))
-    return levels[0].then(*levels[1:])
+    return EMPTY.then(*levels)
 
 
 def double_tree_all_reduce(ranks: int, segments: int = 4) -> Collective:
