@@ -65,8 +65,9 @@ class Ours:
         self.sync.batch_fraction = 1 / job.size
         store: RowStore | None = self.sync.row_store()
         assert store is not None
-        self.store = store
-        store.create(TableSpec("rows", TABLE_ROWS, DIM, optimizer=RowOptimizer("sgd", LR)))
+        self.table = store.create(
+            TableSpec("rows", TABLE_ROWS, DIM, optimizer=RowOptimizer("sgd", LR))
+        )
 
     def dense(self) -> None:
         self.sync.begin()
@@ -76,7 +77,7 @@ class Ours:
         self.sync.finish()
 
     def sparse(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.store.pull("rows", ids)
+        return self.table.pull(ids)
 
 
 def measure(job: shoal.Job, args: argparse.Namespace) -> Any:

@@ -78,8 +78,7 @@ class RowBench:
         assert isinstance(sync, PsWorker)
         self.sync = sync
         self.store: ServerStore = sync.row_store()
-        for way in WAYS:
-            self.store.create(self._spec(way))
+        self.tables = {way: self.store.create(self._spec(way)) for way in WAYS}
         self._next = 0
 
     def _spec(self, way: str) -> TableSpec:
@@ -95,7 +94,7 @@ class RowBench:
 
     def run(self) -> None:
         for way in WAYS:
-            self.store.pull(way, torch.unique(torch.cat(self.batches)))
+            self.tables[way].pull(torch.unique(torch.cat(self.batches)))
             self._pulls(way, self.args.warmup)
         for number in range(self.args.rounds):
             for way in WAYS if number % 2 else reversed(WAYS):
@@ -125,8 +124,8 @@ class RowBench:
 
     def _pulls(self, way: str, count: int) -> None:
         for _ in range(count):
-            self.store.pull(way, self.batches[self._next % _BATCHES])
-            self.store.next_step(way)
+            self.tables[way].pull(self.batches[self._next % _BATCHES])
+            self.tables[way].next_step()
             self._next += 1
 
     def _cpu_s(self) -> list[float]:
@@ -156,7 +155,7 @@ class RowBench:
                 "load": loads[way]["as_served"],
                 "copied_rows": loads[way]["copied_rows"],
             }
-        cache = self.store.caches.get("cache")
+        cache = self.tables["cache"].cache
         return {
             "rows_per_pull": sum(map(len, self.batches)) / len(self.batches),
             "hit_rate": cache.hit_rate if cache is not None else 0.0,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from shoal.embedding.chunks import fit_chunks
 from shoal.embedding.spec import UNNAMED, Init, Placement, RowOptimizer, TableSpec
-from shoal.embedding.store import LocalStore, RowStore
+from shoal.embedding.store import EmbeddingTable, LocalStore, RowStore
 from shoal.embedding.table import sum_duplicates
 from shoal.errors import BadInput
 
@@ -90,6 +90,7 @@ class Embedding(nn.Module):
         self.name = name
         self.has_own_optimizer = optimizer is not None
         self.store: RowStore | None = None
+        self.table: EmbeddingTable | None = None
         self.updates = 0  # with the present optimizer
         self.trained = False  # with any optimizer
         self._kept: list[RowGradients] = []
@@ -113,7 +114,7 @@ class Embedding(nn.Module):
                 f"the rows of {self.spec} have been trained already and cannot move to another "
                 "store: create a new shoal.Embedding"
             )
-        store.create(spec)
+        self.table = store.create(spec)
         if spec.optimizer != self.spec.optimizer:
             self.updates = 0
         self.store = store
@@ -164,12 +165,12 @@ class Embedding(nn.Module):
         self.trained = True
         ids, grads = gradients
         lr = self.spec.optimizer.lr if lr is None else lr
-        self._bound().push(self.spec.name, ids, grads, lr, self.updates)
+        self._bound().push(ids, grads, lr, self.updates)
 
     def state(self) -> dict[str, Tensor]:
         """All rows that have been used. A checkpoint needs these and `stored_updates`."""
         by_name: dict[str, list[Tensor]] = {}
-        for chunk in self._bound().state(self.spec.name):
+        for chunk in self._bound().state():
             for name, tensor in chunk.items():
                 by_name.setdefault(name, []).append(tensor)
         return {name: torch.cat(tensors) for name, tensors in by_name.items()}
@@ -180,7 +181,7 @@ class Embedding(nn.Module):
 
         Where workers push at their own pace these are more than the `updates` of this one.
         """
-        return max(self.updates, self._bound().steps(self.spec.name))
+        return max(self.updates, self._bound().steps)
 
     def check_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Raise BadInput for what `load_state` could not take; nothing is changed."""
@@ -188,23 +189,23 @@ class Embedding(nn.Module):
 
     def load_state(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Continue from a checkpoint, whichever store it was saved from."""
-        self._bound().load_state(self.spec.name, [tensors] if tensors else [], updates)
+        self._bound().load_state([tensors] if tensors else [], updates)
         self.updates = updates
         self.trained = True
         self.discard()
 
-    def _bound(self) -> RowStore:
-        if self.store is None:
+    def _bound(self) -> EmbeddingTable:
+        if self.table is None:
             self.bind(LocalStore(), self.spec)
-        assert self.store is not None
-        return self.store
+        assert self.table is not None
+        return self.table
 
     def _pull(self, ids: Tensor) -> Tensor:
         self.spec.check(ids)
-        store = self._bound()
+        table = self._bound()
         if not ids.numel():
             return torch.zeros(0, self.dim)
-        rows = store.pull(self.spec.name, ids)
+        rows = table.pull(ids)
         if self.padding_idx is not None:
             rows[ids == self.padding_idx] = 0
         return rows

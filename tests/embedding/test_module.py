@@ -28,6 +28,7 @@ from shoal.embedding.module import (
 )
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.store import LocalStore
+from shoal.embedding.table import RowTable
 from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -62,21 +63,28 @@ class Bags(nn.Module):
         return logits
 
 
-class Calls(LocalStore):
-    """Notes what is asked for."""
+class Calls(RowTable):
+    """Notes what is asked for. The store of one table: itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def create(self, spec: TableSpec) -> Calls:
+        super().__init__(spec)
         self.pulls: list[list[int]] = []
         self.pushes: list[list[int]] = []
+        return self
 
-    def pull(self, table: str, ids: Tensor) -> Tensor:
+    def __init__(self) -> None:
+        """Without rows, until it is created."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def pull(self, ids: Tensor) -> Tensor:
         self.pulls.append(ids.tolist())
-        return super().pull(table, ids)
+        return super().pull(ids)
 
-    def push(self, table: str, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
+    def push(self, ids: Tensor, grads: Tensor, *update: Any) -> None:
         self.pushes.append(ids.tolist())
-        super().push(table, ids, grads, lr, step)
+        super().push(ids, grads, *update)
 
 
 def make_job(group: Group | None = None) -> Job:

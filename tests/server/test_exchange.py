@@ -20,7 +20,7 @@ from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.messages import HeatRequest
 from shoal.server.process import peer
-from shoal.server.rows.client import ServerStore
+from shoal.server.rows.client import ServerStore, ServerTable
 from tests.server.helpers import client_of, servers
 
 if exchange._native is None:
@@ -157,10 +157,8 @@ def test_places_out_of_range_are_refused() -> None:
 IDS = torch.tensor([3, 39, 12, 21])
 
 
-def store_of(client: Client) -> ServerStore:
-    store = ServerStore(client)
-    store.create(SPEC)
-    return store
+def table_of(client: Client) -> ServerTable:
+    return ServerStore(client).create(SPEC)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -169,23 +167,23 @@ def test_rows_are_the_same_with_and_without_the_native_call(
 ) -> None:
     with servers(3, tcp) as found:
         client = client_of(found, 0, Rule(1))
-        store = store_of(client)
-        rows = store.pull("t", IDS)
+        table = table_of(client)
+        rows = table.pull(IDS)
         assert torch.equal(rows, SPEC.initial(IDS))
         monkeypatch.setattr(exchange, "_native", None)
-        assert torch.equal(store.pull("t", IDS), rows)
+        assert torch.equal(table.pull(IDS), rows)
 
 
 def test_rows_are_asked_for_again_over_another_connection() -> None:
     with servers(3, tcp=True) as found:
         client = client_of(found, 0, Rule(1))
-        store = store_of(client)
-        store.pull("t", IDS)
+        table = table_of(client)
+        table.pull(IDS)
         broken = client.links[1].connection("rows")
         broken.abort()
-        assert torch.equal(store.pull("t", IDS), SPEC.initial(IDS))
+        assert torch.equal(table.pull(IDS), SPEC.initial(IDS))
         assert client.links[1].connection("rows") is not broken
-        assert torch.equal(store.pull("t", IDS), SPEC.initial(IDS))
+        assert torch.equal(table.pull(IDS), SPEC.initial(IDS))
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -195,29 +193,29 @@ def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch, tcp:
 
     with servers(3, tcp) as found:
         client = client_of(found, 0, Rule(1))
-        store = store_of(client)
+        table = table_of(client)
         registered = peer.HANDLERS[FrameKind.TABLE_PULL]._replace(handler=refuse)
         monkeypatch.setitem(peer.HANDLERS, FrameKind.TABLE_PULL, registered)
         with pytest.raises(ShoalError, match="no rows today"):
-            store.pull("t", IDS)
+            table.pull(IDS)
 
 
 def test_the_server_that_is_lost_is_named() -> None:
     with servers(3) as found:
         client = client_of(found, 0, Rule(1))
-        store = store_of(client)
-        store.pull("t", IDS)
+        table = table_of(client)
+        table.pull(IDS)
         found[1].close()
         with pytest.raises(PeerLost, match="TABLE_PULL to server 1"):
-            store.pull("t", IDS)
+            table.pull(IDS)
         with pytest.raises(PeerLost):
-            store.pull("t", IDS)
+            table.pull(IDS)
 
 
 def test_an_exchange_that_is_abandoned_leaves_its_queues() -> None:
     with servers(2) as found:
         client = client_of(found, 0, Rule(1))
-        store_of(client)
+        table_of(client)
         link = client.links[0]
         request = Request(FrameKind.TABLE_HEAT, encode(HeatRequest("t")))
         begun = exchange.begin([(link, request)], "rows")

@@ -440,15 +440,16 @@ def test_rows_that_are_not_there_are_refused(
 ) -> None:
     with victim() as (server, client):
         before = resident_mb()
-        store = ServerStore(client)
-        store.create(TableSpec("t", 10, 4, optimizer=RowOptimizer("sgd", 0.1)))
-        start = store.pull("t", torch.arange(10))
+        table = ServerStore(client).create(
+            TableSpec("t", 10, 4, optimizer=RowOptimizer("sgd", 0.1))
+        )
+        start = table.pull(torch.arange(10))
         control, connection, header = joined(server, client, channel)
         meta, payload = frame
         named = header._replace(kind=kind, payload_bytes=len(payload), sequence=1)
         connection.sock.sendall(pack(named, meta) + payload)
         assert_refused(connection)
-        assert torch.equal(store.pull("t", torch.arange(10)), start)
+        assert torch.equal(table.pull(torch.arange(10)), start)
         assert resident_mb() - before < 50
         control.close()
 

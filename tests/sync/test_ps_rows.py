@@ -17,7 +17,7 @@ import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.server.process.server import Server
-from shoal.server.rows.client import ServerStore
+from shoal.server.rows.client import ServerTable
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.files import read_manifest
 from shoal.train.job import Job
@@ -187,9 +187,9 @@ def test_rows_learn_with_copies_and_caches_under_relaxed_rules(
     hits = []
     for model, (_, rows, _) in zip(models, found, strict=True):
         assert torch.isfinite(rows).all()
-        store = model.rows.store
-        assert isinstance(store, ServerStore)
-        hits.append(store.caches["rows"].hits)
+        table = model.rows.table
+        assert isinstance(table, ServerTable) and table.cache is not None
+        hits.append(table.cache.hits)
     assert any(hits) if "quorum" in rule else all(hits), "one that is late leaves steps out"
     assert torch.equal(found[0][1], found[1][1])
 

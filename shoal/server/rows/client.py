@@ -47,7 +47,7 @@ NO_ROWS = HotSet(0, IdMap(np.zeros(0, np.int64), 0))
 def fetch_hot(link: ServerLink, spec: TableSpec) -> HotSet:
     """The present set of a server; empty while its rows are not published."""
     request = Request(FrameKind.TABLE_HOT_GET, encode(HeatRequest(spec.name)), into=None)
-    meta, payload = link.post("rows", request).result()
+    meta, payload = _ask(link, request)
     answer = decode(meta, HotRows)
     ids = _numbers(payload, answer.count)
     spec.check(torch.from_numpy(ids))
@@ -81,13 +81,13 @@ def refresh_hot(
             addresses = () if publish else tuple(seen_by(index))
             message = HotRows(spec.name, chosen.number, len(ids), publish, addresses)
             payload = (bytes_of(torch.from_numpy(ids)),)
-            link.post("rows", Request(FrameKind.TABLE_HOT_SET, encode(message), payload)).result()
+            _ask(link, Request(FrameKind.TABLE_HOT_SET, encode(message), payload))
     return chosen
 
 
 def _counts(link: ServerLink, table: str) -> tuple[Heat, Ids, Ids]:
     request = Request(FrameKind.TABLE_HEAT, encode(HeatRequest(table)), into=None)
-    meta, payload = link.post("rows", request).result()
+    meta, payload = _ask(link, request)
     heat = decode(meta, Heat)
     numbers = _numbers(payload, 2 * heat.count)
     return heat, numbers[: heat.count], numbers[heat.count :]
@@ -115,204 +115,198 @@ class RowRules:
 
 
 class ServerStore(RowStore):
-    """Each server holds the rows whose ids are assigned to it, and copies of hot rows.
-
-    A pull costs one request per server. A push is sent with the push of the step, and counts if
-    that one does.
-    """
+    """Tables on the servers of one model, as a worker sees them."""
 
     def __init__(self, client: Client, rules: RowRules | None = None):
         self.client = client
-        self.specs: dict[str, TableSpec] = {}
-        self.caches: dict[str, RowCache] = {}
-        self._rules = rules
-        self._wants_latest = False
-        self._hot: dict[str, HotSet] = {}
-        self._steps: dict[str, int] = {}  # pushes of each table by this worker
-        self._updates: dict[str, int] = {}  # of each table by all workers, at the latest `state`
-        self._pulls = client.rank  # servers are asked for hot rows in another order each time
+        self.tables: dict[str, ServerTable] = {}
+        self.rules = rules
+        self.wants_latest = False
+        self.pulls = client.rank  # servers are asked for hot rows in another order each time
         is_shared = all(link.shares_rows for link in client.links)
-        self._memories = RowMemories(self._share_memory if is_shared else None)
+        self.memories = RowMemories(self._share_memory if is_shared else None)
 
-    def create(self, spec: TableSpec) -> None:
-        if not self.specs:
+    def create(self, spec: TableSpec) -> ServerTable:
+        if not self.tables:
             for link in self.client.links:
                 link.open("rows")
-        self.specs[spec.name] = spec
-        self._steps.setdefault(spec.name, 0)
-        if spec.cache_steps and self._rules is not None and self._rules.may_cache:
-            self.caches[spec.name] = RowCache(spec.cache_steps, spec.num_rows)
         for link in self.client.links:
             _ask(link, Request(FrameKind.TABLE_MAKE, encode(spec)))
+        before = self.tables.get(spec.name)
+        table = self.tables[spec.name] = ServerTable(self, spec)
+        if before is not None:
+            table.pushes, table.steps, table.hot = before.pushes, before.steps, before.hot
+        return table
 
     @property
     def copies_rows(self) -> bool:
         """Whether hot rows are copied to all servers; copies of a server serve pulls already."""
-        return self._rules is not None and self._rules.may_copy
+        return self.rules is not None and self.rules.may_copy
 
     @contextmanager
     def latest(self) -> Iterator[None]:
         """While the block runs, rows are as new as the weights of the worker."""
-        self._wants_latest = True
+        self.wants_latest = True
         try:
             yield
         finally:
-            self._wants_latest = False
+            self.wants_latest = False
 
-    def pull(self, table: str, ids: Tensor) -> Tensor:
-        spec = self.specs[table]
-        cache = self.caches.get(table)
-        if cache is None or self._wants_latest or not torch.is_grad_enabled():
-            spec.check_type(ids)  # `route` checks the range
-            cache = None
-        else:
-            spec.check(ids)
-        wanted = ids.contiguous().numpy()
-        with self._memories.take(len(wanted), spec.dim) as pulled:
-            if cache is None:
-                self._begin(spec, wanted, None, pulled, [])()
-            else:
-                self._pull_and_keep(spec, cache, wanted, pulled)
-        return pulled.rows
-
-    def _pull_and_keep(
-        self, spec: TableSpec, cache: RowCache, ids: Ids, pulled: PulledRows
-    ) -> None:
-        """Pull what the cache does not keep."""
-        begun: list[RowRequests] = []
-
-        def fetch(places: Ids) -> Callable[[], None]:
-            return self._begin(spec, ids[places], places, pulled, begun)
-
-        try:
-            cache.pull(ids, self._steps[spec.name], pulled.rows, fetch)
-        except BaseException as error:
-            for requests in begun:
-                requests.abandon(error)
-            raise
-
-    def _begin(
-        self,
-        spec: TableSpec,
-        ids: Ids,
-        places: Ids | None,
-        pulled: PulledRows,
-        begun: list[RowRequests],
-    ) -> Callable[[], None]:
-        """Ask for rows that go to these places; returns what waits until they are there."""
-        links = self.client.links
-        hot = self._known(spec.name).known
-        self._pulls += 1
-        routed = route(spec, ids, places, len(links), hot, self._pulls)
-        version = self._version()
-        requests = RowRequests(links, spec.name, routed, pulled, version)
-        begun.append(requests)
-
-        def wait() -> None:
-            with self.client.tracer.span(WAIT, f"pull {len(ids)} rows of {spec.name}"):
-                answered = requests.wait()
-                if len(answered.missing):
-                    rest = routed.ids[answered.missing], routed.places[answered.missing]
-                    of_owners = route(spec, *rest, len(links), NO_ROWS.known, 0)
-                    RowRequests(links, spec.name, of_owners, pulled, version).wait()
-            self._follow_hot(spec.name, answered)
-
-        return wait
-
-    def _follow_hot(self, table: str, answered: Answered) -> None:
-        """Choose a set of hot rows if this worker is asked to; learn a newer one."""
-        if self._rules is None or not self.copies_rows:
-            return
-        known = self._known(table)
-        if answered.refresh:
-            spec = self.specs[table]
-            self._hot[table] = refresh_hot(self.client, spec, known, self._rules.seen_by)
-        elif answered.hot > known.number:
-            self._hot[table] = fetch_hot(answered.link, self.specs[table])
-
-    def _known(self, table: str) -> HotSet:
-        return self._hot.get(table, NO_ROWS)
-
-    def _version(self) -> int:
+    def least_version(self) -> int:
         """The version that copies have at least."""
-        if self._rules is None:
+        if self.rules is None:
             return 0
-        return max(0, self._rules.version() - (0 if self._wants_latest else self._rules.copy_lag))
+        return max(0, self.rules.version() - (0 if self.wants_latest else self.rules.copy_lag))
 
     def _share_memory(self, number: int, descriptor: int) -> None:
         request = Request(FrameKind.SHARE_ROWS, encode(ShareRows(number)), descriptor=descriptor)
         for link in self.client.links:
             _ask(link, request)
 
-    def push(self, table: str, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
+
+class ServerTable:
+    """Each server holds the rows whose ids are assigned to it, and copies of hot rows.
+
+    A pull costs one request per server. A push is sent with the push of the step, and counts if
+    that one does.
+    """
+
+    def __init__(self, store: ServerStore, spec: TableSpec):
+        self.spec = spec
+        self.steps = 0  # by all workers, at the latest `state`
+        self.pushes = 0  # by this worker
+        self.hot = NO_ROWS
+        self.cache: RowCache | None = None
+        if spec.cache_steps and store.rules is not None and store.rules.may_cache:
+            self.cache = RowCache(spec.cache_steps, spec.num_rows)
+        self._store = store
+        self._client = store.client
+        self._links = store.client.links
+
+    def pull(self, ids: Tensor) -> Tensor:
+        cache = self.cache
+        if cache is None or self._store.wants_latest or not torch.is_grad_enabled():
+            self.spec.check_type(ids)  # `route` checks the range
+            cache = None
+        else:
+            self.spec.check(ids)
+        wanted = ids.contiguous().numpy()
+        with self._store.memories.take(len(wanted), self.spec.dim) as pulled:
+            if cache is None:
+                self._begin(wanted, None, pulled, [])()
+            else:
+                self._pull_and_keep(cache, wanted, pulled)
+        return pulled.rows
+
+    def _pull_and_keep(self, cache: RowCache, ids: Ids, pulled: PulledRows) -> None:
+        """Pull what the cache does not keep."""
+        begun: list[RowRequests] = []
+
+        def fetch(places: Ids) -> Callable[[], None]:
+            return self._begin(ids[places], places, pulled, begun)
+
+        try:
+            cache.pull(ids, self.pushes, pulled.rows, fetch)
+        except BaseException as error:
+            for requests in begun:
+                requests.abandon(error)
+            raise
+
+    def _begin(
+        self, ids: Ids, places: Ids | None, pulled: PulledRows, begun: list[RowRequests]
+    ) -> Callable[[], None]:
+        """Ask for rows that go to these places; returns what waits until they are there."""
+        links, spec = self._links, self.spec
+        self._store.pulls += 1
+        routed = route(spec, ids, places, len(links), self.hot.known, self._store.pulls)
+        version = self._store.least_version()
+        requests = RowRequests(links, spec.name, routed, pulled, version)
+        begun.append(requests)
+
+        def wait() -> None:
+            with self._client.tracer.span(WAIT, f"pull {len(ids)} rows of {spec.name}"):
+                answered = requests.wait()
+                if len(answered.missing):
+                    rest = routed.ids[answered.missing], routed.places[answered.missing]
+                    of_owners = route(spec, *rest, len(links), NO_ROWS.known, 0)
+                    RowRequests(links, spec.name, of_owners, pulled, version).wait()
+            self._follow_hot(answered)
+
+        return wait
+
+    def _follow_hot(self, answered: Answered) -> None:
+        """Choose a set of hot rows if this worker is asked to; learn a newer one."""
+        rules = self._store.rules
+        if rules is None or not rules.may_copy:
+            return
+        if answered.refresh:
+            self.hot = refresh_hot(self._client, self.spec, self.hot, rules.seen_by)
+        elif answered.hot > self.hot.number:
+            self.hot = fetch_hot(answered.link, self.spec)
+
+    def push(self, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
         """A server that holds none of the rows receives an empty push: it counts updates."""
-        self.next_step(table)
-        owners = self.specs[table].owner(ids, len(self.client.links))
-        for index, link in enumerate(self.client.links):
+        self.next_step()
+        owners = self.spec.owner(ids, len(self._links))
+        for index, link in enumerate(self._links):
             positions = torch.nonzero(owners == index).flatten()
             request = Request(
                 FrameKind.TABLE_PUSH,
-                encode(RowBatch(table, len(positions), lr)),
+                encode(RowBatch(self.spec.name, len(positions), lr)),
                 payload=(bytes_of(ids[positions]), bytes_of(grads[positions].contiguous())),
-                sequence=self.client.sequence + 1,
+                sequence=self._client.sequence + 1,
                 is_answered=False,
             )
             link.post("push", request)
 
-    def next_step(self, table: str) -> None:
+    def next_step(self) -> None:
         """A step of this worker has ended: rows that it keeps are a step older."""
-        self._steps[table] += 1
+        self.pushes += 1
 
-    def state(self, table: str) -> Iterator[dict[str, Tensor]]:
-        self._updates[table] = 0
-        for link in self.client.links:
+    def state(self) -> Iterator[dict[str, Tensor]]:
+        self.steps = 0
+        for link in self._links:
             cursor = 0
-            while chunk := self._get_chunk(link, table, cursor):
+            while chunk := self._get_chunk(link, cursor):
                 yield chunk
                 cursor = cursor_after(chunk)
 
-    def steps(self, table: str) -> int:
-        return self._updates.get(table, 0)
-
-    def load_state(self, table: str, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
+    def load_state(self, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
         """The lowest surviving worker loads for all; it takes effect at the next barrier."""
-        if table in self.caches:
-            self.caches[table].clear()
-        if self.client.rank != self.client.lowest_survivor:
+        if self.cache is not None:
+            self.cache.clear()
+        if self._client.rank != self._client.lowest_survivor:
             return
         loaded = list(chunks)
-        for link in self.client.links:
-            _ask(link, Request(FrameKind.TABLE_SET, encode(RowChunk(table, 0, (), steps))))
+        for link in self._links:
+            meta = encode(RowChunk(self.spec.name, 0, (), steps))
+            _ask(link, Request(FrameKind.TABLE_SET, meta))
             for chunk in loaded:
-                self._set_chunk(link, table, chunk, steps)
+                self._set_chunk(link, chunk, steps)
 
-    def _get_chunk(self, link: ServerLink, table: str, cursor: int) -> dict[str, Tensor] | None:
+    def _get_chunk(self, link: ServerLink, cursor: int) -> dict[str, Tensor] | None:
         """The next rows that were used; None after the last."""
-        request = Request(
-            FrameKind.TABLE_GET, encode(RowBatch(table, 0)), into=None, argument=cursor
-        )
-        meta, payload = _ask(link, request)
-        chunk = decode(meta, RowChunk)
-        self._updates[table] = max(chunk.steps, self._updates[table])
-        spec = self.specs[table]
+        spec = self.spec
+        meta = encode(RowBatch(spec.name, 0))
+        answer = _ask(link, Request(FrameKind.TABLE_GET, meta, into=None, argument=cursor))
+        chunk = decode(answer.meta, RowChunk)
+        self.steps = max(chunk.steps, self.steps)
         if not chunk.keys:
             return None
         columns = columns_with(spec, spec.optimizer, chunk.keys)
-        if not columns or len(payload) != chunk.count * entry_bytes(columns):
-            raise Refused(f"a chunk of {table!r} is not as its header says")
-        return read_columns(columns, chunk.count, payload)
+        if not columns or len(answer.payload) != chunk.count * entry_bytes(columns):
+            raise Refused(f"a chunk of {spec.name!r} is not as its header says")
+        return read_columns(columns, chunk.count, answer.payload)
 
-    def _set_chunk(
-        self, link: ServerLink, table: str, chunk: dict[str, Tensor], steps: int
-    ) -> None:
-        spec = self.specs[table]
+    def _set_chunk(self, link: ServerLink, chunk: dict[str, Tensor], steps: int) -> None:
+        spec = self.spec
         for part in fit_chunks(spec, spec.optimizer, chunk, steps):
             first, *keys = part
             row_bytes = sum(tensor[:1].nbytes for tensor in part.values())
             max_rows = max(1, MAX_ROW_BYTES // max(1, row_bytes))
             for positions in torch.split(torch.arange(len(part[first])), max_rows):
                 tensors = [tensor[positions].contiguous() for tensor in part.values()]
-                meta = encode(RowChunk(table, len(positions), tuple(keys), steps))
+                meta = encode(RowChunk(spec.name, len(positions), tuple(keys), steps))
                 _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
 
 

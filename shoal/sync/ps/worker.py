@@ -316,8 +316,8 @@ class PsWorker(Sync):
         rule = self.context.rule
         holder = "shard" if any(link.has_copies for link in self.client.links) else "server"
         sentences = summarize(self._stats, rule, self.client.shared_memory, counted, holder)
-        caches = {} if self._rows is None else self._rows.caches
-        hits = {name: cache.hit_rate for name, cache in caches.items()}
+        tables = {} if self._rows is None else self._rows.tables
+        hits = {name: t.cache.hit_rate for name, t in tables.items() if t.cache is not None}
         rows = load_sentences(table_loads(self._stats), hits)
         return [*sentences, *self.push.summary(), *rows]
 

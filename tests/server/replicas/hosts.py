@@ -89,7 +89,7 @@ class HostWorld:
     @property
     def config(self) -> ChainConfig:
         """As the coordinator has it."""
-        stored = self.store.get("chain/0")
+        stored = self.store.list("chain/0").entries.get("chain/0")
         assert stored is not None
         return msgspec.msgpack.decode(stored.value, type=ChainConfig)
 
