@@ -62,10 +62,8 @@ def test_bytes_of_the_busiest_link_predict_the_speed_of_several_hosts() -> None:
 
 def test_servers_of_the_own_host_are_not_reached_over_a_link() -> None:
     def link(address: str, sent: int, received: int) -> Any:
-        is_unix = address.startswith("unix:")
-        return SimpleNamespace(
-            address=address, is_unix=is_unix, sent_bytes=sent, received_bytes=received
-        )
+        route = SimpleNamespace(address=address, is_unix=address.startswith("unix:"))
+        return SimpleNamespace(route=route, sent_bytes=sent, received_bytes=received)
 
     links = [
         *(link("unix:/run/0", 1, 10), link("tcp:h0:5", 2, 20)),
