@@ -173,10 +173,7 @@ class Ledger:
         return max(0, last - self.start - self.pushes[worker])
 
     def complete(self) -> bool:
-        """Whether the pushes that count now make up a step.
-
-        A worker whose push for this step is lost does not push it again: no step waits for it.
-        """
+        """Whether the pushes that count now make up a step, without those that are lost."""
         if self.rule.applies_each_push:
             return bool(self.counted)
         wanted = self.rule.workers

@@ -30,7 +30,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Watcher
 
 if TYPE_CHECKING:
-    from shoal.server.chain.state import ChainConsistency
+    from shoal.server.chain.node import ChainConsistency
     from shoal.server.member.start import ChainSettings
     from shoal.server.process.server import Server
 
@@ -65,10 +65,7 @@ def _load() -> None:
 
 
 def _catch_stop() -> int:
-    """From now on a signal to stop becomes readable here, whichever thread it comes to.
-
-    Libraries have started threads. Those that start from here on leave it to others.
-    """
+    """From now on a signal to stop becomes readable here, whichever thread it comes to."""
     is_asked, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -81,8 +78,8 @@ def _catch_stop() -> int:
 def _open_server(config: RunConfig) -> Server:
     import torch
 
-    from shoal.server.process.background import ShardSaver
     from shoal.server.process.server import Server
+    from shoal.server.process.shard_file import ShardSaver
 
     most_threads = config.num_threads or 1
     torch.set_num_threads(most_threads)

@@ -181,10 +181,8 @@ class Entered(WireMessage, frozen=True):
 
 
 class BarrierRequest(WireMessage, frozen=True):
-    """`generations` has that of every worker that takes part, -1 for the others; None: all."""
-
     number: Count
-    generations: Generations | None = None
+    generations: Generations | None = None  # of workers that take part, -1 for others; None: all
 
 
 class LowestSurvivor(WireMessage, frozen=True):
@@ -222,11 +220,7 @@ class Follow(WireMessage, frozen=True):
 
 
 class PushDecided(WireMessage, frozen=True, tag="push"):
-    """Push `sequence` of `worker`, with the gradients of `step`, has got its verdict.
-
-    It refers to gradients, loss, flags and rows of that push. They are not in the log: the
-    worker stages them on every server before the leader decides.
-    """
+    """A push has got its verdict. The worker has staged what it brings on every server before."""
 
     worker: Count
     sequence: Count
@@ -238,10 +232,7 @@ class PushDecided(WireMessage, frozen=True, tag="push"):
 
 
 class StepApplied(WireMessage, frozen=True, tag="step"):
-    """The pushes counted since the last step make up `version`: update the weights.
-
-    It refers to these pushes only. What depends on several servers is in the entry.
-    """
+    """The pushes counted since the last step make up `version`: update the weights."""
 
     version: Count
     lr: float | None
@@ -265,10 +256,7 @@ class WorkerJoined(WireMessage, frozen=True, tag="joined"):
 
 
 class PushesLost(WireMessage, frozen=True, tag="lost"):
-    """Pushes of `worker` up to `sequence`, its last one for `step`, are left out.
-
-    A server that is gone had acknowledged them before others had them (eventual consistency).
-    """
+    """Pushes of `worker` up to `sequence`, for `step`, were acknowledged by a lost server alone."""
 
     worker: Count
     sequence: Count
@@ -322,15 +310,11 @@ class ShareRows(WireMessage, frozen=True):
 
 
 class RowsPulled(WireMessage, frozen=True):
-    """The answer to a pull; the rows are the payload.
+    """The answer to a pull; the rows are the payload."""
 
-    `hot` is the number of the present set of hot rows. `refresh`: the worker is asked to choose
-    the next one. `missing`: rows at these positions have no copy here that is new enough.
-    """
-
-    hot: Count
-    refresh: bool = False
-    missing: tuple[Count, ...] = ()
+    hot: Count  # the number of the present set of hot rows
+    refresh: bool = False  # the worker is asked to choose the next one
+    missing: tuple[Count, ...] = ()  # rows at these positions have no copy that is new enough
 
 
 class HeatRequest(WireMessage, frozen=True):
@@ -368,10 +352,7 @@ class FollowRows(WireMessage, frozen=True):
 
 
 class CopiedRows(WireMessage, frozen=True):
-    """Rows of set `number` that have changed: ids and rows are the payload.
-
-    All hot rows of the sender are now those of `version`.
-    """
+    """Rows of set `number` that have changed; all hot rows of the sender are of `version`."""
 
     table: Name
     number: Count

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.protocol.connection import Closed, Connection, TimedOut
 from shoal.protocol.frames import FrameKind, Header
-from shoal.server.process import session
+from shoal.server.process import server
 from shoal.server.process.peer import HANDLERS
 
 MEET = """
@@ -60,7 +60,7 @@ def test_every_request_has_a_handler() -> None:
 
 
 def test_a_handler_is_in_one_of_the_modules_that_a_session_imports() -> None:
-    modules = {module.__name__ for module in session.HANDLER_MODULES}
+    modules = {module.__name__ for module in server.HANDLER_MODULES}
     assert {registered.handler.__module__ for registered in HANDLERS.values()} == modules
 
 

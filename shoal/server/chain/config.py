@@ -74,8 +74,7 @@ NO_CONFIG = ChainConfig(0, ())  # before the first one is known
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """An operation at its place in the log; the first has position 1. The chain never looks into
-    `op`."""
+    """An operation at its place in the log, from 1 on. The chain never looks into `op`."""
 
     position: int
     op: Any

@@ -18,17 +18,13 @@ NOTHING: Mapping[int, Collection[int]] = MappingProxyType({})
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Read the chain's configuration, and after it who is alive (or both at one moment).
-
-    Then call `fetched`. `lease` goes back with the answer.
-    """
+    """Read the configuration, and after it who is alive. Then call `fetched`, with this request."""
 
     lease: int
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Write the configuration if the stored one has this version. Then call `swapped`, or
-    `conflicted`."""
+    """Write it if the stored one has this version. Then call `swapped`, or `conflicted`."""
 
     config: ChainConfig
     version: int

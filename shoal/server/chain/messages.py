@@ -32,8 +32,7 @@ class Acked(ChainFrame, frozen=True):
 
 
 class Greet(ChainFrame, frozen=True):
-    """To a successor, or from the tail to a learner, in a new epoch or over a new connection:
-    where are you?"""
+    """To a successor, or from the tail to a learner, first of all: where are you?"""
 
 
 class At(ChainFrame, frozen=True):
@@ -48,8 +47,7 @@ class Stale(ChainFrame, frozen=True):
 
 
 class Learn(ChainFrame, frozen=True):
-    """From a learner to the tail: send me what follows `position`, or a snapshot if I have
-    nothing."""
+    """From a learner to the tail: send me what follows `position`, or a snapshot."""
 
     incarnation: Number
     position: Number
@@ -102,8 +100,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Apply(msgspec.Struct, frozen=True):
-    """Apply this operation to the state. Its client is answered when it is committed
-    (`consistency="eventual"`: now)."""
+    """Apply this operation. Its client hears of it when it is committed (eventual: now)."""
 
     entry: Entry
 
@@ -113,15 +110,13 @@ class Refetch(msgspec.Struct, frozen=True):
 
 
 class ChangeConfig(msgspec.Struct, frozen=True):
-    """Replace the coordinator's configuration by this one, and repeat that until some later epoch
-    is known: whatever is answered, nothing is committed before. ChainManager does so."""
+    """Write this configuration, again and again, until a later epoch is known."""
 
     config: ChainConfig
 
 
 class SendSnapshot(msgspec.Struct, frozen=True):
-    """Send the state as it is now (all up to `position` applied) to a learner, which calls
-    `install`."""
+    """Send the state as it is now to a learner, which calls `install`."""
 
     to: int
     incarnation: int

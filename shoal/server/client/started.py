@@ -25,8 +25,8 @@ from shoal.runtime.cores import threads_of
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.runtime.variable_text import LaunchedServer
-from shoal.server.process.background import ShardSaver
 from shoal.server.process.server import Server
+from shoal.server.process.shard_file import ShardSaver
 from shoal.strategy.sync_terms.ps import Ps
 
 _IDLE_AFTER_FAILURE_S = 5.0

@@ -40,11 +40,18 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.read_lease import ReadLease
-from shoal.server.member.operations import OnCommitted, Operation, Pushed
+from shoal.server.member.operations import (
+    OnCommitted,
+    Operation,
+    Proposed,
+    Pushed,
+    decode_message,
+    read_payload,
+    with_op,
+)
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace, Elsewhere
 from shoal.server.member.snapshots import install_images, read_snapshot, snapshot_sender
-from shoal.server.member.wire import Proposed, decode_message, read_payload, with_op
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.process.model_host import ModelHost

@@ -77,8 +77,7 @@ class Keeper:
         own: Alive,
         book: AddressBook,
     ):
-        """What the others say of themselves goes into `book`. `leases` is the same coordinator over
-        another connection."""
+        """`leases` is the same coordinator over another connection; addresses go into `book`."""
         self._runtime = runtime
         self._coordinator = coordinator
         self._leases = leases

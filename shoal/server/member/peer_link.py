@@ -20,8 +20,7 @@ from shoal.protocol.frames import FrameKind, Header
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.messages import ChainMessage
-from shoal.server.member.operations import EMPTY
-from shoal.server.member.wire import encode_message, views_of
+from shoal.server.member.operations import EMPTY, encode_message, views_of
 
 SILENT_COPY_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03
@@ -73,10 +72,7 @@ class PeerLink:
             thread.start()
 
     def post(self, message: ChainMessage | Call) -> None:
-        """Send it if there is a connection; `link_up` repairs what is lost.
-
-        One thread at a time. A small message goes at once, unless others wait to be sent.
-        """
+        """Send it if there is a connection, a small one at once; `link_up` repairs what is lost."""
         connection = self._connection
         if connection is None:
             return
@@ -160,10 +156,7 @@ class PeerLink:
         return connection
 
     def _await_end(self, connection: Connection) -> None:
-        """Nothing comes but the end, or an error.
-
-        A thread in recv would be woken by every frame that the peer takes from a Unix socket.
-        """
+        """Nothing comes but the end. In recv it would be woken by every frame that is taken."""
         poll = select.poll()
         poll.register(connection.sock, select.POLLIN)
         poll.poll()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shoal.coordinator.alive import Alive
 from shoal.protocol.hello import ErrorReply, Moved
 from shoal.server.chain.config import ChainConfig
-from shoal.server.chain.state import ChainConsistency
+from shoal.server.chain.node import ChainConsistency
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class AddressBook:
 
 
 def own_address(local: str, remote: str, host: str, hostname: str) -> Alive:
-    """What a server says of itself that listens at these two; `hostname` stands for all addresses
-    of its host."""
+    """What a server says of itself; `hostname` stands for all addresses of its host."""
     return Alive(0, _named(local, hostname), 0, _named(remote, hostname), host)
 
 

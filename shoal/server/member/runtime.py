@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
-from shoal.server.chain.node import ChainNode
-from shoal.server.chain.state import Fenced, NotHead
+from shoal.server.chain.node import ChainNode, Fenced, NotHead
 from shoal.server.member.core import ChainCore, Outcome, Waiter, pass_push
 from shoal.server.member.operations import (
     EARLY,
@@ -26,9 +25,9 @@ from shoal.server.member.operations import (
     OnCommitted,
     Operation,
     Payload,
+    Proposed,
 )
 from shoal.server.member.place import ChainPlace
-from shoal.server.member.wire import Proposed
 from shoal.server.model.membership import ModelFailure
 from shoal.server.process.model_host import ModelHost
 
@@ -96,8 +95,7 @@ class ChainRuntime(ChainCore):
     ) -> Any:
         """Propose, wait until it is committed and applied here, return the answer.
 
-        `on_committed(answer)` is called before, by the thread that notices it; it may not wait. It
-        is not called where the answer is an error, or eventual.
+        `on_committed(answer)` is called before, by the thread that notices it; it may not wait.
         """
         with self.changed:
             waiter = self._propose(Proposed(operation, payload), on_committed)
@@ -105,11 +103,6 @@ class ChainRuntime(ChainCore):
         doing = f"the commitment of {type(operation).__name__}"
         with waiting(self.place.in_words(), self._awaited, doing):
             outcome = self._await_outcome(waiter)
-            if self.is_eventual and outcome.error is None and not isinstance(operation, EARLY):
-                # an eventual head waits for the others with all but pushes
-                with self.changed:
-                    node, position = waiter.node, waiter.position
-                    self._await_change(lambda: node.committed >= position, node)
         if outcome.error is not None:
             raise outcome.error
         if self.is_eventual:
@@ -126,9 +119,9 @@ class ChainRuntime(ChainCore):
             position, effects = node.propose(proposed)
         except (NotHead, Fenced) as error:
             raise self.elsewhere("is not the head of its chain") from error
-        if self.is_eventual:
-            on_committed = None
-        waiter = self.waiters[position] = Waiter(node, position, self.is_eventual, on_committed)
+        is_early = self.is_eventual and isinstance(proposed.operation, EARLY)
+        waiter = Waiter(node, position, is_early, None if is_early else on_committed)
+        self.waiters[position] = waiter
         pass_push("push.logged", proposed.operation)
         self.run(effects)
         return waiter
@@ -138,8 +131,7 @@ class ChainRuntime(ChainCore):
     def read(self, action: Callable[[], T]) -> T:
         """What a member reads, with all that was logged at this moment; it is committed.
 
-        An eventual one does not wait for that, and lacks what has not arrived. It is a member
-        still: so it lacks at most what a head may be ahead of its tail.
+        An eventual one does not wait for that: it lacks at most what a head may be ahead.
         """
         node = self.catch_up()
         result = action()
@@ -201,8 +193,7 @@ class ChainRuntime(ChainCore):
         node: ChainNode,
         again: Callable[[], list[Effect]] = list,
     ) -> None:
-        """Under the lock; Elsewhere if this member loses its place meanwhile. `again` is what to
-        do every second, however often something has changed."""
+        """Under the lock; Elsewhere if it loses its place. `again` is done every second."""
         deadline_s = time.monotonic() + COMMIT_S
         again_s = time.monotonic() + _AGAIN_S
         while not is_ready():

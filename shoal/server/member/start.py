@@ -21,10 +21,7 @@ from shoal.server.process.model_host import ModelHost
 
 @dataclass(frozen=True)
 class ChainSettings:
-    """Where the copies of the shard listen, by their number, and what they agree through.
-
-    Without `addresses` the coordinator says where the others listen.
-    """
+    """Where the copies of the shard listen (else the coordinator says it), and who they are."""
 
     place: ChainPlace
     addresses: Sequence[str]

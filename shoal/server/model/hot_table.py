@@ -33,7 +33,7 @@ MIN_COUNTERS = 4096
 MAX_COUNTERS = 1 << 17
 NO_VERSION = -1
 _ANY_VERSION = 2**62  # where no copies are needed
-_NO_IDS: Ids = np.zeros(0, np.int64)
+NO_IDS: Ids = np.zeros(0, np.int64)
 _COUNTED_AT_ONCE = 1 << 16  # copies of rows
 _MOST_DOUBLINGS = 6
 _REPORTED = 1024  # at least: a row that is hot in sum may not be among the hottest of one server
@@ -94,7 +94,7 @@ class HotTable:
 
     # ------------------------------------------------------------------ counts
 
-    def note(self, ids: Ids, copies: int = 0, missing: Ids = _NO_IDS) -> None:
+    def note(self, ids: Ids, copies: int = 0, missing: Ids = NO_IDS) -> None:
         """These rows are served; the first of them are copies, but for those that are missing."""
         self.recent.add(ids)
         if copies and self.has_copies:
@@ -250,10 +250,7 @@ class HotTable:
     # ------------------------------------------------------------------ as a reader
 
     def serve(self, ids: Ids, copies: int, version: int, target: Rows, places: Ids | None) -> bool:
-        """Fill in and count all rows of a pull in one native call; the first ones are copies.
-
-        False, and nothing is done, if this is not possible: then rows are looked for one by one.
-        """
+        """All rows of a pull, the first ones copies, in one native call; False if it cannot."""
         owned = self.table.direct
         if _native is None or owned is None or (copies and self._fresh < max(0, version)):
             return False

@@ -12,7 +12,6 @@ the push to the leader, so a decision finds its data in the push buffers of each
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -23,7 +22,6 @@ from shoal.server.messages import (
     Commit,
     Decision,
     LogEntry,
-    ModelSpec,
     PushDecided,
     PushesLost,
     StepApplied,
@@ -33,56 +31,6 @@ from shoal.server.messages import (
 from shoal.server.model.membership import Membership
 from shoal.server.model.shard import DTYPES, clip_factor
 from shoal.server.model.state import ModelState, OpenStep, WaitingPush
-
-
-class Clipping:
-    """The clip factor of a step; the leader asks for it under the model's lock."""
-
-    def __init__(self, lock: threading.Condition, membership: Membership, spec: ModelSpec):
-        self._lock = lock
-        self._membership = membership
-        self._spec = spec
-        self._norms: Sequence[float] | None = None  # while the total norm is awaited
-        self._total: float | None = None
-
-    def factor(self, norms: Sequence[float], bound: float) -> float:
-        """What to multiply gradients by, from the norms of all servers."""
-        if self._spec.norm_from_workers:
-            norms = [self._await_total(norms)]
-        return clip_factor(norms, bound, DTYPES[self._spec.dtype])
-
-    def norms(self, worker: int) -> Sequence[float]:
-        """The norm of every parameter slice of all servers, once the step is summed."""
-        if not self._spec.norm_from_workers or self._spec.clip_norm is None:
-            raise Refused("the servers of this model do not clip by a norm of the workers")
-        with self._lock:
-            self._membership.wait(worker, lambda: self._norms is not None)
-            assert self._norms is not None
-            return self._norms
-
-    @property
-    def awaits_total(self) -> bool:
-        return self._norms is not None and self._total is None
-
-    def set_total(self, value: float) -> None:
-        """The norm over all shards has arrived."""
-        with self._lock:
-            if self._norms is None or self._total is not None:
-                raise Refused("TOTAL_NORM arrives, but no step waits for it")
-            self._total = value
-            self._lock.notify_all()
-
-    def _await_total(self, norms: Sequence[float]) -> float:
-        self._norms = norms
-        self._lock.notify_all()
-        self._lock.wait_for(lambda: self._membership.failure is not None or self._total is not None)
-        self._membership.check()
-        total = self._total
-        assert total is not None
-        self._norms = None
-        self._total = None
-        return total
-
 
 MAX_ENTRIES = 4096  # that are kept for followers
 MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the loss of one
@@ -106,12 +54,9 @@ class NoFollowers:
 
 
 class Log:
-    """Entries with positions from 1 on, and their effect on the state.
+    """Entries with positions from 1 on, and their effect on the state."""
 
-    All methods are called under the model's lock.
-    """
-
-    def __init__(self, state: ModelState, clipping: Clipping, defers_norms: bool = False):
+    def __init__(self, state: ModelState, membership: Membership, defers_norms: bool = False):
         """`defers_norms`: a step that needs norms of other servers is closed later."""
         self.position = 0  # of the latest entry
         self.shared: int | None = None  # the latest one for other servers; None: all are
@@ -121,7 +66,10 @@ class Log:
         self.followers = NoFollowers()
         self.on_save: Callable[[int], None] = lambda number: None
         self._state = state
-        self._clipping = clipping
+        self._membership = membership
+        self._lock = membership.lock
+        self._norms: Sequence[float] | None = None  # while the norm of all shards is awaited
+        self._total: float | None = None  # that norm
         self._entries: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
 
     # ------------------------------------------------------------------ the leader
@@ -221,10 +169,7 @@ class Log:
         return step
 
     def _complete_step(self, latest: PushDecided | None) -> int | None:
-        """Log an update if the counted pushes make up a step; the number that it is saved under.
-
-        Without `latest` all pushes of the step are lost: the next one begins with the same weights.
-        """
+        """Log an update if the counted pushes make up a step; the number that it is saved under."""
         ledger = self._state.ledger
         if not ledger.complete() or self._state.open_step is not None:
             return None
@@ -262,8 +207,44 @@ class Log:
         if spec.rule.applies_each_push:
             bound *= batch_fraction  # the push is a fraction of a step, and so is its norm
         self.followers.request_norms(divisor)
-        norms = self._state.norms(divisor)
-        return self._clipping.factor([*norms, *self.followers.receive_norms()], bound)
+        own = self._state.norms(divisor)
+        norms = [*own, *self.followers.receive_norms()]
+        if spec.norm_from_workers:
+            norms = [self._await_total(norms)]
+        return clip_factor(norms, bound, DTYPES[spec.dtype])
+
+    # ------------------------------------------------------------------ a norm from the workers
+
+    def norms(self, worker: int) -> Sequence[float]:
+        """The norm of every parameter slice of all servers, once the step is summed."""
+        if not self._state.spec.norm_from_workers or self._state.spec.clip_norm is None:
+            raise Refused("the servers of this model do not clip by a norm of the workers")
+        with self._lock:
+            self._membership.wait(worker, lambda: self._norms is not None)
+            assert self._norms is not None
+            return self._norms
+
+    @property
+    def awaits_total(self) -> bool:
+        return self._norms is not None and self._total is None
+
+    def set_total(self, value: float) -> None:
+        """The norm over all shards has arrived."""
+        with self._lock:
+            if not self.awaits_total:
+                raise Refused("TOTAL_NORM arrives, but no step waits for it")
+            self._total = value
+            self._lock.notify_all()
+
+    def _await_total(self, norms: Sequence[float]) -> float:
+        self._norms = norms
+        self._lock.notify_all()
+        self._lock.wait_for(lambda: self._membership.failure is not None or self._total is not None)
+        self._membership.check()
+        total = self._total
+        assert total is not None
+        self._norms = self._total = None
+        return total
 
     def _append(self, decision: Decision) -> None:
         entry = LogEntry(self.position + 1, self.epoch, decision)
@@ -284,10 +265,7 @@ class Log:
         self._apply(entry)
 
     def entries_after(self, position: int, shared: bool = False) -> list[LogEntry]:
-        """What a follower that has applied `position` still needs.
-
-        `shared`: those of them that the loss of this server does not undo.
-        """
+        """What a follower lacks; `shared`: what the loss of this server does not undo."""
         oldest = self.position - len(self._entries) + 1
         if not oldest <= position + 1 <= self.position + 1:
             raise Refused(
@@ -298,10 +276,7 @@ class Log:
         return list(itertools.islice(self._entries, position + 1 - oldest, end + 1 - oldest))
 
     def restart(self, position: int, epoch: int, entries: Iterable[LogEntry] = ()) -> None:
-        """The state was replaced: entries up to `position` do not lead to it.
-
-        The state of another copy comes with the latest entries that led to it.
-        """
+        """The state was replaced: entries up to `position`, but for these, do not lead to it."""
         self.position = position
         self.shared = None if self.shared is None else position
         self.epoch = epoch

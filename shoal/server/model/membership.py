@@ -82,7 +82,7 @@ class Membership:
         self.has_exited: Callable[[int], bool] | None = None
         self.on_departure: Callable[[int], None] = lambda worker: None
         self.on_loss: Callable[[int, str], None] = self.record_loss
-        self._lock = lock
+        self.lock = lock
         self._rule = rule
         self.open_barriers: dict[int, Sequence[int] | None] = {}  # generations, as above
         self.lowest_at: dict[int, int] = {}  # barrier -> lowest surviving worker
@@ -90,7 +90,7 @@ class Membership:
     # ------------------------------------------------------------------ joining and leaving
 
     def join(self, member: Member) -> None:
-        with self._lock:
+        with self.lock:
             workers = self._rule.workers
             known = self.members.get(member.worker)
             is_expected = known is None or self._succeeds(member, known)
@@ -100,16 +100,16 @@ class Membership:
                 self.record_loss(member.worker, f"worker {member.worker} was started again")
             member.comes_back = member.worker in self.departed
             self.members[member.worker] = member
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def enter(self, worker: int) -> None:
         """A worker that came back takes its place: the others wait for it again."""
-        with self._lock:
+        with self.lock:
             member = self.members[worker]
             member.comes_back = False
             member.is_late = True
             self.departed.discard(worker)
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def residual_of(self, worker: int) -> bytearray | None:
         """What a live worker has deposited; under the lock."""
@@ -118,16 +118,13 @@ class Membership:
 
     def leave(self, worker: int) -> None:
         """A worker has finished its steps."""
-        with self._lock:
+        with self.lock:
             self.members[worker].has_left = True
             self._depart(worker)
 
     def lose(self, worker: int, incarnation: int | None = None) -> None:
-        """A worker's connection has broken. This fails a model with a synchronous rule.
-
-        Nothing happens if the connection was of an earlier process of this worker.
-        """
-        with self._lock:
+        """A connection has broken, unless it was of an earlier process of this worker."""
+        with self.lock:
             member = self.members.get(worker)
             is_former = incarnation not in (None, member and member.incarnation)
             if member is not None and not is_former and worker not in self.departed:
@@ -135,14 +132,14 @@ class Membership:
 
     def lose_absent(self) -> None:
         """Do not wait for workers that exited before they joined."""
-        with self._lock:
+        with self.lock:
             for worker in self._absent():
                 if self.has_exited is not None and self.has_exited(worker):
                     self.on_loss(worker, f"worker {worker} exited before it joined")
 
     def record_loss(self, worker: int, reason: str) -> None:
         """A worker does not come back; has no effect if it has departed."""
-        with self._lock:
+        with self.lock:
             if worker in self.departed or worker >= self._rule.workers:
                 return
             if self._rule.is_synchronous:
@@ -151,19 +148,19 @@ class Membership:
 
     def reach(self, worker: int, number: int, generations: Sequence[int] | None = None) -> None:
         """A worker is at a barrier."""
-        with self._lock:
+        with self.lock:
             self.members[worker].barriers = number
             if number not in self.lowest_at:
                 self.open_barriers.setdefault(number, generations)
             self._complete_barriers()
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def fail(self, failure: ModelFailure) -> None:
         """The first failure stays; every wait ends with it."""
-        with self._lock:
+        with self.lock:
             if self.failure is None:
                 self.failure = failure
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def check(self) -> None:
         if self.failure is not None:
@@ -198,11 +195,8 @@ class Membership:
     def wait_barrier(
         self, worker: int, number: int, generations: Sequence[int] | None = None
     ) -> int:
-        """Wait until every live worker has reached it; the lowest surviving worker.
-
-        With `generations`, of those workers alone that take part (-1: not) as that process.
-        """
-        with self._lock:
+        """Wait until every live worker that takes part has reached it; the lowest of them."""
+        with self.lock:
 
             def present() -> set[int]:
                 return self._present(number, generations)
@@ -221,17 +215,14 @@ class Membership:
         missing: Callable[[], list[int]] = lambda: [],
         doing: str = "an update",
     ) -> None:
-        """Wait on behalf of a worker. ModelFailure if the model fails or the worker departs.
-
-        `missing` are the workers that it waits for.
-        """
+        """Wait for a worker, which misses others. ModelFailure if the model fails or it departs."""
 
         def whom() -> str:
-            with self._lock:
+            with self.lock:
                 return " and ".join(f"worker {late}" for late in missing()) or "the leader"
 
         def give_up(seconds: float) -> None:
-            with self._lock:
+            with self.lock:
                 for late in set(missing()) - self.departed:
                     self.on_loss(late, f"worker {late} was lost: nothing came for {seconds:.1f} s")
 
@@ -253,7 +244,7 @@ class Membership:
             is_stopped = self.failure is not None or has_left() or is_former()
             return is_stopped or self._is_displaced() or ready()
 
-        while not self._lock.wait_for(is_decided, self._poll_s()):
+        while not self.lock.wait_for(is_decided, self._poll_s()):
             self.lose_absent()
         if is_former():
             raise ModelFailure(f"worker {worker} was started again")
@@ -269,8 +260,8 @@ class Membership:
         def is_decided() -> bool:
             return self.is_over or self.failure is not None or self._is_displaced()
 
-        with self._lock:
-            while not self._lock.wait_for(is_decided, self._poll_s()):
+        with self.lock:
+            while not self.lock.wait_for(is_decided, self._poll_s()):
                 self.lose_absent()
 
     # ------------------------------------------------------------------ under the lock
@@ -281,7 +272,7 @@ class Membership:
             self.members[worker].row_memory.clear()
         self.on_departure(worker)
         self._complete_barriers()
-        self._lock.notify_all()
+        self.lock.notify_all()
 
     def _live(self) -> set[int]:
         return set(range(self._rule.workers)) - self.departed

@@ -38,10 +38,7 @@ class NamedOptimizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.name in ELEMENTWISE
 
     def make(self, params: Sequence[nn.Parameter], numbers: Sequence[int]) -> torch.optim.Optimizer:
-        """The optimizer of some of the model's parameters, given by their numbers.
-
-        BadInput if the name is unknown or the options are invalid.
-        """
+        """The optimizer of these parameters of the model; BadInput if it has no such options."""
         known = classes()
         if self.name not in known:
             raise BadInput(f"torch.optim has no optimizer {self.name!r} that a server can run")

@@ -10,8 +10,7 @@ servers hold shards of a split replica, each a model of its own (`ReplicaSplit`)
 
     membership   workers that join, leave or are lost; barriers
     state        weights, optimizer, ledger, the pushes of the open step
-    log          decisions with positions
-    clipping     norms over servers and shards
+    log          decisions with positions; norms over servers and shards
     tables       rows of embedding tables
 """
 
@@ -41,14 +40,14 @@ from shoal.server.messages import (
     WorkerJoined,
 )
 from shoal.server.model.compression import PushCompression
-from shoal.server.model.log import Clipping, Log
+from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
 from shoal.server.model.state import ModelState, Statistics
 from shoal.server.model.tables import Tables
 from shoal.server.rows.memory import RowTarget
-from shoal.server.shared_memory import WorkerSegment, attach_weights, file_of
+from shoal.server.shared_memory import attach_weights, file_of
 
 
 class ServedModel:
@@ -69,11 +68,10 @@ class ServedModel:
         self.lock = threading.Condition()
         self.membership = Membership(self.lock, spec.rule)
         self.tables = Tables(self.lock, spec)
-        self.clipping = Clipping(self.lock, self.membership, spec)
         self.state = ModelState(spec, self.tables, device)
         is_here = self.state.shard.device.type == "cpu"  # where pushes are
         self.state.uses_pushes = is_here and is_leader and _is_used_at_once(spec)
-        self.log = Log(self.state, self.clipping, in_chain)
+        self.log = Log(self.state, self.membership, in_chain)
         if is_leader:
             self.membership.on_departure = self._log_departure
         self.statistics = Statistics()
@@ -98,24 +96,16 @@ class ServedModel:
             into[worker] = pushes
         return member
 
-    def attach(self, worker: int, segment: WorkerSegment) -> None:
-        """Read the pushes of a worker from its memory, and write there what it pulls."""
-        elements = slice(self.spec.start, self.spec.stop)
+    def attach(self, worker: int, out: Tensor, inbox: Tensor) -> None:
+        """Read the pushes of a worker from memory that it shares, and write there what it pulls."""
         with self.lock:
             member = self.membership.members[worker]
             if self.in_chain:
-                member.out = segment.out[:, elements] if self.compression is None else None
+                member.out = out if self.compression is None else None
                 return
-            member.pulls.inbox = segment.inbox[elements]
+            member.pulls.inbox = inbox
             if self.compression is None:
-                member.pushes.gradients = segment.out[:, elements]
-
-    def attach_device(self, worker: int, segment: WorkerSegment) -> None:
-        """The same in memory on the GPU of this server."""
-        with self.lock:
-            member = self.membership.members[worker]
-            member.pushes.gradients = segment.out
-            member.pulls.inbox = segment.inbox
+                member.pushes.gradients = out
 
     def enter(self, worker: int) -> Entered:
         """A worker that came back takes its place at the present step."""
@@ -207,20 +197,13 @@ class ServedModel:
         with self.lock:
             self.statistics.repeated_pushes += 1
 
-    def repeat(self, member: Member, sequence: int) -> Ack:
-        """A push that was committed before is sent again; answered when it is decided."""
-        self.note_repeat()
-        if not self.is_leader:
-            with self.lock:
-                return Ack("again", self.log.position)
-        return self.verdict(member, sequence)
-
-    def verdict(self, member: Member, sequence: int) -> Ack:
-        """The leader's answer to a push, which may have to wait for the norms of a step."""
-        worker = member.worker
+    def verdict(self, worker: int, sequence: int) -> Ack:
+        """The answer to a push; the leader's may have to wait for the norms of a step."""
         with self.lock:
-            self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
-            return self.state.acks.get(worker, Ack("again", self.log.position))
+            if self.is_leader:
+                self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
+            known = self.state.acks.get(worker) if self.is_leader else None
+            return known or Ack("again", self.log.position)
 
     def resume(self, worker: int, sequence: int, step: int) -> None:
         """Pushes of a worker that a server which is gone had acknowledged, and are not here.
@@ -257,9 +240,9 @@ class ServedModel:
             def is_closed() -> bool:
                 return self.version > version
 
-            self.membership.wait(worker, lambda: is_closed() or self.clipping.awaits_total)
+            self.membership.wait(worker, lambda: is_closed() or self.log.awaits_total)
             if not is_closed():
-                self.clipping.set_total(norm)
+                self.log.set_total(norm)
             self.membership.wait(worker, is_closed)
 
     def settle(self, worker: int, position: int, sequence: int) -> None:
@@ -278,11 +261,6 @@ class ServedModel:
             self.membership.wait(worker, is_settled)
             self.state.shard.synchronize()  # the worker may overwrite what a GPU has read
 
-    def wait_consumed(self, worker: int, pushes: PushBuffer) -> None:
-        """Wait for decisions that a server which is gone had, and that come again."""
-        with self.lock:
-            self.membership.wait(worker, lambda: pushes.is_free)
-
     def replay(self, entry: LogEntry) -> None:
         """Apply a decision of the leader."""
         with self.lock:
@@ -290,11 +268,6 @@ class ServedModel:
             if isinstance(entry.decision, WorkerJoined):
                 self.membership.enter(entry.decision.worker)
             self.lock.notify_all()
-
-    def norms(self, divisor: float) -> list[float]:
-        """The norms of this server's gradients, for the leader."""
-        with self.lock:
-            return self.state.norms(divisor)
 
     # ------------------------------------------------------------------ weights
 

@@ -76,10 +76,7 @@ class Shard:
             p.data = self._view(data, i)
 
     def add(self, push: PushTensors | None, first: bool) -> None:
-        """Add the push of one worker on arrival; the `first` of a step starts the sum.
-
-        None: it is lost, and adds nothing.
-        """
+        """Add a push on arrival (None: it is lost); the `first` of a step starts the sum."""
         self._copy_pushed()
         if push is None:
             if first:

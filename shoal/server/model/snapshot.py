@@ -130,7 +130,7 @@ def saved_state(model: ServedModel, number: int = 0) -> tuple[ShardDocument, lis
         optimizer = msgspec.structs.replace(optimizer, options=options)
     tensors = [shard.data.to("cpu", copy=True), *(tensor.clone() for tensor in tensors)]
     tables = []
-    for table in state.tables.held:
+    for table in state.tables.held.values():
         chunks = list(table.state())
         tables.append(SavedTable(table.spec, table.steps, tuple(map(tuple, chunks))))
         tensors += [tensor for chunk in chunks for tensor in chunk.values()]
@@ -287,7 +287,7 @@ def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> 
     for worker in image.workers:
         _install_worker(model, worker, saved.residuals.get(worker.member.worker), source)
     counted = [(worker, _rows(batch, source)) for worker, batch in image.counted_rows]
-    state.tables.restore_counted(counted)
+    state.tables.counted = counted
     put_back(document.ledger, state.ledger)
     put_back(image.state, state)
     put_back(image.membership, model.membership)

@@ -54,10 +54,7 @@ class WaitingPush(NamedTuple):
 
 
 class ModelState:
-    """Weights, optimizer state, ledger, and the pushes of the open step.
-
-    A decision about a push refers to data that is in the worker's push buffer on this server.
-    """
+    """Weights, optimizer state, ledger, and the pushes of the open step."""
 
     def __init__(self, spec: ModelSpec, tables: Tables, device: torch.device | None = None):
         self.spec = spec
@@ -197,10 +194,7 @@ class LoggedCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Statistics:
-    """What one server has counted for one model.
-
-    A copy counts the pushes that are sent again and the pulls that it has answered itself.
-    """
+    """What one server has counted for one model; of repeats and pulls, what it answered itself."""
 
     def __init__(self) -> None:
         self.repeated_pushes = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.protocol.frames import Refused
 from shoal.server.messages import ModelSpec, RowsPulled
-from shoal.server.model.hot_table import HotTable
+from shoal.server.model.hot_table import NO_IDS, HotTable
 from shoal.server.model.push_buffer import PushBuffer, RowPush
 from shoal.server.rows.memory import RowTarget
 
@@ -26,27 +26,24 @@ COPY_WAIT_S = 0.05  # for copies of the version that a worker has
 
 
 class Tables:
-    """This server's rows of all tables of a model, under the model's lock.
-
-    Row pushes count with the push that they belong to. They are applied with its step.
-    """
+    """This server's rows of all tables of a model. Row pushes count with their push."""
 
     def __init__(self, lock: threading.Condition, spec: ModelSpec):
         self._lock = lock
         self._spec = spec
-        self._tables: dict[str, RowTable] = {}
+        self.held: dict[str, RowTable] = {}
         self.hot: dict[str, HotTable] = {}
-        self._counted: list[tuple[int, RowPush]] = []  # (worker, push) of the open step
+        self.counted: list[tuple[int, RowPush]] = []  # (worker, push) of the open step
 
     def make(self, spec: TableSpec) -> None:
         """Hold this server's rows of a table; has no effect if they are held already."""
         with self._lock:
-            table = self._tables.get(spec.name)
+            table = self.held.get(spec.name)
             if table is None:
-                if len(self._tables) >= MAX_TABLES:
+                if len(self.held) >= MAX_TABLES:
                     raise Refused(f"a model has at most {MAX_TABLES} tables")
                 table = RowTable(spec, self._spec.index, self._spec.servers)
-                self._tables[spec.name] = table
+                self.held[spec.name] = table
                 self.hot[spec.name] = HotTable(table)
             elif replace(table.spec, optimizer=spec.optimizer) != spec:
                 raise Refused(f"{spec} exists already, with other rows")
@@ -54,9 +51,9 @@ class Tables:
                 table.set_optimizer(spec.optimizer)
 
     def table(self, name: str) -> RowTable:
-        if name not in self._tables:
+        if name not in self.held:
             raise Refused(f"there is no table {name!r} here")
-        return self._tables[name]
+        return self.held[name]
 
     def hot_table(self, name: str) -> HotTable:
         self.table(name)
@@ -72,15 +69,12 @@ class Tables:
         with self._lock:
             table = self.table(name)
             hot = self.hot[name]
-            if hot.serve(ids, copies, version, *target):
-                return RowsPulled(hot.number, hot.asks())
-            if not copies:
-                table.copy(ids, *target)
-                hot.note(ids)
-                return RowsPulled(hot.number, hot.asks())
-            missing = self._copy_hot(table, hot, ids[:copies], version, target)
-            table.copy(ids[copies:], *target.behind(copies))
-            hot.note(ids, copies, missing)
+            missing = NO_IDS
+            if not hot.serve(ids, copies, version, *target):
+                if copies:
+                    missing = self._copy_hot(table, hot, ids[:copies], version, target)
+                table.copy(ids[copies:], *target.behind(copies))
+                hot.note(ids, copies, missing)
             return RowsPulled(hot.number, hot.asks(), tuple(missing.tolist()))
 
     def _copy_hot(
@@ -118,17 +112,17 @@ class Tables:
 
     def count(self, worker: int, rows: Sequence[RowPush]) -> None:
         """These rows are part of the open step."""
-        self._counted += [(worker, push) for push in rows]
+        self.counted += [(worker, push) for push in rows]
 
     def update(self, divisor: float) -> None:
         """One update of each table that a worker has pushed to, on this server or another."""
-        ordered = sorted(self._counted, key=lambda item: item[0])
-        self._counted = []
+        ordered = sorted(self.counted, key=lambda item: item[0])
+        self.counted = []
         pushes: dict[str, list[RowPush]] = {}
         for _, push in ordered:
             pushes.setdefault(push.table, []).append(push)
         for name, same_table in pushes.items():
-            self._update_table(self._tables[name], same_table, divisor)
+            self._update_table(self.held[name], same_table, divisor)
 
     def _update_table(self, table: RowTable, pushes: list[RowPush], divisor: float) -> None:
         ids = torch.cat([push.ids for push in pushes])
@@ -143,18 +137,6 @@ class Tables:
         tables = {name: hot.report() for name, hot in self.hot.items()}
         return {"tables": tables} if tables else {}
 
-    def restore_counted(self, counted: Iterable[tuple[int, RowPush]]) -> None:
-        """Replace the rows of the open step by those of a snapshot."""
-        self._counted = list(counted)
-
-    @property
-    def counted(self) -> list[tuple[int, RowPush]]:
-        return list(self._counted)
-
-    @property
-    def held(self) -> list[RowTable]:
-        return list(self._tables.values())
-
 
 class TableReader:
     """Reads the state of a table in chunks. In order, each chunk is read once."""
@@ -164,10 +146,7 @@ class TableReader:
         self._cursor = -1
 
     def read(self, table: RowTable, cursor: int, chunk_rows: int) -> dict[str, Tensor] | None:
-        """The chunk from `cursor` on; None behind the last one.
-
-        A new connection may continue anywhere, also with another copy of the server.
-        """
+        """The chunk from `cursor` on, on any connection; None behind the last one."""
         if cursor == 0 or cursor != self._cursor:
             self._chunks = table.state(chunk_rows, cursor)
         chunk = next(self._chunks, None)

@@ -54,7 +54,8 @@ def set_up(peer: Peer, header: Header, meta: bytes) -> None:
         peer.host.execute(Joined(peer.model_id, peer.worker, peer.incarnation, spec))
     model = peer.host.models[peer.model_id]
     if segment is not None:
-        model.attach(peer.worker, segment)
+        held = slice(spec.start, spec.stop)
+        model.attach(peer.worker, segment.out[:, held], segment.inbox[held])
     if not is_again:
         peer.enter(model)
     _resume(peer, header)
@@ -118,7 +119,7 @@ def leave(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.NORMS, "control")
 def norms(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    peer.reply(encode(Norms(tuple(model.clipping.norms(peer.worker)))))
+    peer.reply(encode(Norms(tuple(model.log.norms(peer.worker)))))
 
 
 @handles(FrameKind.TOTAL_NORM, "control")
@@ -128,7 +129,7 @@ def total_norm(peer: Peer, header: Header, meta: bytes) -> None:
     if model.in_chain:
         model.close_with(peer.worker, value)
     else:
-        model.clipping.set_total(value)
+        model.log.set_total(value)
     peer.reply()
 
 
@@ -142,10 +143,7 @@ def follow(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.CHAIN, "chain", has_payload=True)
 @handles(FrameKind.SNAPSHOT, "chain", has_payload=True)
 def chain(peer: Peer, header: Header, meta: bytes) -> None:
-    """A message of another copy, or the state of the tail for one that has none.
-
-    No answer: what there is to say goes over the connection in the other direction.
-    """
+    """A message of another copy, or the state of the tail for one that has none. No answer."""
     chain = peer.host.chain
     if chain is None:
         raise Refused("this server has no replicas")
@@ -164,7 +162,7 @@ def share_device(peer: Peer, header: Header, meta: bytes) -> None:
     if asked.is_accepted:
         if member.offered is None:
             raise Refused(f"worker {peer.worker} was offered no memory on a GPU")
-        model.attach_device(peer.worker, member.offered)
+        model.attach(peer.worker, member.offered.out, member.offered.inbox)
         member.offered = None
     elif model.compression is None and not model.in_chain:
         made = offer(asked, model.spec, model.state.shard.device)

@@ -80,10 +80,7 @@ class Followers(NoFollowers):
     # ------------------------------------------------------------------ under the lock
 
     def wait_connected(self) -> None:
-        """Releases the lock while it waits: the model must be between two decisions.
-
-        In a chain a follower that connects later gets what it lacks.
-        """
+        """Between two decisions: releases the lock. In a chain, who connects later gets it all."""
         if self._in_chain:
             return
         wanted = self._model.spec.servers - 1
@@ -273,7 +270,8 @@ class Follower:
         while not self._is_closed:
             header, meta = connection.receive(_MAX_ENTRY_BYTES)
             if header.kind is FrameKind.NORMS:
-                norms = self._model.norms(decode(meta, NormsRequest).divisor)
+                with self._model.lock:
+                    norms = self._model.state.norms(decode(meta, NormsRequest).divisor)
                 connection.send(Header(FrameKind.NORMS), encode(Norms(tuple(norms))))
             else:
                 _expect(header, FrameKind.ENTRY)

@@ -25,8 +25,8 @@ from shoal.server.messages import ModelSpec
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES, partial_sums
-from shoal.server.process.background import ShardSaver
 from shoal.server.process.log_stream import Follower, Followers
+from shoal.server.process.shard_file import ShardSaver
 from shoal.server.rows.copies import RowCopies
 
 if TYPE_CHECKING:
@@ -141,10 +141,7 @@ class ModelHost:
         payload: Payload = EMPTY,
         on_committed: OnCommitted | None = None,
     ) -> Any:
-        """Let an operation take effect; returns its answer.
-
-        The chain of a replicated server may call `on_committed` with the answer before.
-        """
+        """Let an operation take effect; a chain calls `on_committed` with the answer before."""
         if self.chain is None:
             return operation.apply(self, payload)
         return self.chain.execute(operation, payload, on_committed)

@@ -1,4 +1,4 @@
-"""One connection of one worker, or of a following server.
+"""One connection of one worker, or of another server: checks each frame, and calls its handler.
 
 A worker has one connection per channel. When a TCP connection breaks, the worker opens another
 one; the server gives up the worker if it does not. A broken Unix socket is the end of a process.
@@ -9,21 +9,54 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
+from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.frames import FrameKind, Header, Refused, encode
+from shoal.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused, encode
 from shoal.protocol.handshake import RECONNECT_S
 from shoal.server.member.operations import Operation, Payload
+from shoal.server.member.place import Elsewhere
 from shoal.server.messages import Channel, ErrorReply
-from shoal.server.model.membership import ActiveConnection, Member
+from shoal.server.model.membership import ActiveConnection, Member, ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.tables import TableReader
 from shoal.server.process.model_host import ModelHost
 from shoal.server.rows.memory import RowBuffer
 
 T = TypeVar("T")
+_MAX_SHORT_META_BYTES = 64 << 10
+_PULL_BYTES = 64 << 10  # a request for 4,000 rows is read at once
+_UNANSWERED = {FrameKind.BUCKET, FrameKind.COMPRESSED, FrameKind.TABLE_PUSH}
+_OF_ANY_MEMBER = {
+    *(FrameKind.SETUP, FrameKind.STATS),
+    *(FrameKind.PULL, FrameKind.STATE_GET, FrameKind.RESIDUAL_GET),
+    *(FrameKind.TABLE_PULL, FrameKind.TABLE_GET),
+}
+
+
+Handler = Callable[["Peer", Header, bytes], None]
+
+
+class Registered(NamedTuple):
+    handler: Handler
+    channel: Channel
+    has_payload: bool
+
+
+HANDLERS: dict[FrameKind, Registered] = {}
+
+
+def handles(
+    kind: FrameKind, channel: Channel, has_payload: bool = False
+) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        assert kind not in HANDLERS, f"{kind.name} has two handlers"
+        HANDLERS[kind] = Registered(handler, channel, has_payload)
+        return handler
+
+    return register
 
 
 class Peer:
@@ -49,6 +82,7 @@ class Peer:
         self.has_reconnected = False
         self.table_reader = TableReader()
         self.row_buffer = RowBuffer()
+        self._moved: Elsewhere | None = None
         self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
 
     def joined(self) -> tuple[ServedModel, Member]:
@@ -197,25 +231,80 @@ class Peer:
             model.lock.wait_for(is_decided, RECONNECT_S)
             return self.channel in member.channels
 
+    # ------------------------------------------------------------------ its frames
 
-Handler = Callable[[Peer, Header, bytes], None]
+    def run(self) -> None:
+        is_broken = False
+        try:
+            self.start()
+            if self.channel == "chain":
+                self.connection.read_ahead()
+            elif self.channel == "rows":
+                self.connection.read_ahead(_PULL_BYTES)
+            while True:
+                self._serve_one()
+        except Closed:
+            is_broken = True
+        except Elsewhere as elsewhere:  # before the first frame
+            with suppress(Closed):
+                self.reply_error(elsewhere.reply)
+        except Refused:
+            raise
+        except BadInput as error:
+            raise Refused(str(error)) from error
+        except Exception as error:  # of an optimizer, for example: its update never comes
+            if self.model is not None:
+                self.model.fail(f"server {self.model.spec.index} failed: {error!r}"[:4000])
+            raise Refused(f"the server failed: {error!r}"[:4000]) from error
+        finally:
+            self.end(is_broken)
 
+    def _serve_one(self) -> None:
+        header, meta = self.connection.receive(self._max_meta_bytes())
+        registered = self._check(header)
+        slowness, connection = self.host.slowness, self.connection
+        end_bytes = connection.received_bytes + header.payload_bytes
+        try:
+            slowness.begin()
+            self._check_place(header)
+            registered.handler(self, header, meta)
+            slowness.pay()
+        except ModelFailure as failure:
+            connection.skip(end_bytes - connection.received_bytes)
+            error = ErrorReply(failure.reason, failure.worker, is_loss=failure.is_loss)
+            self.reply_error(error)
+        except Elsewhere as elsewhere:
+            connection.skip(end_bytes - connection.received_bytes)
+            self._moved = elsewhere  # what follows would lack what was refused
+            if header.kind not in _UNANSWERED:
+                self.reply_error(elsewhere.reply)
 
-class Registered(NamedTuple):
-    handler: Handler
-    channel: Channel
-    has_payload: bool
+    def _check_place(self, header: Header) -> None:
+        """Elsewhere if a replicated server may not serve this frame."""
+        chain = self.host.chain
+        if chain is None or self.channel == "chain":
+            return
+        if self.channel != "follow":
+            chain.check_epoch(header.epoch)
+        if self._moved is not None:
+            raise self._moved
+        if header.kind not in _OF_ANY_MEMBER:
+            chain.check_head()
 
+    def _check(self, header: Header) -> Registered:
+        registered = HANDLERS.get(header.kind)
+        if registered is None or registered.channel != self.channel:
+            raise Refused(f"{header.kind.name} is not allowed on a {self.channel} connection")
+        if (header.worker, header.incarnation) != (self.worker, self.incarnation):
+            raise Refused(f"worker {self.worker} sends as worker {header.worker}")
+        if header.model != self.model_id or (header.epoch and self.host.chain is None):
+            raise Refused("a frame of another model or epoch")
+        if header.payload_bytes and not registered.has_payload:
+            raise Refused(f"{header.kind.name} has no payload")
+        return registered
 
-HANDLERS: dict[FrameKind, Registered] = {}
-
-
-def handles(
-    kind: FrameKind, channel: Channel, has_payload: bool = False
-) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        assert kind not in HANDLERS, f"{kind.name} has two handlers"
-        HANDLERS[kind] = Registered(handler, channel, has_payload)
-        return handler
-
-    return register
+    def _max_meta_bytes(self) -> int:
+        """Descriptions of a model and of its state are long; everything else is short."""
+        is_joining = self.channel == "control" and (self.member is None or self.has_reconnected)
+        is_long = is_joining or self.channel in ("pull", "chain")
+        return MAX_META_BYTES if is_long else _MAX_SHORT_META_BYTES

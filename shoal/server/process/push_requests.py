@@ -56,7 +56,8 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     if pushes.is_repeated(header.sequence):
         peer.connection.skip(flag_bytes)
         if peer.host.chain is not None:
-            peer.reply(encode(model.repeat(member, header.sequence)))
+            model.note_repeat()
+            peer.reply(encode(model.verdict(peer.worker, header.sequence)))
             return
     else:
         model.check_push(member, header.sequence)
@@ -80,7 +81,7 @@ def commit(peer: Peer, header: Header, meta: bytes) -> None:
     if ack.verdict == "again":
         model.note_repeat()
     if _is_open(ack, model):
-        peer.reply(encode(model.verdict(member, header.sequence)))
+        peer.reply(encode(model.verdict(peer.worker, header.sequence)))
     elif not sent or sent[0] is None:
         peer.reply_committed(encode(ack))
     elif sent[0].nbytes:
@@ -101,7 +102,9 @@ def catch_up(peer: Peer, pushes: PushBuffer, sequence: int) -> None:
         return
     chain.catch_up()
     if peer.host.may_lose and sequence == pushes.committed + 1:
-        peer.joined()[0].wait_consumed(peer.worker, pushes)
+        model, _ = peer.joined()
+        with model.lock:  # decisions that a server which is gone had come again
+            model.membership.wait(peer.worker, lambda: pushes.is_free)
 
 
 @handles(FrameKind.SETTLE, "push")

@@ -9,7 +9,7 @@ behind a pull that waits for other workers:
     rows      rows of embedding tables
     follow    another server reads the log
 
-    Server ── accept, handshake ──> Session ── check ──> handlers ──> ServedModel
+    Server ── accept, handshake ──> Peer ── check ──> handlers ──> ServedModel
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.member.peer_link import SILENT_COPY_S
 from shoal.server.member.start import ChainParts, ChainSettings
 from shoal.server.model.served_model import ServedModel
+from shoal.server.process import control_requests, push_requests, rows_requests
 from shoal.server.process.model_host import ModelHost
 from shoal.server.process.peer import Peer
-from shoal.server.process.session import Session
 
+HANDLER_MODULES = (control_requests, push_requests, rows_requests)  # they fill the table
 _COUNTED = ("requests", "received_bytes", "sent_bytes")
 
 
@@ -50,10 +51,7 @@ class Server(ConnectionService):
         tls: TlsConfig = PLAIN,
         chain: ChainSettings | None = None,
     ):
-        """`has_exited(rank)` tells whether a worker that has not joined never will.
-
-        With `chain` this server holds one copy of its shard.
-        """
+        """`has_exited(rank)`: it never joins. With `chain` this is one copy of its shard."""
         if chain is not None:
             remove_left_socket(address)
         super().__init__(secret, [address, *filter(None, [remote_address])], tls)
@@ -98,7 +96,7 @@ class Server(ConnectionService):
                 expect_answers(connection.sock, SILENT_COPY_S)
             if self.closed.is_set():
                 return
-        Session(Peer(self.host, connection, hello.channel, header, number)).run()
+        Peer(self.host, connection, hello.channel, header, number).run()
 
     def forget(self, connection: Connection) -> None:
         super().forget(connection)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,12 +18,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.runtime.checkpoint_folders import damaged
+from shoal.runtime.checkpoint_folders import (
+    complete_versions,
+    damaged,
+    in_words,
+    shard_name,
+    version_of,
+)
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.server.messages import ModelSpec
 from shoal.server.model.compression import PushCompression
+from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES
-from shoal.server.model.snapshot import SavedTensors, ShardDocument
+from shoal.server.model.snapshot import SavedTensors, ShardDocument, saved_state
 from shoal.server.shared_memory import bytes_of
 
 T = TypeVar("T")
@@ -29,7 +38,6 @@ _META = "__meta__"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
 _PREFIX_BYTES = _DIGEST_BYTES + _LENGTH.size
-MAX_META_BYTES = 1 << 30
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
@@ -58,13 +66,7 @@ def read_tensors_of(file: Path, kind: type[T]) -> tuple[dict[str, Tensor], T, by
 def _unpack(file: Path, content: Tensor | None) -> tuple[bytes, bytes]:
     if content is None or content.dtype != torch.uint8 or content.dim() != 1:
         raise damaged(file, "it has no description")
-    size = content.numel()
-    if not _PREFIX_BYTES <= size <= _PREFIX_BYTES + MAX_META_BYTES:
-        raise damaged(file, "its description has a wrong length")
     data = content.numpy().tobytes()
-    (length,) = _LENGTH.unpack_from(data, _DIGEST_BYTES)
-    if length != size - _PREFIX_BYTES:
-        raise damaged(file, "its description has a wrong length")
     return data[_PREFIX_BYTES:], data[:_DIGEST_BYTES]
 
 
@@ -133,3 +135,81 @@ def _check_residuals(file: Path, spec: ModelSpec, residuals: dict[int, Tensor]) 
     for residual in residuals.values():
         if residual.dtype != torch.uint8 or residual.shape != (expected,):
             raise damaged(file, "its residuals are not those that it describes")
+
+
+_CLOSE_S = 60.0
+
+
+def _print(sentence: str) -> None:
+    print(f"shoal: {sentence}", file=sys.stderr, flush=True)
+
+
+class BackgroundWriter:
+    """Runs one action at a time in a thread. Of failures in a row only the first is reported."""
+
+    def __init__(self, what: str, folder: Path, say: Callable[[str], None] = _print):
+        self._what = what
+        self._folder = folder
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._has_told = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Only while it is not busy."""
+        name = "shoal-checkpoint"
+        self._thread = threading.Thread(target=self._run, args=(action,), name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _run(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._has_told = False
+        except (OSError, SafetensorError, MemoryError, RuntimeError) as error:
+            if not self._has_told:
+                self._has_told = True
+                complete = complete_versions(self._folder)
+                step = f"the checkpoint of step {complete[0].number} stays" if complete else ""
+                self._say(
+                    f"{self._what} cannot write its checkpoint to {self._folder}: "
+                    f"{in_words(error)}; training goes on, and {step or 'there is none before it'}"
+                )
+
+
+class ShardSaver:
+    """Saves the models of one server."""
+
+    def __init__(self, folder: Path, server: str, say: Callable[[str], None] = _print):
+        self._folder = folder
+        self._writer = BackgroundWriter(server, folder, say)
+        self._lock = threading.Lock()
+
+    def save(
+        self, model_id: int, model: ServedModel, number: int, stays: Callable[[], bool]
+    ) -> None:
+        """Copy the state now and write it later, if it `stays()`; left out while one is written."""
+        version = version_of(self._folder, number, model_id)
+        name = shard_name(model.spec.index, model.spec.servers)
+        with self._lock:
+            if self._writer.is_busy:
+                return
+            document, copies = saved_state(model, number)
+            tensors = dict(zip(document.tensor_names(), copies, strict=True))
+
+            def write() -> None:
+                if (version.path / name).exists() or not stays():  # another copy's
+                    return
+                version.write(name, lambda file: write_tensors(file, tensors, document))
+
+            self._writer.start(write)
+
+    def close(self) -> None:
+        self._writer.close()

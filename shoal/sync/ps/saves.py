@@ -16,8 +16,7 @@ from torch import Tensor
 from shoal.errors import BadInput
 from shoal.runtime.checkpoint_folders import WORKER_FILE, version_of
 from shoal.runtime.config import ServerCheckpointConfig
-from shoal.server.process.background import BackgroundWriter
-from shoal.server.process.shard_file import write_tensors
+from shoal.server.process.shard_file import BackgroundWriter, write_tensors
 
 _PATIENCE = 4  # times `every` steps, for a checkpoint that is being written
 

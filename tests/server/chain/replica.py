@@ -21,8 +21,7 @@ from shoal.server.chain.messages import (
     Send,
     SendSnapshot,
 )
-from shoal.server.chain.node import ChainNode
-from shoal.server.chain.state import Fenced, NotHead
+from shoal.server.chain.node import ChainNode, Fenced, NotHead
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.loop import Process
 from tests.server.chain.network import MESSAGE_S

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.server.chain.config import Entry
 from shoal.server.chain.messages import ChainMessage, SendSnapshot
-from shoal.server.chain.state import ChainConsistency
+from shoal.server.chain.node import ChainConsistency
 from tests.server.chain.clients import Reader, Worker
 from tests.server.chain.counters import Counters, Push
 from tests.server.chain.history import NEVER, Added, Observed, contains, violation

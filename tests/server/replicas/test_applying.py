@@ -12,11 +12,10 @@ import pytest
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Acked, Append, At
-from shoal.server.member.operations import Left
+from shoal.server.member.operations import Left, Proposed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.runtime import ChainRuntime
-from shoal.server.member.wire import Proposed
 from shoal.server.process.model_host import ModelHost
 from tests.server.helpers import SECRET
 

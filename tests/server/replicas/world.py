@@ -19,7 +19,7 @@ from shoal.coordinator.interface import Lease
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.config import ChainConfig
-from shoal.server.chain.state import ChainConsistency
+from shoal.server.chain.node import ChainConsistency
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member import duties

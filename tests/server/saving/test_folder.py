@@ -21,8 +21,7 @@ from shoal.runtime.checkpoint_folders import (
     versions_in,
 )
 from shoal.runtime.failpoints import arm, armed
-from shoal.server.process.background import BackgroundWriter
-from shoal.server.process.shard_file import read_tensors_of, write_tensors
+from shoal.server.process.shard_file import BackgroundWriter, read_tensors_of, write_tensors
 
 NAMES = (shard_name(0, 2), shard_name(1, 2), WORKER_FILE)
 

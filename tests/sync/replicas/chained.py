@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.comm.group import Group
-from shoal.server.chain.state import ChainConsistency
+from shoal.server.chain.node import ChainConsistency
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.errors import BadInput
-from shoal.server.chain.state import ChainConsistency
+from shoal.server.chain.node import ChainConsistency
 from tests.conftest import World
 from tests.sync.replicas.chained import (
     CLIPPED,
