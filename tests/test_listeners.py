@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parents[1] / "shoal"
 LISTENING = ("listen", "create_server", "ProcessGroupGloo", "TCPStore", "init_process_group")
 LISTENERS = {
     "comm/executors/hierarchical/gloo_links.py": "HostNetwork.check_gloo",
-    "comm/executors/torch.py": "Gloo and NCCL: Worker._check_network",
+    "comm/select.py": "Gloo and NCCL: Worker._check_network",
     "comm/store/service.py": "asks for a key, or listens at loopback",
     "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",
     "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",

@@ -13,16 +13,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.comm.executor import Executor
 from shoal.comm.executors.hierarchical.topology import Topology, host_id
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.executors.torch import Torch, join_world, limit_operations
+from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.network import (
     LOOPBACK,
@@ -98,28 +101,13 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
     """A group of all ranks; all of them have joined when the block begins."""
     is_ours = not dist.is_initialized()
     stores: list[Store] = []  # torch does not keep a store that is written in Python
-
-    def protect(store: Store, rank: int, size: int) -> Store:
-        if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
-            return own_generation(store, rank, size)
-
-        return _meet_openly(spec, store, stores)
-
-    def meet() -> Store:
-        if spec.store is not None:
-            return spec.store
-
-        from shoal.comm.store.client import meet_at
-
-        stores.append(meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host))
-        return stores[0]
-
-    own_store = meet if spec.owns_rendezvous or spec.store is not None else None
-    where = (spec.init_method, spec.rank, spec.size, spec.backend, spec.name)
     with gloo_on_loopback(spec.is_one_host), gloo_unused(spec.is_gloo_unused and is_ours):
-        world = join_world(*where, protect, own_store)
-        if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:
-            limit_operations(world, spec.timeout_s)
+        if is_ours:
+            _join_world(spec, stores)
+        world = dist.group.WORLD
+        assert world is not None
+        if is_ours and spec.timeout_s != DEFAULT_TIMEOUT_S:  # not of ranks that start slowly
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=spec.timeout_s), world)
         group = Group(_open_shared(spec) or _over_torch(spec, world))
         try:
             yield group
@@ -127,6 +115,36 @@ def open_group(spec: GroupSpec) -> Iterator[Group]:
             group.close()
             if is_ours:
                 dist.destroy_process_group()
+
+
+def _join_world(spec: GroupSpec, kept: list[Store]) -> None:
+    """Make the default process group of this process.
+
+    A process may join several worlds one after the other at the same rendezvous: names keep what
+    they leave in its store apart.
+    """
+    if spec.store is not None:
+        store = spec.store
+    elif spec.owns_rendezvous:
+        from shoal.comm.store.client import meet_at
+
+        store = meet_at(spec.init_method, spec.rank, spec.secret, spec.is_one_host)
+        kept.append(store)
+    else:
+        store = next(rendezvous(spec.init_method, spec.rank, spec.size))[0]
+    named = PrefixStore(spec.name, store)
+    is_nccl = spec.backend == "nccl"
+    if spec.owns_rendezvous or spec.backend != "gloo" or spec.init_method.startswith("file:"):
+        own = own_generation(named, spec.rank, spec.size)
+    else:
+        own = _meet_openly(spec, named, kept)
+    dist.init_process_group(
+        spec.backend,
+        store=own,
+        rank=spec.rank,
+        world_size=spec.size,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if is_nccl else None,
+    )
 
 
 def _meet_openly(spec: GroupSpec, store: Store, kept: list[Store]) -> Store:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.executors.scheduled.executor import Scheduled
-from shoal.comm.executors.torch import Torch, join_world
+from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.transport import TorchTransport
@@ -33,7 +33,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=TIMEOUT
     )
-    world = Group(Torch(join_world("", rank, size, "gloo")))
+    assert dist.group.WORLD is not None
+    world = Group(Torch(dist.group.WORLD))
     report: dict[str, object] = {"world": outcomes(world)}
     pair = dist.new_group([size - 2, size - 1], timeout=TIMEOUT)
     if rank >= size - 2:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as meet
 
 from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
-from shoal.comm.store.authenticated import own_generation
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
 from shoal.runtime.waits import waiting
 from shoal.transport.transport import Work
@@ -70,11 +67,8 @@ class ProcessGroupWork:
             return
 
 
-class _Started(NamedTuple):
-    """A torch work, and what is to be done when it has ended."""
-
-    work: Any
-    finish: Callable[[], None] | None = None
+# a torch work, and what is to be done when it has ended
+Started = tuple[Any, Callable[[], None] | None]
 
 
 class Torch(Executor):
@@ -89,29 +83,22 @@ class Torch(Executor):
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         flat = FlatTensor(data, host=self._is_staged(data)).flat
-        return self._begin(
-            "send",
-            lambda: _Started(dist.isend(flat, group=self._group, group_dst=dst, tag=tag)),
-        )
+        start = partial(dist.isend, flat, group=self._group, group_dst=dst, tag=tag)
+        return self._begin("send", lambda: (start(), None))
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         target = FlatTensor(into, host=self._is_staged(into))
-
-        def start() -> _Started:
-            work = dist.irecv(target.flat, group=self._group, group_src=src, tag=tag)
-            return _Started(work, target.store)
-
-        return self._begin("receive", start)
+        start = partial(dist.irecv, target.flat, group=self._group, group_src=src, tag=tag)
+        return self._begin("receive", lambda: (start(), target.store))
 
     def submit(self, call: Call) -> Work:
         if call.kind == "all_to_all_uneven":
             self._agree_about_counts(call)
         wide, store = widened(call, self.rank)
-        start = _STARTS[call.kind]
 
-        def begin() -> _Started:
-            work, finish = start(self, wide)
-            return _Started(work, _both(finish, store) if wide is not call else finish)
+        def begin() -> Started:
+            work, finish = getattr(self, f"_{call.kind}")(wide)
+            return work, finish if wide is call else partial(_in_turn, finish, store)
 
         return self._begin(call.kind, begin, call.timeout_s)
 
@@ -136,16 +123,16 @@ class Torch(Executor):
         self._timed = True
 
     def _begin(
-        self, name: str, start: Callable[[], _Started], timeout_s: float | None = None
+        self, name: str, start: Callable[[], Started], timeout_s: float | None = None
     ) -> Work:
         self._calls += 1
         doing = f"{name} #{self._calls}"
         start_ns = time.monotonic_ns() if self._timed else 0
         try:
-            started = start()
+            started, finish = start()
         except RuntimeError as error:
             raise as_shoal_error(error, self.rank, doing) from error
-        work = ProcessGroupWork(started.work, self.rank, doing, started.finish, timeout_s)
+        work = ProcessGroupWork(started, self.rank, doing, finish, timeout_s)
         if self._timed:
             work.time_from(start_ns)
         return work
@@ -156,124 +143,87 @@ class Torch(Executor):
 
     # ------------------------------------------------------------------ one method a collective
 
-    def _broadcast(self, call: Call) -> _Started:
+    def _broadcast(self, call: Call) -> Started:
         target = FlatTensor(_given(call.data))
         work = dist.broadcast(target.flat, group=self._group, group_src=call.root, async_op=True)
-        return _Started(work, target.store)
+        return work, target.store
 
-    def _reduce(self, call: Call) -> _Started:
+    def _reduce(self, call: Call) -> Started:
         target = FlatTensor(_given(call.data))
         numbers, op = as_reduced(target.flat, call.op)
-        work = dist.reduce(
-            numbers, op=TORCH_OPS[op], group=self._group, group_dst=call.root, async_op=True
-        )
-        return _Started(work, self._end(target, numbers, op))
+        options: Any = {"op": TORCH_OPS[op], "group": self._group, "async_op": True}
+        return dist.reduce(numbers, group_dst=call.root, **options), self._end(target, numbers, op)
 
-    def _all_reduce(self, call: Call) -> _Started:
-        target = self._in_out(call)
+    def _all_reduce(self, call: Call) -> Started:
+        target = FlatTensor(_given(call.out))
+        if call.out is not call.data:
+            target.flat.copy_(FlatTensor(_given(call.data)).flat)
         numbers, op = as_reduced(target.flat, call.op)
         work = dist.all_reduce(numbers, op=TORCH_OPS[op], group=self._group, async_op=True)
-        return _Started(work, self._end(target, numbers, op))
+        return work, self._end(target, numbers, op)
 
-    def _gather(self, call: Call) -> _Started:
+    def _gather(self, call: Call) -> Started:
         flat = FlatTensor(_given(call.data)).flat
         target = None if call.out is None else FlatTensor(call.out)
         pieces = None if target is None else list(target.rows(self.size))
         work = dist.gather(flat, pieces, group=self._group, group_dst=call.root, async_op=True)
-        return _Started(work, None if target is None else target.store)
+        return work, None if target is None else target.store
 
-    def _scatter(self, call: Call) -> _Started:
+    def _scatter(self, call: Call) -> Started:
         target = FlatTensor(_given(call.out))
         pieces = None if call.data is None else list(FlatTensor(call.data).rows(self.size))
-        work = dist.scatter(
-            target.flat, pieces, group=self._group, group_src=call.root, async_op=True
-        )
-        return _Started(work, target.store)
+        options: Any = {"group": self._group, "group_src": call.root, "async_op": True}
+        return dist.scatter(target.flat, pieces, **options), target.store
 
-    def _all_gather(self, call: Call) -> _Started:
+    def _all_gather(self, call: Call) -> Started:
         target = FlatTensor(_given(call.out))
         flat = FlatTensor(_given(call.data)).flat
         rows = list(target.rows(self.size))
-        work = dist.all_gather(rows, flat, group=self._group, async_op=True)
-        return _Started(work, target.store)
+        return dist.all_gather(rows, flat, group=self._group, async_op=True), target.store
 
-    def _reduce_scatter(self, call: Call) -> _Started:
+    def _reduce_scatter(self, call: Call) -> Started:
         target = FlatTensor(_given(call.out))
         numbers, op = as_reduced(target.flat, call.op)
         source, _ = as_reduced(FlatTensor(_given(call.data)).flat, call.op)
-        work = dist.reduce_scatter_tensor(
-            numbers, source, op=TORCH_OPS[op], group=self._group, async_op=True
-        )
-        return _Started(work, self._end(target, numbers, op))
+        options: Any = {"op": TORCH_OPS[op], "group": self._group, "async_op": True}
+        work = dist.reduce_scatter_tensor(numbers, source, **options)
+        return work, self._end(target, numbers, op)
 
-    def _all_to_all(self, call: Call) -> _Started:
+    def _all_to_all(self, call: Call) -> Started:
         target = FlatTensor(_given(call.out))
         source = FlatTensor(_given(call.data), copy=call.out is call.data).flat
-        work = dist.all_to_all_single(
-            target.flat,
-            source,
-            list(call.recv_counts) or None,
-            list(call.send_counts) or None,
-            group=self._group,
-            async_op=True,
-        )
-        return _Started(work, target.store)
+        counts = (list(call.recv_counts) or None, list(call.send_counts) or None)
+        options: Any = {"group": self._group, "async_op": True}
+        return dist.all_to_all_single(target.flat, source, *counts, **options), target.store
 
-    def _agree_about_counts(self, call: Call) -> None:
-        assert isinstance(call.data, Tensor)
-        device = call.data.device
-        said = counts_row(call).to(device)
-        counts = counts_table(self.size).to(device)
-        gathered = Call("all_gather", said, counts, timeout_s=call.timeout_s)
-        self.submit(gathered).wait()
-        check_counts(counts.cpu())
+    _all_to_all_uneven = _all_to_all
 
-    def _scan(self, call: Call) -> _Started:
+    def _scan(self, call: Call) -> Started:
         target = FlatTensor(_given(call.out))
         flat = FlatTensor(_given(call.data)).flat
         everything = flat.new_empty(self.size, flat.numel())
         work = dist.all_gather(list(everything), flat, group=self._group, async_op=True)
         last = self.rank + (call.kind == "scan")
+        combine = partial(combine_rows, target.flat, everything[:last], call.op)
+        return work, partial(_in_turn, combine, target.store)
 
-        def finish() -> None:
-            combine_rows(target.flat, everything[:last], call.op)
-            target.store()
+    _exclusive_scan = _scan
 
-        return _Started(work, finish)
+    def _barrier(self, call: Call) -> Started:
+        return dist.barrier(self._group, async_op=True), None
 
-    def _barrier(self, call: Call) -> _Started:
-        return _Started(dist.barrier(self._group, async_op=True))
-
-    def _in_out(self, call: Call) -> FlatTensor:
-        """The output, which begins with the input."""
-        target = FlatTensor(_given(call.out))
-        if call.out is not call.data:
-            target.flat.copy_(FlatTensor(_given(call.data)).flat)
-        return target
+    def _agree_about_counts(self, call: Call) -> None:
+        assert isinstance(call.data, Tensor)
+        device = call.data.device
+        counts = counts_table(self.size).to(device)
+        said = Call("all_gather", counts_row(call).to(device), counts, timeout_s=call.timeout_s)
+        self.submit(said).wait()
+        check_counts(counts.cpu())
 
     def _end(self, target: FlatTensor, numbers: Tensor, op: Op) -> Callable[[], None]:
-        def finish() -> None:
-            if op is Op.MEAN:
-                divide(numbers, self.size)
-            target.store()
-
-        return finish
-
-
-_STARTS: dict[str, Callable[[Torch, Call], _Started]] = {
-    "broadcast": Torch._broadcast,
-    "reduce": Torch._reduce,
-    "all_reduce": Torch._all_reduce,
-    "gather": Torch._gather,
-    "scatter": Torch._scatter,
-    "all_gather": Torch._all_gather,
-    "reduce_scatter": Torch._reduce_scatter,
-    "all_to_all": Torch._all_to_all,
-    "all_to_all_uneven": Torch._all_to_all,
-    "scan": Torch._scan,
-    "exclusive_scan": Torch._scan,
-    "barrier": Torch._barrier,
-}
+        if op is not Op.MEAN:
+            return target.store
+        return partial(_in_turn, partial(divide, numbers, self.size), target.store)
 
 
 def _given(operand: Operand | None) -> Operand:
@@ -281,13 +231,9 @@ def _given(operand: Operand | None) -> Operand:
     return operand
 
 
-def _both(first: Callable[[], None] | None, then: Callable[[], None]) -> Callable[[], None]:
-    def finish() -> None:
-        if first is not None:
-            first()
-        then()
-
-    return finish
+def _in_turn(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
 
 def combine_rows(into: Tensor, rows: Tensor, op: Op) -> None:
@@ -311,43 +257,3 @@ def as_shoal_error(error: RuntimeError, rank: int, doing: str) -> ShoalError:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
-def join_world(
-    rendezvous: str,
-    rank: int,
-    size: int,
-    backend: str,
-    name: str = "shoal",
-    protect: Callable[[Store, int, int], Store] | None = None,
-    own_store: Callable[[], Store] | None = None,
-) -> dist.ProcessGroup:
-    """Make the default process group of this process, or take the one that the script made.
-
-    A process may join several worlds one after the other at the same rendezvous: `name` keeps
-    what they leave in its store apart, and `own_generation` the starts of one world. `protect`
-    may take its place, for ranks that have a secret, and `own_store` that of torch's rendezvous.
-    """
-    if not dist.is_initialized():
-        if own_store is None:
-            store, rank, size = next(meet(rendezvous, rank, size))
-        else:
-            store = own_store()
-        named = PrefixStore(name, store)
-        store = (protect or own_generation)(named, rank, size)
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            device_id=device,
-        )
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-def limit_operations(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """End operations of the group after so long; ranks that start slowly are not concerned."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
