@@ -53,7 +53,7 @@ def ways_of(
     def scheduled(name: str) -> Callable[[Tensor], None]:
         way = host_schedule(name, size, rack)
         transport = TcpTransport(engine, way.order, name, _TIMEOUT_S)
-        group = Group(Scheduled(transport, lambda _: way.collective, Link()))
+        group = Group(Scheduled(transport, {"all_reduce": lambda _: way.collective}, Link()))
         return lambda data: group.all_reduce(data).wait()
 
     def gloo() -> Callable[[Tensor], None]:

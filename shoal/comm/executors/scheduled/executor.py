@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from shoal.comm.call import Call, Op
 from shoal.comm.executor import Executor
 from shoal.comm.executors.scheduled.binding import Binding, SlotBuffers, bind
 from shoal.comm.executors.scheduled.interpreter import Interpreter, Program, compile_for
-from shoal.comm.executors.scheduled.selection import AlgorithmChoice, AlgorithmSelector, for_subset
+from shoal.comm.executors.scheduled.selection import AlgorithmSelector, Choice, for_subset
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
@@ -27,48 +28,36 @@ _LARGE = 1 << 20
 _TRIES = 5
 
 
-def measure_link(transport: Transport, tag: int, broadcast: Callable[[Tensor], None]) -> Link:
-    """All ranks call it. `broadcast` goes from rank 0, so that all ranks use the same numbers.
+def measured_link(transport: Transport, tag: int) -> Tensor:
+    """What ranks 0 and 1 measure, in a few milliseconds; the others have zeros.
 
     Two sizes, the best of a few tries each: alpha is the time of the small message, beta what
-    every further byte adds, gamma the time to add a byte to another. A few milliseconds.
+    every further byte adds, gamma the time to add a byte to another.
     """
-    measured = torch.zeros(3, dtype=torch.float64)
-    if transport.size > 1 and transport.rank < 2:
-        small_s, large_s = (_one_way_s(transport, tag, size) for size in (_SMALL, _LARGE))
-        beta = max(large_s - small_s, 0.0) / (_LARGE - _SMALL)
-        measured = torch.tensor([small_s, beta, _gamma()], dtype=torch.float64)
-    broadcast(measured)
-    alpha_s, beta, gamma = measured.tolist()
-    return Link(alpha_s, beta, gamma)
-
-
-def _one_way_s(transport: Transport, tag: int, num_bytes: int) -> float:
-    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    if transport.size == 1 or transport.rank > 1:
+        return torch.zeros(3, dtype=torch.float64)
     peer = 1 - transport.rank
-    return min(_ping_pong_s(transport, tag, data, peer) for _ in range(_TRIES)) / 2
 
+    def ping_pong(data: Tensor) -> None:
+        verbs = (transport.send, transport.recv)
+        for verb in verbs if transport.rank == 0 else reversed(verbs):
+            verb(data, peer, tag).wait()
 
-def _ping_pong_s(transport: Transport, tag: int, data: Tensor, peer: int) -> float:
-    start = time.perf_counter()
-    if transport.rank == 0:
-        transport.send(data, peer, tag).wait()
-        transport.recv(data, peer, tag).wait()
-    else:
-        transport.recv(data, peer, tag).wait()
-        transport.send(data, peer, tag).wait()
-    return time.perf_counter() - start
-
-
-def _gamma() -> float:
+    small, large = (torch.zeros(size, dtype=torch.uint8) for size in (_SMALL, _LARGE))
     total = torch.zeros(_LARGE // 4)
-    other = torch.zeros(_LARGE // 4)
-    best = float("inf")
+    small_s, large_s = (_best_s(partial(ping_pong, data)) / 2 for data in (small, large))
+    beta = max(large_s - small_s, 0.0) / (_LARGE - _SMALL)
+    gamma = _best_s(partial(total.add_, total)) / _LARGE
+    return torch.tensor([small_s, beta, gamma], dtype=torch.float64)
+
+
+def _best_s(act: Callable[[], object]) -> float:
+    best_s = float("inf")
     for _ in range(_TRIES):
-        start = time.perf_counter()
-        total.add_(other)
-        best = min(best, time.perf_counter() - start)
-    return best / _LARGE
+        start_s = time.perf_counter()
+        act()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return best_s
 
 
 _SPACE = 1 << 40  # tags of one duplicate; user tags count up from its start, collectives above
@@ -79,29 +68,29 @@ _MEASURE = 0  # collectives are numbered from 1
 class Scheduled(Executor):
     """Collectives by schedule over any transport.
 
-    `algorithm` is described at `AlgorithmSelector`. `link` is the cost of a message; where the
-    algorithm is open and `link` is not given, it is measured at the first use. Operations run in
-    the order of the calls: when one of them is waited for, or with `background` on a thread from
-    the call on, beside the computation.
+    `algorithms` has those of some kinds. `link` is the cost of a message, by which the others are
+    chosen; where it is not given, it is measured at their first use. Operations run in the order
+    of the calls: when one of them is waited for, or with `background` on a thread from the call
+    on, beside the computation.
     """
 
     def __init__(
         self,
         transport: Transport,
-        algorithm: AlgorithmChoice = "auto",
+        algorithms: Choice | None = None,
         link: Link | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         background: bool = False,
         tag_space: int = 0,
     ):
         self._transport = transport
-        self._algorithm = algorithm
+        self._algorithms = algorithms or {}
         self._tag_space = tag_space
         self.rank = transport.rank
         self.size = transport.size
         self.link = link
         self._segment_bytes = segment_bytes
-        self._selector = AlgorithmSelector(algorithm, self.rank, self.size)
+        self._selector = AlgorithmSelector(self._algorithms, self.rank, self.size)
         self._background = background
         self.queue = WorkQueue("collectives", background, idle_s=0.0)
         self._calls = 0
@@ -152,7 +141,7 @@ class Scheduled(Executor):
         tag_space = (self._tag_space << 20) | self._children
         return Scheduled(
             transport,
-            for_subset(self._algorithm, ranks),
+            for_subset(self._algorithms, ranks),
             self.link,
             self._segment_bytes,
             self._background,
@@ -183,12 +172,6 @@ class Scheduled(Executor):
 
     def record_times(self) -> None:
         self.queue.timed = True
-
-    def calibrate(self) -> Link:
-        """Measure what a message costs here, for the choices of "auto". All ranks call it."""
-        self.queue.call(self._measure).wait()
-        assert self.link is not None
-        return self.link
 
     def _carry_out(self, binding: Binding, tag: int) -> None:
         if self.link is None and self._selector.is_auto(binding.call.kind):
@@ -227,14 +210,13 @@ class Scheduled(Executor):
         target.store()
 
     def _measure(self) -> None:
+        """All ranks get the numbers of rank 0."""
         program = compile_for(build("broadcast", "tree", self.size), self.rank)
         tag = self._tag(_MEASURE)
-
-        def broadcast(measured: Tensor) -> None:
-            call = Call("broadcast", measured, measured)
-            self._run(program, bind(call, self.rank, self.size), tag)
-
-        self.link = measure_link(self._transport, tag, broadcast)
+        measured = measured_link(self._transport, tag)
+        call = Call("broadcast", measured, measured)
+        self._run(program, bind(call, self.rank, self.size), tag)
+        self.link = Link(*measured.tolist())
 
     def _next_tag(self) -> int:
         self._calls += 1
