@@ -244,7 +244,10 @@ def wait_for_request(job: Job) -> None:
 
 
 class Return:
-    """Worker 1 comes back when the others are at step 6, where they wait for its request."""
+    """Worker 1 comes back when the others are at step 6, where they wait for its request.
+
+    Worker 0 lets it come: it admits newcomers, and must not do so before it waits for one itself.
+    """
 
     def __init__(self) -> None:
         self._at_six = threading.Event()
@@ -255,7 +258,8 @@ class Return:
 
     def wait(self, job: Job) -> None:
         if job.steps == 6 and not self.is_late(job):
-            self._at_six.set()
+            if job.rank == 0:
+                self._at_six.set()
             wait_for_request(job)
 
     def come_back(self, workers: Workers) -> None:
