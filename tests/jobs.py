@@ -16,7 +16,8 @@ from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
-from tests.models import mlp
+from tests.conftest import World
+from tests.models import mlp, samples
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -47,6 +48,42 @@ def losses(
         if job.steps == save_at:
             job.save(path)
     return found
+
+
+Look = Callable[[Job, Any, list[float]], Any]  # at a job, its step and the losses
+
+
+def after_training(
+    world: World,
+    size: int,
+    strategy: str,
+    look: Look = lambda job, step, losses: losses,
+    *,
+    make: Callable[[], nn.Module] = mlp,
+    data: Any = None,
+    batch_size: int | None = 16,
+    epochs: int = 1,
+    steps: int | None = None,
+    load: Path | None = None,
+    **options: Any,
+) -> list[Any]:
+    """What `look` returns on each worker when it has trained."""
+    models = [make() for _ in range(size)]
+    data = samples(48) if data is None else data
+    options = {"optimizer": SGD, **options}
+
+    def body(group: Group) -> Any:
+        job = Job(parse(strategy), group, device=CPU, seed=3)
+        try:
+            step = job.step(models[group.rank], F.cross_entropy, **options)
+            if load is not None:
+                job.load(load)
+            batches = job.batches(data, batch_size, epochs=epochs, steps=steps)
+            return look(job, step, [float(step(batch)) for batch in batches])
+        finally:
+            job.close()
+
+    return world(size, body)
 
 
 class Shown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from shoal.strategy.strategy import parse
 from shoal.train.checkpoints.state import gather_model
 from shoal.train.job import Job
 from shoal.train.step.step import Step
+from tests import models
 from tests.conftest import World
 from tests.seeds import seeded
 
@@ -78,11 +79,29 @@ def train(
     model: nn.Module,
     data: Any,
     batch_size: int | None,
+    epochs: int = 1,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     with job_of(group, strategy, model, **options) as (job, step):
-        losses = [float(step(batch)) for batch in job.batches(data, batch_size)]
+        losses = [float(step(batch)) for batch in job.batches(data, batch_size, epochs=epochs)]
         return losses, whole(step)
+
+
+Trained = tuple[Any, dict[str, Tensor]]  # losses, and the whole model, on the first worker
+
+
+def assert_same(together: list[Trained], alone: Trained, exactly: bool = False) -> None:
+    """What each worker has, which may be a shard of the model on all but the first, is alike."""
+    assert list(together[0][1]) == list(alone[1])
+    for rank, (losses, found) in enumerate(together):
+        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
+        for name, tensor in alone[1].items():
+            if rank and (name not in found or found[name].shape != tensor.shape):
+                continue
+            if exactly:
+                assert torch.equal(found[name], tensor), name
+            else:
+                torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 def assert_equal(
@@ -101,15 +120,7 @@ def assert_equal(
     together = world(
         size, lambda g: train(g, strategy, models[g.rank], data, batch_size, **options)
     )
-    for losses, _ in together:
-        assert losses == (alone[0] if exactly else pytest.approx(alone[0], abs=2e-5))
-    found = together[0][1]
-    assert list(found) == list(alone[1])
-    for name, tensor in alone[1].items():
-        if exactly:
-            assert torch.equal(found[name], tensor), name
-        else:
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_same(together, alone, exactly)
 
 
 def refused(
@@ -127,33 +138,52 @@ def refused(
     return str(caught.value)
 
 
+Script = Callable[[Job, nn.Module], Any]
+
+
+def run(group: Group, strategy: str, model: nn.Module, script: Script) -> Trained:
+    """What a script returns, and all models that it has trained, whole."""
+    job = Job(parse(strategy), group, device=CPU, seed=3)
+    try:
+        result = script(job, model)
+        with ExitStack() as stack:
+            for step in job._steps:
+                stack.enter_context(step.sync.full_weights())
+            models = [gather_model(step)[0] for step in job._steps]
+        return result, {f"{i}.{n}": t for i, model in enumerate(models) for n, t in model.items()}
+    finally:
+        job.close()
+
+
+def assert_script_equal(
+    world: World,
+    size: int,
+    strategy: str,
+    script: Script,
+    make: Callable[[], nn.Module] = models.mlp,
+) -> None:
+    made = [make() for _ in range(size)]
+    alone = run(solo_group(), "single", make(), script)
+    assert_same(world(size, lambda g: run(g, strategy, made[g.rank], script)), alone)
+
+
 def assert_own_loop_equal(
     world: World, size: int, strategy: str, make: Callable[[], nn.Module], data: Any, loss: Any
 ) -> None:
     """A loop of the script's own, with two backward passes a step, trains as on one worker."""
 
-    def train_own(group: Group, strategy: str, model: nn.Module) -> Any:
-        job = Job(parse(strategy), group, device=CPU, seed=3)
-        try:
-            model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            losses = []
-            for x, y in job.batches(data, 6):
-                losses.append(float(job.backward(loss(model(x), y))))
-                job.backward(0.5 * loss(model(x), y))
-                norm = job.clip_grad_norm_(model, 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(norm))
-            return losses, gather_model(job._loop.parts[0].step)[0]
-        finally:
-            job.close()
+    def script(job: Job, model: nn.Module) -> list[float]:
+        model, optimizer = job.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for x, y in job.batches(data, 6):
+            losses.append(float(job.backward(loss(model(x), y))))
+            job.backward(0.5 * loss(model(x), y))
+            losses.append(float(job.clip_grad_norm_(model, 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
 
-    models = [make() for _ in range(size)]
-    alone = train_own(solo_group(), "single", make())
-    together = world(size, lambda g: train_own(g, strategy, models[g.rank]))
-    for losses, _ in together:
-        assert losses == pytest.approx(alone[0], abs=2e-5)
-    assert_close(together[0][1], alone[1])
+    assert_script_equal(world, size, strategy, script, make)
 
 
 def trained(

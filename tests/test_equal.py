@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,9 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
+from tests.splitting import SGD as SGD
+from tests.splitting import assert_equal as assert_equal_to_single
+from tests.splitting import train as train
 
 SYNCHRONOUS = [
     *("ddp", "ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', 'mapreduce(batch="mini")'),
@@ -25,46 +27,7 @@ SYNCHRONOUS = [
 ]
 # equal where the optimizer is linear in the gradient: SGD, without clipping
 LINEAR = [*SYNCHRONOUS, "localsgd(every=1)", 'localsgd(every=1, outer="sgd(lr=1)")']
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
-
-
-def train(
-    group: Group,
-    strategy: str,
-    model: nn.Module,
-    dataset: Any,
-    batch_size: int,
-    epochs: int = 1,
-    **options: Any,
-) -> tuple[list[float], dict[str, Tensor]]:
-    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    step = job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
-    losses = [float(step(b)) for b in job.batches(dataset, batch_size, epochs=epochs)]
-    with step.sync.full_weights():
-        found = {name: t.detach().clone() for name, t in step.model.state_dict().items()}
-    job.close()
-    return losses, found
-
-
-def assert_equal_to_single(
-    world: World,
-    size: int,
-    strategy: str,
-    make: Callable[[], nn.Module],
-    dataset: Any,
-    batch_size: int,
-    **options: Any,
-) -> None:
-    models = [make() for _ in range(size)]
-    alone = train(solo_group(), "single", make(), dataset, batch_size, **options)
-    together = world(
-        size, lambda g: train(g, strategy, models[g.rank], dataset, batch_size, **options)
-    )
-    for losses, state in together:
-        assert losses == pytest.approx(alone[0], abs=2e-5)
-        for name, tensor in alone[1].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("strategy", LINEAR)
@@ -183,15 +146,10 @@ def test_count_weighs_uneven_batches(world: World, size: int) -> None:
 
 
 def assert_same_bits(world: World, size: int, strategy: str, microbatches: int) -> None:
-    options = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
+    """Running statistics of BatchNorm included."""
+    options: Any = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
     data = samples(64, (1, 4, 4))
-    alone = train(solo_group(), "single", convnet(), data, 24, **options)
-    models = [convnet() for _ in range(size)]
-    together = world(size, lambda g: train(g, strategy, models[g.rank], data, 24, **options))
-    for losses, state in together:
-        assert losses == alone[0]
-        for name, tensor in alone[1].items():  # running statistics of BatchNorm included
-            assert torch.equal(state[name], tensor), name
+    assert_equal_to_single(world, size, strategy, convnet, data, 24, exactly=True, **options)
 
 
 @pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 8), (8, 8)])

@@ -26,6 +26,7 @@ from shoal.train.step.step import Step
 from shoal.transport.threads import Mailboxes
 from tests.comm.test_counting import Metered
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import convnet, mlp, samples
 from tests.test_equal import Halting
 
@@ -70,17 +71,12 @@ def test_mixing_contracts_by_the_second_eigenvalue_and_keeps_the_mean(
 
 # ---- bytes --------------------------------------------------------------------------------------
 def bytes_a_step(world: World, size: int, strategy: str) -> list[float]:
-    models = [mlp() for _ in range(size)]
-
-    def body(group: Group) -> float:
-        job, step = make(group, models[group.rank], strategy)
-        for batch in job.batches(samples(64), 32, epochs=2):
-            step(batch)
+    def look(job: Job, step: Any, losses: Any) -> float:
         job.evaluate(F.cross_entropy, samples(8))  # no part of training
         each: float = step.sync.report()["bytes_per_step"]
         return each
 
-    return world(size, body)
+    return after_training(world, size, strategy, look, data=samples(64), batch_size=32, epochs=2)
 
 
 def test_bytes_on_a_ring_do_not_grow_with_the_workers(world: World) -> None:
@@ -134,18 +130,13 @@ def perceptron() -> nn.Module:
 def accuracies(world: World, strategy: str) -> tuple[list[float], list[dict[str, Any]]]:
     """After 4 epochs of digits on 4 workers, as each of them tells it; and their reports."""
     train_set, test_set = digits.load_digits()
-    models = [perceptron() for _ in range(4)]
 
-    def body(group: Group) -> tuple[float, dict[str, Any]]:
-        job, step = make(group, models[group.rank], strategy)
-        for batch in job.batches(train_set, 64, epochs=4):
-            step(batch)
-        found: float = job.evaluate(digits.metrics, test_set)["accuracy"]
-        job.close()
-        return found, step.sync.report()
+    def look(job: Job, step: Any, losses: Any) -> tuple[float, dict[str, Any]]:
+        return job.evaluate(digits.metrics, test_set)["accuracy"], step.sync.report()
 
-    results = world(4, body)
-    return [accuracy for accuracy, _ in results], [report for _, report in results]
+    options: Any = {"make": perceptron, "data": train_set, "batch_size": 64, "epochs": 4}
+    found = after_training(world, 4, strategy, look, optimizer=SGD, **options)
+    return [accuracy for accuracy, _ in found], [report for _, report in found]
 
 
 @pytest.mark.whole
@@ -163,37 +154,25 @@ def test_sparse_graphs_reach_the_accuracy_of_ddp(world: World) -> None:
 
 def test_the_loss_is_that_of_the_neighbours_samples(world: World) -> None:
     """In the first step all replicas are equal: the mean over all of them is the global loss."""
-    models = [mlp() for _ in range(5)]
-
-    def first_loss(group: Group, strategy: str) -> float:
-        job, step = make(group, models[group.rank], strategy)
-        return float(step(next(iter(job.batches(samples(40), 40)))))
-
-    alike = world(5, lambda g: first_loss(g, "gossip"))
-    models = [mlp() for _ in range(5)]
-    whole = world(5, lambda g: first_loss(g, "ddp"))
-    assert sum(alike) / 5 == pytest.approx(whole[0], abs=1e-6)
+    options: Any = {"data": samples(40), "batch_size": 40}
+    alike = [losses[0] for losses in after_training(world, 5, "gossip", **options)]
+    whole = after_training(world, 5, "ddp", **options)
+    assert sum(alike) / 5 == pytest.approx(whole[0][0], abs=1e-6)
     assert len(set(alike)) == 5
 
 
 def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models = [convnet() for _ in range(4)]
-    data = samples(48, (1, 4, 4))
-
-    def body(group: Group) -> tuple[list[Tensor], list[Tensor]]:
-        job, step = make(group, models[group.rank], "gossip")
-        for batch in job.batches(data, 16):
-            step(batch)
-        own = [b.clone() for b in step.model.buffers() if b.is_floating_point()]
+    def look(job: Job, step: Any, losses: Any) -> tuple[list[Tensor], list[Tensor]]:
+        buffers = [b for b in step.model.buffers() if b.is_floating_point()]
+        own = [b.clone() for b in buffers]
         with step.sync.full_weights():
-            mean = [b.clone() for b in step.model.buffers() if b.is_floating_point()]
-        back = [b for b in step.model.buffers() if b.is_floating_point()]
-        assert all(map(torch.equal, own, back))
+            mean = [b.clone() for b in buffers]
+        assert all(map(torch.equal, own, buffers))
         return own, mean
 
-    found = world(4, body)
+    found = after_training(world, 4, "gossip", look, make=convnet, data=samples(48, (1, 4, 4)))
     assert not torch.equal(found[0][0][0], found[1][0][0])
     for i, mean in enumerate(found[2][1]):
         torch.testing.assert_close(mean, torch.stack([own[i] for own, _ in found]).mean(0))
@@ -205,55 +184,48 @@ def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
 def test_a_checkpoint_holds_the_mean_and_training_goes_on_from_where_it_was(
     world: World, tmp_path: Path, optimizer: Any
 ) -> None:
-    models = [mlp() for _ in range(4)]
-
-    def body(group: Group) -> tuple[Tensor, list[Tensor]]:
-        job, step = make(group, models[group.rank], "gossip", optimizer=optimizer)
-        for batch in job.batches(samples(48), 16):
-            step(batch)
-        before = step.flat.data.clone()
-        states = [t.clone() for t in moments(step)]
+    def save(job: Job, step: Step, losses: Any) -> tuple[Tensor, list[Tensor]]:
+        before, states = state_of(step)
         job.save(tmp_path / "model")
-        assert torch.equal(step.flat.data, before)
-        assert all(map(torch.equal, states, moments(step)))
+        after, states_after = state_of(step)
+        assert torch.equal(after, before) and all(map(torch.equal, states, states_after))
         return before, states
 
-    found = world(4, body)
-
-    def load(group: Group) -> tuple[Tensor, list[Tensor]]:
-        job, step = make(group, models[group.rank], "gossip", optimizer=optimizer)
-        job.load(tmp_path / "model")
-        return step.flat.data.clone(), [t.clone() for t in moments(step)]
-
+    found = after_training(world, 4, "gossip", save, optimizer=optimizer)
+    loaded = after_training(
+        world,
+        4,
+        "gossip",
+        lambda job, step, losses: state_of(step),
+        optimizer=optimizer,
+        load=tmp_path / "model",
+    )
     mean = torch.stack([weights for weights, _ in found]).mean(0)
     assert not torch.equal(found[0][0], found[1][0])
-    for weights, states in world(4, load):
+    for weights, states in loaded:  # no batch is left
         torch.testing.assert_close(weights, mean)
         for i, state in enumerate(states):
             torch.testing.assert_close(state, torch.stack([s[i] for _, s in found]).mean(0))
 
 
-def moments(step: Step) -> list[Tensor]:
+def state_of(step: Step) -> tuple[Tensor, list[Tensor]]:
     state = step.update.optimizer.state
-    return [t for p in step.flat.params for _, t in sorted(state[p].items()) if t is not None]
+    held = [t for p in step.flat.params for _, t in sorted(state[p].items()) if t is not None]
+    return step.flat.data.clone(), [t.clone() for t in held]
 
 
 def test_a_state_that_not_all_replicas_have_stays_out_of_the_mean(world: World) -> None:
     x = torch.zeros(8, 6)
     y = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     x[:2, 0] = 10.0  # rank 0 alone uses the second layer
-    models = [Halting() for _ in range(4)]
 
-    def body(group: Group) -> int:
-        job, step = make(group, models[group.rank], "gossip")
-        for batch in job.batches([(x, y)]):
-            step(batch)
+    def look(job: Job, step: Step, losses: Any) -> int:
         with step.sync.full_weights(optimizer=True):
-            return sum(
-                t is not None for s in step.update.optimizer.state.values() for t in s.values()
-            )
+            states = step.update.optimizer.state.values()
+            return sum(t is not None for s in states for t in s.values())
 
-    assert world(4, body) == [4, 2, 2, 2]
+    options: Any = {"make": Halting, "data": [(x, y)], "batch_size": None, "optimizer": SGD}
+    assert after_training(world, 4, "gossip", look, **options) == [4, 2, 2, 2]
 
 
 # ---- what is said and refused -------------------------------------------------------------------

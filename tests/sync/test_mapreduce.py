@@ -19,7 +19,7 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
-from tests.test_equal import SGD, train
+from tests.splitting import SGD, assert_same, train
 
 ADAM = partial(torch.optim.Adam, lr=1e-2, eps=1e-3)
 
@@ -39,21 +39,15 @@ def test_it_is_full_batch_gradient_descent(world: World, size: int, options: Any
     together = world(
         size, lambda g: train(g, "mapreduce", models[g.rank], data, 20, epochs=5, **options)
     )
-    for losses, state in together:
-        assert losses == pytest.approx(alone[0], abs=2e-5)
-        assert len(losses) == 5
-        for name, tensor in alone[1].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_same(together, alone)
+    assert len(alone[0]) == 5
 
 
 def test_batchnorm_sees_the_pieces_at_any_number_of_workers(world: World) -> None:
     models = [convnet() for _ in range(3)]
     data = samples(50, (1, 4, 4))
     alone = train(solo_group(), "mapreduce", convnet(), data, 16, epochs=3)
-    for losses, state in world(3, lambda g: train(g, "mapreduce", models[g.rank], data, 16, 3)):
-        assert losses == pytest.approx(alone[0], abs=2e-5)
-        for name, tensor in alone[1].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+    assert_same(world(3, lambda g: train(g, "mapreduce", models[g.rank], data, 16, 3)), alone)
 
 
 class Counted(Dataset[tuple[Tensor, Tensor]]):

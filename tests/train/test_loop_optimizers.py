@@ -19,7 +19,7 @@ from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import job_of
 from tests.models import mlp, samples
-from tests.train.test_own_loop import assert_equal_to_single, run
+from tests.splitting import assert_script_equal, run
 
 
 class Decaying(torch.optim.SGD):
@@ -100,7 +100,7 @@ def sharpness_aware(job: Job, model: nn.Module) -> list[float]:
 
 
 def test_what_an_optimizer_counts_in_its_groups_is_kept(world: World) -> None:
-    assert_equal_to_single(world, 2, "zero(2)", decaying)
+    assert_script_equal(world, 2, "zero(2)", decaying)
     plain = mlp()
     next(plain.parameters()).requires_grad_(False)
     expected = run_by_torch(plain)
@@ -124,12 +124,12 @@ def test_methods_of_its_own_act_where_workers_have_all_parameters(world: World) 
     def resetting(job: Job, model: nn.Module) -> list[float]:
         return decaying(job, model, resets=True)
 
-    assert_equal_to_single(world, 2, "ddp", resetting)
+    assert_script_equal(world, 2, "ddp", resetting)
     refused(world, "zero(2)", resetting, "Decaying.reset acts on all parameters")
 
 
 def test_an_optimizer_inside_of_another_steps(world: World) -> None:
-    assert_equal_to_single(world, 2, "ddp", sharpness_aware)
+    assert_script_equal(world, 2, "ddp", sharpness_aware)
     for strategy in ("zero(2)", "tp(2)"):
         refused(world, strategy, sharpness_aware, r"^Sam\b.*take ddp")
 

@@ -22,8 +22,7 @@ from shoal.train.step.model_checks import KnownParameters
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.seeds import seeded
-from tests.splitting import SGD
-from tests.train.test_own_loop import assert_equal_to_single, run
+from tests.splitting import SGD, assert_script_equal, run
 
 
 @seeded(0)
@@ -106,7 +105,7 @@ def test_a_loss_that_reads_what_a_hook_has_stored(world: World) -> None:
 
 
 def test_torch_func_under_ddp(world: World) -> None:
-    assert_equal_to_single(world, 2, "ddp", meta_learning, two_layers)
+    assert_script_equal(world, 2, "ddp", meta_learning, two_layers)
 
 
 def _job(group: Group, strategy: str) -> tuple[Job, nn.Module]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,10 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import convnet, mlp, samples
+from tests.splitting import Script, assert_close, assert_script_equal, run
 
 SYNCHRONOUS = [
     *("ddp", "zero(1)", "zero(2)", "zero(3)", 'ps(placement="rank0")'),
@@ -36,43 +35,6 @@ RELAXED = [
 ]
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-3)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-Result = dict[str, Tensor]
-Script = Callable[[Job, nn.Module], Any]
-
-
-def run(group: Group, strategy: str, model: nn.Module, script: Script) -> tuple[Any, Result]:
-    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    try:
-        result = script(job, model)
-        return result, whole_weights(job)
-    finally:
-        job.close()
-
-
-def whole_weights(job: Job) -> Result:
-    with ExitStack() as stack:
-        for step in job._steps:
-            stack.enter_context(step.sync.full_weights())
-        return {
-            f"{i}.{name}": t.detach().clone()
-            for i, step in enumerate(job._steps)
-            for name, t in step.shard.gather_full(dict(step.model.state_dict())).items()
-        }
-
-
-def assert_equal_to_single(
-    world: World,
-    size: int,
-    strategy: str,
-    script: Script,
-    make: Callable[[], nn.Module] = mlp,
-) -> None:
-    models = [make() for _ in range(size)]
-    losses, weights = run(solo_group(), "single", make(), script)
-    for others, state in world(size, lambda g: run(g, strategy, models[g.rank], script)):
-        assert others == pytest.approx(losses, abs=2e-5)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
 
 
 def plain(job: Job, model: nn.Module, data: Any = None, optimizer: Any = ADAM) -> list[float]:
@@ -90,13 +52,13 @@ def plain(job: Job, model: nn.Module, data: Any = None, optimizer: Any = ADAM) -
 
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "tp(2)", "ddp + tp(2)"])
 def test_a_plain_loop(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 4 if "+" in strategy else 2, strategy, plain)
+    assert_script_equal(world, 4 if "+" in strategy else 2, strategy, plain)
 
 
 def test_the_last_batch_has_fewer_samples_than_workers(world: World) -> None:
     script = partial(plain, data=samples(22, (1, 4, 4)))
-    assert_equal_to_single(world, 4, "ddp", script, convnet)
-    assert_equal_to_single(world, 4, "zero(3)", script, convnet)
+    assert_script_equal(world, 4, "ddp", script, convnet)
+    assert_script_equal(world, 4, "zero(3)", script, convnet)
 
 
 def mixing() -> nn.Module:
@@ -163,7 +125,7 @@ def accumulating(job: Job, model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "tp(2)"])
 def test_gradients_of_several_passes_add_up(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 2, strategy, accumulating)
+    assert_script_equal(world, 2, strategy, accumulating)
 
 
 def by_loss_backward(job: Job, model: nn.Module) -> None:
@@ -220,7 +182,7 @@ def divided(job: Job, model: nn.Module) -> list[float]:
 @pytest.mark.parametrize("script", [gan, divided])
 @pytest.mark.parametrize("strategy", ["ddp", "zero(2)", "zero(3)", 'ps(placement="rank0")'])
 def test_several_models_and_optimizers(world: World, script: Script, strategy: str) -> None:
-    assert_equal_to_single(world, 2, strategy, script)
+    assert_script_equal(world, 2, strategy, script)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "tp(2)"])
@@ -294,12 +256,11 @@ def test_another_strategy_continues_a_saved_loop(
     before = world(2, lambda g: run(g, first, models[g.rank], script))
     after = world(2, lambda g: run(g, second, models[2 + g.rank], partial(script, loads=True)))
     assert after[0][0] == pytest.approx(before[0][0][2:], abs=2e-5)
-    for name, tensor in before[0][1].items():
-        torch.testing.assert_close(after[0][1][name], tensor, rtol=1e-4, atol=2e-5)
+    assert_close(after[0][1], before[0][1])
 
 
 def test_lbfgs_decides_by_the_loss_of_the_global_batch(world: World) -> None:
-    assert_equal_to_single(world, 2, "ddp", lbfgs)
+    assert_script_equal(world, 2, "ddp", lbfgs)
 
 
 def contrastive(job: Job, model: nn.Module) -> list[float]:
@@ -327,7 +288,7 @@ def contrastive(job: Job, model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(3)"])
 def test_losses_over_the_rows_of_all_workers(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 4, strategy, contrastive)
+    assert_script_equal(world, 4, strategy, contrastive)
 
 
 def counting(job: Job, model: nn.Module) -> list[float]:
@@ -348,14 +309,14 @@ def counting(job: Job, model: nn.Module) -> list[float]:
 
 
 def test_a_loss_is_weighted_by_what_it_counts(world: World) -> None:
-    assert_equal_to_single(world, 3, "ddp", counting)
+    assert_script_equal(world, 3, "ddp", counting)
 
 
 def test_servers_follow_a_scheduler_or_refuse(world: World) -> None:
     """One worker under a relaxed rule does what it does alone."""
     relaxed = 'ps(placement="rank0", mode="async")'
     script = partial(plain, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    assert_equal_to_single(world, 1, relaxed, script)
+    assert_script_equal(world, 1, relaxed, script)
     with pytest.raises(BadInput, match="changes momentum"):
         world(1, lambda g: run(g, relaxed, mlp(), accumulating_on_servers))
 
@@ -389,7 +350,7 @@ def scaled(job: Job, model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(2)", "zero(3)", "tp(2)", GOSSIP])
 def test_workers_agree_on_gradient_scaling(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 2, strategy, scaled)
+    assert_script_equal(world, 2, strategy, scaled)
 
 
 def clipped_by_torch(job: Job, model: nn.Module, norm_type: float = 2.0) -> list[float]:
@@ -408,14 +369,14 @@ def clipped_by_torch(job: Job, model: nn.Module, norm_type: float = 2.0) -> list
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "zero(3)", "tp(2)"])
 def test_torch_clips_by_the_norm_over_all_workers(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 2, strategy, clipped_by_torch)
+    assert_script_equal(world, 2, strategy, clipped_by_torch)
 
 
 by_largest = partial(clipped_by_torch, norm_type=float("inf"))
 
 
 def test_torch_clips_by_other_norms_where_workers_have_whole_gradients(world: World) -> None:
-    assert_equal_to_single(world, 2, "ddp", by_largest)
+    assert_script_equal(world, 2, "ddp", by_largest)
 
 
 @pytest.mark.parametrize(
@@ -513,4 +474,4 @@ def two(job: Job, model: nn.Module) -> list[float]:
     ],
 )
 def test_one_is_whole_beside_one_that_is_split(world: World, strategy: str) -> None:
-    assert_equal_to_single(world, 4 if "+" in strategy else 2, strategy, two)
+    assert_script_equal(world, 4 if "+" in strategy else 2, strategy, two)
