@@ -13,8 +13,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
@@ -106,22 +106,30 @@ class DisturbedRun:
     workers: int = 4
     steps: int = 3000
     recipe: str = "tally"
+    waits_at: int | None = None  # after this step all wait until a worker has come later
     waits_s: list[float] = field(default_factory=list)  # until the next step without the lost ones
     stdout: str = ""
     stderr: str = ""
 
     def run(self, what: Disturbances, env: dict[str, str] | None = None) -> None:
         """Disturb it so often, and let it come to its end."""
-        self.folder.mkdir(exist_ok=True)
-        self._log = StepLog(self.folder)
         restarts = ["--restart", str(what.number * (what.at_once + what.newcomers) + 10)]
+        self.options = [*self.options, *restarts]
+        with self.going_on(env):
+            self._disturb(what)
+
+    @contextmanager
+    def going_on(self, env: dict[str, str] | None = None) -> Iterator[None]:
+        """While the block runs it is slow; then it comes to its end."""
+        self.folder.mkdir(exist_ok=True)
+        self.log = StepLog(self.folder)
         with (
             (self.folder / "stdout").open("w+") as out,
             (self.folder / "stderr").open("w+") as err,
         ):
-            self._process = self._start([*self.options, *restarts], out, err, env)
+            self._process = self._start(self.options, out, err, env)
             try:
-                self._disturb(what)
+                yield
                 (self.folder / "enough").touch()
                 status = self._process.wait(600)
             finally:
@@ -137,6 +145,7 @@ class DisturbedRun:
         command = [sys.executable, "-m", "shoal", "run", str(SCRIPT), *options]
         command += ["--report", str(self.folder / "report.json"), "--"]
         command += [str(self.folder), str(self.steps), self.recipe]
+        command += [] if self.waits_at is None else [str(self.waits_at)]
         return forked.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=env)
 
     def _end(self) -> None:
@@ -156,51 +165,50 @@ class DisturbedRun:
     def _disturb(self, what: Disturbances) -> None:
         choose = random.Random(what.seed)
         for _ in range(what.number):
-            self._until_all_are_there()
+            self.until_all_are_there()
             time.sleep(choose.uniform(0.0, 1.0))
             lost = self._signal(self._choose(what, choose), what.by)
             if what.newcomers:
                 newcomer = self._until_one_comes(lost)
                 time.sleep(choose.uniform(0.0, 0.2))
-                present = sorted(self._log.present() - set(lost))
+                present = sorted(self.log.present() - set(lost))
                 self._signal([choose.choice([newcomer, newcomer, *present])], what.by)
 
     def _choose(self, what: Disturbances, choose: random.Random) -> list[GroupMember]:
-        present = sorted(self._log.present())
+        present = sorted(self.log.present())
         first = [member for member in present if member.worker == what.worker]
         others = [member for member in present if member not in first]
         return first + choose.sample(others, what.at_once - len(first))
 
     def _signal(self, members: Sequence[GroupMember], number: signal.Signals) -> list[GroupMember]:
         """Then wait for a step of a group without them."""
-        processes = self._log.processes()
+        processes = self.log.processes()
         start_s = time.monotonic()
         for member in members:
             os.kill(processes[member], number)
-        step = self._until(lambda: self._first_without(set(members), start_s), "go on")
+        step = self.until(lambda: self._first_without(set(members), start_s), "go on")
         self.waits_s.append(step.time_s - start_s)
         return list(members)
 
     def _first_without(self, members: set[GroupMember], start_s: float) -> NotedStep | None:
-        after = (s for s in self._log.read() if s.time_s > start_s and not members & s.members)
+        after = (s for s in self.log.read() if s.time_s > start_s and not members & s.members)
         return next(after, None)
 
-    def _until_all_are_there(self) -> None:
-        processes = self._log.processes
-        self._until(
+    def until_all_are_there(self) -> None:
+        processes = self.log.processes
+        self.until(
             lambda: (
-                len(self._log.present()) == self.workers
-                and self._log.present() <= processes().keys()
+                len(self.log.present()) == self.workers and self.log.present() <= processes().keys()
             ),
             "be complete",
         )
 
     def _until_one_comes(self, lost: Sequence[GroupMember]) -> GroupMember:
-        return self._until(
+        return self.until(
             lambda: next(
                 (
                     member
-                    for member in self._log.processes()
+                    for member in self.log.processes()
                     if any(m.worker == member.worker and m < member for m in lost)
                 ),
                 None,
@@ -208,7 +216,7 @@ class DisturbedRun:
             "come back",
         )
 
-    def _until(self, found: Callable[[], T | None], what: str) -> T:
+    def until(self, found: Callable[[], T | None], what: str) -> T:
         deadline_s = time.monotonic() + PATIENCE_S
         while not (result := found()):
             status = self._process.poll()

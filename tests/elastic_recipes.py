@@ -66,6 +66,23 @@ def tally() -> Recipe:
     return Recipe(Tally(), None, TensorDataset(rows), options)
 
 
+class Counts(nn.Module):
+    """With a learning rate of the batch size, each training of sample i takes 1 from weight i."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows @ self.counts).mean()
+
+
+def counts() -> Recipe:
+    """For strategies that average weights, whose bits depend on who was there."""
+    options = {"optimizer": partial(torch.optim.SGD, lr=BATCH)}
+    return Recipe(Counts(), None, TensorDataset(torch.eye(SAMPLES)), options)
+
+
 def _all_options(**more: Any) -> dict[str, Any]:
     schedule = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=200)
     options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "scheduler": schedule}
@@ -134,6 +151,7 @@ def resnet() -> Recipe:
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tally": tally,
+    "counts": counts,
     "gpt2": gpt2,
     "bert": bert,
     "resnet": resnet,

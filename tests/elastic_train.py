@@ -1,10 +1,11 @@
 """The script of elastic runs that are disturbed: it notes in a folder where each worker is.
 
-    shoal run tests/elastic_train.py -n 4 -s 'zero(2, elastic=True)' -- FOLDER STEPS RECIPE
+    shoal run tests/elastic_train.py -n 4 -s 'zero(2, elastic=True)' -- FOLDER STEPS RECIPE [WAITS]
 
 Files of the folder: `log` (time, worker, step, and the processes of the group, a line for each step
 of a worker), `process-N` (process id, incarnation), `saved`. Until there is `enough`, steps of
-several workers are slow, so that there is time to disturb them.
+several workers are slow, so that there is time to disturb them. After step WAITS they wait until a
+worker has come later.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def train(job: shoal.Job) -> None:
     recipe = RECIPES[sys.argv[3]]()
     step = job.step(recipe.model, recipe.loss, **recipe.options)
     ema = job.ema(recipe.model, 0.9) if recipe.averages else None
-    incarnation = RunConfig.from_environment().generation
+    incarnation = RunConfig.from_environment().incarnation
     _write(folder / f"process-{job.rank}", f"{os.getpid()} {incarnation}")
+    if incarnation:
+        (folder / "late").touch()
     for batch in job.batches(recipe.data, recipe.batch_size, epochs=steps, steps=steps):
         job.log(loss=step(batch))
         if ema is not None:
@@ -38,6 +41,8 @@ def train(job: shoal.Job) -> None:
         if job.size > 1:
             _note(job, folder)
             _wait(folder, is_long=job.replicas < job.size or job.steps > steps // 2)
+            while sys.argv[4:] == [str(job.steps)] and not (folder / "late").exists():
+                time.sleep(0.01)
     job.save(folder / "saved")
 
 
