@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -58,6 +59,10 @@ from shoal.runtime.secret import new_secret, read_secret_file, write_secret_file
 _MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
 _LONGEST_SOCKET_PATH = 100  # of 108 bytes in sockaddr_un
+
+
+_WRITTEN = re.compile(r"(back|failure|finished|late|report|steps)-(\d{1,9})(\.\d{1,9})?(\.json)?")
+LIVE = ("back-", "steps-")  # files of `written_by` that count while the worker runs
 
 
 class _File:
@@ -210,11 +215,6 @@ class RunDir:
         """Of a worker, by its own count; None where it has not done any, or does not count."""
         return _read_count(self.steps(rank)) or None
 
-    def write_steps(self, rank: int, steps: int) -> None:
-        """Of a worker on another host."""
-        with suppress(OSError):
-            write_atomically(self.steps(rank), str(steps))
-
     # ------------------------------------------------------------------ workers that come back
 
     def open_joins(self) -> None:
@@ -298,6 +298,12 @@ class RunDir:
 
     def remove(self) -> None:
         remove_locked(self.path)
+
+
+def written_by(name: str) -> int | None:
+    """The worker of a file, of those that an agent of its host hands on to the launcher."""
+    found = _WRITTEN.fullmatch(name)
+    return None if found is None else int(found[2])
 
 
 def read(file: Path) -> dict[str, Any] | None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-from shoal.launch.hosts import agent
-from shoal.launch.hosts.agent import LauncherUnreachable, Presence
 from shoal.launch.hosts.remote_workers import LostHosts
 
 
@@ -35,10 +31,3 @@ def test_a_killed_worker_comes_back_on_its_host_at_once() -> None:
     lost.note_exit(2, 1)
     lost.note_exit(2, -9)
     assert not lost.has_host_of(2, "h2")
-
-
-def test_an_agent_that_does_not_reach_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_CONNECT_S", 0.01)
-    shown = Presence(("127.0.0.1", 1), b"s" * 32, "2.1", lambda: None)
-    with pytest.raises(LauncherUnreachable, match=r"did not reach the launcher at 127.0.0.1:1"):
-        shown.__enter__()

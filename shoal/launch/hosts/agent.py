@@ -23,12 +23,12 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from shoal.comm.members.network_board import board_of
-from shoal.comm.store.link import StoreLink, connect
+from shoal.comm.store.link import connect
 from shoal.comm.store.session import BadFrame, StoreRequest
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import EmbeddedCoordinator
@@ -42,24 +42,21 @@ from shoal.launch.hosts.agent_messages import (
     AgentPipe,
     AgentTask,
     ChainsChanged,
+    FileWritten,
     FoundPort,
-    HostCutOff,
     HostRefused,
     HostTask,
     ProcessOutput,
     ServerExited,
     ServerListens,
     ServerTask,
-    StepsDone,
     WorkerExited,
     WorkerProgress,
-    WorkerReturned,
     read_task,
 )
-from shoal.launch.losses.failures import read_failure
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores, threads_of
-from shoal.runtime.run_dir import RunDir, new_run_dir, read
+from shoal.runtime.run_dir import LIVE, RunDir, new_run_dir, written_by
 from shoal.runtime.secret import parse_secret
 
 _CONNECT_S = 15.0  # the launcher listens before it starts an agent
@@ -67,59 +64,39 @@ _ANSWER_S = 10.0
 _NEVER = "the end of the run"  # a key that is not written
 
 
-class LauncherUnreachable(ShoalError):
-    """This host is cut off from that of the launcher."""
+@contextmanager
+def present(
+    address: tuple[str, int], secret: bytes, name: str, on_lost: Callable[[], None]
+) -> Iterator[None]:
+    """While the block runs the launcher knows this agent; at its end, that it ends by itself.
 
-    def __init__(self, address: tuple[str, int]):
-        where = f"{address[0]}:{address[1]}"
-        super().__init__(f"it did not reach the launcher at {where} in {_CONNECT_S:g} s")
-
-
-class Presence:
-    """Use as a block: at its end the launcher knows that this agent ends by itself."""
-
-    def __init__(
-        self, address: tuple[str, int], secret: bytes, name: str, on_lost: Callable[[], None]
+    `on_lost` is called, from a thread, when the launcher cannot be reached any more.
+    """
+    is_over = threading.Event()
+    with (
+        closing(connect(address, secret, _CONNECT_S)) as shown,
+        closing(connect(address, secret, _CONNECT_S)) as watched,
     ):
-        """`on_lost` is called, from a thread, when the launcher cannot be reached any more."""
-        self._address = address
-        self._secret = secret
-        self._name = name
-        self._on_lost = on_lost
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._wait, name="shoal-presence", daemon=True)
 
-    def __enter__(self) -> Presence:
-        self._shown = self._connect()
-        self._watched = self._connect()
-        self._shown.ask(StoreRequest("present", [self._name]), _ANSWER_S)
-        self._thread.start()
-        return self
+        def wait() -> None:
+            with suppress(OSError, BadFrame):
+                watched.ask(StoreRequest("wait", [_NEVER]), None)
+            if not is_over.is_set():
+                on_lost()
 
-    def _connect(self) -> StoreLink:
+        shown.notice_silence()
+        watched.notice_silence()
+        shown.ask(StoreRequest("present", [name]), _ANSWER_S)
+        thread = threading.Thread(target=wait, name="shoal-presence", daemon=True)
+        thread.start()
         try:
-            link = connect(self._address, self._secret, _CONNECT_S)
-        except BadInput:
-            raise
-        except ShoalError:
-            raise LauncherUnreachable(self._address) from None
-        link.notice_silence()
-        return link
-
-    def _wait(self) -> None:
-        with suppress(OSError, BadFrame):
-            self._watched.ask(StoreRequest("wait", [_NEVER]), None)
-        if not self._is_closed:
-            self._on_lost()
-
-    def __exit__(self, *_: object) -> None:
-        self._is_closed = True
-        with suppress(OSError, BadFrame):
-            self._shown.ask(StoreRequest("present"), _ANSWER_S)
-        self._watched.interrupt()
-        self._thread.join()
-        self._shown.close()
-        self._watched.close()
+            yield
+        finally:
+            is_over.set()
+            with suppress(OSError, BadFrame):
+                shown.ask(StoreRequest("present"), _ANSWER_S)
+            watched.interrupt()
+            thread.join()
 
 
 MAX_TASK_BYTES = 16 << 20
@@ -186,9 +163,7 @@ class WorkerAgent(Agent):
     def __init__(self, task: HostTask, run_dir: RunDir, pipe: AgentPipe):
         super().__init__(task, run_dir, pipe)
         self.task = task
-        self._sent_steps: dict[int, int] = {}
-        ranks = range(task.first_rank, task.first_rank + task.workers)
-        self._not_returned = list(ranks) if self.config.incarnation else []
+        self._sent: dict[str, str] = {}
 
     def run(self) -> None:
         check_files(self.task.command)
@@ -214,7 +189,7 @@ class WorkerAgent(Agent):
         if config.board is None:
             return nullcontext()
         address, secret = board_of(config)
-        return Presence(address, secret, self.task.name, lambda: self._events.put(signal.SIGTERM))
+        return present(address, secret, self.task.name, lambda: self._events.put(signal.SIGTERM))
 
     def _noticing_stopped(
         self, config: RunConfig, workers: Processes
@@ -261,46 +236,21 @@ class WorkerAgent(Agent):
         self._forward(pipes, rank, pump)
 
     def _look(self) -> None:
-        """How far the workers are, for `shoal ps`."""
-        self._send_returns()
-        first = self.task.first_rank
-        done = {
-            rank: self.run_dir.steps_done(rank) for rank in range(first, first + self.task.workers)
-        }
-        steps = {rank: count for rank, count in done.items() if count is not None}
-        if steps and steps != self._sent_steps:
-            self._sent_steps = steps
-            self.send(StepsDone(steps))
+        """How far the workers are, and which of them have come back."""
+        self._send_files(lambda name: name.startswith(LIVE))
 
-    def _send_returns(self) -> None:
-        """Which workers that were started later have taken their places."""
-        for rank in self._not_returned[:]:
-            document = self.run_dir.read_return(rank, self.config.incarnation)
-            if document is None:
-                continue
-            self._not_returned.remove(rank)
-            age_ns = time.monotonic_ns() - int(document["time_ns"])
-            step = int(document["step"])
-            self.send(WorkerReturned(rank, self.config.incarnation, step, age_ns))
+    def _send_files(self, is_sent: Callable[[str], bool]) -> None:
+        for file in sorted(self.run_dir.path.iterdir()):  # back-… before steps-…
+            if written_by(file.name) is not None and is_sent(file.name):
+                text = file.read_text()
+                if self._sent.get(file.name) != text:
+                    self._sent[file.name] = text
+                    self.send(FileWritten(file.name, text, time.monotonic_ns()))
 
     def _report(self, exit: ProcessExit) -> None:
-        self._send_returns()
         rank = self.task.first_rank + exit.rank
-        failure = read_failure(self.run_dir, rank)
-        now_ns = time.monotonic_ns()
-        self.send(
-            WorkerExited(
-                rank=rank,
-                returncode=exit.returncode,
-                age_ns=now_ns - exit.noticed_ns,
-                has_finished=self.run_dir.finished(rank).exists(),
-                report=read(self.run_dir.report(rank)),
-                failure=failure,
-                failure_age_ns=0 if failure is None else now_ns - failure.time_ns,
-                steps=self.run_dir.steps_done(rank) or 0,
-                came_too_late=self.run_dir.late(rank, self.config.incarnation).exists(),
-            )
-        )
+        self._send_files(lambda name: written_by(name) == rank)
+        self.send(WorkerExited(rank, exit.returncode, time.monotonic_ns() - exit.noticed_ns))
 
 
 class ServerAgent(Agent):
@@ -406,8 +356,9 @@ def main() -> None:
                 ServerAgent(task, run_dir, pipe).run()
     except BadInput as error:
         pipe.send(HostRefused(str(error)))
-    except LauncherUnreachable as error:
-        pipe.send(HostCutOff(str(error)))
+    except ShoalError as error:  # this host is cut off from that of the launcher: it is lost
+        print(f"shoal: {error}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.coordinator.interface import Listing
-from shoal.launch.losses.failures import FailureReport
 from shoal.runtime.decoders import lax_json_decoder
 
 
@@ -67,43 +66,24 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
     record: dict[str, Any]
 
 
-class StepsDone(msgspec.Struct, frozen=True, tag="steps"):
-    """By rank, of workers that have done any."""
+class FileWritten(msgspec.Struct, frozen=True, tag="file"):
+    """A file of the run that a worker has written; `time_ns` in it is of the clock of its host."""
 
-    steps: dict[int, int]
+    name: str
+    text: str
+    clock_ns: int  # now
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
-    """Hosts have different clocks, so times are ages at the moment of this report."""
+    """After all of its files."""
 
     rank: int
     returncode: int
-    age_ns: int
-    has_finished: bool  # it has come to the end of shoal.run
-    report: dict[str, Any] | None  # of what it has done
-    failure: FailureReport | None
-    failure_age_ns: int
-    steps: int = 0  # that it has done
-    came_too_late: bool = False  # it was started later, and the others had finished
-
-
-class WorkerReturned(msgspec.Struct, frozen=True, tag="returned"):
-    """A worker that was started later has taken its place."""
-
-    rank: int
-    incarnation: int
-    step: int  # the steps that had been done before
-    age_ns: int
+    age_ns: int  # hosts have different clocks
 
 
 class HostRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The host cannot run the workers; a sentence for the user."""
-
-    sentence: str
-
-
-class HostCutOff(msgspec.Struct, frozen=True, tag="cut off"):
-    """The host does not reach the launcher, and has started no worker."""
 
     sentence: str
 
@@ -128,7 +108,7 @@ class ServerExited(msgspec.Struct, frozen=True, tag="server exited"):
     returncode: int
 
 
-WorkerMessage = FoundPort | WorkerProgress | StepsDone | WorkerReturned | WorkerExited | HostCutOff
+WorkerMessage = FoundPort | WorkerProgress | FileWritten | WorkerExited
 ServerMessage = ServerListens | ChainsChanged | ServerExited
 AgentMessage = WorkerMessage | ServerMessage | ProcessOutput | HostRefused
 Task = HostTask | ServerTask

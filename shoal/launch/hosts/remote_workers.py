@@ -9,6 +9,7 @@ an agent of its own.
 
 from __future__ import annotations
 
+import json
 import queue
 import signal
 import sys
@@ -29,21 +30,20 @@ from shoal.launch.here.output import LineForwarder, OnProgress
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.hosts.agent_messages import (
     AgentMessage,
+    FileWritten,
     FoundPort,
-    HostCutOff,
     HostRefused,
     HostTask,
     ProcessOutput,
     ServerMessage,
-    StepsDone,
-    WorkerExited,
     WorkerProgress,
-    WorkerReturned,
     read_message,
 )
 from shoal.launch.hosts.machines import Machine, MachineProcess, PlacedRanks
 from shoal.launch.hosts.remote_servers import RemoteProcesses, RemoteRun, RemoteServers, Streams
 from shoal.launch.losses.failures import FailureReport, write_failure
+from shoal.runtime.files import write_atomically
+from shoal.runtime.run_dir import written_by
 
 _NOTICED_S = SILENT_HOST_S + 3.0
 
@@ -236,12 +236,10 @@ class RemoteWorkers(RemoteProcesses):
         self._lost_hosts.add(agent.placed.machine.name)
         if not agent.left:  # they had given up before
             return
-        self._say_lost(agent, "the connection to its agent broke, or was silent")
+        name = agent.placed.machine.name
+        self._run.say(f"{name} is lost: the connection to its agent broke, or was silent")
         agent.process.kill()
         self._end_host(agent, -signal.SIGKILL)
-
-    def _say_lost(self, agent: HostAgent, why: str) -> None:
-        self._run.say(f"{agent.placed.machine.name} is lost: {why}")
 
     def _end_host(self, agent: HostAgent, status: int) -> None:
         """An agent that was killed takes its workers with it."""
@@ -263,47 +261,34 @@ class RemoteWorkers(RemoteProcesses):
             self._starting.put(message.port)
         elif isinstance(message, HostRefused):
             self._refuse(agent, message.sentence)
-        elif isinstance(message, HostCutOff):
-            self._say_lost(agent, message.sentence)
-            self._end_host(agent, -signal.SIGKILL)
         elif isinstance(message, WorkerProgress):
             show = self._on_progress
             if show is not None:
                 self._run.sink.call(lambda: show(message.record))
-        elif isinstance(message, StepsDone):
-            for rank in agent.left:
-                self._run_dir.write_steps(rank, message.steps.get(rank, 0))
+        elif isinstance(message, FileWritten):
+            self._write(agent, message)
         elif isinstance(message, ServerMessage) or message.rank not in agent.placed.ranks:
             return  # not of a worker of this host
         elif isinstance(message, ProcessOutput):
             self._feed(self._output[message.rank][message.is_stderr], message.text)
-        elif isinstance(message, WorkerReturned):
-            self._note_return(message)
         elif message.rank in agent.left:
-            self._end(agent, message)
+            self._lost_hosts.note_exit(message.rank, message.returncode)
+            time_ns = time.monotonic_ns() - message.age_ns
+            self._note_exit(agent, message.rank, message.returncode, time_ns)
 
-    def _note_return(self, message: WorkerReturned) -> None:
-        """The steps that are known are those of its earlier process."""
-        lost_at = self._run_dir.steps_done(message.rank) or 0
-        time_ns = time.monotonic_ns() - message.age_ns
-        document = {"step": message.step, "lost_at": lost_at, "time_ns": time_ns}
-        self._run_dir.note_return(message.rank, message.incarnation, document)
-
-    def _end(self, agent: HostAgent, message: WorkerExited) -> None:
-        now_ns = time.monotonic_ns()
-        if message.failure is not None:
-            time_ns = now_ns - message.failure_age_ns
-            write_failure(self._run_dir, message.rank, replace(message.failure, time_ns=time_ns))
-        if message.report is not None:
-            self._run_dir.write_report(message.rank, message.report)
-        if message.has_finished:
-            self._run_dir.mark_finished(message.rank)
-        if message.steps:
-            self._run_dir.write_steps(message.rank, message.steps)
-        if message.came_too_late:
-            self._run_dir.mark(self._run_dir.late(message.rank, agent.incarnation))
-        self._lost_hosts.note_exit(message.rank, message.returncode)
-        self._note_exit(agent, message.rank, message.returncode, now_ns - message.age_ns)
+    def _write(self, agent: HostAgent, message: FileWritten) -> None:
+        """A file of a worker of this host, with times of the launcher's clock."""
+        rank, text = written_by(message.name), message.text
+        if rank is None or rank not in agent.placed.ranks:
+            return
+        if message.name.endswith(".json"):
+            document = json.loads(text)
+            if "time_ns" in document:
+                document["time_ns"] += time.monotonic_ns() - message.clock_ns
+            if "lost_at" in document:  # the steps that are known are those of its earlier process
+                document["lost_at"] = self._run_dir.steps_done(rank) or 0
+            text = json.dumps(document)
+        write_atomically(self._run_dir.path / message.name, text)
 
     def _refuse(self, agent: HostAgent, sentence: str) -> None:
         now_ns = time.monotonic_ns()
