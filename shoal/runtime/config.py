@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -350,11 +350,6 @@ def _variables(cls: Any) -> Iterator[Field[Any]]:
     return (f for f in fields(cls) if "variable" in f.metadata)
 
 
-def _sections(cls: Any) -> dict[str, type]:
-    """Fields that are themselves made of variables, with their types."""
-    return _SECTIONS if cls is RunConfig else {}
-
-
 def _read(cls: type, environ: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for f in _variables(cls):
@@ -362,7 +357,7 @@ def _read(cls: type, environ: Mapping[str, str]) -> dict[str, Any]:
         text = environ.get(name)
         if text:
             values[f.name] = f.metadata["codec"].read(name, text)
-    for section_name, section in _sections(cls).items():
+    for section_name, section in (_SECTIONS if cls is RunConfig else {}).items():
         values[section_name] = section(**_read(section, environ))
     return values
 
@@ -373,22 +368,13 @@ def _write(config: Any) -> dict[str, str]:
         value = getattr(config, f.name)
         if value != f.default:
             texts[f.metadata["variable"]] = f.metadata["codec"].write(value)
-    for section_name in _sections(type(config)):
+    for section_name in _SECTIONS if isinstance(config, RunConfig) else ():
         texts.update(_write(getattr(config, section_name)))
     return texts
 
 
-_SECTIONS: dict[str, type] = {
-    "server": ServerConfig,
-    "server_checkpoint": ServerCheckpointConfig,
-    "checkpoint": CheckpointConfig,
-    "tls": TlsConfig,
-    "etcd": EtcdConfig,
-    "wait": WaitConfig,
-    "capture": CaptureConfig,
-    "memory_probe": MemoryProbeConfig,
-    "memory_estimate": MemoryEstimateConfig,
-    "workload_trace": WorkloadTraceConfig,
+_SECTIONS: dict[str, Any] = {
+    f.name: f.default_factory for f in fields(RunConfig) if is_dataclass(f.default_factory)
 }
 VARIABLES = frozenset(
     f.metadata["variable"] for cls in (RunConfig, *_SECTIONS.values()) for f in _variables(cls)

@@ -54,7 +54,7 @@ def arm(specs: Sequence[str], run_dir: RunDir | None = None) -> None:
             raise BadInput(f"SHOAL_FAILPOINTS has {spec!r}: use NAME:kill, NAME:stop, NAME:kill@3")
         name, action, passage, is_later = match.groups()
         gate = run_dir.armed if is_later and run_dir is not None else None
-        _armed[name] = _Passages(_SIGNALS[action], int(passage or 1), gate).passed
+        _armed[name] = _passages(_SIGNALS[action], int(passage or 1), gate)
 
 
 @contextmanager
@@ -67,18 +67,15 @@ def armed(name: str, act: Callable[[], None]) -> Iterator[None]:
         del _armed[name]
 
 
-class _Passages:
-    """Sends this process a signal the n-th time."""
+def _passages(number: signal.Signals, nth: int, gate: Path | None) -> Callable[[], None]:
+    """Sends this process a signal the n-th time; not before the file `gate` is there."""
+    left = nth
 
-    def __init__(self, number: signal.Signals, nth: int, gate: Path | None = None):
-        """Those before the file `gate` is there do not count."""
-        self._number = number
-        self._left = nth
-        self._gate = gate
+    def passed() -> None:
+        nonlocal left
+        if gate is None or gate.exists():
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), number)
 
-    def passed(self) -> None:
-        if self._gate is not None and not self._gate.exists():
-            return
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), self._number)
+    return passed

@@ -12,17 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
-_CGROUPS = "sys/fs/cgroup"
-# files of version 2 and of version 1: limit, use, count of kills; and the cache in memory.stat
-_NAMES = [
-    ("memory.max", "memory.current", "memory.events", ("active_file", "inactive_file")),
-    (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "memory.oom_control",
-        ("total_active_file", "total_inactive_file"),
-    ),
-]
+_CGROUPS = "sys/fs/cgroup"  # of version 2
+_CACHE = ("active_file", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -64,34 +55,30 @@ class OutOfMemoryKills:
 
     def _count(self) -> int:
         """In this container; of the whole machine where it has no count of its own."""
-        for folder, names in _cgroups(self._root):
-            kills = _fields(folder / names[2]).get("oom_kill")
+        for folder in _cgroups(self._root):
+            kills = _fields(folder / "memory.events").get("oom_kill")
             if kills is not None:
                 return kills
         return _fields(self._root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    for folder, (limit_name, use_name, _, cache_names) in _cgroups(root):
+    for folder in _cgroups(root):
         with suppress(OSError, ValueError):  # "max" is no limit
-            limit = int((folder / limit_name).read_text())
-            use = int((folder / use_name).read_text())
+            limit = int((folder / "memory.max").read_text())
+            use = int((folder / "memory.current").read_text())
             statistics = _fields(folder / "memory.stat")
-            cache = sum(statistics.get(name, 0) for name in cache_names)
-            yield max(0, limit - use + cache)
+            yield max(0, limit - use + sum(statistics.get(name, 0) for name in _CACHE))
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, tuple[str, ...]]]]:
-    """Folders of this process's memory cgroup and those above it, with the names of files."""
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Folders of this process's cgroup and those above it."""
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
-            if kinds not in ("", "memory"):
-                continue
-            top = root / _CGROUPS / kinds
+            top = root / _CGROUPS
             inner = [top / path.strip("/"), *(top / path.strip("/")).parents]
-            names = _NAMES[bool(kinds)]
-            yield from ((folder, names) for folder in inner if folder.is_relative_to(top))
+            yield from (folder for folder in inner if not kinds and folder.is_relative_to(top))
 
 
 def _fields(path: Path) -> dict[str, int]:

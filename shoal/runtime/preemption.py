@@ -59,22 +59,14 @@ class StopBoard(Protocol):
     def has_exited(self, rank: int) -> bool: ...
 
 
-class LauncherBoard:
-    """In the run directory, where the launcher marks that the run is preempted."""
-
-    def __init__(self, run_dir: RunDir):
-        self._run_dir = run_dir
-        self.last_step = run_dir.last_step
-        self.write_last_step = run_dir.write_last_step
-        self.note_step = run_dir.note_step
-        self.noted_steps = run_dir.noted_steps
-        self.has_exited = run_dir.has_exited
+class LauncherBoard(RunDir):
+    """The run directory, where the launcher marks that the run is preempted."""
 
     def announce(self) -> bool:
         """A signal to all processes of a job may come here before the launcher has marked it."""
         deadline_s = time.monotonic() + _PATIENCE_S
-        while not self._run_dir.preempted.exists():
-            if self._run_dir.ending.exists() or time.monotonic() > deadline_s:
+        while not self.preempted.exists():
+            if self.ending.exists() or time.monotonic() > deadline_s:
                 return False
             time.sleep(_POLL_S)
         return True
@@ -95,7 +87,7 @@ class Preemption:
 
     def __init__(self, run_dir: RunDir | None, rank: int = 0, size: int = 1):
         """Several ranks need a board: without a run directory, see `agreeing`."""
-        self._board: StopBoard | None = None if run_dir is None else LauncherBoard(run_dir)
+        self._board: StopBoard | None = None if run_dir is None else LauncherBoard(run_dir.path)
         self._rank = rank
         self._size = size
         self.is_asked = False

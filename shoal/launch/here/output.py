@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -87,7 +87,6 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 _CHUNK_BYTES = 64 * 1024
 _LINE_BYTES = 1024 * 1024  # a longer line is forwarded in pieces
-_RECORD_BYTES = 64 * 1024  # a longer record is dropped
 _TAIL_LINES = 100
 _LEFTOVER_CHUNKS = 16  # a pipe holds one chunk; an enlarged pipe holds up to 16
 
@@ -151,36 +150,17 @@ class LineForwarder:
         self._write(text + "\n", self._is_stderr)
 
 
-class ProgressReader:
+def progress_lines(on_progress: OnProgress) -> LineForwarder:
     """The progress that a worker sends: one JSON object a line; other lines are ignored."""
 
-    def __init__(self, on_progress: OnProgress):
-        self._on_progress = on_progress
-        self._partial = b""
-        self._skipping = False
+    def take(text: str, is_stderr: bool) -> None:
+        for line in text.splitlines():
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    on_progress(record)
 
-    def feed(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            self._take(line)
-        if len(self._partial) > _RECORD_BYTES:
-            self._partial = b""
-            self._skipping = True
-
-    def close(self) -> None:
-        self._partial = b""  # a record without its newline is incomplete
-
-    def _take(self, line: bytes) -> None:
-        skipping = self._skipping
-        self._skipping = False
-        if skipping or len(line) > _RECORD_BYTES:
-            return
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(record, dict):
-            self._on_progress(record)
+    return LineForwarder(take, "", False)
 
 
 class OutputSink:
@@ -283,7 +263,7 @@ class OutputPump:
             yield None
             return
         pipe, worker_end = os.pipe()
-        self.add(pipe, ProgressReader(on_progress))
+        self.add(pipe, progress_lines(on_progress))
         try:
             yield worker_end
         finally:

@@ -25,21 +25,11 @@ from shoal.runtime.run_dir import RunDir, read, running_runs
 from shoal.runtime.waits import Backoff
 
 _MAX_WORKERS = 1_000_000
-# fmt: off
 _NAMES = (  # none is the name of an engine or launcher
-    "anchovy", "anthias", "barbel", "bass", "betta", "bleak", "blenny",
-    "bonito", "bream", "brill", "burbot", "carp", "catfish", "char",
-    "chub", "cod", "dab", "dace", "danio", "dory", "eel",
-    "flounder", "gar", "goby", "grayling", "grouper", "gurnard", "guppy",
-    "haddock", "hake", "halibut", "herring", "hoki", "ide", "killi",
-    "koi", "ling", "loach", "mackerel", "marlin", "minnow", "molly",
-    "mullet", "opah", "orfe", "parr", "perch", "pike", "plaice",
-    "pollack", "roach", "ruffe", "salmon", "sardine", "scad",
-    "shad", "smelt", "snapper", "sole", "sprat", "sturgeon", "tang",
-    "tench", "tetra", "tilapia", "trout", "tuna", "turbot", "wahoo",
-    "whiting", "wrasse", "zander",
+    *("anchovy", "bass", "bream", "carp", "cod", "dace", "dory", "eel", "gar", "goby", "guppy"),
+    *("hake", "herring", "koi", "ling", "loach", "marlin", "minnow", "perch", "pike", "roach"),
+    *("salmon", "shad", "sole", "sprat", "tench", "tetra", "trout", "tuna", "turbot", "wrasse"),
 )
-# fmt: on
 
 
 class RunFacts(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ same LOCAL_RANK, hence the same GPU, and Slurm may show each task a GPU of its o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -32,18 +32,13 @@ from shoal.comm.store.client import meet_at
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import LOCAL_NAMES, Placement
 from shoal.runtime.config import RunConfig
+from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.trust import require_protected
 from shoal.runtime.variable_text import parse_count
 from shoal.transport.cuda_ipc import device_name
 
-_GPU = "[0-9a-f-]{36}"  # a UUID
-_SENTENCE = re.compile(
-    rf"([0-9a-f]{{32}}) (-|\d{{1,18}}) (-|\d{{1,18}}) (-|{_GPU}(?:,{_GPU}){{0,255}})"
-)
 
-
-@dataclass(frozen=True)
-class RankHost:
+class RankHost(msgspec.Struct, frozen=True):
     """What one rank says: its host, what its variables say, and the GPUs that it may take."""
 
     host: str
@@ -56,24 +51,19 @@ class RankHost:
         rank_name, size_name = LOCAL_NAMES
         host = host_id(config.host_id).decode()
         local_rank = _given_count(config, rank_name, 0)
-        gpus = tuple(map(device_name, devices))
-        return cls(host, local_rank, _given_count(config, size_name, 1), gpus)
+        return cls(
+            host, local_rank, _given_count(config, size_name, 1), tuple(map(device_name, devices))
+        )
 
     @classmethod
-    def parse(cls, sentence: bytes, rank: int) -> RankHost:
-        found = _SENTENCE.fullmatch(sentence.decode(errors="replace"))
-        if found is None:
+    def parse(cls, written: bytes, rank: int) -> RankHost:
+        try:
+            return msgpack_decoder(cls).decode(written)
+        except msgspec.DecodeError:
             raise ShoalError(
                 f"what rank {rank} wrote into the store of the rendezvous was overwritten by "
                 "another process, or it runs another version of Shoal"
-            )
-        local_rank, local_size = (None if text == "-" else int(text) for text in found.group(2, 3))
-        gpus = () if found[4] == "-" else tuple(found[4].split(","))
-        return cls(found[1], local_rank, local_size, gpus)
-
-    def __str__(self) -> str:
-        said = ("-" if count is None else count for count in (self.local_rank, self.local_size))
-        return " ".join(map(str, (self.host, *said, ",".join(self.gpus) or "-")))
+            ) from None
 
 
 def _given_count(config: RunConfig, name: str, at_least: int) -> int | None:
@@ -117,7 +107,7 @@ def ask_hosts(
         own = shared_store(name, rank, size)
     else:
         own = own_generation(PrefixStore(name, store), rank, size)
-    said = exchange_over(own, rank, size)(str(RankHost.here(config, gpus)).encode())
+    said = exchange_over(own, rank, size)(msgspec.msgpack.encode(RankHost.here(config, gpus)))
     hosts = [RankHost.parse(sentence, peer) for peer, sentence in enumerate(said)]
     return place(placement, hosts)
 
