@@ -32,7 +32,7 @@ from shoal.comm.store.client import meet_at
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import LOCAL_NAMES, Placement
 from shoal.runtime.config import RunConfig
-from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.decoders import lax_json_decoder
 from shoal.runtime.trust import require_protected
 from shoal.runtime.variable_text import parse_count
 from shoal.transport.cuda_ipc import device_name
@@ -58,7 +58,7 @@ class RankHost(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, written: bytes, rank: int) -> RankHost:
         try:
-            return msgpack_decoder(cls).decode(written)
+            return lax_json_decoder(cls).decode(written)
         except msgspec.DecodeError:
             raise ShoalError(
                 f"what rank {rank} wrote into the store of the rendezvous was overwritten by "
@@ -107,7 +107,7 @@ def ask_hosts(
         own = shared_store(name, rank, size)
     else:
         own = own_generation(PrefixStore(name, store), rank, size)
-    said = exchange_over(own, rank, size)(msgspec.msgpack.encode(RankHost.here(config, gpus)))
+    said = exchange_over(own, rank, size)(msgspec.json.encode(RankHost.here(config, gpus)))
     hosts = [RankHost.parse(sentence, peer) for peer, sentence in enumerate(said)]
     return place(placement, hosts)
 
