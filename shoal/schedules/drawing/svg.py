@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from shoal.errors import BadInput
 from shoal.runtime import svg
 from shoal.schedules.collectives.collective import Collective
-from shoal.schedules.collectives.proof import State, initial
+from shoal.schedules.collectives.proof import initial
 from shoal.schedules.collectives.transfer_table import Transfer
 from shoal.schedules.drawing.frames import Frame, ending, frames_of, opening, slot_label
 
+Point = tuple[float, float]
 START_S = 3.0
 ROUND_S = 3.0
 END_S = 5.0
@@ -48,19 +49,16 @@ class Animation:
         for number, lit in enumerate(shown[1:]):
             if lit != changes[-1][1]:
                 changes.append((START_S + (number + _ARRIVE) * ROUND_S, lit))
-        if len(changes) == 1:
-            return None
-        return self._opacity(changes)
+        return None if len(changes) == 1 else self._opacity(changes)
 
-    def journey(self, number: int, start: tuple[float, float], end: tuple[float, float]) -> str:
+    def journey(self, number: int, start: Point, end: Point) -> str:
         """Moves from `start` to `end` in the middle of a round, and is visible only then."""
         begin = START_S + number * ROUND_S
-        leave = begin + _LEAVE * ROUND_S
         arrive = begin + _ARRIVE * ROUND_S
         here, there = (f"{x:.1f} {y:.1f}" for x, y in (start, end))
         move = self._animate(
             "animateTransform",
-            [(0, here), (leave, here), (arrive, there), (self.length_s, there)],
+            [(0, here), (begin + _LEAVE * ROUND_S, here), (arrive, there), (self.length_s, there)],
             attributeName="transform",
             type="translate",
             calcMode="spline",
@@ -71,23 +69,17 @@ class Animation:
     def progress(self, x: float, y: float, width: float) -> str:
         """A bar that grows through the loop, with a mark at the beginning of every round."""
         begins = [(START_S + i * ROUND_S) / self.length_s for i in range(self.rounds + 1)]
-        grow = self._animate(
-            "animate", [(0, "0"), (self.length_s, f"{width:.0f}")], attributeName="width"
-        )
-        return "".join(
-            [
-                svg.box((x, y), (width, 5), fill="#e3e8ed"),
-                svg.box((x, y), (0, 5), None, grow, fill="#7b8794"),
-                *(svg.box((x + width * at, y), (2, 5), fill="#fbfcfd") for at in begins),
-            ]
-        )
+        ends = [(0, "0"), (self.length_s, f"{width:.0f}")]
+        grow = self._animate("animate", ends, attributeName="width")
+        bars = [svg.box((x, y), (width, 5), fill="#e3e8ed")]
+        bars.append(svg.box((x, y), (0, 5), None, grow, fill="#7b8794"))
+        bars += [svg.box((x + width * at, y), (2, 5), fill="#fbfcfd") for at in begins]
+        return "".join(bars)
 
     def _visible(self, begin: float, end: float) -> str:
         changes = [(0.0, False)] if begin > 0 else []
         changes.append((begin, True))
-        if end < self.length_s:
-            changes.append((end, False))
-        return self._opacity(changes)
+        return self._opacity(changes + ([(end, False)] if end < self.length_s else []))
 
     def _opacity(self, changes: list[tuple[float, bool]]) -> str:
         frames = [(second, "1" if lit else "0") for second, lit in changes]
@@ -133,23 +125,16 @@ class _Plan:
 
     collective: Collective
     columns: int
-    box: tuple[float, float]  # of a rank
-    corners: list[tuple[float, float]]
-    size: tuple[float, float]
+    cell: Point
+    box: Point  # of a rank
+    corners: list[Point]
+    size: Point
 
-    @property
-    def cell(self) -> tuple[float, float]:
-        return _cell(self.collective.ranks)
-
-    def at(self, rank: int, slot: int) -> tuple[float, float]:
+    def at(self, rank: int, slot: int) -> Point:
         """The top left corner of a slot."""
         row, column = divmod(slot, self.columns)
         x, y = self.corners[rank]
         return x + 34 + column * (self.cell[0] + 34), y + 28 + row * (self.cell[1] + 4)
-
-
-def _cell(ranks: int) -> tuple[float, float]:
-    return min(ranks, 8) * _LAMP + 2 * _GAP, math.ceil(ranks / 8) * _LAMP + 2 * _GAP
 
 
 def animated_svg(collective: Collective) -> str:
@@ -165,7 +150,11 @@ def animated_svg(collective: Collective) -> str:
     body = [_TIP, _captions(plan, frames, animation), _legend(plan)]
     body += [_arrows(plan, number, frame, animation) for number, frame in enumerate(frames)]
     body += [_box(plan, rank, frames, animation) for rank in range(collective.ranks)]
-    body += [_tokens(plan, number, frame, animation) for number, frame in enumerate(frames)]
+    body += [
+        _token(plan, number, frame, transfer, animation)
+        for number, frame in enumerate(frames)
+        for transfer in frame.transfers
+    ]
     return svg.document(str(collective), plan.size, _STYLE, body)
 
 
@@ -173,8 +162,9 @@ def _plan(collective: Collective) -> _Plan:
     slots = collective.slots
     columns = 1 if slots <= 8 else min(math.ceil(math.sqrt(slots)), 8)
     ranks = collective.ranks
-    wide = 34 + columns * (_cell(ranks)[0] + 34) - 22
-    high = 36 + math.ceil(slots / columns) * (_cell(ranks)[1] + 4)
+    cell = (min(ranks, 8) * _LAMP + 2 * _GAP, math.ceil(ranks / 8) * _LAMP + 2 * _GAP)
+    wide = 34 + columns * (cell[0] + 34) - 22
+    high = 36 + math.ceil(slots / columns) * (cell[1] + 4)
     spread = ranks / (2 * math.pi) * 1.25
     radius_x = max(wide * 1.5, wide * spread)
     radius_y = max(high * 1.1, high * spread, 130.0)
@@ -182,14 +172,13 @@ def _plan(collective: Collective) -> _Plan:
         radius_x = radius_y = 0.0
     width = max(2 * radius_x + wide + 2 * _MARGIN, 640)
     height = _HEAD + 2 * radius_y + high + _MARGIN + 58
-    centre = (width / 2, _HEAD + radius_y + high / 2)
     corners = []
     for rank in range(ranks):
         angle = 2 * math.pi * rank / ranks - math.pi / 2
-        x = centre[0] + radius_x * math.cos(angle)
-        y = centre[1] + radius_y * math.sin(angle)
+        x = width / 2 + radius_x * math.cos(angle)
+        y = _HEAD + radius_y + high / 2 + radius_y * math.sin(angle)
         corners.append((x - wide / 2, y - high / 2))
-    return _Plan(collective, columns, (wide, high), corners, (width, height))
+    return _Plan(collective, columns, cell, (wide, high), corners, (width, height))
 
 
 def _captions(plan: _Plan, frames: list[Frame], animation: Animation) -> str:
@@ -221,36 +210,30 @@ def _legend(plan: _Plan) -> str:
 
 
 def _box(plan: _Plan, rank: int, frames: list[Frame], animation: Animation) -> str:
-    (x, y) = plan.corners[rank]
+    """A rank, and the lamps of its slots through the loop."""
+    x, y = plan.corners[rank]
+    parts = [
+        svg.box((x, y), plan.box, "box", rx=8),
+        svg.element("circle", cx=x + 16, cy=y + 15, r=6, fill=_hue(rank)),
+        svg.text(x + 28, y + 20, f"rank {rank}", "rank"),
+    ]
     history = [initial(plan.collective), *(frame.after for frame in frames)]
-    slots = range(plan.collective.slots)
-    return "".join(
-        [
-            svg.box((x, y), plan.box, "box", rx=8),
-            svg.element("circle", cx=x + 16, cy=y + 15, r=6, fill=_hue(rank)),
-            svg.text(x + 28, y + 20, f"rank {rank}", "rank"),
-            *(_slot(plan, rank, slot, history, animation) for slot in slots),
-        ]
-    )
-
-
-def _slot(plan: _Plan, rank: int, slot: int, history: list[State], animation: Animation) -> str:
-    x, y = plan.at(rank, slot)
-    held = [state[rank].get(slot, 0) for state in history]
     all_ranks = (1 << plan.collective.ranks) - 1
-    full = animation.states(
-        [bits == all_ranks and plan.collective.pattern.reduces for bits in held]
-    )
-    parts = [_label(plan, slot, (x, y)), svg.box((x, y), plan.cell, "cell", rx=4)]
-    if full:
-        parts.append(svg.box((x, y), plan.cell, "full", full, rx=4, opacity=0))
-    for peer in range(plan.collective.ranks):
-        lit = animation.states([bool(bits >> peer & 1) for bits in held])
-        parts.append(_lamp(x, y, peer, held[0] >> peer & 1, lit))
+    for slot in range(plan.collective.slots):
+        corner = plan.at(rank, slot)
+        held = [state[rank].get(slot, 0) for state in history]
+        sums = [bits == all_ranks and plan.collective.pattern.reduces for bits in held]
+        full = animation.states(sums)
+        parts += [_label(plan, slot, corner), svg.box(corner, plan.cell, "cell", rx=4)]
+        if full:
+            parts.append(svg.box(corner, plan.cell, "full", full, rx=4, opacity=0))
+        for peer in range(plan.collective.ranks):
+            lit = animation.states([bool(bits >> peer & 1) for bits in held])
+            parts.append(_lamp(*corner, peer, held[0] >> peer & 1, lit))
     return "".join(parts)
 
 
-def _label(plan: _Plan, slot: int, corner: tuple[float, float]) -> str:
+def _label(plan: _Plan, slot: int, corner: Point) -> str:
     x, y = corner[0] - 5, corner[1] + plan.cell[1] / 2 + 4
     return svg.text(x, y, slot_label(plan.collective, slot), "slot", text_anchor="end")
 
@@ -277,27 +260,19 @@ def _arrows(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str
     return svg.element("g", animation.during(number + 1) + "".join(lines), opacity=0)
 
 
-def _between(plan: _Plan, src: int, dst: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def _between(plan: _Plan, src: int, dst: int) -> tuple[Point, Point]:
     """From the edge of one box to the edge of the other, a little to the right of the middle."""
     wide, high = plan.box
-    ax = plan.corners[src][0] + wide / 2
-    ay = plan.corners[src][1] + high / 2
-    bx = plan.corners[dst][0] + wide / 2
-    by = plan.corners[dst][1] + high / 2
-    dx = bx - ax
-    dy = by - ay
+    corners = (plan.corners[src], plan.corners[dst])
+    (ax, ay), (bx, by) = ((x + wide / 2, y + high / 2) for x, y in corners)
+    dx, dy = bx - ax, by - ay
     length = math.hypot(dx, dy) or 1.0
-    side_x = -dy / length * 7
-    side_y = dx / length * 7
-    reach = min(
-        (wide / 2 + 6) / abs(dx) if dx else math.inf, (high / 2 + 6) / abs(dy) if dy else math.inf
-    )
+    side_x, side_y = -dy / length * 7, dx / length * 7
+    reach_x = (wide / 2 + 6) / abs(dx) if dx else math.inf
+    reach_y = (high / 2 + 6) / abs(dy) if dy else math.inf
+    reach = min(reach_x, reach_y)
     start = (ax + dx * reach + side_x, ay + dy * reach + side_y)
     return start, (bx - dx * reach + side_x, by - dy * reach + side_y)
-
-
-def _tokens(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str:
-    return "".join(_token(plan, number, frame, t, animation) for t in frame.transfers)
 
 
 def _token(plan: _Plan, number: int, frame: Frame, t: Transfer, animation: Animation) -> str:
@@ -305,13 +280,11 @@ def _token(plan: _Plan, number: int, frame: Frame, t: Transfer, animation: Anima
     start = plan.at(t.src, t.chunk)
     end = plan.at(t.dst, t.chunk if t.into is None else t.into)
     bits = frame.before[t.src].get(t.chunk, 0)
-    lamps = "".join(
-        _lamp(0, 0, peer, bits >> peer & 1, None) for peer in range(plan.collective.ranks)
-    )
+    peers = range(plan.collective.ranks)
     parts = (
         animation.journey(number, start, end),
         svg.box((0, 0), plan.cell, "token", rx=4),
-        lamps,
+        *(_lamp(0, 0, peer, bits >> peer & 1, None) for peer in peers),
         _label(plan, t.chunk, (0, 0)),
     )
     return svg.element("g", "".join(parts), opacity=0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
 from shoal.errors import BadInput
 from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.proof import State, initial, prove
-from shoal.schedules.drawing.frames import Frame, ending, frames_of, opening, slot_label
+from shoal.schedules.drawing.frames import ending, frames_of, opening, slot_label
 
 MOST_RANKS = 32
 _WIDEST = 16  # slots that still fit side by side
@@ -32,25 +32,21 @@ def draw(collective: Collective, console: Console) -> None:
     console.print(opening(collective), highlight=False)
     console.print(_grid(collective, initial(collective), None))
     for frame in frames_of(collective):
-        console.print(_frame(collective, frame), highlight=False)
+        by_pair: dict[tuple[int, int], list[str]] = {}
+        for t in frame.transfers:
+            label = slot_label(collective, t.chunk)
+            label += "" if t.into is None else f"→{slot_label(collective, t.into)}"
+            by_pair.setdefault((t.src, t.dst), []).append(label + "+" * t.reduce)
+        arrows = [f"{src} ─{','.join(what)}→ {dst}" for (src, dst), what in by_pair.items()]
+        console.print(
+            Text.assemble("\n", (frame.title, "bold"), "  ", frame.text),
+            Text("   ".join(arrows), style="cyan"),
+            _grid(collective, frame.after, frame.before),
+            highlight=False,
+            sep="\n",
+        )
     prove(collective)  # before the drawing says that it is done
     console.print(Text(ending(collective), style="bold green"), highlight=False)
-
-
-def _frame(collective: Collective, frame: Frame) -> RenderableType:
-    head = Text.assemble("\n", (frame.title, "bold"), "  ", frame.text)
-    return Group(head, _messages(collective, frame), _grid(collective, frame.after, frame.before))
-
-
-def _messages(collective: Collective, frame: Frame) -> Text:
-    by_pair: dict[tuple[int, int], list[str]] = {}
-    for t in frame.transfers:
-        label = slot_label(collective, t.chunk)
-        if t.into is not None:
-            label += f"→{slot_label(collective, t.into)}"
-        by_pair.setdefault((t.src, t.dst), []).append(label + "+" * t.reduce)
-    arrows = [f"{src} ─{','.join(what)}→ {dst}" for (src, dst), what in by_pair.items()]
-    return Text("   ".join(arrows), style="cyan")
 
 
 def _grid(collective: Collective, state: State, before: State | None) -> Grid:
