@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -136,3 +138,21 @@ def finish(processes: list[subprocess.Popen[str]]) -> Ended:
             reader.join()
     note = "\nHANGS" if hangs else ""
     return Ended(tuple(process.returncode for process in processes), "\n".join(texts) + note)
+
+
+def pieces_of(secret: bytes) -> list[bytes]:
+    """Every 8 bytes of it, as bytes and hexadecimal: a packet's border cannot hide all of them."""
+    found = [base64.b64encode(secret)[:16]]
+    for i in range(0, len(secret) - 7):
+        piece = secret[i : i + 8]
+        found += [piece, piece.hex().encode(), piece.hex().upper().encode()]
+    return found
+
+
+def free_port(host: Host) -> int:
+    def body() -> int:
+        with socket.socket() as sock:
+            sock.bind((host.address, 0))
+            return int(sock.getsockname()[1])
+
+    return host.call(body)

@@ -84,16 +84,6 @@ def test_wrong_pipelines_are_refused_before_the_first_step(
     assert "cannot be loaded: ModuleNotFoundError" in of(f"{broken}:zigzag")
 
 
-def test_wrong_collectives_are_refused_before_the_first_step(
-    world: World, collectives: Path
-) -> None:
-    def of(function: str) -> str:
-        return refused(world, 3, f'ddp(algorithm="{collectives}:{function}")')
-
-    assert "rank 0 lacks the contribution of ranks 1, 2" in of("half")
-    assert "made a schedule for 2 ranks, not for 3" in of("for_two")
-
-
 def test_a_schedule_that_differs_between_ranks_names_the_ranks(world: World) -> None:
     def body(group: Group) -> None:
         mine = b"zigzag" if group.rank in (0, 2) else b"zagzig"

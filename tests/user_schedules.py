@@ -56,12 +56,23 @@ def stuck(stages: int, stage: int, microbatches: int) -> list[Action]:
     return [Action(k, m) for m in order for k in (ActionKind.FORWARD, ActionKind.BACKWARD)]
 
 
-def words(stages: int, stage: int, microbatches: int) -> list[str]:
+def thrice(stages: int, stage: int, microbatches: int, chunks: int = 3) -> list[Action]:
+    return looped(stages, stage, microbatches, chunks)
+
+
+def words(*sizes: int) -> list[str]:
     return ["F0", "B0"]
 
 
-def fails(stages: int, stage: int, microbatches: int) -> list[Action]:
+def nothing(*sizes: int) -> None:
+    return None
+
+
+def fails(*sizes: int) -> list[Action]:
     raise ValueError("no\\nidea")
+
+
+number = 7
 '''
 
 COLLECTIVES = '''
@@ -91,6 +102,10 @@ def broadcast(ranks: int) -> Collective:
 
 def nothing(ranks: int) -> None:
     return None
+
+
+def fails(ranks: int) -> None:
+    raise ValueError("no\\nidea")
 '''
 
 

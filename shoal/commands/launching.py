@@ -28,7 +28,7 @@ from shoal.launch.losses.lost_workers import taking_back, tolerance_of
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
-from shoal.runtime.wording import counted, say
+from shoal.runtime.wording import counted, nearest, say
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
 from shoal.train.progress import ProgressBar
@@ -51,12 +51,10 @@ def _lab(address: str, config: RunConfig) -> Machines:
 # called with ADDRESS, which is empty without one, and the configuration of the run
 ENGINES: dict[str, Callable[[str, RunConfig], Machines]] = {"lab": _lab, "ray": _ray}
 
-_PRIVATE = frozenset({"lab"})  # their Machines have `is_private`
-
 
 def is_private(text: str) -> bool:
     """Whether no other user can read what the hosts of this engine send to each other."""
-    return text.partition("://")[0] in _PRIVATE
+    return text.partition("://")[0] == "lab"
 
 
 def check_engine(text: str) -> None:
@@ -66,9 +64,7 @@ def check_engine(text: str) -> None:
         return
     if name in ENGINES:
         raise BadInput(f"--on {text} lacks what comes after ://; --on {name} takes the default")
-    near = difflib.get_close_matches(name, ENGINES, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise BadInput(f"--on takes {' or '.join(ENGINES)}, not {text!r}{hint}")
+    raise BadInput(f"--on takes {' or '.join(ENGINES)}, not {text!r}; {nearest(name, ENGINES)}")
 
 
 def open_engine(text: str, config: RunConfig) -> Machines:

@@ -74,11 +74,22 @@ class RunOutcome:
 
     @property
     def against_single(self) -> str:
-        if self.loss_difference is not None and self.loss_difference <= EQUAL:
-            return f"equal ({self.loss_difference:.0e})"
+        """The difference to single, or what was measured where a strategy promises none."""
         if self.loss_difference is not None:
-            return f"differs by {self.loss_difference:.1%}"
-        return self._losses()
+            is_equal = self.loss_difference <= EQUAL
+            shown = f"{self.loss_difference:.0e}" if is_equal else f"{self.loss_difference:.1%}"
+            return f"equal ({shown})" if is_equal else f"differs by {shown}"
+        if self.loss is None:
+            return "the loss is not a finite number"
+        is_as_long = self.single_steps in (None, self.steps)
+        words = f"loss {self.loss:.3f}"
+        words += "" if is_as_long else f" after {counted(self.steps, 'step')}"
+        first, last = self.first_loss, self.training_loss
+        if first is not None and last is not None and last >= first:
+            words += f", at the start {first:.3f}"
+        if self.loss_gap is not None:
+            words += f", single {self.loss - self.loss_gap:.3f}"
+        return words if is_as_long else f"{words} after {self.single_steps}"
 
     @property
     def unmeasured(self) -> str | None:
@@ -88,21 +99,6 @@ class RunOutcome:
         return (
             f"{counted(self.steps, 'step')} at this number of --steps: too few to measure a speed"
         )
-
-    def _losses(self) -> str:
-        """What was measured, for strategies that promise no equal result."""
-        if self.loss is None:
-            return "the loss is not a finite number"
-        is_as_long = self.single_steps in (None, self.steps)
-        words = f"loss {self.loss:.3f}" + (
-            "" if is_as_long else f" after {counted(self.steps, 'step')}"
-        )
-        ends = (self.first_loss, self.training_loss)
-        if None not in ends and ends[1] >= ends[0]:  # type: ignore[operator]
-            words += f", at the start {self.first_loss:.3f}"
-        if self.loss_gap is not None:
-            words += f", single {self.loss - self.loss_gap:.3f}"
-        return words if is_as_long else f"{words} after {self.single_steps}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "against_single": self.against_single if self.ran else None}
@@ -128,20 +124,20 @@ def _measured(
     base_losses: Sequence[float],
 ) -> RunOutcome:
     strategy = as_strategy(run.strategy)
-    losses = reports[0]["losses"]
-    comparable = strategy.is_synchronous and strategy.reference != strategy
+    batches = strategy.sync_for(run.workers).batches
     evaluated = reports[0]["evaluated"]
-    ends = [_end(report["losses"]) for report in reports]
-    training = _mean([end for end in ends if end is not None])
+    last = [r["losses"][-max(1, int(LAST * len(r["losses"]))) :] for r in reports if r["losses"]]
+    training = _mean([fmean(losses) for losses in last])
     loss = evaluated.get("loss", training)
     rates = [r["samples_per_s"] for r in reports if r["samples_per_s"] is not None]
-    sent = [number for number in map(_bytes_sent, reports) if number is not None]
+    counts = [[sync.get("bytes_sent") for sync in report["sync"]] for report in reports]
+    sent = [sum(numbers) for numbers in counts if None not in numbers]  # if the strategy counts
     times = _times(Path(run.folder), reports)
-    batches = strategy.sync_for(run.workers).batches
     speed = steps_per_s(reports, batches is Batches.IN_TURNS)
     speed_up = speed / base.steps_per_s if base and base.steps_per_s and speed else None
     if batches is Batches.WHOLE_DATASET:
         speed_up = None  # a step is of the whole dataset
+    comparable = base and strategy.is_synchronous and strategy.reference != strategy
     return RunOutcome(
         run.strategy,
         run.workers,
@@ -158,7 +154,7 @@ def _measured(
         computing=_mean([t.computing for t in times]),
         waiting=_mean([t.exposed for t in times]),
         idle=_mean([t.idle for t in times]),
-        loss_difference=_difference(losses, base_losses) if base and comparable else None,
+        loss_difference=_difference(reports[0]["losses"], base_losses) if comparable else None,
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
         single_steps=base.steps if base else None,
     )
@@ -187,22 +183,12 @@ def losses_of(run: ComparedRun) -> list[float]:
 
 def _times(folder: Path, reports: Sequence[dict[str, Any]]) -> list[TimeShares]:
     """The time shares of each worker while its speed was measured."""
-    shares = []
     spans = read_spans(folder)
-    for report in reports:
-        if report["measured_ns"] is not None and report["rank"] in spans:
-            shares.append(time_shares_within(spans[report["rank"]], *report["measured_ns"]))
-    return shares
-
-
-def _bytes_sent(report: dict[str, Any]) -> int | None:
-    """None where the strategy does not count them."""
-    counts = [sync.get("bytes_sent") for sync in report["sync"]]
-    return None if None in counts else sum(counts)
-
-
-def _end(losses: Sequence[float]) -> float | None:
-    return fmean(losses[-max(1, int(LAST * len(losses))) :]) if losses else None
+    return [
+        time_shares_within(spans[report["rank"]], *report["measured_ns"])
+        for report in reports
+        if report["measured_ns"] is not None and report["rank"] in spans
+    ]
 
 
 def _difference(losses: Sequence[float], base: Sequence[float]) -> float | None:

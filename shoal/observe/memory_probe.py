@@ -10,7 +10,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -72,7 +71,13 @@ class ModelProbe:
         step.engine.loss = self._watched(step.engine.loss)
         stage = step.engine.stage
         stage.compute = self._watched(stage.compute)  # type: ignore[method-assign]
-        step.sync.finish = self._before(step.sync.finish)  # type: ignore[method-assign]
+        finish = step.sync.finish
+
+        def look_and_finish() -> None:
+            self.look()
+            finish()
+
+        step.sync.finish = look_and_finish  # type: ignore[method-assign]
         for sums in vars(step.sync).values():
             if isinstance(sums, CompressedSum):
                 sums.on_stage = self.look
@@ -91,27 +96,26 @@ class ModelProbe:
         counter = MemoryCounter()
         counts = dict.fromkeys(self._most, 0)
         counts["gathered"] = self._gathered()
+        held = [*step.model.parameters(), *step.model.buffers()]
         if isinstance(flat, ShardedParams):
-            counts["parameters"] = counter.add([flat.shard_data, *self._untrained()])
+            trained = {id(p) for p in flat.params}
+            held = [flat.shard_data, *(t for t in held if id(t) not in trained)]
         else:
-            model = step.model
-            counts["parameters"] = counter.add([flat.data, *model.parameters(), *model.buffers()])
+            held.append(flat.data)
+        counts["parameters"] = counter.add(held)
         grads = [p.grad for p in flat.params if p.grad is not None]
         grads += [] if arriving is None else [arriving]
         counts["gradients"] = counter.add(
             [*grads, *flat.grads.held(), *step.sync.gradient_tensors()]
         )
-        counts["optimizer"] = counter.add(_state_tensors(step.update.optimizer))
+        states = step.update.optimizer.state.values()
+        entries = [value for state in states for value in state.values()]
+        counts["optimizer"] = counter.add([one for one in entries if isinstance(one, Tensor)])
         for column, tensor in tensors_held_by(step.sync):
             counts[column] += counter.add([tensor])
         counts["shared"] += step.sync.shared_bytes()
         counts["server"] = counter.add(step.sync.server_tensors())
         return counts
-
-    def _untrained(self) -> list[Tensor]:
-        trained = {id(p) for p in self.step.flat.params}
-        tensors = [*self.step.model.parameters(), *self.step.model.buffers()]
-        return [t for t in tensors if id(t) not in trained]
 
     def _hook(self, p: nn.Parameter) -> Callable[[Tensor], None]:
         def look(grad: Tensor) -> None:
@@ -129,13 +133,6 @@ class ModelProbe:
         if not isinstance(flat, ShardedParams):
             return 0
         return flat.resident_bytes() - flat.shard_data.nbytes
-
-    def _before(self, function: Callable[[], None]) -> Callable[[], None]:
-        def looked() -> None:
-            self.look()
-            function()
-
-        return looked
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -186,8 +183,3 @@ class SavedBytes:
         self._references[key] -= 1
         if not self._references[key]:
             self._total -= num_bytes
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    entries = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in entries if isinstance(value, Tensor)]

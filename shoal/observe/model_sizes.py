@@ -55,12 +55,12 @@ def sizes_of(
         units=[[name_of[p] for p in unit.params] for unit in wrap_modules(model, trained)],
         state=state,
         first_state=first_state,
-        statistics=[b.nbytes for name, b in buffers.items() if name in kept and _is_running(name)],
+        statistics=[
+            b.nbytes
+            for name, b in buffers.items()
+            if name in kept and name.endswith(("running_mean", "running_var"))
+        ],
     )
-
-
-def _is_running(name: str) -> bool:
-    return name.endswith(("running_mean", "running_var"))
 
 
 def state_bytes(
@@ -110,10 +110,9 @@ def _forwards(model: nn.Module, stages: Stages | None, inputs: Tree) -> list[Cal
     if stages is None:
         return [lambda values: call_model(model, values)]
     names, values = stages.bind_inputs(inputs)
-    first = partial(stages.compute, 0, names)
-    others = [
-        partial(stages.compute, virtual, names) for virtual in range(1, stages.virtual_stages)
-    ]
+    first, *others = (
+        partial(stages.compute, virtual, names) for virtual in range(stages.virtual_stages)
+    )
     return [lambda _: first(values), *others]
 
 
@@ -130,12 +129,9 @@ def _saved_by(
             if number == len(forwards) - 1:
                 loss(values)
         yield saved.total
-        values = map_tensors(_received, values)
-
-
-def _received(tensor: Tensor) -> Tensor:
-    """What the next stage gets of an output: a tensor of its own."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        values = map_tensors(  # the next stage gets tensors of its own
+            lambda t: t.detach().clone().requires_grad_(t.requires_grad), values
+        )
 
 
 @contextmanager
@@ -170,15 +166,11 @@ class _MadeOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None and _is_torch_module(1):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_module = func is torch.empty and caller.startswith("torch.nn.modules.")
+        if is_module and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
-
-
-def _is_torch_module(above: int) -> bool:
-    """Whether the code so many calls above the caller is that of a module of torch."""
-    name = sys._getframe(above + 1).f_globals.get("__name__", "")
-    return bool(name.startswith("torch.nn.modules."))
 
 
 def loop_sizes(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[ModelSizes]:

@@ -80,8 +80,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """The points that lie in both; each list is sorted and without overlaps."""
     intervals = []
-    i = 0
-    j = 0
+    i = j = 0
     while i < len(a) and j < len(b):
         start = max(a[i][0], b[j][0])
         end = min(a[i][1], b[j][1])

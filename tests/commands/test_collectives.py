@@ -18,6 +18,9 @@ from shoal.errors import BadInput
 from shoal.schedules.collectives.catalog import algorithms, kinds
 from tests.commands.terminal import Answer, shoal
 from tests.products import few_or_all
+from tests.user_schedules import collectives
+
+__all__ = ["collectives"]  # a fixture
 
 
 def run(*arguments: str) -> Answer:
@@ -94,23 +97,10 @@ def test_show_gives_the_rounds_as_json_and_nothing_else() -> None:
     ]]  # fmt: skip
 
 
-OWN = """
-from shoal.schedules.collectives.collective import Collective, Transfer
-
-def swap(ranks):
-    return Collective("swap", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
-
-def half(ranks):
-    return Collective("half", 2, 1, [[Transfer(0, 1, 0, True)]])
-"""
-
-
-def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
-    right = run("show", "all_reduce", f"{file}:swap", "--ranks", "2", "--prove")
+def test_a_schedule_of_ones_own_is_proven_or_refused_with_1(collectives: Path) -> None:
+    right = run("show", "all_reduce", f"{collectives}:two_hops", "--ranks", "2", "--prove")
     assert right.exit_code == 0 and "is proven" in right.stdout
-    wrong = run("show", "all_reduce", f"{file}:half", "--ranks", "2", "--prove")
+    wrong = run("show", "all_reduce", f"{collectives}:half", "--ranks", "2", "--prove")
     assert wrong.exit_code == 1
     assert "at the end rank 0 lacks the contribution of rank 1 in chunk 0" in wrong.stderr
 

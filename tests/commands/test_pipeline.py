@@ -10,6 +10,9 @@ import pytest
 
 from shoal.schedules.pipelines.catalog import schedules
 from tests.commands.terminal import Answer, shoal
+from tests.user_schedules import pipelines
+
+__all__ = ["pipelines"]  # a fixture
 
 
 def run(*arguments: str) -> Answer:
@@ -78,33 +81,13 @@ def test_json_is_one_document_with_every_action() -> None:
     ]
 
 
-OWN = """
-from shoal.schedules.pipelines.actions import Action, ActionKind
-
-def backwards_last_first(stages, stage, microbatches):
-    order = [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
-    return order + [Action(ActionKind.BACKWARD, m) for m in reversed(range(microbatches))]
-
-def forgetful(stages, stage, microbatches):
-    return [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
-
-def looped(stages, stage, microbatches, chunks):
-    every = [Action(ActionKind.FORWARD, 0, c) for c in range(chunks)]
-    return every + [Action(ActionKind.BACKWARD, 0, c) for c in reversed(range(chunks))]
-"""
-
-
-def test_a_schedule_of_ones_own_is_drawn_or_refused(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
-    right = run("show", f"{file}:backwards_last_first", "--stages", "2", "--microbatches", "2")
+def test_a_schedule_of_ones_own_is_drawn_or_refused(pipelines: Path) -> None:
+    right = run("show", f"{pipelines}:zigzag", "--stages", "2", "--microbatches", "2")
     assert right.exit_code == 0 and "F0 F1 ·  ·  ·  B1─── B0───" in right.stdout
-    looped = run("show", f"{file}:looped", "--stages", "2", "--microbatches", "1", "--chunks", "3")
-    assert looped.exit_code == 0 and "B0.2" in looped.stdout
-    wrong = run("show", f"{file}:forgetful")
+    sizes = ("--stages", "2", "--microbatches", "1", "--chunks", "3")
+    assert "B0.2" in run("show", f"{pipelines}:looped", *sizes).stdout
+    wrong = run("show", f"{pipelines}:forgetful")
     assert wrong.exit_code == 1 and "stage 0 never does B0" in wrong.stderr
-    refused = run("show", f"{file}:nothing")
-    assert refused.exit_code == 2 and "own.py has no function nothing" in refused.stderr
 
 
 def test_times_may_have_a_unit() -> None:

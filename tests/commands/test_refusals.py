@@ -144,6 +144,8 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
             "its parts are the workers {0, 1}, {2, 3}",
         ),
         ("run train.py -n 2 -s 'ddp(algorithm=\"tre\")'", "did you mean 'tree'"),
+        ("run train.py -n 2 -s 'ddp(algorithm=\"no.py:f\")'", "there is no Python file no.py"),
+        ("verify train.py -n 2 -s 'pp(2, schedule=\"train.py:f\")'", "has no function f"),
         ("run train.py -n 2 -s single", "single runs on one worker"),
         ("run missing.py", "there is no script 'missing.py'"),
         ("run train.py -n 0", "Invalid value for '--workers'"),

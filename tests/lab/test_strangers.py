@@ -18,7 +18,7 @@ from shoal.lab.lab import build_lab, remove_lab
 from shoal.runtime.lab_files import FOLDER as LAB_FILES
 from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
-from tests.chaos.two_hosts import pieces_of
+from tests.cluster import pieces_of
 from tests.lab.attacked import AttackedLab, Told
 from tests.lab.stranger import ATTACKS
 from tests.launch.test_remote import open_places

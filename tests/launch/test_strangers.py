@@ -19,8 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from shoal.comm.store.client import GuardedStore
 from shoal.errors import ShoalError
 from shoal.runtime.secret import new_secret
-from tests.chaos.two_hosts import free_port, pieces_of
-from tests.cluster import Cluster, finish, start_rank
+from tests.cluster import Cluster, finish, free_port, pieces_of, start_rank
 from tests.namespaces import Sniffer, two_hosts, why_not
 
 pytestmark = [

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.two_hosts import free_port
-from tests.cluster import Cluster, finish
+from tests.cluster import Cluster, finish, free_port
 from tests.namespaces import two_hosts, why_not
 
 pytestmark = [
