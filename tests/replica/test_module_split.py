@@ -339,7 +339,7 @@ def test_a_stage_gets_what_it_uses() -> None:
         return counts
 
     assert sent() == [3, 5, 1]
-    stages.learn(stages.usage())
+    stages.learn(stages.usage(), [])
     assert sent() == [2, 2, 1]  # what the last layer returned, and what the first module did
 
 

@@ -42,7 +42,7 @@ def gpt(layers: int = 4) -> GPT:
 def test_no_cut_has_a_cheaper_dearest_part(case: tuple[list[int], list[int], int]) -> None:
     costs, places, parts = case
     places = [p for p in places if p < len(costs)]
-    found = balanced_split(costs, places, [1.0] * len(places), parts)
+    found = balanced_split(costs, places, [1.0] * len(places), parts, slack=0.0)
 
     def dearest(cuts: tuple[int, ...]) -> int:
         edges = [0, *cuts, len(costs)]
@@ -57,7 +57,7 @@ def test_no_cut_has_a_cheaper_dearest_part(case: tuple[list[int], list[int], int
 
 
 def test_among_equals_the_cheapest_cut_is_taken() -> None:
-    assert balanced_split([5, 0, 0, 5], [1, 2, 3], [3.0, 1.0, 2.0], 2) == [2]
+    assert balanced_split([5, 0, 0, 5], [1, 2, 3], [3.0, 1.0, 2.0], 2, slack=0.0) == [2]
 
 
 def test_a_gpt_is_cut_between_blocks() -> None:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.microbatch import call_model, fork_rng, preserve_modes
 from shoal.strategy.split_terms import Pp
+
+MUCH_CHEAPER = 0.85
+_DEEPEST = 3  # levels of blocks to look into
+_SLACK = 0.02  # how much more a stage may cost where fewer values cross the split points
+
+
+class Choice(NamedTuple):
+    """Where to split, in which row of operations or modules."""
+
+    cost: float  # of the most expensive stage
+    points: list[int]
+    row: Any
+
+
+def best_depth(choose: Callable[[int], Choice | None]) -> Choice | None:
+    """Between blocks, or inside of them where the most expensive stage gets much cheaper."""
+    best: Choice | None = None
+    for deeper in range(_DEEPEST):
+        choice = choose(deeper)
+        if choice is not None and (best is None or choice.cost < MUCH_CHEAPER * best.cost):
+            best = choice
+    return best
 
 
 def largest_cost(costs: Sequence[float], split_points: Sequence[int]) -> float:
@@ -29,16 +51,17 @@ def balanced_split(
     candidates: Sequence[int],
     prices: Sequence[float],
     stages: int,
-    slack: float = 0.0,
+    slack: float = _SLACK,
 ) -> list[int] | None:
     """`stages - 1` of the `candidates` (ascending) to split `costs` at; None if there are too few.
 
     The largest sum of a stage is as small as possible, or larger by at most `slack` of it. Among
     such splits the sum of their `prices` is the smallest.
     """
+    slight = max(1.0, sum(costs)) * 1e-6  # what has no weights takes some time, too
     sums = [0.0]
     for cost in costs:
-        sums.append(sums[-1] + cost)
+        sums.append(sums[-1] + cost + slight)
     ends = [*candidates, len(costs)]
     if len(candidates) < stages - 1:
         return None
@@ -100,51 +123,35 @@ def measured_by_rank_0(
         raise BadInput(
             f"{pp} measures the model: give job.step(…, example=inputs) the inputs of a batch"
         )
-    seconds = _as_tensor(model, {})
+    measured: dict[str, float] = {}
     if world.rank == 0:
         inputs = map_tensors(lambda t: t.to(device), example)
-        seconds = _as_tensor(model, module_seconds(model, inputs, device))
-    seconds = seconds.to(device)
+        measured = module_seconds(model, inputs, device)
+    names = [name for name, _ in model.named_modules()]
+    values = [measured.get(name, 0.0) for name in names]  # what was not called takes no time
+    seconds = torch.tensor(values, dtype=torch.float64, device=device)
     world.broadcast(seconds).wait()
-    return _by_name(model, seconds)
+    return dict(zip(names, seconds.tolist(), strict=True))
 
 
 @contextmanager
 def _timing(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
     measured: dict[str, float] = {}
     starts: dict[str, list[float]] = {}
-    hooks = []
 
     def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    def watch(name: str, module: nn.Module) -> None:
-        def begin(*_: Any) -> None:
-            starts.setdefault(name, []).append(now())
+    def begin(name: str, *_: Any) -> None:
+        starts.setdefault(name, []).append(now())
 
-        def end(*_: Any) -> None:
-            measured[name] = measured.get(name, 0.0) + now() - starts[name].pop()
+    def end(name: str, *_: Any) -> None:
+        measured[name] = measured.get(name, 0.0) + now() - starts[name].pop()
 
-        hooks.append(module.register_forward_pre_hook(begin))
-        hooks.append(module.register_forward_hook(end))
-
-    for name, module in model.named_modules():
-        watch(name, module)
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_pre_hook(partial(begin, name)).remove)
+            hooks.callback(module.register_forward_hook(partial(end, name)).remove)
         yield measured
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _as_tensor(model: nn.Module, seconds: dict[str, float]) -> Tensor:
-    """By the order of the model's modules, for sending; what was not called takes no time."""
-    names = [name for name, _ in model.named_modules()]
-    return torch.tensor([seconds.get(name, 0.0) for name in names], dtype=torch.float64)
-
-
-def _by_name(model: nn.Module, seconds: Tensor) -> dict[str, float]:
-    names = [name for name, _ in model.named_modules()]
-    return dict(zip(names, seconds.tolist(), strict=True))

@@ -80,11 +80,16 @@ def traced(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Gra
         raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
     try:
         with _nothing_kept(model):
-            return _traced_without_draws(model, opened, fixed or None)
+            for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers
+                with suppress(_DrewNumbers), tracing, _NothingRandom():
+                    return _traced_for_any_type(model, opened, fixed or None)
+            with tracing, _NothingRandom():
+                return _traced_for_any_type(model, opened, fixed or None)
     except Exception as error:  # whatever a forward does with what torch.fx gives it
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise Untraceable(
             f"the forward of {type(model).__name__} cannot be split into stages, since it "
-            f"depends on its input ({_first_line(error)}): put that code into a module of its own, "
+            f"depends on its input ({reason}): put that code into a module of its own, "
             "or make the model an nn.Sequential, or one with an nn.ModuleList of like blocks"
         ) from error
 
@@ -116,16 +121,6 @@ class _DrewNumbers(Exception):
         super().__init__("it draws random numbers outside of its modules")
 
 
-def _traced_without_draws(
-    model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
-) -> fx.Graph:
-    for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers meanwhile
-        with suppress(_DrewNumbers), tracing, _NothingRandom():
-            return _traced_for_any_type(model, opened, fixed)
-    with tracing, _NothingRandom():
-        return _traced_for_any_type(model, opened, fixed)
-
-
 def _traced_for_any_type(
     model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
 ) -> fx.Graph:
@@ -136,7 +131,7 @@ def _traced_for_any_type(
         with TypeQuestions(answer):
             other = _Tracer(opened).trace(model, fixed)
         if _operations(other) != _operations(graph):
-            raise TypeAsked(f"it asks for the type of {questions.asked}")
+            raise ValueError(f"it asks for the type of {questions.asked}")
     return graph
 
 
@@ -187,10 +182,6 @@ def _modes() -> tuple[Any, ...]:
     )
 
 
-class TypeAsked(Exception):
-    """A forward does something else for another type of a value, and a trace has no types."""
-
-
 class TypeQuestions:
     """Answers `isinstance` about traced values, in this thread: each has the type `answer`.
 
@@ -215,22 +206,13 @@ class TypeQuestions:
         found = self._isinstance(value, kinds)
         if found or type(value) is not fx.Proxy or threading.get_ident() != self._thread:
             return found
-        if _is_inside_torch(sys._getframe(1)):
+        # `torch.is_tensor` is a question of its caller; what else torch asks is its own affair
+        if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch."):
             return found
         self.asked = self.asked or value.node.name
         return self.answer is not None and issubclass(self.answer, kinds)
 
 
-def _is_inside_torch(frame: Any) -> bool:
-    """`torch.is_tensor` is a question of its caller; what else torch asks is its own affair."""
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.")
-
-
 def arguments_of(model: nn.Module) -> list[inspect.Parameter]:
     arguments = inspect.signature(model.forward).parameters.values()
     return [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import tensor_slots
 from shoal.replica.microbatch import preserve_modes
-from shoal.replica.pipeline.balance import balanced_split, largest_cost
+from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
 from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.kept_tensors import Slot, hidden, refusal
 from shoal.replica.pipeline.traced_forward import (
@@ -20,16 +20,7 @@ from shoal.replica.pipeline.traced_forward import (
     required_arguments,
 )
 
-_DEEPEST = 3  # levels of blocks to look into
-MUCH_CHEAPER = 0.85
 _WRONG_TYPE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-_SLACK = 0.02  # how much more a stage may cost where fewer values cross the split points
-
-
-class _Choice(NamedTuple):
-    cost: float  # of the most expensive stage
-    cuts: tuple[str, ...]
-    opened: set[str]
 
 
 class GraphSplit:
@@ -144,42 +135,39 @@ class GraphSplit:
         return dict(list(first_calls.items())[1:])
 
     def _choose(self) -> tuple[str, ...]:
-        """Between blocks, or inside of them where the most expensive stage gets much cheaper."""
-        best: _Choice | None = None
-        for deeper in range(_DEEPEST):
+        errors: list[BadInput] = []
+
+        def opened(deeper: int) -> Choice | None:
             self._open(modules_to_open(self.model, deeper=deeper))
             try:
-                choice = self._balance()
-            except BadInput:
-                if best is None and deeper == _DEEPEST - 1:
-                    raise
-                continue
-            if best is None or choice.cost < MUCH_CHEAPER * best.cost:
-                best = choice
-        assert best is not None
-        self._open(best.opened)
+                return self._balance()
+            except BadInput as error:
+                errors.append(error)
+                return None
+
+        best = best_depth(opened)
+        if best is None:
+            raise errors[-1]
+        self._open(best.row[0])
         self.cost = best.cost
-        return best.cuts
+        return tuple(best.row[1][index] for index in best.points)
 
     def _open(self, names: set[str]) -> None:
         self._opened = names
         self._traced.clear()
 
-    def _balance(self) -> _Choice:
+    def _balance(self) -> Choice:
         traced = self._trace(self._required)
         names = {index: name for name, index in self._candidates().items()}
         costs = [float(traced.cost(node, self._seconds)) for node in traced.nodes]
-        slight = max(1.0, sum(costs)) * 1e-6  # what has no weights takes some time, too
-        costs = [cost + slight for cost in costs]
         prices = [float(len(traced.live_values(index))) for index in names]
-        points = balanced_split(costs, list(names), prices, self.virtual_stages, slack=_SLACK)
+        points = balanced_split(costs, list(names), prices, self.virtual_stages)
         if points is None:
             raise BadInput(
                 f"{type(self.model).__name__} cannot be split into {self.virtual_stages} stages: "
                 f"its forward calls {len(names) + 1} modules with something to train"
             )
-        cuts = tuple(names[index] for index in points)
-        return _Choice(largest_cost(costs, points), cuts, self._opened)
+        return Choice(largest_cost(costs, points), points, (self._opened, names))
 
 
 def _is_in_graph(error: BaseException) -> bool:

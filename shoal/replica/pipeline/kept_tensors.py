@@ -28,7 +28,8 @@ class OnAnotherStage(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
-        found = _first((args, kwargs))
+        given = [*args, *(kwargs or {}).values()]
+        found = next(t for t in _tensors(given) if isinstance(t, OnAnotherStage))
         raise refusal(found.slot, found.stage)
 
     def __deepcopy__(self, memo: Any) -> OnAnotherStage:
@@ -64,14 +65,15 @@ def kept_tensors(model: nn.Module) -> dict[Slot, Any]:
     }
 
 
-def newly_kept(before: Mapping[Slot, Any], after: Mapping[Slot, Any]) -> list[Slot]:
-    """What was set in between; a list that has grown counts, too."""
-    return [slot for slot, value in after.items() if _ids(value) != _ids(before.get(slot))]
-
-
-def snapshot(kept: Mapping[Slot, Any]) -> dict[Slot, Any]:
-    """The values as they are now: lists may grow."""
+def snapshot(kept: Mapping[Slot, Any]) -> dict[Slot, list[Tensor]]:
+    """The tensors as they are now: lists may grow."""
     return {slot: list(_tensors(value)) for slot, value in kept.items()}
+
+
+def newly_kept(before: Mapping[Slot, list[Tensor]], after: Mapping[Slot, Any]) -> list[Slot]:
+    """What was set in between; a list that has grown counts, too."""
+    now = snapshot(after)
+    return [s for s in now if [id(t) for t in now[s]] != [id(t) for t in before.get(s, [])]]
 
 
 def hide(model: nn.Module, slots: Iterable[Slot], stage: int) -> None:
@@ -96,19 +98,9 @@ def hidden(model: nn.Module, slots: Iterable[Slot], stage: int) -> Iterator[None
             vars(model.get_submodule(name))[key] = value
 
 
-def _ids(value: Any) -> list[int]:
-    return [id(tensor) for tensor in _tensors(value)]
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif type(value) in (list, tuple, dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
-
-
-def _first(value: Any) -> OnAnotherStage:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return next(t for t in _tensors(value) if isinstance(t, OnAnotherStage))

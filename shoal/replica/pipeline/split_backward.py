@@ -61,7 +61,7 @@ class SplitBackward:
     def _full_backward(self) -> WeightGrads:
         if not self._roots:
             return []
-        weights = list(dict.fromkeys(_parameters_behind(self._roots)))
+        weights = _parameters_behind(self._roots)
         grads = torch.autograd.grad(self._roots, weights, self._grads, allow_unused=True)
         return [(w, g) for w, g in zip(weights, grads, strict=True) if g is not None]
 
@@ -146,11 +146,6 @@ def _weight(node: Node) -> Tensor | None:
         node = children[0][0]
 
 
-def nodes_behind(roots: Sequence[Tensor]) -> set[Node]:
-    """Every node of the graph that some tensors were computed by."""
-    return {node for node, _ in _walk(_outputs_of(roots))}
-
-
 def _parameters_behind(roots: Sequence[Tensor]) -> list[Tensor]:
     leaves = [node.variable for node, _ in _walk(_outputs_of(roots)) if hasattr(node, "variable")]
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    return [leaf for leaf in dict.fromkeys(leaves) if isinstance(leaf, nn.Parameter)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from shoal.replica.context.sequence_shard import SequenceContext, pack, unpack
 from shoal.replica.context.stage import shard_inputs
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes
+from shoal.replica.pipeline.balance import MUCH_CHEAPER
 from shoal.replica.pipeline.faithful_trace import Untraceable
-from shoal.replica.pipeline.graph_split import MUCH_CHEAPER, GraphSplit
+from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.kept_tensors import Slot, hide
 from shoal.replica.pipeline.replay.module_split import ModuleSplit
 from shoal.replica.pipeline.traced_forward import (
@@ -86,12 +88,15 @@ class Stages:
         given, arguments = self.bind_inputs(inputs)
         segment = self.segment(virtual, given)
         arguments = self._sharded(arguments)
-        values = self._unpacked(values) if virtual else self._sharded(values)
+        values = self._unpacked(values) if virtual else arguments
         if isinstance(self._split, GraphSplit):
             outputs = self._split.compute(segment, values)
         else:
-            outputs = segment(arguments) if virtual == 0 else segment(arguments, *values)
-        return outputs if virtual == self.virtual_stages - 1 else self._packed(outputs)
+            outputs = segment(arguments, *(values if virtual else ()))
+        if virtual == self.virtual_stages - 1:
+            return outputs
+        packed = outputs if self.context is None else pack(outputs)
+        return packed if self.tensor is None else self.tensor.pack(packed)
 
     def _sharded(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of the model with this worker's positions of sequences."""
@@ -100,12 +105,8 @@ class Stages:
         sharded: tuple[Any, ...] = shard_inputs(arguments, self.context)
         return sharded
 
-    def _packed(self, outputs: Tree) -> Tree:
-        """What goes to the same worker of another stage: plain tensors."""
-        packed = outputs if self.context is None else pack(outputs)
-        return packed if self.tensor is None else self.tensor.pack(packed)
-
     def _unpacked(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What came from the same worker of another stage as plain tensors."""
         unpacked: tuple[Any, ...] = values if self.tensor is None else self.tensor.unpack(values)
         return unpacked if self.context is None else unpack(unpacked, self.context)
 
@@ -122,14 +123,14 @@ class Stages:
         """What the virtual stages of this rank have used of others, as far as it is not learned."""
         return self._split.usage() if isinstance(self._split, ModuleSplit) else []
 
-    def learn(self, usage: Sequence[Any]) -> None:
-        """Send what the other stages use, by the usage of all ranks."""
+    def learn(self, usage: Sequence[Any], kept: Sequence[Sequence[Slot]]) -> None:
+        """Send what the other stages use, by the usage of all ranks.
+
+        A traced forward that uses what its modules set is refused; `kept` is by stage.
+        """
         if isinstance(self._split, ModuleSplit):
             self._split.learn(usage)
-
-    def check_kept(self, kept: Sequence[Sequence[Slot]]) -> None:
-        """Refuse a traced forward that uses what its modules set; `kept` is by stage."""
-        if isinstance(self._split, GraphSplit):
+        else:
             for stage, slots in enumerate(kept):
                 self._split.check_constants(slots, stage)
 
@@ -187,47 +188,27 @@ def split_model(
     It is split between modules, too, where that is much better balanced: inside of
     nn.TransformerEncoder, for example.
     """
+    graph: GraphSplit | None = None
     try:
-        graph = _traced_split(model, virtual_stages, cuts, seconds)
+        graph = GraphSplit(model, virtual_stages, cuts, seconds)
+        with preserve_modes(model):
+            for training in (True, False):
+                model.train(training)
+                for given in (required_arguments(model), *optional_calls(model)):
+                    graph.segment(0, given)
     except Untraceable:
         return ModuleSplit(model, virtual_stages, cuts, seconds)
-    except BadInput:
-        if cuts is not None:
-            raise
-        modules = _split_between_modules(model, virtual_stages, seconds)
-        if modules is None:
-            raise
-        return modules
+    except BadInput as error:
+        graph = None
+        refusal = error
     if cuts is None:
-        modules = _split_between_modules(model, virtual_stages, seconds)
-        if modules is not None and modules.cost < MUCH_CHEAPER * graph.cost:
-            return modules
+        with suppress(BadInput):
+            modules = ModuleSplit(model, virtual_stages, None, seconds)
+            if graph is None or modules.cost < MUCH_CHEAPER * graph.cost:
+                return modules
+    if graph is None:
+        raise refusal
     return graph
-
-
-def _traced_split(
-    model: nn.Module,
-    virtual_stages: int,
-    cuts: Sequence[str] | None,
-    seconds: Mapping[str, float] | None,
-) -> GraphSplit:
-    graph = GraphSplit(model, virtual_stages, cuts, seconds)
-    with preserve_modes(model):
-        for training in (True, False):
-            model.train(training)
-            graph.segment(0, required_arguments(model))
-            for given in optional_calls(model):
-                graph.segment(0, given)
-    return graph
-
-
-def _split_between_modules(
-    model: nn.Module, virtual_stages: int, seconds: Mapping[str, float] | None
-) -> ModuleSplit | None:
-    try:
-        return ModuleSplit(model, virtual_stages, None, seconds)
-    except BadInput:
-        return None
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

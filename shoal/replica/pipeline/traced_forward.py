@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import BadInput
-from shoal.replica.deferred_init import full_name
+from shoal.replica.deferred_init import full_name, is_in
 from shoal.replica.pipeline.faithful_trace import arguments_of, traced
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -55,7 +55,7 @@ class TracedForward:
     def first_call(self, name: str) -> int | None:
         """The index where the module `name`, or the first one inside it, is called first."""
         for index, node in enumerate(self.nodes):
-            if node.op == "call_module" and _is_in(str(node.target), name):
+            if node.op == "call_module" and is_in(str(node.target), name):
                 return index
         return None
 
@@ -193,7 +193,3 @@ def weights_of(module: nn.Module) -> Iterator[int]:
     for inner in module.modules():
         if not isinstance(inner, _LOOKUPS):
             yield from (p.numel() for p in inner.parameters(recurse=False))
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")

@@ -208,7 +208,6 @@ class StageShard(ReplicaShard):
         A model that is too large for that, or was built on the meta device, is trusted.
         """
         kept = self._rehearse(microbatches[0], engine)
-        self.stages.check_kept(kept)
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)
         size = sum(t.nbytes for t in state_of(self.model).values())
@@ -229,8 +228,9 @@ class StageShard(ReplicaShard):
                     engine.rehearse(micro.inputs)
         kept = newly_kept(before, kept_tensors(self.model))
         found = self._exchange([self.stages.usage(), kept])
-        self.stages.learn([one for usage, _ in found for one in usage])
-        return [[(name, key) for name, key in slots] for _, slots in found]
+        by_stage = [[(name, key) for name, key in slots] for _, slots in found]
+        self.stages.learn([one for usage, _ in found for one in usage], by_stage)
+        return by_stage
 
     def _exchange(self, tree: Tree) -> list[Tree]:
         """The trees of all stages, in their order, on every one."""

@@ -28,20 +28,8 @@ _DEEPEST = 4  # levels of attributes of objects that are looked into
 
 # operations that bring values of tensors into Python
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-)
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
+_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor"
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS.split()}
 _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
@@ -80,23 +68,26 @@ class Lineage:
             self.__enter__()
 
     def mark(self, tensor: Tensor, marks: frozenset[Mark]) -> None:
-        reference = _memory_of(tensor)
+        reference = memory_of(tensor)
         known = self._marks.get(reference.cdata, (reference, NONE))[1]
         self._marks[reference.cdata] = (reference, known | marks)
 
     def marks_of(self, value: Any) -> frozenset[Mark]:
         """The marks of all tensors in a value: in containers, and in attributes of objects."""
         found = NONE
-        for tensor in all_tensors(value):
-            found |= self._marks_of_tensor(tensor)
+        for tensor in all_tensors(value) if self._marks else ():
+            known = self._marks.get(memory_of(tensor).cdata)
+            found |= NONE if known is None else known[1]
         return found
 
-    def read(self, value: Any) -> None:
-        self._on_use(self.marks_of(value))
-
-    def wrote(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._on_write(tensor)
+    def reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the operations below autograd do not show: reads by Python, and writes before."""
+        if func in _READING_METHODS:
+            self._on_use(self.marks_of(args))
+        elif _writes(func) and args:
+            for tensor in (args[0], kwargs.get("out")):
+                if isinstance(tensor, Tensor):
+                    self._on_write(tensor)
 
     def computes(self, inputs: Any) -> None:
         for tensor in all_tensors(inputs):
@@ -112,12 +103,6 @@ class Lineage:
             self._on_use(marks)
         for tensor in [*_written(func, *inputs), *all_tensors(outputs)]:
             self.mark(tensor, marks)
-
-    def _marks_of_tensor(self, tensor: Tensor) -> frozenset[Mark]:
-        if not self._marks:
-            return NONE
-        known = self._marks.get(_memory_of(tensor).cdata)
-        return NONE if known is None else known[1]
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -136,8 +121,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Methods(TorchFunctionMode):
-    """What the operations below autograd do not show: reads by Python, and writes before them."""
-
     def __init__(self, lineage: Lineage):
         super().__init__()
         self._lineage = lineage
@@ -146,10 +129,7 @@ class _Methods(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _READING_METHODS:
-            self._lineage.read(args)
-        elif _writes(func) and args:
-            self._lineage.wrote([t for t in (args[0], kwargs.get("out")) if isinstance(t, Tensor)])
+        self._lineage.reads(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -170,7 +150,7 @@ def all_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
         yield from all_tensors(getattr(value, "__dict__", None), depth + 1)
 
 
-def _memory_of(tensor: Tensor) -> StorageWeakRef:
+def memory_of(tensor: Tensor) -> StorageWeakRef:
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
@@ -199,25 +179,20 @@ class CallRecord(NamedTuple):
     result: Any
     random: list[bytes] | None
 
-    def plain(self) -> tuple[Any, ...]:
-        return tuple(self)
-
 
 def pack_result(result: Any, module: nn.Module, name: str) -> Any:
     """A result as plain containers; dataclasses and named tuples by name and fields."""
     if isinstance(result, Tensor) or type(result) in _PLAIN:
         return result
+    keys = getattr(result, "_fields", None)
     if is_dataclass(result) and not isinstance(result, type):
-        items = {f.name: getattr(result, f.name, None) for f in fields(result)}
+        keys = [field.name for field in fields(result)]
+    if keys is not None:
         _class_of(type(result).__name__, module, name)
-        packed = {key: pack_result(value, module, name) for key, value in items.items()}
+        packed = {key: pack_result(getattr(result, key, None), module, name) for key in keys}
         return {_CLASS: type(result).__name__, "fields": packed}
     if isinstance(result, dict):
         return {key: pack_result(value, module, name) for key, value in result.items()}
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        _class_of(type(result).__name__, module, name)
-        packed = {key: pack_result(getattr(result, key), module, name) for key in result._fields}
-        return {_CLASS: type(result).__name__, "fields": packed}
     if isinstance(result, tuple | list):
         packed_items = [pack_result(item, module, name) for item in result]
         return packed_items if isinstance(result, list) else tuple(packed_items)

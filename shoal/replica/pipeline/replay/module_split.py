@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,16 +21,12 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
-from shoal.replica.deferred_init import tensor_slots
-from shoal.replica.pipeline.balance import balanced_split, largest_cost
+from shoal.replica.deferred_init import is_in, tensor_slots
+from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
 from shoal.replica.pipeline.replay.lineage import CallRecord, Mark
 from shoal.replica.pipeline.replay.segment import Learned, Replay
 from shoal.replica.pipeline.replay.units import SplitUnit, find_units
 from shoal.replica.pipeline.traced_forward import weights_of
-
-_DEEPEST = 3  # levels of blocks to look into
-_MUCH_CHEAPER = 0.85
-_SLACK = 0.02
 
 
 class ModuleSplit:
@@ -51,10 +48,10 @@ class ModuleSplit:
         self.units, points = self._check(cuts) if cuts is not None else self._choose(seconds)
         self.cuts = tuple(self.units[point].name for point in points)
         edges = [0, *points, len(self.units)]
-        self._stages: dict[nn.Module, set[int]] = {}
+        self.stages_of: dict[nn.Module, set[int]] = {}
         for virtual, (start, stop) in enumerate(pairwise(edges)):
             for unit in self.units[start:stop]:
-                self._stages.setdefault(unit.module, set()).add(virtual)
+                self.stages_of.setdefault(unit.module, set()).add(virtual)
         inside = {module for unit in self.units for module in unit.module.modules()}
         self.around = [module for module in model.modules() if module not in inside]
         self.cost = largest_cost([u.cost(seconds) for u in self.units], points)
@@ -62,22 +59,27 @@ class ModuleSplit:
     # ------------------------------------------------------------------ where it is split
 
     def _choose(self, seconds: Mapping[str, float] | None) -> tuple[list[SplitUnit], list[int]]:
-        """Between blocks, or inside of them where the most expensive stage gets much cheaper."""
-        best: tuple[float, list[SplitUnit], list[int]] | None = None
-        for deeper in range(_DEEPEST):
+        def balanced(deeper: int) -> Choice | None:
+            nonlocal units
             units = find_units(self.model, deeper=deeper)
-            points = self._balance(units, seconds)
-            if points is not None:
-                cost = largest_cost([unit.cost(seconds) for unit in units], points)
-                cost += self._cost_everywhere(units) if seconds is None else 0.0
-                if best is None or cost < _MUCH_CHEAPER * best[0]:
-                    best = (cost, units, points)
+            costs = [unit.cost(seconds) for unit in units]
+            trained = [i for i, u in enumerate(units) if u.is_trained and not u.is_repeated]
+            candidates = trained[1:]
+            prices = [1.0 if units[i].name[-1].isdigit() else 2.0 for i in candidates]
+            points = balanced_split(costs, candidates, prices, self.virtual_stages)
+            if points is None:
+                return None
+            everywhere = self._cost_everywhere(units) if seconds is None else 0.0
+            return Choice(largest_cost(costs, points) + everywhere, points, units)
+
+        units: list[SplitUnit] = []
+        best = best_depth(balanced)
         if best is None:
             raise BadInput(
                 f"{type(self.model).__name__} cannot be split into {self.virtual_stages} stages: "
                 f"it has {len(units)} modules with something to train"
             )
-        return best[1], best[2]
+        return best.row, best.points
 
     def _cost_everywhere(self, units: list[SplitUnit]) -> float:
         """That of weights that belong to no unit, which every stage holds."""
@@ -85,23 +87,9 @@ class ModuleSplit:
         owned = sum(unit.cost(None) for unit in modules.values())
         return max(0.0, float(sum(weights_of(self.model))) - owned)
 
-    def _balance(
-        self, units: list[SplitUnit], seconds: Mapping[str, float] | None
-    ) -> list[int] | None:
-        costs = [unit.cost(seconds) for unit in units]
-        slight = max(1.0, sum(costs)) * 1e-6
-        trained = [i for i, unit in enumerate(units) if unit.is_trained and not unit.is_repeated]
-        candidates = trained[1:]
-        prices = [1.0 if units[i].name[-1].isdigit() else 2.0 for i in candidates]
-        return balanced_split(
-            [cost + slight for cost in costs], candidates, prices, self.virtual_stages, _SLACK
-        )
-
     def _check(self, cuts: Sequence[str]) -> tuple[list[SplitUnit], list[int]]:
         units = find_units(self.model, cuts)
-        points = [
-            next((i for i, u in enumerate(units) if _is_in(u.name, name)), 0) for name in cuts
-        ]
+        points = [next((i for i, u in enumerate(units) if is_in(u.name, name)), 0) for name in cuts]
         needed = self.virtual_stages - 1
         if len(cuts) != needed or points != sorted(set(points)) or 0 in points:
             raise BadInput(
@@ -115,15 +103,12 @@ class ModuleSplit:
         """Modules were replaced in the model, as tensor parallelism does: units are those now."""
         present = {u.module: self.model.get_submodule(u.name) for u in self.units}
         self.units = [replace(unit, module=present[unit.module]) for unit in self.units]
-        self._stages = {present[module]: stages for module, stages in self._stages.items()}
-
-    def stages_of(self, module: nn.Module) -> set[int]:
-        return self._stages[module]
+        self.stages_of = {present[module]: stages for module, stages in self.stages_of.items()}
 
     def tensors_of(self, virtual: int) -> Iterator[Tensor]:
         """Those of its units, and those that belong to no unit: any stage may use them."""
         inside: dict[nn.Module, set[int]] = {}
-        for unit, stages in self._stages.items():
+        for unit, stages in self.stages_of.items():
             for module in unit.modules():
                 inside.setdefault(module, set()).update(stages)
         for slot in tensor_slots(self.model):
@@ -134,39 +119,30 @@ class ModuleSplit:
 
     def segment(self, virtual: int, given: tuple[str, ...]) -> Callable[..., Tree]:
         """A function from a batch's inputs, and from what a stage receives, to what it sends."""
-
-        def compute(inputs: tuple[Any, ...], received: Sequence[Any] = ()) -> Tree:
-            return self._compute(virtual, given, inputs, received)
-
-        return compute
+        return partial(self._compute, virtual, given)
 
     def _compute(
-        self, virtual: int, given: tuple[str, ...], inputs: tuple[Any, ...], received: Sequence[Any]
+        self,
+        virtual: int,
+        given: tuple[str, ...],
+        inputs: tuple[Any, ...],
+        received: Sequence[Any] = (),
     ) -> Tree:
         key = (given, self.model.training)
         learned = self._learned.get(key, {}).get(virtual)
         replay = Replay(self, virtual, [CallRecord(*record) for record in received], learned)
-        with self._without_caches():
-            outputs = replay.run(lambda: self._call(given, inputs), _device_of(inputs))
+        call = inspect.BoundArguments(self._signature, OrderedDict(zip(given, inputs, strict=True)))
+        devices = [t.device for t in tensors_of(inputs)] or [torch.device("cpu")]
+        with ExitStack() as stack:
+            for config in self._configs:  # keys and values for generating text are not kept
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
+            outputs = replay.run(lambda: self.model(*call.args, **call.kwargs), devices[0])
         if learned is None:
             used, modified = self._usage.setdefault(key, {}).setdefault(virtual, (set(), set()))
             used |= replay.used
             modified |= replay.modified
         return outputs if virtual == self.virtual_stages - 1 else (replay.message(),)
-
-    def _call(self, given: tuple[str, ...], inputs: tuple[Any, ...]) -> Tree:
-        pairs = OrderedDict(zip(given, inputs, strict=True))
-        bound = inspect.BoundArguments(self._signature, pairs)
-        return self.model(*bound.args, **bound.kwargs)
-
-    @contextmanager
-    def _without_caches(self) -> Iterator[None]:
-        """A model that keeps keys and values for generating text does not while it is split."""
-        with ExitStack() as stack:
-            for config in self._configs:
-                stack.callback(setattr, config, "use_cache", config.use_cache)
-                config.use_cache = False
-            yield
 
     # ------------------------------------------------------------------ what first batches show
 
@@ -205,15 +181,6 @@ class ModuleSplit:
         )
 
 
-def _is_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(module + ".")
-
-
 def _configs_with_caches(model: nn.Module) -> list[Any]:
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [c for c in configs.values() if getattr(c, "use_cache", None) is True]
-
-
-def _device_of(inputs: tuple[Any, ...]) -> torch.device:
-    tensors = tensors_of(inputs)
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -13,14 +13,14 @@ result, on the stage that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import BadInput, ShoalError
+from shoal.errors import ShoalError
 from shoal.replica.microbatch import default_generators
 from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.replay.lineage import (
@@ -30,27 +30,25 @@ from shoal.replica.pipeline.replay.lineage import (
     description_of,
     is_description,
     map_leaves,
+    memory_of,
     pack_result,
     unknown_values,
     unpack_result,
 )
-from shoal.replica.pipeline.replay.units import SplitUnit
+
+if TYPE_CHECKING:
+    from shoal.replica.pipeline.replay.module_split import ModuleSplit
 
 
 class LeftForward(BaseException):
     """A forward was left where a later stage begins."""
 
 
-class Plan(Protocol):
-    """What a replay has to know of the split."""
+class Learned(NamedTuple):
+    """What the first batch has shown: marks that later stages use; calls whose results change."""
 
-    model: nn.Module
-    units: list[SplitUnit]
-    around: list[nn.Module]  # the modules around units
-
-    def stages_of(self, module: nn.Module) -> set[int]: ...
-
-    def refused(self, what: str) -> BadInput: ...
+    used: set[Mark]
+    modified: set[tuple[int, int]]
 
 
 class Replay:
@@ -60,11 +58,16 @@ class Replay:
     """
 
     def __init__(
-        self, plan: Plan, virtual: int, received: Sequence[CallRecord], learned: Learned | None
+        self,
+        plan: ModuleSplit,
+        virtual: int,
+        received: Sequence[CallRecord],
+        learned: Learned | None,
     ):
         self._plan = plan
         self._virtual = virtual
         self._learned = learned
+        self._modified_before = set() if learned is None else learned.modified
         self._number_of = {unit.module: i for i, unit in reversed(list(enumerate(plan.units)))}
         self._received = list(received)
         self.records: list[CallRecord] = []
@@ -85,7 +88,15 @@ class Replay:
         """What the forward returns, or None where it is left for a later stage."""
         self._device = device
         self._generators = default_generators(device)
-        with replaced_forwards(self._replacements()), self.lineage:
+        with ExitStack() as stack:
+            for module in self._number_of:
+                replacement = self._replacement(module)
+                if "forward" in module.__dict__:
+                    stack.callback(module.__dict__.__setitem__, "forward", module.forward)
+                else:
+                    stack.callback(module.__dict__.pop, "forward")
+                module.__dict__["forward"] = replacement
+            stack.enter_context(self.lineage)
             try:
                 outputs = forward()
             except LeftForward:
@@ -93,9 +104,6 @@ class Replay:
         # the loss may use what the model itself has kept
         self._read(self.lineage.marks_of((outputs, kept_by(self._plan.around))))
         return outputs
-
-    def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:
-        return {module: self._replacement(module) for module in self._number_of}
 
     def _replacement(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
@@ -111,7 +119,7 @@ class Replay:
             if len(self.records) < len(self._received):
                 return self._replayed(module)
             marks = self.lineage.marks_of((args, kwargs))
-            stages = self._plan.stages_of(module)
+            stages = self._plan.stages_of[module]
             if self._virtual in stages:
                 self._use(marks)
                 return self._computed(module, original, args, kwargs)
@@ -186,10 +194,6 @@ class Replay:
 
     # ------------------------------------------------------------------ results between units
 
-    @property
-    def _modified_before(self) -> set[tuple[int, int]]:
-        return set() if self._learned is None else self._learned.modified
-
     def _hand_out(self, packed: Any, module: nn.Module, call: tuple[int, int]) -> Any:
         """A result for the code between units; a copy where that modifies it."""
         copies = self._learned is None or call in self._modified_before
@@ -211,7 +215,7 @@ class Replay:
         def note(leaf: Any, number: int) -> Any:
             mark = (*call, number)
             self.lineage.mark(leaf, frozenset({mark}))
-            self._memory[_address(leaf)] = mark
+            self._memory[memory_of(leaf).cdata] = mark
             return leaf
 
         map_leaves(note, handed)
@@ -247,7 +251,7 @@ class Replay:
 
     def _modify(self, tensor: Tensor) -> None:
         """A tensor is about to be written to."""
-        mark = self._memory.get(_address(tensor))
+        mark = self._memory.get(memory_of(tensor).cdata)
         if mark is None:
             return
         self.modified.add(mark[:2])
@@ -276,7 +280,7 @@ class Replay:
             return record._replace(result=map_leaves(keep, record.result))
 
         pairs = zip(self.records, self._calls, strict=True)
-        return [pruned(record, call).plain() for record, call in pairs]
+        return [tuple(pruned(record, call)) for record, call in pairs]
 
     def _needed(self, later: set[Mark]) -> set[Mark]:
         """What later stages used before, and what the call where this forward was left uses.
@@ -287,40 +291,10 @@ class Replay:
         made = set(self._calls)
         for number, count, _ in later:
             before = [call for call in self._calls if call[0] < number]
-            is_due = min(self._plan.stages_of(self._plan.units[number].module)) <= self._virtual
+            is_due = min(self._plan.stages_of[self._plan.units[number].module]) <= self._virtual
             if is_due and (number, count) not in made and before:
                 needed |= {(*before[-1], leaf) for leaf in range(_MOST_LEAVES)}
         return needed
 
 
 _MOST_LEAVES = 16  # tensors of a result that are sent where a unit was skipped
-
-
-class Learned:
-    """What the first batch has shown: marks that later stages use; calls whose results change."""
-
-    def __init__(self, used: set[Mark], modified: set[tuple[int, int]]):
-        self.used = used
-        self.modified = modified
-
-
-@contextmanager
-def replaced_forwards(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """These are called instead of the forward of modules, and not again in a recomputation."""
-    with ExitStack() as stack:
-        for module, call in calls.items():
-            stack.callback(_restore, module, dict(module.__dict__))
-            module.__dict__["forward"] = call
-        yield
-
-
-def _restore(module: nn.Module, before: dict[str, Any]) -> None:
-    if "forward" in before:
-        module.__dict__["forward"] = before["forward"]
-    else:
-        module.__dict__.pop("forward", None)
-
-
-def _address(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return int(tensor.untyped_storage()._cdata)

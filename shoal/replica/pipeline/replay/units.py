@@ -24,14 +24,6 @@ from shoal.runtime.decoders import parse_module
 _METADATA = {"dtype", "device", "shape", "size", "data"}
 
 
-def calls_in_order(module: nn.Module) -> list[str]:
-    """The attributes of self that `forward` calls, once for every place where it does.
-
-    Of two branches only one counts, and none that leaves the forward.
-    """
-    return _read(module).calls
-
-
 def _read(module: nn.Module) -> _Reader:
     kind: Any = type(module)
     return _read_class(kind)
@@ -45,7 +37,11 @@ def _read_class(kind: Any) -> _Reader:
 
 
 class _Reader(ast.NodeVisitor):
-    """Follows methods of the same file, and those of parents by super()."""
+    """Follows methods of the same file, and those of parents by super().
+
+    `calls` are the attributes of self that are called, once for every place. Of two branches only
+    one counts, and none that leaves the forward.
+    """
 
     def __init__(self, kind: type):
         self.names: list[str] = []
@@ -178,7 +174,7 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
         has_units = any(True for inner in child.children() for _ in inner.parameters())
         if child_name in opened and has_units:
             units += _units_in(child, child_name, opened)
-        elif any(True for _ in child.parameters()) and key not in read.weights:
+        elif next(child.parameters(), None) is not None and key not in read.weights:
             units.append(SplitUnit(child_name, child))
     if "get_input_embeddings" in read.names:  # of Hugging Face, wherever that module is
         embedding = module.get_input_embeddings()  # type: ignore[operator]
@@ -189,7 +185,7 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
 def _with_repeated(module: nn.Module, name: str, units: list[SplitUnit]) -> list[SplitUnit]:
     """The same units, and those that the forward calls again behind others."""
     by_name = {unit.name: unit for unit in units}
-    called = [full_name(name, key) for key in calls_in_order(module)]
+    called = [full_name(name, key) for key in _read(module).calls]
     called = [unit for unit in called if unit in by_name]
     after: dict[str, list[SplitUnit]] = {}
     for i, again in enumerate(called):
