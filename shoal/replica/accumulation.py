@@ -25,59 +25,70 @@ from shoal.schedules.pipelines.actions import Action, ActionKind
 _ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
-class StepAccumulation:
-    """`reduce_tied` adds up the gradients of weights that several stages hold.
+class Accumulation:
+    """`reduce_tied` adds up the gradients of weights that several stages of a pipeline hold."""
 
-    Stages other than the last have no loss: with `starts_at_zero` theirs is 0.
-    """
-
-    def __init__(
-        self,
-        flat: FlatParams,
-        reduce_tied: Callable[[], None] | None = None,
-        starts_at_zero: bool = False,
-    ):
+    def __init__(self, flat: FlatParams, reduce_tied: Callable[[], None] | None = None):
         self._flat = flat
         self._reduce_tied = reduce_tied
-        self._starts_at_zero = starts_at_zero
 
     def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
         self._on_bucket = on_bucket
-        self._total: Tensor | None = None
-        if self._starts_at_zero:
-            self._set_total(torch.zeros((), device=self._flat.device))
+        self._microbatches = microbatches
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
-        self._set_total(loss if self._total is None else self._total + loss)
+        raise NotImplementedError
+
+    def before(self, action: Action, is_last: bool) -> None:
+        return None
+
+    def after(self, action: Action, is_last: bool) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> Tensor:
+        raise NotImplementedError
+
+    def _arm(self) -> None:
+        self._flat.grads.arm(self._on_bucket)
+
+    def _flush(self) -> None:
+        if self._reduce_tied is not None:
+            self._reduce_tied()
+        self._flat.grads.flush()
+        self._flat.reshard()
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self._flat.device)
+
+
+class StepAccumulation(Accumulation):
+    """Stages of a pipeline other than the last have no loss: theirs is 0."""
+
+    def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
+        super().begin(on_bucket, microbatches)
+        self._total: Tensor | None = None
+        if self._reduce_tied is not None:
+            self.add_loss(0, self._zero())
+
+    def add_loss(self, microbatch: int, loss: Tensor) -> None:
+        self._total = loss if self._total is None else self._total + loss
+        self._flat.grads.record_loss(self._total)
 
     def before(self, action: Action, is_last: bool) -> None:
         if is_last:
-            self._flat.grads.arm(self._on_bucket)
+            self._arm()
 
     def after(self, action: Action, is_last: bool) -> None:
         if is_last:
-            if self._reduce_tied is not None:
-                self._reduce_tied()
-            self._flat.grads.flush()
-            self._flat.reshard()
+            self._flush()
 
     def finish(self) -> Tensor:
         assert self._total is not None
         return self._total
 
-    def _set_total(self, total: Tensor) -> None:
-        self._total = total
-        self._flat.grads.record_loss(total)
 
-
-class NoAccumulation:
+class NoAccumulation(Accumulation):
     """Every micro-batch is reduced by itself."""
-
-    def __init__(self, flat: FlatParams):
-        self._flat = flat
-
-    def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
-        self._on_bucket = on_bucket
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
         self._loss = loss
@@ -85,35 +96,26 @@ class NoAccumulation:
 
     def before(self, action: Action, is_last: bool) -> None:
         if action.kind in _ENDS_BACKWARD:
-            self._flat.grads.arm(self._on_bucket)
+            self._arm()
 
     def after(self, action: Action, is_last: bool) -> None:
         if action.kind in _ENDS_BACKWARD:
-            self._flat.grads.flush()
-            self._flat.reshard()
+            self._flush()
 
     def finish(self) -> Tensor:
         return self._loss
 
 
-class OrderedAccumulation:
+class OrderedAccumulation(Accumulation):
     """Gradients are kept apart by micro-batch and reported when all of them are there."""
 
-    def __init__(self, flat: FlatParams, reduce_tied: Callable[[], None]):
-        self._flat = flat
-        self._reduce_tied = reduce_tied
-
     def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
-        self._on_bucket = on_bucket
-        self._microbatches = microbatches
+        super().begin(on_bucket, microbatches)
         self._losses: dict[int, Tensor] = {}
         self.gradients: dict[int, dict[nn.Parameter, Tensor]] = {}
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
         self._losses[microbatch] = loss
-
-    def before(self, action: Action, is_last: bool) -> None:
-        return None
 
     def after(self, action: Action, is_last: bool) -> None:
         """Move what this action added from the parameters to its micro-batch."""
@@ -126,17 +128,12 @@ class OrderedAccumulation:
                 p.grad = None
 
     def finish(self) -> Tensor:
-        loss = torch.zeros((), device=self._flat.device)
+        loss = self._zero()
         for m in range(self._microbatches):
             for p, grad in self.gradients.pop(m, {}).items():
                 p.grad = grad
-            loss = self._losses.get(m, torch.zeros((), device=self._flat.device))
+            loss = self._losses.get(m, self._zero())
             self._flat.grads.record_loss(loss)
-            self._reduce_tied()
-            self._flat.grads.arm(self._on_bucket)
-            self._flat.grads.flush()
-            self._flat.reshard()
+            self._arm()
+            self._flush()
         return loss
-
-
-Accumulation = StepAccumulation | NoAccumulation | OrderedAccumulation

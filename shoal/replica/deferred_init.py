@@ -27,13 +27,18 @@ class DeferredInit:
 
     def __init__(self, model: nn.Module):
         """Take parameters off the meta device, without memory yet; tied ones stay tied."""
-        self._modules: dict[int, str] = {}
+        self._modules: set[int] = set()
         placeholders: dict[int, nn.Parameter] = {}
         for name, module in model.named_modules():
             tensors = [*module._parameters.values(), *module._buffers.values()]
             if any(t is not None and t.is_meta for t in tensors):
-                _check_initializable(name, module)
-                self._modules[id(module)] = name
+                if not callable(getattr(module, "reset_parameters", None)):
+                    raise BadInput(
+                        f"{name or 'the model'} ({type(module).__name__}) was built on the meta "
+                        "device and has no reset_parameters to fill it with: build the model on "
+                        "the CPU"
+                    )
+                self._modules.add(id(module))
                 _replace_meta_parameters(module, placeholders)
         for module in model.modules():  # it draws no numbers, and may be replaced before `fill`
             if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -44,8 +49,9 @@ class DeferredInit:
 
     def fill(self, module: nn.Module) -> None:
         """Give a module memory and its start values, if it has none yet."""
-        if self._modules.pop(id(module), None) is None:
+        if id(module) not in self._modules:
             return
+        self._modules.remove(id(module))
         for p in module._parameters.values():
             if p is not None and is_placeholder(p):
                 p.data = torch.empty(p.shape, dtype=p.dtype)
@@ -119,14 +125,6 @@ def full_name(prefix: str, key: str) -> str:
 def is_in(name: str, module: str) -> bool:
     """Whether it is the name of that module, or of something inside of it."""
     return name == module or not module or name.startswith(module + ".")
-
-
-def _check_initializable(name: str, module: nn.Module) -> None:
-    if not callable(getattr(module, "reset_parameters", None)):
-        raise BadInput(
-            f"{name or 'the model'} ({type(module).__name__}) was built on the meta device "
-            "and has no reset_parameters to fill it with: build the model on the CPU"
-        )
 
 
 def _replace_meta_parameters(module: nn.Module, placeholders: dict[int, nn.Parameter]) -> None:

@@ -296,10 +296,8 @@ def engine_of_model(
     stage: Stage | None = None,
 ) -> Engine:
     """The engine of a replica that is not pipelined; `stage` computes if it is not the model."""
-    every = options.every_microbatch
-    accumulation = NoAccumulation(flat) if every else StepAccumulation(flat)
-    whole = stage or Stage(model, flat.device)
-    return Engine(whole, loss, flat, actions, accumulation, options)
+    kind = NoAccumulation if options.every_microbatch else StepAccumulation
+    return Engine(stage or Stage(model, flat.device), loss, flat, actions, kind(flat), options)
 
 
 def _key(action: Action) -> Key:

@@ -169,15 +169,19 @@ def _number(value: Any, name: Any) -> Tensor:
     )
 
 
+def _signature_of(function: LossFunction) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return None
+
+
 def _check_arguments(function: LossFunction, count: int) -> None:
     """Raise `BadInput` if it cannot be called with so many arguments."""
-    called = function.forward if isinstance(function, nn.Module) else function
+    signature = _signature_of(function)
     try:
-        signature = inspect.signature(called)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*[None] * count)
+        if signature is not None:
+            signature.bind(*[None] * count)
     except TypeError as error:
         given = ["outputs", "targets"] if count == 2 else ["outputs", *"abcdefgh"[: count - 1]]
         raise BadInput(
@@ -188,12 +192,10 @@ def _check_arguments(function: LossFunction, count: int) -> None:
 
 def _takes_one(function: LossFunction) -> bool:
     """Whether the outputs are all that it takes."""
-    called = function.forward if isinstance(function, nn.Module) else function
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):
+    signature = _signature_of(function)
+    if signature is None:
         return False
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) < 2
+    kinds = [p.kind for p in signature.parameters.values()]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
+    return not takes_any and sum(kind in positional for kind in kinds) < 2

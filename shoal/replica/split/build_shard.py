@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, TensorSlot, with_values_of_rank_0
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.token_axes import TokenAxes, TokenAxis
-from shoal.strategy.split_terms import Ep, Tp
+from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -43,11 +42,19 @@ def build_shard(
     Stages and split layers are chosen while the model is complete. Tensors whose initialization
     is `deferred` are filled layer by layer, and those of other workers released.
     """
-    _check_built(strategy)
     pp = strategy.pp
     ep = strategy.ep if mesh.ep.size > 1 else None
     tp = strategy.tp if mesh.tp.size > 1 else None
-    mixtures = [] if ep is None else _mixtures(model, ep)
+    if tp is not None and tp.sequence and mesh.cp.size > 1:
+        raise NotBuilt(
+            f"{tp} + {strategy.cp} is not built: both divide the positions of a sequence; omit "
+            "sequence=True"
+        )
+    mixtures: list[Mixture] = []
+    if ep is not None:
+        from shoal.replica.expert.mixtures import mixtures_for
+
+        mixtures = mixtures_for(model, ep)
     roles = {} if tp is None else _roles(model, tp, mixtures)
     if pp is not None and mesh.pp.size > 1:
         from shoal.replica.split.stage_shard import StageShard
@@ -73,15 +80,14 @@ def build_shard(
     elif mesh.tp.size * mesh.ep.size * mesh.cp.size > 1:
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
     if mesh.cp.size > 1:
-        _split_sequences(shard, mesh.cp, not mixtures, say)
+        from shoal.replica.context.rules import sequence_context
+        from shoal.replica.expert.stacked import compute_positions_here
+
+        shard.split_sequences(sequence_context(mesh.cp.duplicate(), say))
+        if not mixtures:
+            compute_positions_here(model)
     shard.token_axes = TokenAxes(expert_axis, TokenAxis(mesh.cp))
     return shard
-
-
-def _mixtures(model: nn.Module, ep: Ep) -> list[Mixture]:
-    from shoal.replica.expert.mixtures import mixtures_for
-
-    return mixtures_for(model, ep)
 
 
 def _roles(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:
@@ -91,25 +97,3 @@ def _roles(model: nn.Module, tp: Tp, mixtures: list[Mixture]) -> Roles:
 
     roles = plan_of(model, tp)
     return {name: role for name, role in roles.items() if not in_listed_expert(name, mixtures)}
-
-
-def _split_sequences(
-    shard: ReplicaShard, group: Group, has_whole_experts: bool, say: Callable[[str], None]
-) -> None:
-    from shoal.replica.context.rules import sequence_context
-    from shoal.replica.expert.stacked import compute_positions_here
-
-    shard.split_sequences(sequence_context(group.duplicate(), say))
-    if has_whole_experts:
-        compute_positions_here(shard.model)
-
-
-def _check_built(strategy: Strategy) -> None:
-    cp = strategy.cp
-    if cp is None or cp.size == 1:
-        return
-    tp = strategy.tp
-    if tp is not None and tp.size > 1 and tp.sequence:
-        raise NotBuilt(
-            f"{tp} + {cp} is not built: both divide the positions of a sequence; omit sequence=True"
-        )

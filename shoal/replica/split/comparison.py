@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# as a part of the largest number
 _TOLERANCES = {torch.float64: 1e-6, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _NOISE = 1e-5  # of the largest gradient: what rounding leaves where the gradient is 0
 
@@ -28,11 +29,6 @@ class Computed(NamedTuple):
         return all(is_close(a, b) for a, b in zip(self.outputs, others, strict=True))
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """As a part of the largest number."""
-    return _TOLERANCES.get(dtype, 1e-3)
-
-
 def largest_of(values: Tensor) -> float:
     """Of the finite ones: a model may compute NaN for padding that nothing depends on."""
     finite = values[values.isfinite()]
@@ -46,7 +42,7 @@ def is_close(expected: Tensor, actual: Tensor, noise: float = 0.0, share: float 
     if not expected.numel():
         return True
     a = expected.double()
-    atol = tolerance_of(expected.dtype) * largest_of(a) + noise
+    atol = _TOLERANCES.get(expected.dtype, 1e-3) * largest_of(a) + noise
     close = torch.isclose(a, actual.double(), rtol=0.0, atol=atol, equal_nan=True)
     return bool(close.all()) if share == 1.0 else float(close.double().mean()) >= share
 

@@ -71,21 +71,18 @@ class ReplicaGradNorm:
         if self._shards is not None:
             self._shards.all_reduce(norms).wait()
         if self._tensor is not None:
-            norms = self._combine_slices(norms, self._tensor)
+            slices = [
+                index
+                for p, index in self._index_of.items()
+                if self._tensor.is_slice(p) and self._is_counted_here(p)
+            ]
+            norms = _combine(norms, slices, self._tensor.group)
         if self._experts is not None:
             norms = _combine(norms, self._experts.slice_indices, self._experts.group)
         if self._stages is not None:
             self._stages.all_reduce(norms).wait()
         total: Tensor = torch.linalg.vector_norm(norms)
         return total
-
-    def _combine_slices(self, norms: Tensor, tensor: TensorSplit) -> Tensor:
-        indices = [
-            index
-            for p, index in self._index_of.items()
-            if tensor.is_slice(p) and self._is_counted_here(p)
-        ]
-        return _combine(norms, indices, tensor.group)
 
 
 def _combine(norms: Tensor, indices: Sequence[int], group: Group) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.objects import PytreeChannel, all_equal
 from shoal.errors import BadInput, NotBuilt
 from shoal.pytree import Tree
-from shoal.replica.accumulation import Accumulation, OrderedAccumulation, StepAccumulation
+from shoal.replica.accumulation import OrderedAccumulation, StepAccumulation
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.engine import Engine, EngineOptions
@@ -27,7 +28,7 @@ from shoal.replica.split.shard import ReplicaGradNorm, ReplicaShard
 from shoal.replica.split.stage_check import StageCheck, evaluating
 from shoal.replica.split.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.schedules.pipelines.actions import ActionKind, Pipeline
+from shoal.schedules.pipelines.actions import ActionKind
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.split_terms import Pp
 
@@ -62,7 +63,8 @@ class TiedWeights:
             sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
             grads = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
             grads[rank] = p.grad
-            p.grad = _sum([grads[stage] for stage in holders])
+            present = [g for stage in holders if (g := grads[stage]) is not None]
+            p.grad = functools.reduce(torch.add, present) if present else None
             for message in sent:
                 message.wait()
 
@@ -75,14 +77,6 @@ class TiedWeights:
                     sent.wait()
             else:
                 tensors[p].copy_(self.channel.recv(holders[0], _TAG)[0])
-
-
-def _sum(grads: Sequence[Tensor | None]) -> Tensor | None:
-    total: Tensor | None = None
-    for grad in grads:
-        if grad is not None:
-            total = grad if total is None else total + grad
-    return total
 
 
 LARGEST_CHECKED_BYTES = 1 << 30
@@ -160,18 +154,10 @@ class StageShard(ReplicaShard):
         tied = {id(p) for p, _ in self.tied.tied}
         flat.grads.tied = {i for i, p in enumerate(flat.params) if id(p) in tied}
         options = replace(options, recompute=self.pp.recompute)
-        stage = self._stage(pipeline, flat, options)
-        accumulation = self._accumulation(flat, options)
-        return Engine(stage, loss, flat, actions, accumulation, options)
-
-    def _stage(self, pipeline: Pipeline, flat: FlatParams, options: EngineOptions) -> PipelineStage:
         messages = StageMessages(pipeline, self.channel, options.tracer)
-        return PipelineStage(self.stages, messages, flat, carries_rng=options.every_microbatch)
-
-    def _accumulation(self, flat: FlatParams, options: EngineOptions) -> Accumulation:
-        if options.every_microbatch:
-            return OrderedAccumulation(flat, self.tied.reduce_grads)
-        return StepAccumulation(flat, self.tied.reduce_grads, starts_at_zero=True)
+        stage = PipelineStage(self.stages, messages, flat, carries_rng=options.every_microbatch)
+        kind = OrderedAccumulation if options.every_microbatch else StepAccumulation
+        return Engine(stage, loss, flat, actions, kind(flat, self.tied.reduce_grads), options)
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         self.tied.synchronize_copies(tensors)

@@ -40,7 +40,9 @@ class TokenAxes:
 
     def attach(self, grads: GradBuckets) -> None:
         """Sum gradients before replicas synchronize them."""
-        if self.have_slices:
+        # where workers hold slices their buckets may differ, and tokens that travel in backward
+        # depend on the batch: so gradients are then summed behind it, parameter by parameter
+        if any(axis.has_slices for axis in self.axes):
             grads.before_flush = self._sum_at_parameters
         elif self.axes:
             grads.sum_gradients = self.sum_gradients
@@ -64,15 +66,6 @@ class TokenAxes:
             tensors = [grad for p, grad in grads.items() if not axis.is_slice(p)]
             _sum_in_place([*tensors, *([] if header is None else [header])], axis.group)
 
-    @property
-    def have_slices(self) -> bool:
-        """Whether workers hold different parameters, so that their buckets may differ.
-
-        What travels in backward (tokens) also depends on the batch, so that buckets are not full
-        at the same time. Gradients are then summed after backward, parameter by parameter.
-        """
-        return any(axis.has_slices for axis in self.axes)
-
     def sum_parameter_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Sum what backward has put at the parameters.
 
@@ -86,7 +79,8 @@ class TokenAxes:
             grads = []
             for p, count in zip(copies, arrived.tolist(), strict=True):
                 if count:
-                    p.grad = _plain(p)
+                    grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    p.grad = grad.to_dense() if grad.is_sparse else grad
                     grads.append(p.grad)
             _sum_in_place(grads, axis.group)
 
@@ -99,13 +93,6 @@ class TokenAxes:
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether the first rank of an axis holds it, too."""
         return any(axis.group.rank > 0 and not axis.is_slice(parameter) for axis in self.axes)
-
-
-def _plain(p: nn.Parameter) -> Tensor:
-    """The gradient of a parameter as a tensor that can be summed in place."""
-    if p.grad is None:
-        return torch.zeros_like(p)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad
 
 
 def _sum_in_place(tensors: Sequence[Tensor], group: Group) -> None:
