@@ -37,15 +37,9 @@ def _can_ring(q: SequenceShard, k: Any, v: Any, given: dict[str, Any]) -> bool:
     )
     if not has_positions or (mask is not None and (mask.requires_grad or mask.dim() < 2)):
         return False
-    leading = q.full_shape[:-2]
-    same = leading == k.full_shape[:-2] == v.full_shape[:-2]
-    shares_heads = bool(given.get("enable_gqa")) and _shares_heads(q, k, v)
-    return same or shares_heads
-
-
-def _shares_heads(q: SequenceShard, k: SequenceShard, v: SequenceShard) -> bool:
     a, b, c = (t.full_shape[:-2] for t in (q, k, v))
-    return a[:-1] == b[:-1] == c[:-1] and b[-1] == c[-1] and a[-1] % b[-1] == 0
+    shares_heads = bool(given.get("enable_gqa")) and a[:-1] == b[:-1] and a[-1] % b[-1] == 0
+    return b == c and (a == b or shares_heads)
 
 
 def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:

@@ -6,44 +6,37 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
+from shoal.pytree import map_tensors, tensors_of
+from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard, of_sequence
 from shoal.replica.context.spec import SequenceSpec
 from shoal.replica.split.mapping import sum_over_ranks
 from shoal.replica.split.sharded_tensor import NotAligned, ShardedCall
 
 
-def _per_position(op: ShardedCall, x: Any, last_dims: int, others: list[Any]) -> Any:
-    """A layer that looks at the last dimensions of each position."""
-    if not isinstance(x, SequenceShard) or x.spec.dim >= x.dim() - last_dims:
+def _per_position(op: ShardedCall, x: SequenceShard, last_dims: int) -> Any:
+    """A layer that looks at the last dimensions of each position; weights are not sharded."""
+    others = [t for t in tensors_of((op.args, op.kwargs)) if t is not x]
+    if x.spec.dim >= x.dim() - last_dims or any(isinstance(t, SequenceShard) for t in others):
         return NotImplemented
-    if any(isinstance(other, SequenceShard) for other in others):
-        return NotImplemented
-    args = tuple(arg.local if arg is x else arg for arg in op.args)
-    kwargs = {key: value.local if value is x else value for key, value in op.kwargs.items()}
-    return op.context.wrap(op.function(*args, **kwargs), x.spec)
+    args, kwargs = map_tensors(lambda t: t.local if t is x else t, (op.args, op.kwargs))
+    return x.like(op.function(*args, **kwargs))
 
 
-def _linear(op: ShardedCall) -> Any:
-    x = op.argument(0, "input")
-    return _per_position(op, x, 1, [op.argument(1, "weight"), op.argument(2, "bias")])
+def _linear(op: ShardedCall, x: SequenceShard) -> Any:
+    return _per_position(op, x, 1)
 
 
-def _norm(op: ShardedCall) -> Any:
-    shape = op.argument(1, "normalized_shape")
-    return _per_position(op, op.argument(0, "input"), len(shape), list(op.args[2:]))
+def _norm(op: ShardedCall, x: SequenceShard) -> Any:
+    return _per_position(op, x, len(op.argument(1, "normalized_shape")))
 
 
-def _embedding(op: ShardedCall) -> Any:
+def _embedding(op: ShardedCall, ids: SequenceShard) -> Any:
     """Rows of a table for the ids of each position; the table may be used in full elsewhere."""
-    ids = op.argument(0, "input")
-    if op.argument(3, "max_norm") is not None:
-        return NotImplemented
-    return _per_position(op, ids, 0, [op.argument(1, "weight")])
+    return _per_position(op, ids, 0) if op.argument(3, "max_norm") is None else NotImplemented
 
 
-def _one_hot(op: ShardedCall) -> Any:
-    classes = op.argument(1, "num_classes", -1)
-    return NotImplemented if classes == -1 else _per_position(op, op.args[0], 0, [])
+def _one_hot(op: ShardedCall, ids: SequenceShard) -> Any:
+    return _per_position(op, ids, 0) if op.argument(1, "num_classes", -1) != -1 else NotImplemented
 
 
 def _matmul(op: ShardedCall) -> Any:
@@ -63,24 +56,17 @@ def _matmul(op: ShardedCall) -> Any:
         left = a.full() if isinstance(a, SequenceShard) else a
         product = left @ b.local
         return op.context.wrap(product, b.spec.at(product.dim() - 1))
-    return _batched(op, a, b)
+    # positions among the dimensions before the matrices, as in an elementwise operation
+    alignment = SequenceAlignment(next(t for t in (a, b) if isinstance(t, SequenceShard)))
+    if alignment.from_end <= 2:
+        return NotImplemented
+    return alignment.wrap(alignment.local(a) @ alignment.local(b))
 
 
 def _contracts(a: SequenceShard, b: SequenceShard) -> bool:
     """Whether the product is a sum over positions."""
     is_inner = a.spec.dim == a.dim() - 1 and b.spec.dim == b.dim() - 2
     return is_inner and a.spec.same_positions(b.spec)
-
-
-def _batched(op: ShardedCall, a: Tensor, b: Tensor) -> Any:
-    """Positions among the dimensions before the matrices, as in an elementwise operation."""
-    alignment = SequenceAlignment(next(t for t in (a, b) if isinstance(t, SequenceShard)))
-    if alignment.from_end <= 2:
-        return NotImplemented
-    try:
-        return alignment.wrap(alignment.local(a) @ alignment.local(b))
-    except NotAligned:
-        return NotImplemented
 
 
 def _addmm(op: ShardedCall) -> Any:
@@ -103,11 +89,8 @@ def _einsum(op: ShardedCall) -> Any:
     leader = next(i for i, t in enumerate(operands) if isinstance(t, SequenceShard))
     spec = operands[leader].spec
     letter = terms[leader][spec.dim]
-    try:
-        pairs = zip(operands, terms, strict=True)
-        local = [_of_letter(op, t, term, letter, spec) for t, term in pairs]
-    except NotAligned:
-        return NotImplemented
+    pairs = zip(operands, terms, strict=True)
+    local = [_of_letter(op, t, term, letter, spec) for t, term in pairs]
     result = op.function(equation, *local)
     if letter in output:
         return op.context.wrap(result, spec.at(output.index(letter)))
@@ -130,11 +113,11 @@ def _of_letter(
 
 
 RULES = {
-    "linear": _linear,
-    "layer_norm": _norm,
-    "rms_norm": _norm,
-    "embedding": _embedding,
-    "one_hot": _one_hot,
+    "linear": of_sequence(_linear),
+    "layer_norm": of_sequence(_norm),
+    "rms_norm": of_sequence(_norm),
+    "embedding": of_sequence(_embedding),
+    "one_hot": of_sequence(_one_hot),
     **dict.fromkeys(["matmul", "__matmul__", "__rmatmul__", "bmm", "mm"], _matmul),
     "addmm": _addmm,
     "einsum": _einsum,

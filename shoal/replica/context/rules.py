@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from shoal.comm.group import Group
 from shoal.replica.context import attention, products, reductions, views
-from shoal.replica.context.reductions import LOSSES
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
-from shoal.replica.context.views import INDEXING
 from shoal.replica.split.sharded_tensor import ELEMENTWISE, METADATA, alike, drawn, on_itself
 
 _ITSELF = (
@@ -25,10 +23,8 @@ SequenceShard.rules = {
     **ELEMENTWISE,
     **dict.fromkeys(_RANDOM.split(), drawn),
     **views.RULES,
-    **INDEXING,
     **reductions.RULES,
     **products.RULES,
-    **LOSSES,
     **attention.RULES,
 }
 

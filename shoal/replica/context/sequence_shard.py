@@ -12,9 +12,10 @@ it, as that of a parameter is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,13 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, is_marked, map_leaves, tensors_of
 from shoal.replica.context.spec import SequenceSpec
 from shoal.replica.split.mapping import mapped
-from shoal.replica.split.sharded_tensor import Alignment, NotAligned, ShardedCall, ShardedTensor
+from shoal.replica.split.sharded_tensor import (
+    Alignment,
+    NotAligned,
+    Rule,
+    ShardedCall,
+    ShardedTensor,
+)
 from shoal.replica.tensor.rng import TensorParallelRng
 
 _IN_WRITTEN_ATTENTION = ("matmul", "bmm", "baddbmm", "einsum", "softmax")
@@ -96,13 +103,18 @@ class SequenceShard(ShardedTensor):
         """The same positions of what `function` makes of the ones here, in as many dimensions."""
         return self.like(function(self.local))
 
+    def wrap_along(self, result: Tensor, dims: Sequence[int]) -> SequenceShard:
+        """What was computed along other dimensions, which are not there any more or still are."""
+        removed = sum(d < self.spec.dim for d in dims) if result.dim() < self.dim() else 0
+        return self.context.wrap(result, self.spec.at(self.spec.dim - removed))
+
     def alignment(self) -> SequenceAlignment:
         if self.spec.size == 1:
             raise NotAligned
         return SequenceAlignment(self)
 
     @classmethod
-    def compute_in_full(cls, call: ShardedCall) -> object:
+    def compute_in_full(cls, call: ShardedCall) -> Any:
         first = call.args[0] if call.args else None
         context: SequenceContext = call.context
         sets = call.is_in_place or call.name.startswith("__set")
@@ -142,6 +154,16 @@ class SequenceAlignment(Alignment):
 
     def wrap(self, result: Tensor) -> SequenceShard:
         return self.context.wrap(result, self.spec.at(result.dim() - self.from_end))
+
+
+def of_sequence(rule: Callable[[ShardedCall, SequenceShard], Any]) -> Rule:
+    """A rule for operations whose first tensor is a sequence."""
+
+    def of_first(op: ShardedCall) -> Any:
+        x = op.argument(0, "input")
+        return rule(op, x) if isinstance(x, SequenceShard) else NotImplemented
+
+    return of_first
 
 
 def _advice(operation: str) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard
+from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard, of_sequence
 from shoal.replica.split.mapping import sum_over_ranks
-from shoal.replica.split.sharded_tensor import NotAligned, ShardedCall, map_results, reshaped
+from shoal.replica.split.sharded_tensor import Rule, ShardedCall, map_results, reshaped
 
 
-def _reshape(op: ShardedCall) -> Any:
+def _reshape(op: ShardedCall, x: SequenceShard) -> Any:
     """Positions stay together, or are gathered."""
-    x = op.args[0]
-    if not isinstance(x, SequenceShard) or any(isinstance(a, torch.dtype) for a in op.args):
+    if any(isinstance(a, torch.dtype) for a in op.args):
         return NotImplemented
     args = [a.full_shape if isinstance(a, SequenceShard) else a for a in op.args[1:]]
     old = x.full_shape
@@ -33,13 +31,11 @@ def _reshape(op: ShardedCall) -> Any:
     return made
 
 
-def _move(op: ShardedCall) -> Any:
+def _move(op: ShardedCall, x: SequenceShard) -> Any:
     """Dimensions change places, appear or vanish; sizes do not matter."""
-    x = op.args[0]
-    if not isinstance(x, SequenceShard) or x.spec.size == 1:
+    if x.spec.size == 1:
         return NotImplemented
-    shape = x.full_shape
-    tags = [1 if size == 1 else 2 + index for index, size in enumerate(shape)]
+    tags = [1 if size == 1 else 2 + index for index, size in enumerate(x.full_shape)]
     moved = op.function(torch.empty(tags, device="meta"), *op.args[1:], **op.kwargs).shape
     dim = list(moved).index(2 + x.spec.dim)
     made = op.context.wrap(op.function(x.local, *op.args[1:], **op.kwargs), x.spec.at(dim))
@@ -48,17 +44,17 @@ def _move(op: ShardedCall) -> Any:
     return made
 
 
-def _expand(op: ShardedCall) -> Any:
-    x = op.args[0]
-    if not isinstance(x, SequenceShard):
-        return NotImplemented
-    wanted = op.args[1:] or tuple(op.kwargs.values())
-    if isinstance(wanted[0], SequenceShard):
-        sizes = list(wanted[0].full_shape)
-    elif isinstance(wanted[0], Tensor):
-        sizes = list(wanted[0].shape)
-    else:
-        sizes = list(wanted if isinstance(wanted[0], int) else wanted[0])
+def _sizes(op: ShardedCall) -> list[int]:
+    """Given one by one, as a tuple, or as those of another tensor."""
+    given = op.args[1:] or tuple(op.kwargs.values())
+    if isinstance(given[0], int):
+        return list(given)
+    first = given[0].full_shape if isinstance(given[0], SequenceShard) else given[0]
+    return list(first.shape if isinstance(first, Tensor) else first)
+
+
+def _expand(op: ShardedCall, x: SequenceShard) -> Any:
+    sizes = _sizes(op)
     dim = len(sizes) - (x.dim() - x.spec.dim)
     if sizes[dim] not in (-1, x.spec.size) or x.spec.size == 1:
         return NotImplemented
@@ -66,42 +62,33 @@ def _expand(op: ShardedCall) -> Any:
     return op.context.wrap(x.local.expand(sizes), x.spec.at(dim))
 
 
+def _repeat(op: ShardedCall, x: SequenceShard) -> Any:
+    repeats = _sizes(op)
+    dim = len(repeats) - (x.dim() - x.spec.dim)
+    if dim < 0 or repeats[dim] != 1:
+        return NotImplemented
+    return op.context.wrap(x.local.repeat(repeats), x.spec.at(dim))
+
+
 @dataclass(frozen=True)
-class _Along:
+class Along:
     """An operation along `dim`, which is argument number `index`; `default` if it is not given."""
 
     index: int = 1
     default: int | None = None
 
     def __call__(self, op: ShardedCall) -> Any:
-        x = op.args[0] if op.args else op.kwargs.get("input")
-        dim = op.argument(self.index, "dim", self.default)
-        if not isinstance(x, SequenceShard) or not isinstance(dim, int) or op.is_in_place:
+        x = op.argument(0, "input")
+        given = op.argument(self.index, "dim", op.kwargs.get("axis", self.default))
+        is_dim = isinstance(given, (int, tuple, list)) and not isinstance(given, bool)
+        if not isinstance(x, SequenceShard) or not is_dim or op.is_in_place or "out" in op.kwargs:
             return NotImplemented
-        dim %= x.dim()
-        if dim == x.spec.dim:
+        dims = [d % x.dim() for d in ([given] if isinstance(given, int) else given)]
+        if x.spec.dim in dims or not dims:
             return NotImplemented
-        alignment = SequenceAlignment(x)
-        try:  # an index or a source has the shape of the first tensor
-            result = op.function(*alignment.locals(op.args), **alignment.locals(op.kwargs))
-        except NotAligned:
-            return NotImplemented
-        return map_results(lambda t: op.context.wrap(t, self._spec(x, t, dim)), result)
-
-    def _spec(self, x: SequenceShard, result: Tensor, dim: int) -> Any:
-        is_removed = result.dim() < x.dim()
-        return replace(x.spec, dim=x.spec.dim - int(is_removed and dim < x.spec.dim))
-
-
-def _index_select(op: ShardedCall) -> Any:
-    x = op.args[0]
-    dim = op.argument(1, "dim")
-    index = op.argument(2, "index")
-    if not isinstance(x, SequenceShard) or isinstance(index, SequenceShard):
-        return NotImplemented
-    if dim % x.dim() == x.spec.dim:
-        return NotImplemented
-    return op.context.wrap(op.function(x.local, dim, index), x.spec)
+        alignment = SequenceAlignment(x)  # an index or a source has the shape of the first tensor
+        result = op.function(*alignment.locals(op.args), **alignment.locals(op.kwargs))
+        return map_results(lambda t: x.wrap_along(t, dims), result)
 
 
 def _join(op: ShardedCall) -> Any:
@@ -114,82 +101,30 @@ def _join(op: ShardedCall) -> Any:
     if (not is_new and dim == first.spec.dim) or any(t.dim() != first.dim() for t in tensors):
         return NotImplemented
     alignment = SequenceAlignment(first)
-    try:
-        joined = op.function([alignment.local(t) for t in tensors], dim)
-    except NotAligned:
-        return NotImplemented
+    joined = op.function([alignment.local(t) for t in tensors], dim)
     at = first.spec.dim + int(is_new and dim <= first.spec.dim)
     return op.context.wrap(joined, first.spec.at(at))
 
 
-def _repeat(op: ShardedCall) -> Any:
-    x = op.args[0]
-    given = op.args[1:] or tuple(op.kwargs.values())
-    repeats = list(given if isinstance(given[0], int) else given[0])
-    if not isinstance(x, SequenceShard):
-        return NotImplemented
-    dim = len(repeats) - (x.dim() - x.spec.dim)
-    if dim < 0 or repeats[dim] != 1:
-        return NotImplemented
-    return op.context.wrap(x.local.repeat(repeats), x.spec.at(dim))
-
-
 def _repeat_interleave(op: ShardedCall) -> Any:
     is_plain = isinstance(op.argument(1, "repeats"), int)
-    return _Along(2)(op) if is_plain else NotImplemented
+    return Along(2)(op) if is_plain else NotImplemented
 
 
-_RESHAPES = "view reshape flatten unflatten view_as reshape_as ravel"
-_MOVES = (
-    "transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze t adjoint "
-    "__get__.T __get__.mT __get__.H __get__.mH"
-)
-RULES: dict[str, Callable[[ShardedCall], Any]] = {
-    **dict.fromkeys(_RESHAPES.split(), _reshape),
-    **dict.fromkeys(_MOVES.split(), _move),
-    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], _expand),
-    **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod"], _Along(1)),
-    "logcumsumexp": _Along(1),
-    "gather": _Along(1),
-    "take_along_dim": _Along(2),
-    "glu": _Along(1, -1),
-    "normalize": _Along(2, 1),
-    "sort": _Along(1, -1),
-    "argsort": _Along(1, -1),
-    "topk": _Along(2, -1),
-    "split": _Along(2, 0),
-    "chunk": _Along(2, 0),
-    "tensor_split": _Along(2, 0),
-    "unsafe_chunk": _Along(2, 0),
-    "unbind": _Along(1, 0),
-    "repeat_interleave": _repeat_interleave,
-    "roll": _Along(2),
-    "index_select": _index_select,
-    **dict.fromkeys(["cat", "concat", "concatenate", "stack"], _join),
-    "repeat": _repeat,
-}
+# ------------------------------------------------------------------ indexing
 
 
-def _getitem(op: ShardedCall) -> Any:
-    x, index = op.args
-    if not isinstance(x, SequenceShard):
-        return NotImplemented  # a plain tensor that is indexed by positions
+def _getitem(op: ShardedCall, x: SequenceShard) -> Any:
+    index = op.args[1]
     items = _spread(index if isinstance(index, tuple) else (index,), x.dim())
     if items is None or x.spec.outer * x.spec.inner != 1:
         return NotImplemented
-    if x.full_value is not None:
-        return _of_known(op, x, index, items)
-    return _take(op, x, items)
-
-
-def _of_known(op: ShardedCall, x: SequenceShard, index: Any, items: list[Any]) -> Any:
-    """Of an input all positions are here: no exchange is needed."""
-    assert x.full_value is not None
     made = _take(op, x, items)
-    full: Tensor = x.full_value[index]
-    if not isinstance(made, SequenceShard):
-        return full
-    made.full_value = full
+    if x.full_value is not None:  # of an input all positions are here: no exchange is needed
+        full: Tensor = x.full_value[index]
+        if not isinstance(made, SequenceShard):
+            return full
+        made.full_value = full
     return made
 
 
@@ -255,27 +190,48 @@ def _spread(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     return items + [slice(None)] * (dims - given)
 
 
-def _narrow(op: ShardedCall) -> Any:
-    x = op.args[0]
-    dim = op.argument(1, "dim")
-    start = op.argument(2, "start")
-    length = op.argument(3, "length")
-    if not isinstance(x, SequenceShard) or not isinstance(start, int):
+def _narrow(op: ShardedCall, x: SequenceShard) -> Any:
+    dim, start, length = op.argument(1, "dim"), op.argument(2, "start"), op.argument(3, "length")
+    if not isinstance(start, int):
         return NotImplemented
     start %= x.full_shape[dim]
-    return _index_one(op, dim, slice(start, start + length))
+    return _index_one(op, x, dim, slice(start, start + length))
 
 
-def _select(op: ShardedCall) -> Any:
-    return _index_one(op, op.argument(1, "dim"), op.argument(2, "index"))
+def _select(op: ShardedCall, x: SequenceShard) -> Any:
+    return _index_one(op, x, op.argument(1, "dim"), op.argument(2, "index"))
 
 
-def _index_one(op: ShardedCall, dim: int, item: Any) -> Any:
-    x = op.args[0]
-    if not isinstance(x, SequenceShard):
-        return NotImplemented
+def _index_one(op: ShardedCall, x: SequenceShard, dim: int, item: Any) -> Any:
     index = (slice(None),) * (dim % x.dim()) + (item,)
-    return _getitem(replace(op, args=(x, index), kwargs={}))
+    return _getitem(replace(op, args=(x, index), kwargs={}), x)
 
 
-INDEXING = {"__getitem__": _getitem, "narrow": _narrow, "select": _select}
+_RESHAPES = "view reshape flatten unflatten view_as reshape_as ravel"
+_MOVES = (
+    "transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze t adjoint "
+    "__get__.T __get__.mT __get__.H __get__.mH"
+)
+_ALONG = {
+    "softmax log_softmax softmin cumsum cumprod logcumsumexp gather": Along(1),
+    "take_along_dim roll norm linalg_vector_norm vector_norm": Along(2),
+    "glu sort argsort": Along(1, -1),
+    "normalize": Along(2, 1),
+    "topk": Along(2, -1),
+    "split chunk tensor_split unsafe_chunk": Along(2, 0),
+    "unbind": Along(1, 0),
+    "amax amin max min argmax argmin all any prod logsumexp var std median mode nansum nanmean "
+    "count_nonzero var_mean std_mean": Along(1),
+}
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_RESHAPES.split(), of_sequence(_reshape)),
+    **dict.fromkeys(_MOVES.split(), of_sequence(_move)),
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], of_sequence(_expand)),
+    **{name: rule for names, rule in _ALONG.items() for name in names.split()},
+    "repeat_interleave": _repeat_interleave,
+    **dict.fromkeys(["cat", "concat", "concatenate", "stack"], _join),
+    "repeat": of_sequence(_repeat),
+    "__getitem__": of_sequence(_getitem),
+    "narrow": of_sequence(_narrow),
+    "select": of_sequence(_select),
+}

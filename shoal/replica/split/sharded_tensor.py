@@ -61,7 +61,7 @@ Rules = Mapping[str, Rule]
 
 
 class NotAligned(Exception):
-    """A tensor that does not fit beside a shard; torch will say so in its own words."""
+    """A tensor does not fit beside a shard: the operation is computed in full."""
 
 
 class Alignment:
@@ -82,7 +82,7 @@ class Alignment:
 class ShardedTensor(Tensor):
     """Its memory is this rank's shard; `shape` is that of the full tensor.
 
-    A rule returns NotImplemented where it needs the full tensor after all.
+    A rule returns NotImplemented, or raises `NotAligned`, where it needs the full tensor after all.
     """
 
     rules: ClassVar[Rules] = {}
@@ -127,7 +127,10 @@ class ShardedTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             rules = leader.rules
             rule = rules.get(call.name) or rules.get(call.base_name)
-            result = NotImplemented if rule is None else rule(call)
+            try:
+                result = NotImplemented if rule is None else rule(call)
+            except NotAligned:
+                result = NotImplemented
             return leader.compute_in_full(call) if result is NotImplemented else result
 
 
@@ -230,11 +233,8 @@ METADATA: dict[str, Rule] = {
 def elementwise(call: ShardedCall) -> Any:
     if call.is_in_place:
         return _in_place(call)
-    try:
-        alignment = call.leader.alignment()
-        result = call.function(*alignment.locals(call.args), **alignment.locals(call.kwargs))
-    except NotAligned:
-        return NotImplemented
+    alignment = call.leader.alignment()
+    result = call.function(*alignment.locals(call.args), **alignment.locals(call.kwargs))
     return map_results(alignment.wrap, result)
 
 
@@ -243,22 +243,13 @@ def _in_place(call: ShardedCall) -> Any:
     first = call.args[0]
     if not isinstance(first, ShardedTensor):
         return call.function(first, *full_tensors(call.args[1:]), **full_tensors(call.kwargs))
-    tensors = tensors_of((call.args, call.kwargs))
-    if any(_dims(t) > len(first.full_shape) for t in tensors):
-        return NotImplemented
-    try:
-        alignment = first.alignment()
-        others = alignment.locals(call.args[1:])
-        named = alignment.locals(call.kwargs)
-    except NotAligned:
-        return NotImplemented
-    call.function(first, *others, **named)
+    for t in tensors_of((call.args, call.kwargs)):
+        if len(t.full_shape if isinstance(t, ShardedTensor) else t.shape) > len(first.full_shape):
+            return NotImplemented
+    alignment = first.alignment()
+    call.function(first, *alignment.locals(call.args[1:]), **alignment.locals(call.kwargs))
     first.full_value = None
     return first
-
-
-def _dims(tensor: Tensor) -> int:
-    return len(tensor.full_shape) if isinstance(tensor, ShardedTensor) else tensor.dim()
 
 
 def drawn(call: ShardedCall) -> Any:
