@@ -32,7 +32,7 @@ from shoal.plan.workloads.workload import HeldTensor, Precision, SplitLimits
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.flat.params import FlatParams
-from shoal.replica.fsdp.wrapping import wrap_modules
+from shoal.replica.fsdp.unit_gather import wrap_modules
 from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.replica.tensor.plan import plan_of
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig

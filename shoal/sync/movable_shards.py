@@ -22,8 +22,7 @@ from shoal.comm.objects import PytreeChannel
 from shoal.errors import BadInput, ShoalError
 from shoal.pytree import map_tensors
 from shoal.replica.flat.params import FlatParams
-from shoal.replica.fsdp.held_shards import HeldShards
-from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.schedules.buffer_layout import shard_transfers, surviving_holders
 from shoal.sync.gather_optimizer import (
     State,

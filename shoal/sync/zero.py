@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat.params import FlatParams
-from shoal.replica.fsdp.held_shards import HeldShards
-from shoal.replica.fsdp.sharded_params import ShardedParams
+from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms.zero import Zero

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, Size
-from shoal.replica.fsdp.wrapping import wrap_modules
+from shoal.replica.fsdp.unit_gather import wrap_modules
 from tests.conftest import World
 from tests.models import mlp
 from tests.splitting import job_of

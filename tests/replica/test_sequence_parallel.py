@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.tensor.mappings import gather_sequence, reduce_scatter
+from shoal.replica.split.mapping import gather_sequence, reduce_scatter
+from shoal.replica.tensor.activations import SequenceParallelTensor, pack, unpack
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor, pack, unpack
 from shoal.replica.tensor.shard_spec import ShardSpec
 from tests.conftest import World, run_world
 

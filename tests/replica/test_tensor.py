@@ -15,13 +15,13 @@ from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
+from shoal.replica.split.mapping import copy, gather, reduce, scatter
+from shoal.replica.tensor.activations import VocabParallelLogits
 from shoal.replica.tensor.linear import VocabularyEmbedding
-from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
 from shoal.replica.tensor.plan import plan_of
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import HeadSplit
 from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
-from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.models import samples
@@ -97,7 +97,7 @@ def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.Mon
         gathers.append(spec)
         return gather(x, spec, group)
 
-    monkeypatch.setattr("shoal.replica.tensor.vocab_parallel.gather", noting)
+    monkeypatch.setattr("shoal.replica.tensor.activations.gather", noting)
     generator = torch.Generator().manual_seed(0)
     values = 50 * torch.randn(2, 5, 7, generator=generator)
     targets = torch.randint(0, 7, (2, 5), generator=generator)

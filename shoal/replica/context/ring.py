@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.replica.context.spec import SequenceSpec
+from shoal.replica.context.sequence_shard import SequenceSpec
 from shoal.schedules.ring_attention import Hop, RingAttention
 from shoal.transport.transport import Work
 

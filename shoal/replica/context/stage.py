@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
+from shoal.replica.engine import Stage
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.split.sharded_tensor import full_tensors
-from shoal.replica.stage import Stage
 from shoal.schedules.pipelines.actions import Action
 
 

@@ -223,7 +223,7 @@ _ALONG = {
     "amax amin max min argmax argmin all any prod logsumexp var std median mode nansum nanmean "
     "count_nonzero var_mean std_mean": Along(1),
 }
-RULES: dict[str, Rule] = {
+VIEWS: dict[str, Rule] = {
     **dict.fromkeys(_RESHAPES.split(), of_sequence(_reshape)),
     **dict.fromkeys(_MOVES.split(), of_sequence(_move)),
     **dict.fromkeys(["expand", "expand_as", "broadcast_to"], of_sequence(_expand)),

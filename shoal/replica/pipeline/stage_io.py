@@ -17,10 +17,10 @@ from torch import Tensor
 from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.pytree import Tree
 from shoal.replica.context.stage import in_full
+from shoal.replica.engine import Stage
 from shoal.replica.flat.params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.stage import Stage
 from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines.actions import (
     Action,

@@ -18,13 +18,9 @@ from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch import call_arguments, preserve_modes
 from shoal.replica.pipeline.balance import MUCH_CHEAPER
 from shoal.replica.pipeline.faithful_trace import Untraceable
-from shoal.replica.pipeline.graph_split import GraphSplit
+from shoal.replica.pipeline.graph_split import GraphSplit, optional_calls, required_arguments
 from shoal.replica.pipeline.kept_tensors import Slot, hide
 from shoal.replica.pipeline.replay.module_split import ModuleSplit
-from shoal.replica.pipeline.traced_forward import (
-    optional_calls,
-    required_arguments,
-)
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines.actions import locate
 

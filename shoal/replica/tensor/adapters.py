@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.pytree import map_tensors
+from shoal.replica.split.mapping import copy, reduce
 from shoal.replica.split.sharded_tensor import full_activations
 from shoal.replica.tensor.linear import ColumnLinear, is_transformers
-from shoal.replica.tensor.mappings import copy, reduce
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import Role
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
+from shoal.replica.split.mapping import copy, gather, reduce
+from shoal.replica.tensor.activations import SequenceParallelTensor
 from shoal.replica.tensor.linear import RowLinear, TensorParallelLayer
-from shoal.replica.tensor.mappings import copy, gather, reduce
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
 from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 
 

@@ -16,12 +16,11 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.replica.context.sequence_shard import SequenceShard
+from shoal.replica.split.mapping import copy, gather, reduce, scatter
 from shoal.replica.split.sharded_tensor import full_activations
-from shoal.replica.tensor.mappings import copy, gather, reduce, scatter
+from shoal.replica.tensor.activations import SequenceParallelTensor, VocabParallelLogits
 from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.sequence_parallel import SequenceParallelTensor
 from shoal.replica.tensor.shard_spec import ShardSpec
-from shoal.replica.tensor.vocab_parallel import VocabParallelLogits
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class TensorParallelLayer(nn.Module):
 
     `specs` says how each of its parameters is sharded; one that is not named is complete on every
     rank. With `is_sequence_parallel`, sums over ranks stay sharded: each rank has some positions
-    (see `sequence_parallel.py`).
+    (see `activations.py`).
     """
 
     is_sequence_parallel = False

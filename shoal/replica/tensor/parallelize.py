@@ -20,6 +20,7 @@ from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.split.attributes import copy_structure
 from shoal.replica.split.token_axes import apply_flat
+from shoal.replica.tensor.activations import pack, unpack
 from shoal.replica.tensor.adapters import adapt, change_in_place
 from shoal.replica.tensor.attention import ParallelAttention
 from shoal.replica.tensor.linear import (
@@ -33,7 +34,6 @@ from shoal.replica.tensor.linear import (
 )
 from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
-from shoal.replica.tensor.sequence_parallel import pack, unpack
 from shoal.replica.tensor.shard_spec import ShardSpec, SlicedTensors
 
 
