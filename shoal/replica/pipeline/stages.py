@@ -84,7 +84,7 @@ class Stages:
         given, arguments = self.bind_inputs(inputs)
         segment = self.segment(virtual, given)
         arguments = self._sharded(arguments)
-        values = self._unpacked(values) if virtual else arguments
+        values = self._unpacked(values) if virtual else self._sharded(values)
         if isinstance(self._split, GraphSplit):
             outputs = self._split.compute(segment, values)
         else:
