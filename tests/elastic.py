@@ -90,7 +90,6 @@ class Workers:
     dies: dict[GroupMember, tuple[int, str]] = field(default_factory=dict)  # in which call
     dies_in: dict[GroupMember, tuple[int, int, str]] = field(default_factory=dict)
     """In which generation, and in which call of it."""
-    samples: dict[int, list[float]] = field(default_factory=dict)  # by step
     used: dict[int, set[int]] = field(default_factory=dict)  # step -> workers
     results: dict[int, Any] = field(default_factory=dict)  # by worker
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -158,14 +157,6 @@ class Workers:
         """End the life of the worker that calls it."""
         raise Killed
 
-    def note(self, job: Job, step: int, rows: Tensor) -> None:
-        """These rows were trained on in this step."""
-        with self.lock:
-            self.samples.setdefault(step, []).extend(
-                (rows[:, 0] * BATCH * PER_EPOCH).round().tolist()
-            )
-            self.used.setdefault(step, set()).add(job.rank)
-
     def board(self, member: GroupMember) -> Board:
         return FileBoard(self.run_dir.members(1), self.run_dir)
 
@@ -227,13 +218,6 @@ def built(make: Callable[[], nn.Module] = mlp) -> nn.Module:
 
 def weights(step: Any) -> list[Tensor]:
     return [tensor.clone() for tensor in step.model.state_dict().values()]
-
-
-def each_once(workers: Workers) -> Iterator[list[float]]:
-    """The samples of every epoch, sorted."""
-    for epoch in range(EPOCHS):
-        steps = range(epoch * PER_EPOCH, (epoch + 1) * PER_EPOCH)
-        yield sorted(sample for step in steps for sample in workers.samples[step])
 
 
 def wait_for_request(job: Job) -> None:

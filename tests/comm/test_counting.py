@@ -32,8 +32,10 @@ CALLS: dict[str, Callable[[Group], Work]] = {
     "all_gather": lambda g: g.all_gather(torch.empty(12 * g.size), torch.ones(12)),
     "reduce_scatter": lambda g: g.reduce_scatter(torch.empty(12), torch.ones(12 * g.size)),
     "all_to_all": lambda g: g.all_to_all(torch.empty(12 * g.size), torch.ones(12 * g.size)),
+    "star": lambda g: g.all_reduce(torch.ones(12 * g.size)),
 }
-ALGORITHMS = {**dict.fromkeys(CALLS, "ring"), "all_to_all": "direct"}
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+ALGORITHMS = {**dict.fromkeys(RINGS, "ring"), "all_to_all": "direct"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -44,7 +46,8 @@ def test_the_count_is_what_leaves_a_rank(world: World, name: str, size: int) -> 
     def body(group: Group) -> tuple[int, int]:
         transport = Metered(boxes, group.rank)
         counted = SentBytes()
-        CALLS[name](Group(Scheduled(transport, ALGORITHMS, link=Link()), sent=counted)).wait()
+        algorithms = {**ALGORITHMS, **({"all_reduce": "star"} if name == "star" else {})}
+        CALLS[name](Group(Scheduled(transport, algorithms, link=Link()), sent=counted)).wait()
         return counted.total, transport.sent
 
     for counted, sent in world(size, body):

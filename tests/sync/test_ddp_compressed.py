@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from shoal.strategy.sync_terms.ddp import Ddp
 from shoal.sync.base import plan_for
 from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
 from shoal.train.checkpoints.files import read
+from shoal.train.job import Job
 from shoal.train.step.step import Step, StepOptions
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import Partly, mlp, samples
 from tests.sync.compressing import (
     METHODS,
@@ -92,16 +95,12 @@ def test_replicas_hold_the_same_bits_and_learn(world: World, method: str, bucket
 
 
 def test_a_parameter_without_a_gradient_is_left_alone(world: World) -> None:
-    models = [Partly(), Partly()]
+    def look(job: Job, step: Any, losses: Any) -> Any:
+        return step.model
 
-    def body(group: Group) -> None:
-        job, step = start(group, 'ddp(compress="onebit")', models[group.rank])
-        for batch in job.batches(samples(20), 10):
-            step(batch)
-
-    world(2, body)
-    assert torch.equal(models[0].unused.weight, Partly().unused.weight)
-    assert not torch.equal(models[0].used.weight, Partly().used.weight)
+    model, _ = after_training(world, 2, 'ddp(compress="onebit")', look, make=Partly)
+    assert torch.equal(model.unused.weight, Partly().unused.weight)
+    assert not torch.equal(model.used.weight, Partly().used.weight)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -119,16 +118,13 @@ def test_a_parameter_without_a_gradient_is_left_alone(world: World) -> None:
 def test_bytes_against_full_precision(
     world: World, size: int, method: str, least: float, most: float
 ) -> None:
-    models = [large() for _ in range(size)]
-
-    def body(group: Group, strategy: str) -> tuple[dict[str, Any], list[str]]:
-        job, step = start(group, strategy, models[group.rank])
-        for batch in job.batches(samples(30), 10):
-            step(batch)
+    def look(job: Job, step: Step, losses: Any) -> tuple[dict[str, Any], list[str]]:
         return step.sync.report(), step.sync.summary()
 
-    compressed, summary = world(size, lambda g: body(g, f'ddp(compress="{method}")'))[0]
-    full, _ = world(size, lambda g: body(g, "ddp"))[0]
+    compressed, summary = after_training(
+        world, size, f'ddp(compress="{method}")', look, make=large
+    )[0]
+    full, _ = after_training(world, size, "ddp", look, make=large)[0]
     assert method != "bf16" or "2.0 times less" in summary[0]
     assert compressed["steps"] == full["steps"] == 3
     assert full["bytes_per_step"] == full["ddp_bytes_per_step"] == compressed["ddp_bytes_per_step"]
@@ -143,16 +139,13 @@ def test_bytes_against_full_precision(
 @pytest.mark.parametrize(("size", "times"), [(2, 66.7), (4, 40.0), (8, 40.0)])
 def test_bytes_of_topk_do_not_grow_with_the_workers(world: World, size: int, times: float) -> None:
     """Each sends 1% of the elements, 4 bytes for each; sums hold up to 4%."""
-    models = [nn.Linear(400, 1000) for _ in range(size)]
     data = torch.utils.data.TensorDataset(torch.randn(32, 400), torch.randint(0, 9, (32,)))
 
-    def body(group: Group) -> tuple[dict[str, Any], Tensor]:
-        job, step = start(group, 'ddp(compress="topk(0.01)")', models[group.rank])
-        for batch in job.batches(data, 16):
-            step(batch)
+    def look(job: Job, step: Step, losses: Any) -> tuple[dict[str, Any], Tensor]:
         return step.sync.report(), step.flat.data.clone()
 
-    found = world(size, body)
+    make = partial(nn.Linear, 400, 1000)
+    found = after_training(world, size, 'ddp(compress="topk(0.01)")', look, make=make, data=data)
     for report, data_of_rank in found:
         ratio = report["ddp_bytes_per_step"] / report["bytes_per_step"]
         assert ratio == pytest.approx(times, rel=0.02)
@@ -208,22 +201,21 @@ def test_other_workers_share_what_was_left_to_send(
         assert torch.equal(found["owed"], joined("owed"))
 
 
-def test_a_checkpoint_of_plain_ddp_loads_and_the_other_way_round(
-    world: World, tmp_path: Path
-) -> None:
-    texts = ["ddp", 'ddp(compress="int8")', "ddp", 'ddp(compress="topk(0.1)")']
+DDP_AND_BACK = [
+    ["ddp", 'ddp(compress="int8")', "ddp", 'ddp(compress="topk(0.1)")'],
+    ["localsgd(every=2)", "ddp", 'localsgd(every=2, outer="nesterov")'],
+]
+
+
+@pytest.mark.parametrize("texts", DDP_AND_BACK)
+def test_a_checkpoint_goes_to_ddp_and_back(world: World, tmp_path: Path, texts: list[str]) -> None:
+    def save(job: Job, step: Any, losses: Any) -> int:
+        job.save(tmp_path)
+        return job.steps
+
     for i, text in enumerate(texts):
-        models = [mlp(), mlp()]
-
-        def body(
-            group: Group, text: str = text, i: int = i, models: list[nn.Module] = models
-        ) -> int:
-            job, step = start(group, text, models[group.rank])
-            if i:
-                job.load(tmp_path)
-            for batch in job.batches(samples(50), 10, steps=i + 1):
-                step(batch)
-            job.save(tmp_path)
-            return job.steps
-
-        assert world(2, body) == [i + 1, i + 1]
+        go_on: Any = {"steps": 3 * (i + 1), "load": tmp_path if i else None}
+        found = after_training(
+            world, 2, text, save, data=samples(64), batch_size=8, epochs=2, **go_on
+        )
+        assert found == [3 * (i + 1)] * 2

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.scheduled.executor import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples import digits
@@ -23,8 +22,6 @@ from shoal.sync.gossip import Neighbours
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from shoal.train.step.step import Step
-from shoal.transport.threads import Mailboxes
-from tests.comm.test_counting import Metered
 from tests.conftest import World
 from tests.jobs import after_training
 from tests.models import convnet, mlp, samples
@@ -89,36 +86,6 @@ def test_bytes_on_a_ring_do_not_grow_with_the_workers(world: World) -> None:
 def test_bytes_of_a_star_grow_at_its_root(world: World) -> None:
     at_4, at_8 = (bytes_a_step(world, size, 'gossip(graph="star")') for size in (4, 8))
     assert at_4[0] == 3 * at_4[1] and at_8[0] == 7 * at_8[1] and at_4[1] == at_8[1]
-
-
-def bytes_of_ddp(world: World, size: int, algorithm: str) -> list[tuple[float, float]]:
-    """What a step of ddp counts, and what the transport has carried for it, by rank."""
-    models = [mlp() for _ in range(size)]
-    boxes = Mailboxes(size)
-
-    def body(group: Group) -> tuple[float, float]:
-        transport = Metered(boxes, group.rank)
-        named = Group(Scheduled(transport, {"all_reduce": algorithm}))
-        job, step = make(named, models[group.rank], f'ddp(algorithm="{algorithm}")')
-        before = transport.sent
-        steps = 0
-        for batch in job.batches(samples(64), 32, epochs=2):
-            step(batch)
-            steps += 1
-        return step.sync.report()["bytes_per_step"], (transport.sent - before) / steps
-
-    return world(size, body)
-
-
-def test_bytes_of_ddp_with_a_star_grow_at_its_root(world: World) -> None:
-    """Where gossip on a ring sends each worker's twice the parameters, at 4 as at 8 workers."""
-    padded = 4 * 400
-    for size in (4, 8):
-        root, *others = bytes_of_ddp(world, size, "star")
-        assert root == ((size - 1) * padded, (size - 1) * padded)
-        assert others == [(padded, padded)] * (size - 1)
-    for counted, carried in bytes_of_ddp(world, 4, "ring"):
-        assert counted == carried == 2 * padded * 3 / 4
 
 
 # ---- training -----------------------------------------------------------------------------------

@@ -342,22 +342,3 @@ def test_the_saved_momentum_is_the_mean_over_replicas(world: World, tmp_path: Pa
     wanted = world(2, body)[0]
     saved = read(tmp_path).optimizer["0:0.weight/momentum_buffer"]
     torch.testing.assert_close(saved, wanted)
-
-
-def test_a_checkpoint_goes_to_ddp_and_back(world: World, tmp_path: Path) -> None:
-    for i, text in enumerate(["localsgd(every=2)", "ddp", 'localsgd(every=2, outer="nesterov")']):
-        models = halves()
-
-        def body(
-            group: Group, text: str = text, i: int = i, models: list[nn.Module] = models
-        ) -> int:
-            job = Job(parse(text), group, device=CPU, seed=3)
-            step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-            if i:
-                job.load(tmp_path)
-            for batch in job.batches(samples(64), 8, epochs=2, steps=3 * (i + 1)):
-                step(batch)
-            job.save(tmp_path)
-            return job.steps
-
-        assert world(2, body) == [3 * (i + 1)] * 2

@@ -110,6 +110,14 @@ def test_optimizer_tensors_have_to_fit_their_parameters(
     refused(tmp_path, match, optimizer=FUSED)
 
 
+def test_numbers_of_another_form_are_refused(tmp_path: Path) -> None:
+    save_some(tmp_path, optimizer=FUSED)
+    document = manifest_of(tmp_path)
+    document["models"][0]["optimizer"]["groups"][0].update(betas=7)
+    write_manifest(tmp_path, document)
+    refused(tmp_path, "betas=7", optimizer=FUSED)
+
+
 def test_tensors_of_an_optimizer_that_starts_with_them_are_needed(tmp_path: Path) -> None:
     save_some(tmp_path, optimizer=ADAGRAD)
     edit(tmp_path, "optimizer", lambda t: t.update({"0:0.weight/sum": torch.zeros(1, 6)}))
@@ -172,6 +180,16 @@ def test_a_tensor_of_another_type_is_refused(tmp_path: Path, dtype: torch.dtype)
             lambda model: model["optimizer"].update(values={"0.weight": {"momentum_buffer": 3}}),
             "momentum_buffer is there twice",
         ),
+        (lambda model: model.update(tied=[]), "'tied' is not a table"),
+        (lambda model: model.update(tied={"0.weight": ["0.bias"]}), "'tied' is not a table"),
+        (lambda model: model.update(steps="many"), "its models"),
+        (lambda model: model.update(steps=-3), "its models"),
+        (lambda model: model.update(optimizer=None), "the state of nothing"),
+        (lambda model: model["optimizer"].update(groups=[5, 6]), "its parameter groups"),
+        (lambda model: model["optimizer"].update(values=[]), "optimizer values"),
+        (lambda model: model["optimizer"].update(values={"0.weight": 3}), "optimizer values"),
+        (lambda model: model["optimizer"]["groups"][0].update(lr="fast"), "lr='fast'"),
+        (lambda model: model["optimizer"]["groups"][0].update(weight_decay=None), "weight_decay"),
     ],
 )
 def test_a_refusal_by_the_optimizer_comes_before_the_weights_change(

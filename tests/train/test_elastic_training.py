@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from shoal.comm.members.board import GroupMember
 from shoal.train.job import Job
@@ -24,7 +23,6 @@ from tests.elastic import (
     Workers,
     alone,
     built,
-    each_once,
     exact_step,
     numbered,
     weights,
@@ -109,22 +107,6 @@ def test_evaluations_and_checkpoints_are_done_by_those_who_are_left(tmp_path: Pa
     assert same(workers.results[1], wanted)
 
 
-def test_each_sample_of_an_epoch_is_trained_once(tmp_path: Path) -> None:
-    """The script sees which rows it gets, and changes them, so it gets lost batches again."""
-
-    def train(workers: Workers, job: Job) -> None:
-        step = exact_step(job)
-        for inputs, targets in job.batches(numbered(), BATCH, epochs=EPOCHS):
-            before = job.steps
-            step((inputs * 1.0, targets))
-            if job.steps > before:
-                workers.note(job, before, inputs)
-
-    workers = Workers(tmp_path, 4, train, dies={GroupMember(1, 0): (13, "before")})
-    workers.run()
-    assert all(each == list(range(BATCH * PER_EPOCH)) for each in each_once(workers))
-
-
 @pytest.mark.parametrize("changes", [False, True])
 def test_samples_are_counted_as_they_are_split_in_the_step_that_ends(
     tmp_path: Path, changes: bool
@@ -147,20 +129,6 @@ def test_samples_are_counted_as_they_are_split_in_the_step_that_ends(
     assert len(counts) == 2 and all(samples == counted for samples, counted in counts)
     most = BATCH * PER_EPOCH * EPOCHS // 2
     assert all(2 * most // 3 < counted < most for _, counted in counts), "lost at an end"
-
-
-def train_on_loader(workers: Workers, job: Job) -> Any:
-    step = exact_step(job)
-    loader = DataLoader(numbered(), batch_size=BATCH)
-    losses = [float(step(batch)) for batch in job.batches(loader, epochs=EPOCHS)]
-    return losses, weights(step)
-
-
-def test_batches_that_the_script_makes_are_split_again(tmp_path: Path) -> None:
-    workers = Workers(tmp_path, 3, train_on_loader, dies={GroupMember(0, 0): (9, "after")})
-    workers.run()
-    wanted = alone(train_on_loader, tmp_path)
-    assert all(same(workers.results[rank], wanted) for rank in (1, 2))
 
 
 @pytest.mark.parametrize("comes_to", [None, "host 2"])
