@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from shoal.comm.store import service as service_module
 from shoal.comm.store.authenticated import own_generation
 from shoal.comm.store.client import GuardedStore
-from shoal.comm.store.service import StoreService, StoreTable
+from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import (
     ANSWER_BYTES,
     GREETING_BYTES,
@@ -184,13 +184,6 @@ def test_a_frame_that_is_too_long_ends_its_connection(service: StoreService, len
         assert is_closed(sock)
 
 
-def test_a_frame_of_another_connection_is_refused() -> None:
-    one, two = FrameSession(b"1", "client"), FrameSession(b"2", "service")
-    frame = one.pack(StoreRequest("count"))
-    with pytest.raises(BadFrame, match="not of the other side"):
-        two.unpack_request(frame[4:-CODE_BYTES], frame[-CODE_BYTES:])
-
-
 def test_strangers_by_the_hundred_do_not_keep_ranks_out(service: StoreService) -> None:
     """Connections that say nothing, or half of a handshake; the oldest are closed first."""
     count = service_module.MAX_STRANGERS + 100
@@ -282,11 +275,6 @@ def test_a_rank_that_comes_first_waits_for_the_service() -> None:
 def test_a_port_that_is_taken_is_one_sentence(service: StoreService) -> None:
     with pytest.raises(BadInput, match="MASTER_PORT to a free port"):
         StoreService("127.0.0.1", service.port, b"")
-
-
-def test_a_request_of_many_keys_is_refused_by_the_table() -> None:
-    reply = StoreTable().answer(StoreRequest("set", ["a", "b"], b"x"))
-    assert reply is not None and "takes one key" in reply.refusal
 
 
 def test_both_ends_of_a_connection_notice_a_host_that_is_silent(service: StoreService) -> None:

@@ -20,8 +20,7 @@ from shoal.runtime.config import RunConfig
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.proof import prove
 from shoal.transport.tcp.transport import TcpTransport, is_built
-from tests.comm.shm import Table
-from tests.comm.threads import Ranks
+from tests.comm.threads import Ranks, Table
 from tests.transport.tcp import on_tcp
 
 

@@ -127,16 +127,6 @@ def test_subgroups_count_from_zero_and_do_not_disturb_each_other() -> None:
     assert on_threads(5, work) == [(2, 6.0), (0, 4.0), (1, 6.0), (1, 4.0), (0, 6.0)]
 
 
-def test_a_long_vector_is_cut_into_segments_and_comes_out_whole() -> None:
-    def work(transport: ThreadTransport) -> bool:
-        group = Group(Scheduled(transport, {"all_reduce": "tree"}, segment_bytes=1000))
-        data = torch.arange(10_001, dtype=torch.int64)
-        group.all_reduce(data).wait()
-        return torch.equal(data, 3 * torch.arange(10_001))
-
-    assert on_threads(3, work) == [True] * 3
-
-
 def test_segments_make_a_chain_a_pipe() -> None:
     """Rank 0 sends its last segment only after the first one has passed rank 2."""
     passed = threading.Event()

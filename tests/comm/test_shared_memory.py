@@ -63,17 +63,6 @@ def test_every_schedule_runs_on_the_transport(kind: str, data: st.DataObject) ->
             check(case, got, rank, 3)
 
 
-def test_operations_run_in_call_order_whichever_is_waited_for_first() -> None:
-    def work(group: Group) -> list[float]:
-        tensors = [torch.full((10 ** (n % 5),), float(n)) for n in range(12)]
-        works = [group.all_reduce(tensor) for tensor in tensors]
-        for under_way in works if group.rank else reversed(works):
-            under_way.wait()
-        return [float(tensor[0]) for tensor in tensors]
-
-    assert on_shm_threads(3, work) == [[3.0 * n for n in range(12)]] * 3
-
-
 def test_a_message_passes_a_collective_that_is_begun() -> None:
     def work(group: Group) -> float:
         data = torch.ones(1)
@@ -131,6 +120,11 @@ def test_a_message_of_another_size_is_refused() -> None:
     on_shm_threads(2, work)
 
 
+def test_a_subgroup_keeps_the_order_of_its_ranks() -> None:
+    groups = on_shm_threads(3, lambda group: getattr(group.subgroup([2, 0]), "rank", None))
+    assert groups == [1, None, 0]
+
+
 def test_the_mean_of_8_bit_integers_over_128_ranks() -> None:
     """128 does not fit the type, neither as sum nor as divisor."""
 
@@ -140,23 +134,6 @@ def test_the_mean_of_8_bit_integers_over_128_ranks() -> None:
         return data.tolist()
 
     assert on_shm_threads(128, work) == [[1, -1, 100]] * 128
-
-
-def test_subgroups_and_duplicates_have_an_order_of_their_own() -> None:
-    def work(group: Group) -> float:
-        both = group.duplicate()
-        odd = group.subgroup([2, 0])
-        data = torch.ones(3)
-        few = torch.full((1,), float(group.rank))
-        first, second = (group, both) if group.rank else (both, group)
-        works = [first.all_reduce(data.clone()), second.all_reduce(data.clone())]
-        if odd is not None:
-            odd.broadcast(few, root=0).wait()
-        for under_way in works:
-            under_way.wait()
-        return float(few)
-
-    assert on_shm_threads(3, work) == [2.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(

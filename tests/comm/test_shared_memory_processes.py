@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,22 +21,11 @@ from shoal.schedules.collectives.catalog import kinds
 from shoal.transport.shm.segment import is_built
 from shoal.transport.transport import Work
 from tests.comm.cases import DTYPES, Case, call, check, given_to
-from tests.comm.shm import ShmWorld, memory_of
+from tests.comm.shm import memory_of, on_shm_processes
 from tests.products import few_or_all
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 KILLS = int(os.environ.get("SHOAL_TEST_KILLS", "6"))
-
-
-@contextmanager
-def shm_world(size: int, body: Any) -> Iterator[ShmWorld]:
-    before = set(os.listdir("/dev/shm"))
-    world = ShmWorld(size, body)
-    try:
-        yield world
-    finally:
-        world.close()
-    assert set(os.listdir("/dev/shm")) == before
 
 
 def loss_in(call: Callable[[], Work]) -> str:
@@ -71,12 +60,10 @@ def test_random_collectives_are_right() -> None:
     count = few_or_all(120, 1000)
 
     def body(group: Group) -> None:
-        torch.set_num_threads(1)
         for seed in range(count):
             _one(group, seed)
 
-    with shm_world(3, body) as world:
-        assert [world.answer(rank) for rank in range(3)] == [None] * 3
+    assert on_shm_processes(3, body) == [None] * 3
 
 
 @pytest.mark.parametrize("attempt", range(KILLS))
@@ -85,22 +72,22 @@ def test_a_rank_that_is_killed_is_reported_by_the_others(attempt: int) -> None:
     victim = rng.randrange(3)
     numel = rng.choice([1, 1_000, 1_000_000])
 
-    def body(group: Group) -> Any:
-        torch.set_num_threads(1)
+    delay_s = rng.random() * 0.05  # the moment of the kill is what is tested
+
+    def body(group: Group) -> str:
         data = torch.ones(numel)
-        try:
+        if group.rank == victim:
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(PeerLost) as raised:
             while True:
                 group.all_reduce(data, Op.MAX).wait()
-        except Exception as error:
-            return type(error).__name__, str(error)
+        return str(raised.value)
 
-    with shm_world(3, body) as world:
-        _wait_for_moment(rng.random() * 0.05)
-        os.kill(world.processes[victim].pid or 0, signal.SIGKILL)
-        for rank in {0, 1, 2} - {victim}:
-            name, message = world.answer(rank)
-            assert name == "PeerLost" and f"lost rank {victim}" in message, message
-            assert "(killed by signal 9 (SIGKILL); its last operation: " in message, message
+    found = on_shm_processes(3, body)
+    assert found.pop(victim) is None
+    for message in found:
+        assert f"lost rank {victim}" in message
+        assert "(killed by signal 9 (SIGKILL); its last operation: " in message, message
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -114,26 +101,25 @@ def test_a_rank_that_exits_is_reported_with_its_status(status: int) -> None:
             return str(error), error.exit_status
         return "nothing was raised", None
 
-    with shm_world(2, body) as world:
-        message, told = world.answer(0)
-        assert told == status and f"(exit status {status}; its last operation: none" in message
+    message, told = on_shm_processes(2, body)[0]
+    assert told == status and f"(exit status {status}; its last operation: none" in message
 
 
 def test_a_rank_that_closes_the_group_and_lives_on_is_reported() -> None:
+    over = multiprocessing.get_context("fork").Event()
+
     def body(group: Group) -> str:
         if group.rank == 1:
             group.close()
-            signal.pause()
-        return loss_in(lambda: group.all_reduce(torch.zeros(2)))
+            over.wait(60)
+            return ""
+        told = loss_in(lambda: group.all_reduce(torch.zeros(2)))
+        over.set()
+        return told
 
-    with shm_world(2, body) as world:
-        assert "lost rank 1 in all_reduce #1" in (told := world.answer(0))
-        assert "(it has left the group; its last operation: none yet)" in told
-
-
-def _wait_for_moment(delay_s: float) -> None:
-    """Let the collectives run for a while: the moment of the kill is what is tested."""
-    time.sleep(delay_s)
+    told = on_shm_processes(2, body)[0]
+    assert "lost rank 1 in all_reduce #1" in told
+    assert "(it has left the group; its last operation: none yet)" in told
 
 
 def test_a_rank_that_waits_for_a_message_of_a_killed_rank_raises_peer_lost() -> None:
@@ -142,8 +128,7 @@ def test_a_rank_that_waits_for_a_message_of_a_killed_rank_raises_peer_lost() -> 
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_in(lambda: group.recv(torch.empty(4), 1, tag=3))
 
-    with shm_world(2, body) as world:
-        assert "lost rank 1 in recv from 1, tag 3" in world.answer(0)
+    assert "lost rank 1 in recv from 1, tag 3" in on_shm_processes(2, body)[0]
 
 
 def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: Path) -> None:
@@ -154,8 +139,7 @@ def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: 
             os.kill(os.getpid(), signal.SIGKILL)
         return loss_in(lambda: group.all_reduce(torch.zeros(2)))
 
-    with shm_world(2, body) as world:
-        world.answer(0)
+    on_shm_processes(2, body)
     text = RunDir(tmp_path).operations(0).read_text()
     assert "broadcast #1 of 3 float32 root 0" in text and "not ended" in text
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from shoal.transport.shm.memfd import Exchange
 from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.cores import one_core
 
@@ -30,6 +31,24 @@ class Ranks(Generic[T]):
         if self.failures:
             raise self.failures[0]
         return [self.results[rank] for rank in range(size)]
+
+
+class Table:
+    """Where the threads of a world lay down what they say, and read what the others said."""
+
+    def __init__(self, size: int):
+        self._said: list[bytes] = [b""] * size
+        self._all_here = threading.Barrier(size, timeout=60)
+
+    def exchange(self, rank: int) -> Exchange:
+        def say(what: bytes) -> list[bytes]:
+            self._said[rank] = what
+            self._all_here.wait()
+            everything = list(self._said)
+            self._all_here.wait()
+            return everything
+
+        return say
 
 
 def on_threads(size: int, work: Callable[[ThreadTransport], T], timeout_s: float = 20.0) -> list[T]:

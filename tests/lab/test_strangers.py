@@ -19,11 +19,12 @@ from shoal.runtime.lab_files import FOLDER as LAB_FILES
 from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 from tests.cluster import pieces_of
+from tests.comm.threads import Table
 from tests.lab.attacked import AttackedLab, Told
 from tests.lab.stranger import ATTACKS
 from tests.launch.test_remote import open_places
 from tests.namespaces import why_not
-from tests.transport.tcp import KEY, Meeting
+from tests.transport.tcp import KEY
 from tests.transport.test_tcp_strangers import swap
 
 pytestmark = [
@@ -92,7 +93,7 @@ def test_ranks_of_two_hosts_connect_while_a_stranger_floods_what_listens(
 ) -> None:
     """The data plane listens for a moment only: here rank 1 comes when it was attacked twice."""
     hosts = attacked.lab.hosts
-    meeting = Meeting(2)
+    meeting = Table(2)
     is_open, was_attacked = threading.Event(), threading.Event()
     results: dict[int, float] = {}
     (attacked.folder / "weights").touch()

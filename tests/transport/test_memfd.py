@@ -11,7 +11,7 @@ import pytest
 from shoal.transport.shm import memfd
 from shoal.transport.shm.memfd import Offer
 from shoal.transport.shm.rank_memory import FREE_MARK, RankMemory
-from tests.comm.shm import Table
+from tests.comm.threads import Table
 from tests.descriptors import memory_descriptors
 
 NUM_BYTES = 4096

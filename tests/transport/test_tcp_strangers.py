@@ -19,8 +19,9 @@ from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
 from shoal.transport.tcp.connect import Exchange, Stranger, StreamName, TcpSpec, accept, prove
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
+from tests.comm.threads import Table
 from tests.server.test_tls import certificate, needs_openssl
-from tests.transport.tcp import KEY, Meeting, on_tcp
+from tests.transport.tcp import KEY, on_tcp
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native part is not built")
 
@@ -58,7 +59,7 @@ def assert_swapped(first: Exchange, second: Exchange, strangers: list[socket.soc
 
 
 def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
-    meeting = Meeting(2)
+    meeting = Table(2)
     strangers: list[socket.socket] = []
 
     def exchange(rank: int) -> Exchange:
@@ -79,7 +80,7 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
 ) -> None:
     monkeypatch.setattr("shoal.transport.tcp.connect._MOST_HANDSHAKES", 4)
     monkeypatch.setattr("shoal.transport.tcp.connect._HANDSHAKE_GRACE_S", 0.02)
-    meeting = Meeting(2)
+    meeting = Table(2)
     strangers: list[socket.socket] = []
 
     def exchange(address: bytes) -> list[bytes]:
@@ -107,14 +108,14 @@ def test_ranks_connect_when_accepting_has_failed(
             return accept_one(acceptor, make_room)
 
     monkeypatch.setattr(Acceptor, "accept_now", failing)
-    meeting = Meeting(2)
+    meeting = Table(2)
     assert_swapped(meeting.exchange(0), meeting.exchange(1), [])
     assert errors == []
 
 
 def refusals_of(*specs: TcpSpec) -> dict[int, ShoalError]:
     """What each of two ranks raises that cannot connect."""
-    meeting = Meeting(2)
+    meeting = Table(2)
     raised: dict[int, ShoalError] = {}
 
     def main(spec: TcpSpec) -> None:
@@ -159,7 +160,7 @@ def test_a_proof_for_one_stream_does_not_serve_for_another() -> None:
 
 def test_a_frame_that_does_not_fit_ends_the_connection_with_a_sentence() -> None:
     """Rank 1 knows the key and speaks another protocol."""
-    meeting = Meeting(2)
+    meeting = Table(2)
     made: list[socket.socket] = []
 
     def other() -> None:

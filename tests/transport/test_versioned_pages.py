@@ -12,7 +12,7 @@ import numpy as np
 from shoal.transport.shm import versioned_pages
 from shoal.transport.shm.rank_memory import RankMemory
 from shoal.transport.shm.versioned_pages import VersionedPages, page_bytes
-from tests.comm.shm import Table
+from tests.comm.threads import Table
 
 T = TypeVar("T")
 

@@ -52,47 +52,10 @@ def all_reduce_of_views_and_scalars(at: Rank) -> list[Tensor]:
 
 
 @feature
-def all_reduce_sparse(at: Rank) -> Tensor:
-    data = torch.sparse_coo_tensor([[at.rank, 3]], [1.0, 2.0], (5,))
-    dist.all_reduce(data)
-    return data.coalesce().to_dense()
-
-
-@feature
-def all_reduce_coalesced(at: Rank) -> list[Tensor]:
-    data = [at.numbers(3), at.numbers(4)]
-    dist.all_reduce_coalesced(data)
-    return data
-
-
-@feature
 def all_reduce_large(at: Rank) -> Tensor:
     data = at.numbers(300_000)
     dist.all_reduce(data)
     return data.sum()
-
-
-@feature
-def broadcast_from_each(at: Rank) -> list[Tensor]:
-    found = [at.numbers() for _ in range(at.size)]
-    for root, data in enumerate(found):
-        dist.broadcast(data, root)
-    return found
-
-
-@feature
-def reduce_to_each(at: Rank) -> list[Tensor]:
-    found = [at.numbers() for _ in range(at.size)]
-    for root, data in enumerate(found):
-        dist.reduce(data, root)
-    return [found[at.rank]]
-
-
-@feature
-def all_gather(at: Rank) -> list[Tensor]:
-    out = [torch.zeros(6) for _ in range(at.size)]
-    dist.all_gather(out, at.numbers())
-    return out
 
 
 @feature
@@ -109,28 +72,6 @@ def all_gather_into_tensor(at: Rank) -> list[Tensor]:
     dist.all_gather_into_tensor(flat, at.numbers())
     dist.all_gather_into_tensor(stacked, at.numbers())
     return [flat, stacked]
-
-
-@feature
-def all_gather_coalesced(at: Rank) -> list[list[Tensor]]:
-    out = [[torch.zeros(2), torch.zeros(3)] for _ in range(at.size)]
-    dist.all_gather_coalesced(out, [at.numbers(2), at.numbers(3)])
-    return out
-
-
-@feature
-def gather(at: Rank) -> list[Tensor] | None:
-    out = [torch.zeros(6) for _ in range(at.size)] if at.rank == 1 else None
-    dist.gather(at.numbers(), out, dst=1)
-    return out
-
-
-@feature
-def scatter(at: Rank) -> Tensor:
-    out = torch.zeros(3)
-    pieces = [torch.full((3,), float(rank)) for rank in range(at.size)] if at.rank == 1 else None
-    dist.scatter(out, pieces, src=1)
-    return out
 
 
 def pieces(at: Rank, uneven: bool) -> list[Tensor]:
@@ -182,13 +123,6 @@ def all_to_all_uneven_on_one_rank_only(at: Rank) -> list[Tensor]:
     lengths = [2 if at.rank == peer == last else 1 for peer in range(at.size)]
     out = [torch.zeros(length) for length in lengths]
     dist.all_to_all(out, [at.numbers(length) for length in lengths])
-    return out
-
-
-@feature
-def all_to_all_single(at: Rank) -> Tensor:
-    out = torch.zeros(2 * at.size)
-    dist.all_to_all_single(out, at.numbers(2 * at.size))
     return out
 
 

@@ -17,39 +17,6 @@ def neighbors(at: Rank) -> tuple[int, int]:
 
 
 @feature
-def send_and_recv(at: Rank) -> Tensor:
-    data = at.numbers()
-    if at.rank == 0:
-        dist.send(data, 1)
-    elif at.rank == 1:
-        dist.recv(data, 0)
-    return data
-
-
-@feature
-def tags(at: Rank) -> list[Tensor]:
-    found = [torch.zeros(1), torch.zeros(1)]
-    if at.rank == 0:
-        works = [dist.isend(torch.tensor([float(tag)]), 1, tag=tag) for tag in (5, 6)]
-    elif at.rank == 1:
-        works = [dist.irecv(found[1], 0, tag=6), dist.irecv(found[0], 0, tag=5)]
-    else:
-        works = []
-    for work in works:
-        work.wait()  # type: ignore[union-attr]
-    return found
-
-
-@feature
-def any_source(at: Rank) -> list[Any]:
-    if at.rank:
-        dist.send(at.numbers(), 0)
-        return []
-    into = torch.zeros(6)
-    return sorted([dist.recv(into), float(into[0])] for _ in range(at.size - 1))
-
-
-@feature
 def batch_isend_irecv(at: Rank) -> Tensor:
     after, before = neighbors(at)
     into = torch.zeros(6)
