@@ -27,23 +27,21 @@ sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 loss = nn.functional.cross_entropy
 """
 
-PLAIN = (
-    HEAD
-    + """
+
+def script(body: str) -> str:
+    """`body` defines `train`."""
+    return f'{HEAD}\n{body}\nif __name__ == "__main__":\n    shoal.run(train)\n'
+
+
+PLAIN = script("""
 def train(job):
     step = job.step(model(), loss, optimizer=sgd)
     for batch in job.batches(data, batch_size=20, epochs=2):
         job.log(loss=step(batch))
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
+""")
 
 # enough layers for four stages of two chunks; clipped, with AdamW
-DEEP = (
-    HEAD
-    + """
+DEEP = script("""
 def deep():
     torch.manual_seed(0)
     widths = [6, 20, 16, 18, 14, 16, 12, 18, 3]
@@ -61,11 +59,7 @@ def train(job):
     )
     for batch in job.batches(data, batch_size=24, epochs=2):
         job.log(loss=step(batch))
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
+""")
 
 BROKEN_REDUCTION = PLAIN.replace(
     "if __name__",
@@ -83,9 +77,7 @@ DdpSync.finish = too_much
 if __name__""",
 )
 
-FAILS_ON_RANK_1 = (
-    HEAD
-    + """
+FAILS_ON_RANK_1 = script("""
 def helper_that_fails():
     raise ValueError("the seventh seal is broken")
 
@@ -95,15 +87,9 @@ def train(job):
         step(batch)
         if job.steps == 3 and job.rank == 1:
             helper_that_fails()
+""")
 
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
-
-SAVES = (
-    HEAD
-    + """
+SAVES = script("""
 def train(job):
     step = job.step(model(), loss, optimizer=partial(torch.optim.AdamW, lr=0.01))
     if "--resume" in sys.argv:
@@ -115,15 +101,9 @@ def train(job):
         if "--die" in sys.argv and job.steps == 7:
             os.kill(os.getpid(), 9)
     job.print(f"last loss {float(value):.9f} after {job.steps} steps")
+""")
 
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
-
-EXACT = (
-    HEAD
-    + """
+EXACT = script("""
 import hashlib
 
 def train(job):
@@ -136,16 +116,10 @@ def train(job):
     for p in step.model.parameters():
         digest.update(p.detach().numpy().tobytes())
     job.print(digest.hexdigest())
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
+""")
 
 # Stands in for a strategy that survives losses: replicas that do not agree at all.
-ELASTIC = (
-    HEAD
-    + """
+ELASTIC = script("""
 from shoal.sync.hogwild import HogwildPlan
 from shoal.sync.local import LocalSync
 HogwildPlan.build = lambda plan, replica: LocalSync(replica)
@@ -157,11 +131,7 @@ def train(job):
         step(batch)
     found = job.evaluate(lambda outputs, numbers: numbers.double().mean(), numbered)
     print("mean", found, flush=True)
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
+""")
 
 TINY_BATCH = PLAIN.replace("batch_size=20", "batch_size=1")
 

@@ -2,3 +2,15 @@
 
 `make chaos` runs all of them; `python -m tests.chaos.NAME --count N --seed S` runs one.
 """
+
+from __future__ import annotations
+
+import argparse
+
+
+def read_numbers(**defaults: int) -> argparse.Namespace:
+    """The numbers of the command line, such as --count 40; --seed is 0 by default."""
+    parser = argparse.ArgumentParser()
+    for name, default in {**defaults, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()

@@ -9,7 +9,6 @@ and the fused optimizer can train on from there.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -17,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from shoal.errors import CheckpointError
 from shoal.train.job import Job
 from shoal.train.step.step import Step
+from tests.chaos import read_numbers
 from tests.checkpoints import file_of, manifest_of, places, save_some, start, write_manifest
 from tests.models import mlp
 
@@ -200,11 +200,8 @@ def judge(path: Path, right: str, is_signed: bool) -> str:
     return "as its files say"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=2400)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+def main() -> int:
+    options = read_numbers(count=2400)
     chance = random.Random(options.seed)
     names = list(ATTACKS)
     endings: dict[str, Counter[str]] = {name: Counter() for name in names}

@@ -9,7 +9,6 @@ pulls without pause; its weights have to be those of its own pushes to the last 
 
 from __future__ import annotations
 
-import argparse
 import random
 import resource
 import socket
@@ -30,6 +29,7 @@ from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import fresh_nonce
 from shoal.server.messages import Channel, Hello
+from tests.chaos import read_numbers
 from tests.server.attacked import DESCRIPTORS, PATIENCE_S, Attacked, Training, server
 from tests.server.floods import dripping_flood, hasty_flood, silent_flood
 from tests.server.helpers import SECRET
@@ -239,10 +239,7 @@ def _listed(ends: Counter[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = read_numbers(count=20000)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(prefix="shoal-") as name, ExitStack() as stack:

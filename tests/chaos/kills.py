@@ -9,7 +9,6 @@ Each run is a fork of one process that has loaded torch; the scripts are small.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -24,6 +23,7 @@ from shoal.runtime.files import remove_abandoned
 from shoal.runtime.waits import state_of
 from shoal.strategy.strategy import as_strategy
 from tests import forked
+from tests.chaos import read_numbers
 from tests.scripts import DEEP
 
 STRATEGIES = [
@@ -186,10 +186,7 @@ def attack(name: str, number: signal.Signals, count: int, chance: random.Random)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = read_numbers(count=40)
     chance = random.Random(given.seed)
     wrong = attack("kills", signal.SIGKILL, given.count, chance)
     wrong += attack("stops", signal.SIGSTOP, given.count // 5, chance)

@@ -8,7 +8,6 @@ of them evaluate or save. At least two others are alive at each kill, so the run
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -18,6 +17,8 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from tests.chaos import read_numbers
 
 STRATEGIES = ['ps(mode="async")', "hogwild", "ps", "ps(staleness=3)", 'gossip(mode="async")']
 STRATEGIES += ["ps(quorum=0.5)", 'ps(mode="async", servers=2)']
@@ -105,11 +106,7 @@ def _workers(launcher: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=len(STRATEGIES))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=5)
-    given = parser.parse_args()
+    given = read_numbers(count=len(STRATEGIES), kills=5)
     chance = random.Random(given.seed)
     wrong = 0
     for number in range(given.count):

@@ -9,7 +9,6 @@ and the next save leaves nothing but its own files.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -17,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from shoal.train.checkpoints import files
 from shoal.train.checkpoints.files import Checkpoint
+from tests.chaos import read_numbers
 
 SAVERS = 3
 READERS = 2
@@ -137,11 +137,8 @@ def attack(path: Path, number: int, kills: int, chance: random.Random) -> Counte
     return seen
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+def main() -> int:
+    options = read_numbers(count=200)
     chance = random.Random(options.seed)
     torch.set_num_threads(1)
     total: Counter[str] = Counter()

@@ -10,11 +10,9 @@ import pytest
 from shoal.commands.compare import _strategies, default_strategies, groups_of
 from shoal.errors import BadInput
 from shoal.observe.comparison import ComparedRun, RunOutcome, steps_per_s
-from tests.scripts import HEAD, json_of, shoal
+from tests.scripts import json_of, script, shoal
 
-SCRIPT = (
-    HEAD
-    + """
+SCRIPT = script("""
 def accuracy(outputs, targets):
     return {"accuracy": (outputs.argmax(1) == targets).double().mean()}
 
@@ -23,12 +21,8 @@ def train(job):
     for batch in job.batches(data, batch_size=20, epochs=50):
         job.log(loss=step(batch))
     job.evaluate(accuracy, data)
-
-if __name__ == "__main__":
-    shoal.run(train)
-    raise ValueError("what follows is not part of the comparison")
-"""
-)
+""")
+SCRIPT += '    raise ValueError("what follows is not part of the comparison")\n'
 
 
 def test_runs_of_one_start(tmp_path: Path) -> None:

@@ -60,25 +60,9 @@ def test_workers_that_share_a_gpu_go_through_the_hosts_memory(tmp_path: Path) ->
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_verify_passes(tmp_path: Path, workers: str, precision: str) -> None:
-    done = shoal(
-        "verify",
-        "gpt",
-        "-n",
-        workers,
-        "-s",
-        "ddp",
-        "--device",
-        "cuda",
-        "--steps",
-        "10",
-        "--json",
-        "--",
-        "--size",
-        "tiny",
-        "--precision",
-        precision,
-        cwd=tmp_path,
-    )
+    words = f"verify gpt -n {workers} -s ddp --device cuda --steps 10 --json"
+    size = ("--", "--size", "tiny", "--precision", precision)
+    done = shoal(*words.split(), *size, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     print(json_of(done))
 

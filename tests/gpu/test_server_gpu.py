@@ -6,28 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import HEAD, shoal
+from tests.scripts import script, shoal
 
 pytestmark = pytest.mark.gpu
 
-SCRIPT = (
-    HEAD
-    + """
+SCRIPT = script("""
 def train(job):
     adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
     step = job.step(model(), loss, optimizer=adamw, clip_norm=0.5)
     for batch in job.batches(data, batch_size=20, epochs=3):
         value = step(batch)
     job.print("loss", float(value))
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
+""")
 
 
 def final_loss(tmp_path: Path, *words: str) -> float:
-    (tmp_path / "train.py").write_text("from functools import partial\nimport torch\n" + SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT)
     done = shoal("run", "train.py", *words, "--device", "cuda", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return float(done.stdout.split()[-1])
@@ -54,7 +48,7 @@ def test_pushes_of_workers_on_the_gpu_of_the_server_do_not_pass_through_the_host
     tmp_path: Path,
 ) -> None:
     strategy = 'ps(placement="rank0", on="cuda")'
-    (tmp_path / "train.py").write_text("from functools import partial\nimport torch\n" + SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT)
     done = shoal("run", "train.py", "-n", "2", "-s", strategy, "--device", "cuda", cwd=tmp_path)
     assert "gradients and weights by memory of the GPU" in done.stderr
 
