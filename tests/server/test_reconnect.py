@@ -115,8 +115,6 @@ def test_a_connection_that_only_the_worker_saw_break_is_displaced() -> None:
         for worker in (client, other):
             worker.commit(*fill(worker, 1.0))
         assert asked.wait().version == 1
-        for worker in (client, other):
-            worker.leave()
 
 
 @pytest.mark.parametrize("_", range(4))

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.errors import BadInput, PeerLost, RunOver, ShoalError
-from shoal.protocol.endpoint import Listener, connect
-from shoal.runtime.config import RunConfig, TlsConfig
+from shoal.errors import PeerLost, RunOver, ShoalError
+from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
@@ -22,13 +21,6 @@ from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
-
-
-def drop(*clients: object) -> None:
-    for client in clients:
-        client.leave()  # type: ignore[attr-defined]
-    for client in clients:
-        client.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
@@ -46,7 +38,6 @@ def test_a_push_moves_the_weights_of_all_servers(tcp: bool, count: int) -> None:
                 start = cut.start - offset
                 used[start : start + torch.Size(cut.shape).numel()] = True
         assert torch.all(moved[used] == -2.0), "SGD with lr 1 on weights that were 0"
-        drop(client)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -65,7 +56,6 @@ def test_a_part_of_a_model_is_clipped_by_the_norm_of_the_whole(count: int) -> No
         moved = weights(client, version=1)
         assert moved[moved != 0].numel() == 20
         torch.testing.assert_close(moved[moved != 0], torch.full((20,), -2.0 * 4.0 / 40.0))
-        drop(client)
 
 
 def test_a_norm_that_no_step_waits_for_is_refused() -> None:
@@ -100,7 +90,7 @@ def test_a_worker_that_dies_ends_the_wait_for_its_norm() -> None:
 def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -> None:
     with servers(count, tcp) as found:
         client = client_of(found, 0, ASYNC)
-        other = client_of(found, 1, ASYNC)
+        client_of(found, 1, ASYNC)
         ack = client.commit(*fill(client, 1.0))
         client.settle(ack.position)
         client.wait_settled()
@@ -114,7 +104,6 @@ def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -
         report = found[0].models[7].report()
         assert report["sent_again"] == 1
         assert report["workers"]["0"] == {"admitted": 2, "folded": 0, "dropped": 0}
-        drop(client, other)
 
 
 def tells(size: int) -> list[Callable[[str], list[str]]]:
@@ -148,14 +137,12 @@ def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: 
         assert all(
             member.pulls.sees_weights for member in found[0].models[7].membership.members.values()
         )
-        drop(*clients)
 
 
 def test_weights_are_not_shared_if_one_worker_cannot() -> None:
     with servers() as unix, servers(tcp=True) as tcp, ThreadPoolExecutor(2) as pool:
         clients = [client_of(unix, 0, Rule(1)), client_of(tcp, 0, Rule(1))]
         assert not any(pool.map(lambda c, tell: c.share_weights(tell), clients, tells(2)))
-        drop(*clients)
 
 
 def test_a_push_that_leaves_one_out_is_refused() -> None:
@@ -191,7 +178,6 @@ def test_a_worker_that_leaves_or_dies_lowers_the_quorum(leaves: bool, count: int
         other.close()
         assert torch.any(waiting.result(60) == -1.0)
         assert found[0].models[7].report()["lost"] == ([] if leaves else [1])
-        drop(client)
 
 
 def test_the_loss_of_a_server_is_the_loss_of_a_peer_to_a_worker_of_another() -> None:
@@ -208,7 +194,8 @@ def test_a_model_is_forgotten_when_its_workers_have_left() -> None:
         for _ in range(3):
             client = client_of(found, 0, Rule(1))
             client.commit(*fill(client, 1.0))
-            drop(client)
+            client.leave()
+            client.close()
             assert all(server.wait_idle(60) for server in found)
 
 
@@ -217,14 +204,6 @@ def test_workers_that_describe_the_model_differently_are_refused() -> None:
         client_of(found, 0, Rule(2))
         with pytest.raises(ShoalError, match="describe it differently"):
             client_of(found, 1, Rule(2, asynchronous=True))
-
-
-def test_a_listener_beyond_loopback_asks_for_tls_or_a_word() -> None:
-    with pytest.raises(BadInput, match="SHOAL_TRUSTED_NETWORK=1"):
-        Listener("tcp:0.0.0.0:0", TlsConfig())
-    Listener("tcp:0.0.0.0:0", TlsConfig(trusted_network=True)).close()
-    with pytest.raises(BadInput, match=r"unix:PATH or tcp:HOST:PORT"):
-        connect("tcp:nowhere")
 
 
 def test_a_worker_whose_server_has_ended_with_the_run_does_not_wait_for_it(tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ def test_a_server_without_tls_is_refused(tls: TlsConfig, monkeypatch: pytest.Mon
 
 
 def test_tls_lets_a_listener_go_beyond_loopback(tls: TlsConfig) -> None:
-    with pytest.raises(BadInput, match="in the clear"):
+    with pytest.raises(BadInput, match=r"in the clear.*SHOAL_TRUSTED_NETWORK=1"):
         Listener("tcp:0.0.0.0:0", PLAIN)
+    Listener("tcp:0.0.0.0:0", TlsConfig(trusted_network=True)).close()
     Listener("tcp:0.0.0.0:0", tls).close()
     with pytest.raises(BadInput, match=r"SHOAL_TLS_CERT .*nowhere"):
         Listener("tcp:0.0.0.0:0", TlsConfig(certificate="/nowhere.pem"))
@@ -97,6 +98,8 @@ def test_tls_lets_a_listener_go_beyond_loopback(tls: TlsConfig) -> None:
 def test_a_worker_does_not_speak_in_the_clear_beyond_loopback() -> None:
     with pytest.raises(BadInput, match=r"SHOAL_TRUSTED_NETWORK=1"):
         connect("tcp:192.0.2.1:7", PLAIN)
+    with pytest.raises(BadInput, match=r"unix:PATH or tcp:HOST:PORT"):
+        connect("tcp:nowhere")
 
 
 def test_breaks_are_mended_under_tls(tls: TlsConfig) -> None:

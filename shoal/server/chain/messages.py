@@ -89,6 +89,9 @@ ChainMessage: TypeAlias = (
     Append | Acked | Greet | At | Stale | Learn | Teach | Taught | TooOld | Ask | Confirm
 )
 
+# these are served while operations are applied; others when all that is logged is
+WHILE_APPLYING = (Append, Acked, Ask, Confirm, Teach)
+
 # ---------------------------------------------------------------------- effects
 
 

@@ -18,7 +18,7 @@ class ReadLease:
 
     def __init__(self) -> None:
         self.number = 0  # of the present lease
-        self._is_held = False
+        self.is_held = False
         self._until_s = float("-inf")
         self._settled_s = float("inf")
         self._after_epoch: int | None = None  # None: not known yet
@@ -27,27 +27,23 @@ class ReadLease:
         """There is a new lease, asked for at `asked_s`, and alive/<process> is bound to it."""
         self.number += 1
         self._after_epoch = None  # first: another thread may ask for `is_valid`
-        self._is_held = True
+        self.is_held = True
         self._until_s = asked_s + _OF_TTL * ttl_s
         self._settled_s = asked_s + ttl_s
 
-    @property
-    def is_held(self) -> bool:
-        return self._is_held
-
     def renewed(self, asked_s: float, left_s: float) -> None:
-        if self._is_held:
+        if self.is_held:
             self._until_s = max(self._until_s, asked_s + _OF_TTL * left_s)
 
     def lost(self) -> None:
-        self._is_held = False
+        self.is_held = False
         self._until_s = float("-inf")
         self._settled_s = float("inf")
         self._after_epoch = None
 
     def saw(self, epoch: int, number: int) -> None:
         """This epoch was current at the coordinator, asked for when lease `number` had begun."""
-        if self._is_held and number == self.number and self._after_epoch is None:
+        if self.is_held and number == self.number and self._after_epoch is None:
             self._after_epoch = epoch
 
     def needs_epoch(self, epoch: int) -> bool:

@@ -21,10 +21,10 @@ from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
 from shoal.protocol.frames import Header, Refused
 from shoal.runtime.failpoints import failpoint
-from shoal.server.chain.config import Entry
-from shoal.server.chain.entries import WHILE_APPLYING, take
+from shoal.server.chain.config import Entry, take
 from shoal.server.chain.manager import ChainManager
 from shoal.server.chain.messages import (
+    WHILE_APPLYING,
     Acked,
     Append,
     Apply,
@@ -121,6 +121,8 @@ class ChainCore:
         self.lease = ReadLease()
         self.poke: Callable[[], None] = lambda: None  # the keeper is to look at the coordinator
         self.on_applied: Callable[[], None] = lambda: None
+        self.losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
+        self.on_loss: Callable[[], None] = lambda: None
         self.applied = 0
         self.waiters = Waiters()
         self.is_closed = False
@@ -142,6 +144,11 @@ class ChainCore:
         return Elsewhere(self.node.config, f"{self.place.in_words()} {reason}")
 
     # ------------------------------------------------------------------ news from outside
+
+    def note_loss(self, model: int, worker: int, reason: str) -> None:
+        """Called under the lock of a model: only noted, for a thread without it."""
+        self.losses.setdefault((model, worker), reason)
+        self.on_loss()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -262,6 +269,7 @@ class ChainCore:
         self._uncommitted.clear()
         self.applied = 0
         self._new_node(incarnation)
+        self.losses.clear()
         self._on_reset()
         self.host.clear("this server was removed from its chain")
         self.manager.look()

@@ -271,13 +271,13 @@ class Proposed(NamedTuple):
     payload: Payload = EMPTY
 
 
-def encode_message(message: ChainMessage) -> tuple[bytes, Payload]:
+def encode_message(message: ChainMessage) -> tuple[bytes, list[memoryview]]:
     """The metadata, and the payload that follows it."""
     if not isinstance(message, Append | Teach):
-        return msgspec.msgpack.encode(message), EMPTY
+        return msgspec.msgpack.encode(message), []
     proposed: Proposed = message.op
     operation = msgspec.msgpack.encode(proposed.operation)
-    return msgspec.msgpack.encode(with_op(message, operation)), proposed.payload
+    return msgspec.msgpack.encode(with_op(message, operation)), _views_of(proposed.payload)
 
 
 def with_op(message: Append | Teach, op: bytes | Proposed | None) -> Append | Teach:
@@ -296,8 +296,10 @@ def decode_message(meta: bytes) -> tuple[ChainMessage, Operation | None]:
         raise Refused(f"not a message between replicas: {error}") from error
 
 
-def views_of(payload: Payload) -> list[memoryview]:
+def _views_of(payload: Payload) -> list[memoryview]:
     """What is sent: gradients, loss and flags, rows; or plain bytes."""
+    if payload is EMPTY:
+        return []
     views = [bytes_of(tensor) for tensor in payload.push or ()]
     for rows in payload.rows:
         views += [bytes_of(rows.ids), bytes_of(rows.grads)]
@@ -330,6 +332,6 @@ def _read_push(model: ServedModel, operation: Pushed, connection: Connection) ->
         ids = torch.empty(batch.count, dtype=torch.int64)
         rows.append(RowPush(batch.table, ids, grads, batch.lr))
     payload = Payload(rows=tuple(rows), push=push)
-    for view in views_of(payload):
+    for view in _views_of(payload):
         connection.read_into(view)
     return payload

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Closed, Connection
@@ -20,7 +20,10 @@ from shoal.protocol.frames import FrameKind, Header
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.messages import ChainMessage
-from shoal.server.member.operations import EMPTY, encode_message, views_of
+from shoal.server.member.operations import encode_message
+
+if TYPE_CHECKING:
+    from shoal.server.member.core import ChainCore
 
 SILENT_COPY_S = 3.0  # a host that acknowledges nothing for so long is not connected
 _RETRY_S = 0.03
@@ -29,17 +32,12 @@ _MAX_ANSWER_BYTES = 8192
 _SMALL_BYTES = 32 << 10  # a payload that is sent by the thread that posts it
 
 
-class LinkOwner(Protocol):
-    def link_up(self, peer: int) -> None: ...
-    def link_lost(self, peer: int) -> None: ...
-
-
 class PeerLink:
     """Two threads: one connects and notices the end, one sends what would make others wait."""
 
     def __init__(
         self,
-        owner: LinkOwner,
+        owner: ChainCore,
         peer: int,
         address: Callable[[], str | None],
         secret: bytes,
@@ -85,7 +83,7 @@ class PeerLink:
 
     def _send_now(self, connection: Connection, message: ChainMessage) -> Posted | None:
         """What is left for the thread: the message, or the rest of its frame."""
-        meta, views = self._frame(message)
+        meta, views = encode_message(message)
         if sum(view.nbytes for view in views) > _SMALL_BYTES:
             return message
         try:
@@ -94,10 +92,6 @@ class PeerLink:
             connection.abort()
             return None
         return message if rest is None else rest if rest.nbytes else None
-
-    def _frame(self, message: ChainMessage) -> tuple[bytes, list[memoryview]]:
-        meta, payload = encode_message(message)
-        return meta, [] if payload is EMPTY else views_of(payload)
 
     def reconnect(self) -> None:
         """Break the connection, if there is one: what waits to be sent is dropped."""
@@ -113,14 +107,11 @@ class PeerLink:
     def close(self) -> None:
         self._closed.set()
         self._messages.put(None)
-        connection = self._connection
-        if connection is not None:
-            connection.abort()
+        self.reconnect()
 
     def join(self, timeout_s: float) -> None:
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s)
+            thread.join(timeout_s)
 
     # ------------------------------------------------------------------ threads
 
@@ -179,7 +170,7 @@ class PeerLink:
         elif callable(posted):
             posted(connection, self._header)
         else:
-            meta, views = self._frame(posted)
+            meta, views = encode_message(posted)
             connection.send(self._plain, meta, *views)
 
 

@@ -27,10 +27,6 @@ class ChainPlace:
     def in_words(self) -> str:
         return f"server {self.process} (shard {self.shard}, replica {self.copy})"
 
-    def other_in_words(self, copy: int) -> str:
-        """Another copy of the same shard."""
-        return ChainPlace(self.shard, copy, self.copies).in_words()
-
 
 class Elsewhere(Exception):
     """Another copy is to be asked, or this one in the present epoch."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,14 +20,7 @@ from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode, Fenced, NotHead
 from shoal.server.member.core import ChainCore, Outcome, Waiter, pass_push
-from shoal.server.member.operations import (
-    EARLY,
-    EMPTY,
-    OnCommitted,
-    Operation,
-    Payload,
-    Proposed,
-)
+from shoal.server.member.operations import EARLY, EMPTY, OnCommitted, Operation, Payload, Proposed
 from shoal.server.member.place import ChainPlace
 from shoal.server.model.membership import ModelFailure
 from shoal.server.process.model_host import ModelHost
@@ -41,11 +35,8 @@ class ChainRuntime(ChainCore):
 
     def __init__(self, place: ChainPlace, host: ModelHost, on_reset: Callable[[], None]):
         """`on_reset` ends all connections of workers: this member has lost its place."""
-        super().__init__(place, host, self._forget_workers)
-        self._end_connections = on_reset
+        super().__init__(place, host, on_reset)
         self.is_eventual = place.consistency == "eventual"
-        self.losses: dict[tuple[int, int], str] = {}  # (model, worker) -> reason
-        self.on_loss: Callable[[], None] = lambda: None
         host.chain = self
 
     def close(self, join_s: float) -> None:
@@ -57,15 +48,6 @@ class ChainRuntime(ChainCore):
             link.close()
         for link in self.links.values():
             link.join(join_s)
-
-    def _forget_workers(self) -> None:
-        self.losses.clear()
-        self._end_connections()
-
-    def note_loss(self, model: int, worker: int, reason: str) -> None:
-        """Called under the lock of a model: only noted, for a thread without it."""
-        self.losses.setdefault((model, worker), reason)
-        self.on_loss()
 
     # ------------------------------------------------------------------ its place in the chain
 
@@ -207,8 +189,9 @@ class ChainRuntime(ChainCore):
 
     def _awaited(self) -> str:
         """Which process an operation waits for."""
-        successor = self.node.successor
-        return "the coordinator" if successor is None else self.place.other_in_words(successor)
+        if (successor := self.node.successor) is None:
+            return "the coordinator"
+        return replace(self.place, copy=successor).in_words()
 
     def _check_waiting(self, node: ChainNode, deadline_s: float) -> None:
         """Elsewhere if this member has lost its place since."""

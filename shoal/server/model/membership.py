@@ -112,9 +112,10 @@ class Membership:
             self.lock.notify_all()
 
     def residual_of(self, worker: int) -> bytearray | None:
-        """What a live worker has deposited; under the lock."""
-        member = self.members.get(worker)
-        return None if member is None or worker in self.departed else member.residual
+        """What a live worker has deposited."""
+        with self.lock:
+            member = self.members.get(worker)
+            return None if member is None or worker in self.departed else member.residual
 
     def leave(self, worker: int) -> None:
         """A worker has finished its steps."""

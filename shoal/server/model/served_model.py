@@ -334,7 +334,7 @@ class ServedModel:
         """Weights and optimizer state of a checkpoint; all workers continue from its step."""
         with self.lock:
             restore(self.state.shard, state, payload)
-            self.state.restart(state.steps)
+            self.state.ledger.restart(state.steps)
             self.log.restart(self.log.position, self.log.epoch)
             self.lock.notify_all()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ DTYPES: dict[str, torch.dtype] = {
         *("int64", "int32", "uint8", "bool"),
     )
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: dict[torch.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Shard:

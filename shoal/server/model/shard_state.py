@@ -26,7 +26,7 @@ def get_state(shard: Shard, steps: int) -> tuple[ShardState, list[Tensor]]:
         entries = shard.optimizer.state.get(p, {}) if shard.optimizer is not None else {}
         for key, value in entries.items():
             if isinstance(value, Tensor):
-                specs.append(StateTensor(i, key, _dtype_name(value.dtype), tuple(value.shape)))
+                specs.append(StateTensor(i, key, NAMES[value.dtype], tuple(value.shape)))
                 tensors.append(value.detach().cpu().contiguous())
             elif value is None or isinstance(value, (bool, int, float)):
                 numbers.append((i, key, value))
@@ -128,7 +128,3 @@ def read_tensors(state: ShardState, flat: Tensor, offset: int = 0) -> list[Tenso
         tensors.append(flat[offset:end].clone().view(dtype).reshape(spec.shape))
         offset = end
     return tensors
-
-
-def _dtype_name(dtype: torch.dtype) -> Any:
-    return NAMES[dtype]

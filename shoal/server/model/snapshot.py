@@ -38,7 +38,7 @@ from shoal.server.model.push_buffer import PullBuffer, PushBuffer, PushTensors, 
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import NAMES
 from shoal.server.model.shard_state import get_state, restore_optimizer
-from shoal.server.model.state import LoggedCounts, OpenStep, WaitingPush
+from shoal.server.model.state import OpenStep, WaitingPush
 
 T = TypeVar("T", bound=msgspec.Struct)
 _KEPT_ENTRIES = 512  # of the log, for servers of other shards
@@ -46,15 +46,16 @@ Format = Literal["shoal server checkpoint 1"]
 _FORMAT: Format = "shoal server checkpoint 1"
 
 
-def copied(kind: type[T], source: object) -> T:
-    """The attributes of `source` that `kind` names."""
-    names = kind.__struct_fields__
-    return kind(**{name: copy.deepcopy(getattr(source, name)) for name in names})
+def copied(kind: type[T], *sources: object) -> T:
+    """The attributes that `kind` names, of the first source that has each."""
+    owners = {n: next(s for s in sources if hasattr(s, n)) for n in kind.__struct_fields__}
+    return kind(**{name: copy.deepcopy(getattr(owner, name)) for name, owner in owners.items()})
 
 
-def put_back(value: msgspec.Struct, target: object) -> None:
+def put_back(value: msgspec.Struct, *targets: object) -> None:
     for name in value.__struct_fields__:
-        setattr(target, name, copy.deepcopy(getattr(value, name)))
+        owner = next(target for target in targets if hasattr(target, name))
+        setattr(owner, name, copy.deepcopy(getattr(value, name)))
 
 
 # ---------------------------------------------------------------------- a checkpoint
@@ -164,8 +165,8 @@ class TensorForm(WireMessage, frozen=True):
     shape: Shape
 
 
-class StateImage(WireMessage, frozen=True):
-    """Attributes of `ModelState`."""
+class ModelNumbers(WireMessage, frozen=True):
+    """Attributes of `ModelState`, `Membership` and `Statistics`: all copies have the same."""
 
     decided: dict[int, int]
     counted: list[PushDecided]
@@ -175,18 +176,15 @@ class StateImage(WireMessage, frozen=True):
     waiting: list[WaitingPush]
     acks: dict[int, Ack]
     lost_pushes: Count
-
-
-class MembershipImage(WireMessage, frozen=True):
-    """Attributes of `Membership`."""
-
     departed: set[int]
     open_barriers: dict[int, Generations | None]
     lowest_at: dict[int, int]
+    missed_updates: dict[int, int]
+    returns: dict[int, int]
 
 
-class MemberImage(WireMessage, frozen=True):
-    """Attributes of `Member`."""
+class WorkerNumbers(WireMessage, frozen=True):
+    """Attributes of `Member` and its `PushBuffer`."""
 
     worker: Count
     incarnation: Count
@@ -195,18 +193,12 @@ class MemberImage(WireMessage, frozen=True):
     comes_back: bool
     is_late: bool
     entered: Entered | None
-
-
-class PushNumbers(WireMessage, frozen=True):
-    """Attributes of `PushBuffer`."""
-
     committed: Count
     decompressed: Count
 
 
 class WorkerImage(WireMessage, frozen=True):
-    member: MemberImage
-    pushes: PushNumbers
+    numbers: WorkerNumbers
     is_arriving: bool
     staged: tuple[tuple[Count, tuple[RowBatch, ...]], ...]  # by sequence
 
@@ -214,13 +206,11 @@ class WorkerImage(WireMessage, frozen=True):
 class ModelImage(WireMessage, frozen=True):
     number: Count
     saved: ShardDocument
-    state: StateImage
-    membership: MembershipImage
+    numbers: ModelNumbers
     failure: tuple[str, int | None] | None
     workers: tuple[WorkerImage, ...]
     counted_rows: tuple[tuple[int, RowBatch], ...]
     entries: tuple[LogEntry, ...]
-    counts: LoggedCounts
     tensors: Annotated[tuple[TensorForm, ...], msgspec.Meta(max_length=1 << 22)]
 
 
@@ -236,14 +226,12 @@ def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]
         image = ModelImage(
             number,
             saved,
-            copied(StateImage, state),
-            copied(MembershipImage, membership),
+            copied(ModelNumbers, state, membership, model.statistics),
             None if failure is None else (failure.reason, failure.worker),
             tuple(workers),
             tuple(counted),
             tuple(model.log.latest_entries(_KEPT_ENTRIES)),
-            copied(LoggedCounts, model.statistics),
-            tuple(TensorForm(_name(t), tuple(t.shape)) for t in tensors),
+            tuple(TensorForm(NAMES[t.dtype], tuple(t.shape)) for t in tensors),
         )
     return image, tensors
 
@@ -255,8 +243,7 @@ def _worker_image(model: ServedModel, member: Member, tensors: list[Tensor]) -> 
         tensors += [tensor.clone() for tensor in held.tensors]
         staged.append((sequence, _describe(held.rows, tensors)))
     return WorkerImage(
-        copied(MemberImage, member),
-        copied(PushNumbers, pushes),
+        copied(WorkerNumbers, member, pushes),
         model.state.arriving.get(member.worker) is pushes,
         tuple(staged),
     )
@@ -266,10 +253,6 @@ def _describe(pushes: Any, tensors: list[Tensor]) -> tuple[RowBatch, ...]:
     for rows in pushes:
         tensors += [rows.ids, rows.grads]
     return tuple(RowBatch(rows.table, len(rows.ids), rows.lr) for rows in pushes)
-
-
-def _name(tensor: Tensor) -> Any:
-    return NAMES[tensor.dtype]
 
 
 def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> None:
@@ -285,13 +268,11 @@ def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> 
     shard.sum.copy_(next(source))
     shard.loss_flags.copy_(next(source))
     for worker in image.workers:
-        _install_worker(model, worker, saved.residuals.get(worker.member.worker), source)
+        _install_worker(model, worker, saved.residuals.get(worker.numbers.worker), source)
     counted = [(worker, _rows(batch, source)) for worker, batch in image.counted_rows]
     state.tables.counted = counted
     put_back(document.ledger, state.ledger)
-    put_back(image.state, state)
-    put_back(image.membership, model.membership)
-    put_back(image.counts, model.statistics)
+    put_back(image.numbers, state, model.membership, model.statistics)
     model.statistics.is_from_start = False
     model.membership.failure = None if image.failure is None else ModelFailure(*image.failure)
     model.log.restart(document.position, document.epoch, image.entries)
@@ -302,15 +283,14 @@ def _install_worker(
 ) -> None:
     shard = model.state.shard
     pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), in_chain=True)
-    put_back(image.pushes, pushes)
+    worker = image.numbers.worker
+    member = Member(worker, image.numbers.incarnation, pushes, PullBuffer())
+    put_back(image.numbers, member, pushes)
     for sequence, rows in image.staged:
         tensors = PushTensors(next(source), next(source))
         pushes.staged[sequence] = StagedPush(tensors, [_rows(batch, source) for batch in rows])
         if sequence == pushes.committed:
             pushes.install(tensors, recycles=False)
-    worker = image.member.worker
-    member = Member(worker, image.member.incarnation, pushes, PullBuffer())
-    put_back(image.member, member)
     member.residual = None if residual is None else bytearray(residual.numpy().tobytes())
     model.membership.members[worker] = member
     into = model.state.arriving if image.is_arriving else model.state.pushes

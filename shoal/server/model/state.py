@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
 from shoal.protocol.frames import Refused
@@ -85,10 +84,6 @@ class ModelState:
     @property
     def version(self) -> int:
         return self.ledger.version
-
-    def restart(self, steps: int) -> None:
-        """Continue from the step of a checkpoint."""
-        self.ledger.restart(steps)
 
     def apply(self, decision: Decision) -> None:
         if isinstance(decision, PushDecided):
@@ -184,13 +179,6 @@ class ModelState:
         if buffer is None or buffer.committed < push.sequence:
             raise Refused(f"push {push.sequence} of worker {push.worker} is not staged here")
         return buffer
-
-
-class LoggedCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What follows from the log alone: all copies count the same."""
-
-    missed_updates: dict[int, int]
-    returns: dict[int, int]
 
 
 class Statistics:

@@ -230,9 +230,13 @@ class ModelHost:
         """Forget a model whose workers have all departed."""
         with self.changed:
             model = self.models.get(model_id)
-            if model is None or self.in_chain or not self._is_done(model):
+            if model is None or self.in_chain:
                 return
-            if any(member.channels for member in model.membership.members.values()):
+            membership = model.membership
+            # not while workers that were lost may come back, even if all of them were
+            if not (membership.is_finished if self.takes_back else membership.is_over):
+                return
+            if any(member.channels for member in membership.members.values()):
                 return
             del self.models[model_id]
             self._released.append(model_id)
@@ -242,11 +246,6 @@ class ModelHost:
         for stream in (followers, copies):
             if stream is not None:
                 stream.close()
-
-    def _is_done(self, model: ServedModel) -> bool:
-        """Not while workers that were lost may come back, even if all of them were."""
-        membership = model.membership
-        return membership.is_finished if self.takes_back else membership.is_over
 
     def is_released(self, model_id: int) -> bool:
         """Whether all workers of this model have departed before."""

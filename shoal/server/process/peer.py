@@ -63,12 +63,7 @@ class Peer:
     """The other end of a connection: which worker it is, and its channel in a model."""
 
     def __init__(
-        self,
-        host: ModelHost,
-        connection: Connection,
-        channel: Channel,
-        header: Header,
-        number: int,
+        self, host: ModelHost, connection: Connection, channel: Channel, header: Header, number: int
     ):
         self.host = host
         self.connection = connection

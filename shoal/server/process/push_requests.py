@@ -145,14 +145,9 @@ def get_residual(peer: Peer, header: Header, meta: bytes) -> None:
     """The residual of the worker in `argument`; zeros if the worker has departed."""
     model, _ = peer.joined()
     compression = _compression(model, header)
-    residual = peer.read(lambda: _residual_of(model, header.argument))
+    residual = peer.read(lambda: model.membership.residual_of(header.argument))
     payload = bytearray(compression.residual_bytes) if residual is None else residual
     peer.reply(encode(SavedResidual(residual is not None)), memoryview(payload))
-
-
-def _residual_of(model: ServedModel, worker: int) -> bytearray | None:
-    with model.lock:
-        return model.membership.residual_of(worker)
 
 
 def _compression(model: ServedModel, header: Header) -> PushCompression:

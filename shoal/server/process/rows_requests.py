@@ -61,19 +61,13 @@ def _read_wanted(peer: Peer, member: Member, request: RowBatch, dim: int) -> tup
     count = request.count
     if request.memory is None:
         rows = peer.row_buffer.rows(count, dim)
-        return _read_integers(peer.connection, count), RowTarget(rows)
+        return read_numbers(peer.connection, count), RowTarget(rows)
     memory = member.row_memory.get(request.memory)
     if memory is None or request.places * dim > len(memory):
         raise Refused(f"memory {request.memory} has no room for {request.places} rows")
-    numbers = _read_integers(peer.connection, 2 * count)
+    numbers = read_numbers(peer.connection, 2 * count)
     rows = memory[: request.places * dim].reshape(request.places, dim)
     return numbers[:count], RowTarget(rows, numbers[count:])
-
-
-def _read_integers(connection: Connection, count: int) -> Ids:
-    integers: Any = np.empty(count, np.int64)
-    connection.read_into(memoryview(integers))
-    return integers  # type: ignore[no-any-return]
 
 
 @handles(FrameKind.SHARE_ROWS, "rows")
@@ -94,11 +88,9 @@ def push(peer: Peer, header: Header, meta: bytes) -> None:
     request = decode(meta, RowBatch)
     dim = model.tables.table(request.table).spec.dim
     check_size(header, request.count, 8 + 4 * dim, 0)
-    ids = read_numbers(peer.connection, request.count, torch.int64)
-    grads = read_numbers(peer.connection, request.count * dim, torch.float32).view(
-        request.count, dim
-    )
-    rows = RowPush(request.table, ids, grads, request.lr)
+    ids = torch.from_numpy(read_numbers(peer.connection, request.count))
+    grads = torch.from_numpy(read_numbers(peer.connection, request.count * dim, np.float32))
+    rows = RowPush(request.table, ids, grads.view(request.count, dim), request.lr)
     catch_up(peer, member.pushes, header.sequence)
     model.tables.stage(member.pushes, header.sequence, rows)
 
@@ -139,11 +131,11 @@ def check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) 
         raise Refused(f"{header.payload_bytes} bytes for {count} rows of {answer_bytes} bytes")
 
 
-def read_numbers(connection: Connection, count: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of a payload whose size was checked."""
-    tensor = torch.empty(count, dtype=dtype)
-    connection.read_into(bytes_of(tensor))
-    return tensor
+def read_numbers(connection: Connection, count: int, dtype: type = np.int64) -> Any:
+    """An array of a payload whose size was checked."""
+    numbers: Any = np.empty(count, dtype)
+    connection.read_into(memoryview(numbers))
+    return numbers
 
 
 @handles(FrameKind.TABLE_HEAT, "rows")
@@ -180,9 +172,9 @@ def set_hot(peer: Peer, header: Header, meta: bytes) -> None:
     if request.addresses and len(request.addresses) != model.spec.servers:
         raise Refused(f"{len(request.addresses)} addresses of {model.spec.servers} servers")
     check_size(header, request.count, 8, 0)
-    ids = read_numbers(peer.connection, request.count, torch.int64)
+    ids = read_numbers(peer.connection, request.count)
     with model.lock:
-        hot.choose(request.number, ids.numpy(), request.publish)
+        hot.choose(request.number, ids, request.publish)
         model.lock.notify_all()
     if request.addresses:
         peer.host.row_copies(peer.model_id).follow(request.addresses)

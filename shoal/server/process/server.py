@@ -15,7 +15,6 @@ behind a pull that waits for other workers:
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -55,7 +54,8 @@ class Server(ConnectionService):
         if chain is not None:
             remove_left_socket(address)
         super().__init__(secret, [address, *filter(None, [remote_address])], tls)
-        self.host = ModelHost(secret, max_bytes or _memory_bytes(), self.report, has_exited, tls)
+        max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.host = ModelHost(secret, max_bytes, self.report, has_exited, tls)
         self.address = self.listeners[0].address
         self.remote_address = self.listeners[1].address if remote_address else ""
         self._counts: Counter[str] = Counter()  # of connections that have ended
@@ -125,10 +125,3 @@ class Server(ConnectionService):
 
 def _counts_of(connection: Connection) -> dict[str, int]:
     return {name: getattr(connection, name) for name in _COUNTED}
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return sys.maxsize

@@ -54,20 +54,17 @@ def read_tensors_of(file: Path, kind: type[T]) -> tuple[dict[str, Tensor], T, by
         tensors = load_file(file)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise damaged(file, str(error)) from error
-    packed, digest = _unpack(file, tensors.pop(_META, None))
+    content = tensors.pop(_META, None)
+    if content is None or content.dtype != torch.uint8:
+        raise damaged(file, "it has no description")
+    data = content.numpy().tobytes()
+    packed, digest = data[_PREFIX_BYTES:], data[:_DIGEST_BYTES]
     if _digest_of(tensors, packed) != digest:
         raise damaged(file, "it has changed")
     try:
         return tensors, msgpack_decoder(kind).decode(packed), digest
     except msgspec.DecodeError as error:
         raise damaged(file, str(error)) from error
-
-
-def _unpack(file: Path, content: Tensor | None) -> tuple[bytes, bytes]:
-    if content is None or content.dtype != torch.uint8 or content.dim() != 1:
-        raise damaged(file, "it has no description")
-    data = content.numpy().tobytes()
-    return data[_PREFIX_BYTES:], data[:_DIGEST_BYTES]
 
 
 def _digest_of(tensors: Mapping[str, Tensor], packed: bytes) -> bytes:

@@ -151,8 +151,8 @@ def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) ->
             shards * len(leaders),
             leaders[index],
             served.rule,
-            NAMES[flat.dtype],  # type: ignore[arg-type]
-            NAMES[flat.grads.header.dtype],  # type: ignore[arg-type]
+            NAMES[flat.dtype],
+            NAMES[flat.grads.header.dtype],
             flat.size,
             held.start,
             held.stop,

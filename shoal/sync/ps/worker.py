@@ -66,7 +66,7 @@ def shard_state(
             if isinstance(value, Tensor):
                 tensor = _rows_of(value, rows, p)
                 dtype = NAMES[tensor.dtype]
-                values.append(StateTensor(index, key, dtype, tuple(tensor.shape)))  # type: ignore[arg-type]
+                values.append(StateTensor(index, key, dtype, tuple(tensor.shape)))
                 tensors.append(tensor)
             elif value is None or isinstance(value, (bool, int, float)):
                 numbers.append((index, key, value))

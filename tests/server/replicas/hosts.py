@@ -10,54 +10,53 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
-from torch import Tensor
 
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.core import Core
 from shoal.coordinator.service import CoordinatorService
-from shoal.coordinator.store import Store
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.config import ChainConfig
-from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
 from tests.namespaces import Host, Lan, lan, why_not
-from tests.server.helpers import MODEL, SECRET, client_at
-from tests.server.replicas.world import pulled, push_one_hot
+from tests.server.helpers import SECRET
+from tests.server.replicas.world import TTL_S, World, pulled, push_one_hot
 
 TRUSTED = TlsConfig(trusted_network=True)
-TTL_S = 0.5
 LIMIT_S = 60.0  # of every wait, on a busy machine
 ASYNC = Rule(1, asynchronous=True)
 KEYS = 8
 
 
-class HostWorld:
+class HostWorld(World):
     """Hosts 0 to replicas - 1 have a replica each, then come the coordinator and the worker."""
 
     def __init__(self, net: Lan, replicas: int = 3):
         self.net = net
-        self.replicas = replicas
         self.acknowledged: Counter[tuple[int, int]] = Counter()  # (epoch, replica)
-        self.servers: list[Server] = []
         self._tick = threading.Event()  # never set
         self.of_coordinator = replicas
         self.of_worker = replicas + 1
-        self.store = Store()
-        there = net.hosts[self.of_coordinator]
-        address = [f"tcp:{there.address}:0"]
-        self.service = there.call(
-            lambda: CoordinatorService(Core(self.store), SECRET, address, TRUSTED)
-        )
-        for replica in range(replicas):
-            self.servers.append(net.hosts[replica].call(lambda r=replica: self._start(r)))
+        super().__init__(Path(), replicas, tls=TRUSTED)
+
+    @cached_property
+    def service(self) -> CoordinatorService:
+        there = self.net.hosts[self.of_coordinator]
+        core, address = self.coordinator._core, [f"tcp:{there.address}:0"]
+        return there.call(lambda: CoordinatorService(core, SECRET, address, TRUSTED))
+
+    def start(self, shard: int, replica: int) -> Server:
+        server = self.net.hosts[replica].call(lambda: self._start(replica))
+        self.addresses[shard][replica] = server.address
+        self.servers[shard, replica] = server
+        return server
 
     def _start(self, replica: int) -> Server:
         place = ChainPlace(0, replica, self.replicas)
@@ -82,14 +81,10 @@ class HostWorld:
 
         runtime._apply = recorded  # type: ignore[method-assign]
 
-    def client(self, rank: int = 0, rule: Rule = ASYNC) -> Client:
-        """To be called on the host of the worker."""
-        return client_at([[server.address for server in self.servers]], rank, rule, tls=TRUSTED)
-
     @property
     def config(self) -> ChainConfig:
         """As the coordinator has it."""
-        stored = self.store.list("chain/0").entries.get("chain/0")
+        stored = self.coordinator.get("chain/0")
         assert stored is not None
         return msgspec.msgpack.decode(stored.value, type=ChainConfig)
 
@@ -100,23 +95,12 @@ class HostWorld:
             assert time.monotonic() < deadline_s, f"not reached in {LIMIT_S:.0f} s: {self.config}"
             self._tick.wait(0.02)
 
-    def weights_of(self, replica: int) -> Tensor:
-        server = self.servers[replica]
-        assert server.chain is not None
-        server.chain.runtime.catch_up()
-        return server.models[MODEL].state.shard.data
-
-    def copies_are_equal(self) -> bool:
-        first, *others = [self.weights_of(member) for member in self.config.members]
-        return all(torch.equal(first, other) for other in others)
-
     def one_head_an_epoch(self) -> bool:
         return len({epoch for epoch, _ in self.acknowledged}) == len(self.acknowledged)
 
     def close(self) -> None:
         self.net.heal()
-        for server in self.servers:
-            server.close()
+        super().close()
         self.service.close()
 
 
@@ -168,7 +152,7 @@ class Pusher:
             self._changed.notify_all()
 
     def _push(self) -> None:
-        client = self._world.client()
+        client = self._world.client(0, ASYNC)
         try:
             step = 0
             while not self._is_over:

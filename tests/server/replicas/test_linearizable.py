@@ -133,7 +133,7 @@ def test_a_tail_that_is_cut_off_shows_no_old_value() -> None:
 @pytest.mark.whole
 def test_a_replica_that_answers_without_a_lease_is_found_out() -> None:
     def spoil(made: HostWorld) -> None:
-        replica = made.servers[2].chain
+        replica = made.servers[0, 2].chain
         assert replica is not None
         replica.runtime.confirm = lambda node: None  # type: ignore[method-assign]
 
