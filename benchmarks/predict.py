@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, cast
+from typing import Any
 
 from rich.table import Table
 
@@ -17,10 +18,11 @@ from benchmarks.spread import SpreadPredictor
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.commands.compare import WORKER, Comparison, groups_of, progress_over
-from shoal.commands.launching import config_for, strategy_for
+from shoal.commands.launching import command_for, config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
-from shoal.commands.subject import profile_of_script, workload_of_script
+from shoal.commands.subject import workload_of_script
 from shoal.errors import BadInput
+from shoal.launch.rank.auto import measure_profile
 from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
@@ -126,7 +128,7 @@ class PredictBench:
     def verdict(self, model: str, cluster: Cluster) -> Verdict:
         runs = self.check()
         traced = workload_of_script(SCRIPT, ["--model", model])
-        workload = cast(Workload, traced.workload)
+        workload = traced.workload
         predictor = SpreadPredictor(workload, self._profiled(cluster, workload, model))
         settings = PlanSettings(batch=traced.batch)
         predictions = [
@@ -149,9 +151,9 @@ class PredictBench:
     def _profiled(self, cluster: Cluster, workload: Workload, model: str) -> Cluster:
         """With the pace of the model's passes, alone and beside as many workers as are asked."""
         counts = sorted({workers for _, workers in self.check()})
-        profiles = [
-            profile_of_script(SCRIPT, ["--model", model], count, self.device) for count in counts
-        ]
+        run = partial(run_quietly, command_for(SCRIPT, ["--model", model]))
+        config = config_for(as_strategy("single"), device=self.device)
+        profiles = [measure_profile(run, config, count) for count in counts]
         return profiled(cluster, workload, profiles)
 
     def _measure(self, model: str, predictions: Sequence[Prediction]) -> list[RunOutcome]:

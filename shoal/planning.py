@@ -15,9 +15,9 @@ from pathlib import Path
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.units import parse_bytes
-from shoal.commands.subject import named_cluster, workload_of_script
+from shoal.commands.subject import Subject, named_cluster, workload_of_script
 from shoal.errors import BadInput
-from shoal.plan.explain import nothing_fits, options_of, why
+from shoal.plan.explain import in_script, nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, SearchResult, search
@@ -35,6 +35,7 @@ class PlannedStrategy:
 
     strategy: Strategy
     options: str
+    in_script: str  # what a training script has to say beside the strategy
     prediction: Prediction
     why: str
     merged: tuple[str, ...]  # others of its layout that are neither faster nor smaller
@@ -73,10 +74,10 @@ def predict(
     value = as_strategy(strategy or ("ddp" if workers > 1 else "single"))
     value.layout(workers)
     value.require_built()
-    workload, samples = model_and_batch(model, batch, workers)
-    hardware = as_cluster(cluster).of_size(workers)
-    settings = PlanSettings(samples, microbatch, recompute)
-    return Predictor(workload, hardware).predict(value, workers, settings)
+    subject = _subject(model, batch, workers)
+    settings = PlanSettings(subject.batch, microbatch, recompute)
+    predictor = Predictor(subject.workload, _as_cluster(cluster).of_size(workers))
+    return predictor.predict(value, workers, settings)
 
 
 def rank_strategies(
@@ -93,9 +94,13 @@ def rank_strategies(
 
     `limit` is the memory of a device where it is not the cluster's: bytes, or text such as "10GB".
     """
-    workload, samples = model_and_batch(model, batch, workers)
-    options = SearchOptions(PlanSettings(samples), top, include_async)
-    return as_plan(search(workload, limited(as_cluster(cluster), limit), workers, options))
+    subject = _subject(model, batch, workers)
+    hardware = _as_cluster(cluster)
+    if limit is not None:
+        num_bytes = float(parse_bytes(limit)) if isinstance(limit, str) else float(limit)
+        hardware = hardware.with_memory(num_bytes)
+    options = SearchOptions(PlanSettings(subject.batch), top, include_async)
+    return as_plan(search(subject.workload, hardware, workers, options))
 
 
 def as_plan(result: SearchResult) -> FoundPlan:
@@ -111,39 +116,25 @@ def as_plan(result: SearchResult) -> FoundPlan:
 def _planned(found: tuple[Priced, ...]) -> tuple[PlannedStrategy, ...]:
     return tuple(
         PlannedStrategy(
-            one.candidate.strategy,
-            options_of(one.candidate.settings),
+            tried.strategy,
+            options_of(tried.settings),
+            in_script(tried.strategy, tried.settings, one.prediction.microbatches),
             one.prediction,
             why(one, found[0]),
             one.merged,
         )
         for one in found
+        for tried in [one.candidate]
     )
 
 
-def as_cluster(cluster: str | Path | Cluster) -> Cluster:
+def _as_cluster(cluster: str | Path | Cluster) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
 
 
-def limited(cluster: Cluster, limit: str | float | None) -> Cluster:
-    """The cluster with devices of so much memory."""
-    if limit is None:
-        return cluster
-    num_bytes = float(parse_bytes(limit)) if isinstance(limit, str) else float(limit)
-    if num_bytes <= 0:
-        raise BadInput(f"a limit of memory is above 0 bytes, not {limit}")
-    return cluster.with_memory(num_bytes)
-
-
-def model_and_batch(model: Model, batch: int | None, workers: int) -> tuple[Workload, int]:
-    if batch is not None and batch < 1:
-        raise BadInput(f"a batch has at least 1 sample, not {batch}")
+def _subject(model: Model, batch: int | None, workers: int) -> Subject:
     workload = named_workload(str(model)) if isinstance(model, str | Path) else model
-    if workload is None:
-        return _script_and_batch(str(model), batch)
-    return workload, batch or default_batch(workload, workers)
-
-
-def _script_and_batch(script: str, batch: int | None) -> tuple[Workload, int]:
-    found = workload_of_script(script)
-    return found.workload, batch or found.batch
+    if workload is not None:
+        return Subject(workload, batch or default_batch(workload, workers))
+    found = workload_of_script(str(model))
+    return Subject(found.workload, batch or found.batch)

@@ -24,8 +24,7 @@ from shoal.commands.launching import (
 from shoal.commands.output import plain_table, show
 from shoal.commands.subject import workload_of_script
 from shoal.errors import BadInput, CheckFailed, ShoalError
-from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.workload import Split
+from shoal.plan.workloads.workload import Split, Workload
 from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted
@@ -246,7 +245,7 @@ def _device(where: str, row: Mapping[str, int | None]) -> dict[str, Any]:
     return {"where": where, **held, "other": other, "total": total}
 
 
-def layer_needs(workload: TracedWorkload, batch: int) -> Iterator[dict[str, Any]]:
+def layer_needs(workload: Workload, batch: int) -> Iterator[dict[str, Any]]:
     """What each layer needs on one device: its numbers, their gradients and state, activations."""
     precision = workload.precision
     width = precision.parameter_bytes + precision.gradient_bytes

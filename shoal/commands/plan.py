@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.output import Part, bold, show
-from shoal.commands.subject import Subject, SubjectOptions
-from shoal.plan.explain import in_script, nothing_fits, options_of, why
-from shoal.plan.search import OnPriced, Priced, SearchOptions, SearchResult, search
+from shoal.commands.subject import SubjectOptions
+from shoal.plan.search import OnPriced, SearchOptions, search
+from shoal.planning import FoundPlan, PlannedStrategy, as_plan
 from shoal.runtime.wording import counted
 
 Top = Annotated[int, typer.Option(min=1, help="How many strategies to show.")]
@@ -45,8 +45,26 @@ def plan(
     wanted = SearchOptions(asked.settings(subject.batch), top, include_async)
     with _progress(as_json) as on_priced:
         result = search(subject.workload, hardware, workers, wanted, on_priced)
-    document = _document(subject, hardware.name, workers, result)
-    show(document, _parts(subject, hardware.name, workers, result), as_json)
+    found = as_plan(result)
+    document = {
+        "model": subject.workload.name,
+        "cluster": hardware.name,
+        "workers": workers,
+        "batch": subject.batch,
+        "ranked": [_entry(one) for one in found.ranked],
+        "too_large": [_entry(one) for one in found.too_large],
+        "asynchronous": [_entry(one) for one in found.asynchronous],
+        "nothing_fits": found.nothing_fits,
+        "variants": result.variants,
+        "priced": result.priced,
+    }
+    on = f"{counted(workers, 'worker')} of {hardware.name}"
+    heading = bold(f"{subject.workload.name} on {on}, batch {subject.batch}")
+    counts = (
+        f"\n{result.variants} variants of strategies, {result.priced} of them priced: the others "
+        "are slower than the slowest one here, or larger"
+    )
+    show(document, [heading, *_parts(found), counts], as_json)
     if not result.ranked:
         raise typer.Exit(1)
 
@@ -64,68 +82,34 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _parts(subject: Subject, cluster: str, workers: int, result: SearchResult) -> Iterator[Part]:
-    hardware = f"{counted(workers, 'worker')} of {cluster}"
-    yield bold(f"{subject.workload.name} on {hardware}, batch {subject.batch}")
-    for number, one in enumerate(result.ranked, 1):
-        yield from _lines(f"{number:>2}", one, result.ranked[0])
-    if result.too_large:
+def _parts(found: FoundPlan) -> Iterator[Part]:
+    for number, one in enumerate(found.ranked, 1):
+        yield from _lines(f"{number:>2}", one)
+    if found.too_large:
         yield bold("\nfaster, and too large")
-    for one in result.too_large:
-        yield from _lines(" -", one, one)
-    if result.asynchronous:
+    for one in found.too_large:
+        yield from _lines(" -", one)
+    if found.asynchronous:
         yield bold("\nnot the result of one device")
-    for one in result.asynchronous:
-        yield from _lines(" ~", one, result.asynchronous[0])
-    if not result.ranked:
-        yield nothing_fits(result.least, result.least_workers)
-    yield (
-        f"\n{result.variants} variants of strategies, {result.priced} of them priced: the others "
-        "are slower than the slowest one here, or larger"
-    )
+    for one in found.asynchronous:
+        yield from _lines(" ~", one)
+    if found.nothing_fits:
+        yield found.nothing_fits
 
 
-def _lines(mark: str, one: Priced, best: Priced) -> Iterator[str]:
+def _lines(mark: str, one: PlannedStrategy) -> Iterator[str]:
     prediction = one.prediction
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.0%}"
-    further = options_of(one.candidate.settings)
     yield (
-        f"{mark}  {show_seconds(one.seconds):>7}  {show_bytes(prediction.memory.total):>7}"
-        f"  {one.candidate.strategy}{'  ' + further if further else ''}"
+        f"{mark}  {show_seconds(prediction.step_s):>7}  {show_bytes(prediction.memory.total):>7}"
+        f"  {one.strategy}{'  ' + one.options if one.options else ''}"
     )
     merged = f"not better: {', '.join(one.merged)}" if one.merged else ""
-    reason = f"{why(one, best)}{utilization}"
-    for line in (reason, _in_script(one), prediction.convergence, merged):
+    for line in (f"{one.why}{utilization}", one.in_script, prediction.convergence, merged):
         if line:
             yield f"      {line}"
 
 
-def _in_script(one: Priced) -> str:
-    tried = one.candidate
-    return in_script(tried.strategy, tried.settings, one.prediction.microbatches)
-
-
-def _document(subject: Subject, cluster: str, workers: int, result: SearchResult) -> dict[str, Any]:
-    best = result.ranked[0] if result.ranked else None
-    return {
-        "model": subject.workload.name,
-        "cluster": cluster,
-        "workers": workers,
-        "batch": subject.batch,
-        "ranked": [_entry(one, best or one) for one in result.ranked],
-        "too_large": [_entry(one, one) for one in result.too_large],
-        "asynchronous": [_entry(one, result.asynchronous[0]) for one in result.asynchronous],
-        "nothing_fits": None if best else nothing_fits(result.least, result.least_workers),
-        "variants": result.variants,
-        "priced": result.priced,
-    }
-
-
-def _entry(one: Priced, best: Priced) -> dict[str, Any]:
-    return {
-        **one.prediction.as_dict(),
-        "options": options_of(one.candidate.settings),
-        "in_script": _in_script(one),
-        "why": why(one, best),
-        "merged": list(one.merged),
-    }
+def _entry(one: PlannedStrategy) -> dict[str, Any]:
+    words = {key: getattr(one, key) for key in ("options", "in_script", "why", "merged")}
+    return {**one.prediction.as_dict(), **words}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, cast
 
 import typer
 
@@ -16,50 +15,27 @@ from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
 from shoal.commands import options
-from shoal.commands.launching import EXAMPLES, check_trained, command_for, config_for, run_quietly
+from shoal.commands.launching import EXAMPLES, command_for, config_for, run_quietly
 from shoal.errors import BadInput
-from shoal.launch.rank.auto import measure_profile
+from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
-from shoal.plan.profile import ModelProfile
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
-from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.workload import Recompute, Workload
-from shoal.runtime.config import WorkloadTraceConfig
-from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import as_strategy
 
 
-class ScriptWorkload(NamedTuple):
-    workload: TracedWorkload
-    batch: int  # samples of the script's global batch
+@dataclass(frozen=True)
+class Subject:
+    """A model, and the samples of its global batch."""
+
+    workload: Workload
+    batch: int
 
 
-def workload_of_script(script: str, args: Sequence[str] | None = None) -> ScriptWorkload:
+def workload_of_script(script: str, args: Sequence[str] | None = None) -> Subject:
     """Run a script, or an example, up to its first step, on tensors without memory."""
-    command = command_for(script, args)
-    with scratch_folder("workload") as folder:
-        config = config_for(as_strategy("single"), device="cpu")
-        run_quietly(command, 1, replace(config, workload_trace=WorkloadTraceConfig(folder)))
-        document = _read(folder, script)
-    workload = TracedWorkload.from_json(document["workload"].encode())
-    return ScriptWorkload(workload, int(document["batch"]))
-
-
-def profile_of_script(
-    script: str, args: Sequence[str] | None, workers: int, device: str | None = None
-) -> ModelProfile:
-    """Start a script on so many workers, which time the passes of its model."""
     run = partial(run_quietly, command_for(script, args))
-    return measure_profile(run, config_for(as_strategy("single"), device=device), workers)
-
-
-def _read(folder: Path, script: str) -> dict[str, str]:
-    file = folder / "workload.json"
-    check_trained(file)
-    document: dict[str, str] = json.loads(file.read_text())
-    if "error" in document:
-        raise BadInput(f"the model of {script} could not be traced: {document['error']}")
-    return document
+    return Subject(*traced(config_for(as_strategy("single")), run))
 
 
 Model = Annotated[
@@ -111,14 +87,6 @@ RecomputeOption = Annotated[
     str, typer.Option("--recompute", help="Of activations: none, selective or full.")
 ]
 _NETWORK_ALPHA_S = 5e-6
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, and the samples of its global batch."""
-
-    workload: Workload
-    batch: int
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def choose_strategy(workers: int, config: RunConfig, run: ScriptRun, say: Say) -
     try:
         workload, batch = traced(config, run)
     except ShoalError as error:
-        say(f"auto: ddp, for the model could not be traced: {error}")
+        say(f"auto: ddp, for {error}")
         return as_strategy("ddp")
     cluster = calibrated_cluster(say=say, device=config.device).of_size(workers)
     with suppress(BadInput):  # then the machine's figures alone decide
@@ -72,10 +72,10 @@ def traced(config: RunConfig, run: ScriptRun) -> tuple[TracedWorkload, int]:
         run(1, replace(config, strategy="single", device="cpu", workload_trace=trace))
         file = folder / "workload.json"
         if not file.is_file():
-            raise BadInput("the script has ended without a training step")
+            raise BadInput("the script has ended without a training step of job.step")
         document = json.loads(file.read_text())
     if "error" in document:
-        raise BadInput(document["error"])
+        raise BadInput(f"the model could not be traced: {document['error']}")
     return TracedWorkload.from_json(document["workload"].encode()), int(document["batch"])
 
 
