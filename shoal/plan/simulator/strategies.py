@@ -33,10 +33,9 @@ from shoal.plan.simulator.task_graph import TaskTimes
 from shoal.plan.step.layer_time import LayerTable, LayerTime
 from shoal.plan.step.stages import Stage, weight_of
 from shoal.plan.step.step_price import ReplicaPricer
-from shoal.plan.sync_price.base import Agreeing, SyncQuestion, idle_share, update_part
+from shoal.plan.sync_price.base import Agreeing, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
-from shoal.plan.sync_price.ps import push_bytes, server_update_s
-from shoal.plan.sync_price.ps_links import memory_s
+from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads.workload import Workload
 from shoal.runtime.trace import STEP, WAIT, Span
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -165,10 +164,12 @@ def simulate_strategy(
     size = cluster.of_size(workers)
     agreeing = price_of(term, question).agreeing
     if agreeing.way == "servers":
-        agreeing = replace(agreeing, servers=_hosts(term, question))
-        agreeing = replace(agreeing, apply_s=_apply_s(term, question))
+        hosts, apply_s = _hosts(term, question), _apply_s(Serving(term, question))
+        agreeing = replace(agreeing, servers=hosts, apply_s=apply_s)
         size = size.of_size(1 + max(agreeing.servers))
-    agreeing = replace(agreeing, is_overlapped=settings.overlap and idle_share(question) > 0)
+    inside = 1 if agreeing.algorithm == "ring" else size.node.devices
+    is_overlapped = settings.overlap and question.idle_share > 0
+    agreeing = replace(agreeing, is_overlapped=is_overlapped, node_devices=inside)
     work = _work(pricer, resolved, question, agreeing, _compression(term, question))
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
     topology = ClusterTopology(size)
@@ -246,12 +247,9 @@ def _compression(term: Any, question: SyncQuestion) -> float:
     return price_of(term, question).sent_bytes / plain if plain else 1.0
 
 
-def _apply_s(term: Any, question: SyncQuestion) -> float:
+def _apply_s(serving: Serving) -> float:
     """An update; workers that do not wait also take turns at the memory of the servers' host."""
-    update_s = server_update_s(term, question)
-    if term.lockstep:
-        return update_s
-    return update_s + memory_s(term, question, push_bytes(term, question))
+    return serving.update_s() + (0.0 if serving.term.lockstep else serving.memory_s())
 
 
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:

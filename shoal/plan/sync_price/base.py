@@ -1,7 +1,19 @@
 """What a way to agree adds to a step: time that backward does not hide, memory, and traffic.
 
 A step of a strategy whose workers do not wait is the time in which all of them together finish the
-samples of one global batch; `SyncPrice.updates` says how many updates of the weights that makes.
+samples of one global batch.
+
+Backward fills buckets of gradients at an even pace, from the last layer to the first; a bucket is
+sent when it is full and the one before is through. Bucket i is ready at r_i, and all are through at
+the latest of r_i + (what i and those after it take). Over equal buckets both are linear in i, so
+one of the ends decides: the first bucket, behind which all others queue, or the last one, which is
+ready when backward ends.
+
+    exposed = max( r_first + all - backward,  last )
+
+Reductions to one rank each follow each other through the links: a rank that has sent its part of a
+bucket goes on to the next. Such a bucket adds the time of one message to that of the one before.
+On CPUs whose cores all compute, sending takes the time of a core, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -10,8 +22,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import UPDATE_KERNELS, Device
 from shoal.errors import BadInput
 from shoal.plan.prediction import DeviceMemory, Part
@@ -21,7 +34,8 @@ from shoal.plan.sync_price.flat_sizes import Buckets, EvenSizes, FlatSizes, Tens
 from shoal.plan.workloads.workload import Precision
 
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
-NO_SPREAD = (0.0, 0.0)
+NO_PART = Part("", 0.0, "")
+Timer = Callable[[float], CollectiveTime]  # of so many bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,14 @@ class SyncQuestion:
         return self.network.cluster
 
     @property
+    def node(self) -> Node:
+        return self.network.cluster.node
+
+    @property
+    def device(self) -> Device:
+        return self.network.cluster.device
+
+    @property
     def replicas(self) -> int:
         return self.group.size
 
@@ -57,6 +79,17 @@ class SyncQuestion:
     def each(self) -> int:
         """Workers of a replica."""
         return max(1, self.workers // self.group.size)
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.workers <= self.node.devices
+
+    # ---- sizes
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number of a gradient."""
+        return self.precision.gradient_bytes
 
     @property
     def gradient_bytes(self) -> float:
@@ -67,33 +100,78 @@ class SyncQuestion:
         return self.parameters * self.precision.parameter_bytes
 
     @property
-    def state_bytes(self) -> float:
-        return self.parameters * (self.precision.master_bytes + self.precision.state_bytes)
-
-    @property
     def state_width(self) -> int:
         return self.precision.master_bytes + self.precision.state_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        return self.parameters * self.state_width
 
     @cached_property
     def sizes(self) -> FlatSizes:
         if self.tensors is not None:
             return self.tensors
-        return EvenSizes(
-            self.parameters,
-            self.precision.gradient_bytes,
-            self.layer_parameters,
-            self.adjacent_parameters or 2 * self.layer_parameters,
-            self.largest_tensor,
-        )
+        pair = self.adjacent_parameters or 2 * self.layer_parameters
+        layer = self.layer_parameters
+        return EvenSizes(self.parameters, self.width, layer, pair, self.largest_tensor)
+
+    @property
+    def body(self) -> float:
+        """Elements of the flat buffer behind its header."""
+        return self.sizes.size - self.sizes.offset
+
+    @property
+    def gaps(self) -> float:
+        """Of these, what is between tensors."""
+        return self.sizes.size - self.sizes.offset - self.sizes.trained
 
     @property
     def buffer_bytes(self) -> float:
         """Of the flat buffer of gradients, with the loss and a flag for every tensor."""
-        return self.sizes.size * self.precision.gradient_bytes
+        return self.sizes.size * self.width
 
     @property
     def accumulates(self) -> bool:
         return self.microbatches > 1 or self.adds_up
+
+    # ---- times
+
+    def collective(self, kind: str, num_bytes: float) -> CollectiveTime:
+        """Of the replicas of one device."""
+        return self.network.collective(kind, self.group, num_bytes)
+
+    def send(self, num_bytes: float) -> CollectiveTime:
+        return self.network.send(self.group, num_bytes)
+
+    def pass_s(self, num_bytes: float) -> float:
+        """Reading or writing so many bytes on a worker's device."""
+        share = self.device.memory_efficiency.at(max(1.0, num_bytes))
+        return num_bytes / (self.device.memory_bytes_per_s * share)
+
+    @property
+    def on_cores(self) -> bool:
+        """Whether workers are CPU processes, which also do the copying and adding themselves."""
+        return self.device.synchronous
+
+    @property
+    def idle_share(self) -> float:
+        """The share of a worker's communication that costs its computation nothing."""
+        if not self.on_cores:
+            return 1.0
+        threads = self.device.threads
+        if self.node.cores is None or threads is None:
+            return 0.0
+        workers = min(self.workers, self.node.devices)
+        return max(0.0, 1 - workers * threads / self.node.cores)
+
+    @property
+    def hidden_s(self) -> float:
+        """How much of backward can hide communication; on CPUs only idle cores send meanwhile."""
+        return self.backward_s * self.idle_share
+
+    def meetings_s(self, calls: int) -> float:
+        """What CPU workers that compute between calls wait for each other in them."""
+        return calls * self.device.meet_s if self.on_cores else 0.0
 
 
 @dataclass(frozen=True)
@@ -124,12 +202,18 @@ class SyncPrice:
 
     parts: tuple[Part, ...]
     memory: DeviceMemory  # without activations
-    steps_per_batch: float = 1.0  # updates that one global batch of samples gives
     convergence: str = ""
     sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
-    server_bytes: float = 0.0  # into the busiest server in a step; as many come out
     agreeing: Agreeing = Agreeing()
-    spread_s: tuple[float, float] = NO_SPREAD  # noise: how far steps lie below and above
+    spread_s: tuple[float, float] = (0.0, 0.0)  # noise: how far steps lie below and above
+
+
+def waiting_price(
+    question: SyncQuestion, memory: DeviceMemory, *parts: Part, share: float = 1.0, **more: Any
+) -> SyncPrice:
+    """Of workers that all wait for the slowest; `share` of the update is done by each."""
+    parts = some(*parts, waiting_part(question), update_part(question, share))
+    return SyncPrice(parts, memory, spread_s=synchronous_spread(question), **more)
 
 
 # ------------------------------------------------------------------------------ parts
@@ -137,10 +221,9 @@ class SyncPrice:
 
 def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
     """The optimizer reads gradients and state and writes state and parameters."""
-    device = question.cluster.device
     tensors = share * question.sizes.tensors
-    seconds = update_s(device, question.precision, share * question.parameters, tensors)
-    return Part("update", seconds, "memory")
+    numbers = share * question.parameters
+    return Part("update", update_s(question.device, question.precision, numbers, tensors), "memory")
 
 
 def update_s(
@@ -160,13 +243,6 @@ def update_s(
     return device.update_pace * (moved / rate + launches_s)
 
 
-def memory_pass_s(question: SyncQuestion, num_bytes: float) -> float:
-    """Reading or writing so many bytes on a worker's device."""
-    device = question.cluster.device
-    share = device.memory_efficiency.at(max(1.0, num_bytes))
-    return num_bytes / (device.memory_bytes_per_s * share)
-
-
 def waiting_part(question: SyncQuestion, steps: int = 1) -> Part:
     """What all wait for the slowest of them: in every step, or after so many."""
     factor = expected_max(question.cluster.noise, question.workers, steps)
@@ -182,8 +258,8 @@ def _meeting_share(question: SyncQuestion) -> float:
     meetings were measured, their time has it.
     """
     noise = question.cluster.noise
-    device = question.cluster.device
-    if question.meetings < 2 or not noise.jitter or not device.synchronous or device.meet_s:
+    is_measured = not question.on_cores or question.device.meet_s
+    if question.meetings < 2 or not noise.jitter or is_measured:
         return 0.0
     parts = replace(noise, jitter=noise.jitter * math.sqrt(question.meetings))
     return expected_max(parts, question.each) - expected_max(noise, question.each)
@@ -200,11 +276,11 @@ def synchronous_spread(question: SyncQuestion) -> tuple[float, float]:
 
 def refuse_several_hosts(name: str, question: SyncQuestion) -> None:
     """What goes through the memory of one host has no price on several."""
-    devices = question.cluster.node.devices
-    if question.workers > devices:
+    if not question.on_one_host:
         raise BadInput(
             f"{name} goes through the memory of one host, and {question.workers} workers need "
-            f"several nodes of {question.cluster.name}, which have {devices} devices each"
+            f"several nodes of {question.cluster.name}, which have {question.node.devices} "
+            "devices each"
         )
 
 
@@ -222,25 +298,23 @@ def some(*parts: Part) -> tuple[Part, ...]:
 
 def plain_memory(question: SyncQuestion) -> DeviceMemory:
     """The full model, its gradients where backward put them, and the optimizer's state."""
-    precision = question.precision
     sizes = question.sizes
     return DeviceMemory(
-        parameters=sizes.size * precision.parameter_bytes + question.untrained_bytes,
-        gradients=sizes.trained * precision.gradient_bytes,
+        parameters=sizes.size * question.precision.parameter_bytes + question.untrained_bytes,
+        gradients=sizes.trained * question.width,
         optimizer=sizes.trained * question.state_width,
     )
 
 
 def rollback_bytes(question: SyncQuestion) -> float:
     """Weights and optimizer state that replicas of an elastic run return to after a loss."""
-    plain = plain_memory(question)
-    return question.sizes.size * question.precision.parameter_bytes + plain.optimizer
+    weights = question.sizes.size * question.precision.parameter_bytes
+    return weights + plain_memory(question).optimizer
 
 
 def rollback_part(question: SyncQuestion, every: int) -> Part:
     """They are copied after every so many steps."""
-    seconds = memory_pass_s(question, 2 * rollback_bytes(question)) / every
-    return Part("copies", seconds, "memory")
+    return Part("copies", question.pass_s(2 * rollback_bytes(question)) / every, "memory")
 
 
 def bucketed_gradients(
@@ -252,59 +326,31 @@ def bucketed_gradients(
     """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
     adds_up = question.accumulates or question.is_stage
     held = question.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
-    return held * question.precision.gradient_bytes
+    return held * question.width
 
 
-Timer = Callable[[float], CollectiveTime]  # of so many bytes
-
-
-def hidden_s(question: SyncQuestion) -> float:
-    """How much of backward can hide communication; on CPUs only idle cores send meanwhile."""
-    return question.backward_s * idle_share(question)
-
-
-def idle_share(question: SyncQuestion) -> float:
-    """The share of a worker's communication that costs its computation nothing."""
-    if not computes_on_cores(question):
-        return 1.0
-    node = question.cluster.node
-    threads = question.cluster.device.threads
-    if node.cores is None or threads is None:
-        return 0.0
-    workers = min(question.workers, node.devices)
-    return max(0.0, 1 - workers * threads / node.cores)
-
-
-def computes_on_cores(question: SyncQuestion) -> bool:
-    """Whether workers are CPU processes, which also do the copying and adding themselves."""
-    return question.cluster.device.synchronous
-
-
-def meetings_s(question: SyncQuestion, calls: int) -> float:
-    """What CPU workers that compute between calls wait for each other in them."""
-    return calls * question.cluster.device.meet_s if computes_on_cores(question) else 0.0
+# ------------------------------------------------------------------------------ overlap
 
 
 def exposed_buckets(
-    question: SyncQuestion,
-    buckets: Sequence[Buckets],
-    timer: Timer,
-    following: Timer | None = None,
+    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
 ) -> tuple[float, str]:
     """Seconds that are left of the last micro-batch's reduction, and what bounds it.
 
     `following` times what a bucket adds to one that is under way.
     """
-    width = question.precision.gradient_bytes
-    sizes = [bucket.elements * width for bucket in buckets]
-    times = [_met(question, timer(size)) for size in sizes]
+    sizes = [bucket.elements * question.width for bucket in buckets]
+    met_s = question.meetings_s(1)
+    times = [timer(size) for size in sizes]
+    if met_s:
+        times = [took._replace(seconds=took.seconds + met_s) for took in times]
     adds = times
     if following is not None:
         adds = [min(took, following(size)) for size, took in zip(sizes, times, strict=True)]
     all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
     all_s += times[-1].seconds - adds[-1].seconds
     elements = sum(bucket.number * bucket.elements for bucket in buckets)
-    hidden = hidden_s(question)
+    hidden = question.hidden_s
     first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
     queue_s = first_ready_s + all_s - hidden
     if queue_s <= times[-1].seconds:
@@ -316,15 +362,9 @@ def buckets_in_turn(
     question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer
 ) -> tuple[float, str]:
     """Seconds of a reduction that begins after backward; workers meet in its first call."""
-    width = question.precision.gradient_bytes
-    times = [timer(bucket.elements * width) for bucket in buckets]
+    times = [timer(bucket.elements * question.width) for bucket in buckets]
     all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
-    return all_s + meetings_s(question, 1), _bound(buckets, times)
-
-
-def _met(question: SyncQuestion, took: CollectiveTime) -> CollectiveTime:
-    met_s = meetings_s(question, 1)
-    return took._replace(seconds=took.seconds + met_s) if met_s else took
+    return all_s + question.meetings_s(1), _bound(buckets, times)
 
 
 def _bound(buckets: Sequence[Buckets], times: Sequence[CollectiveTime]) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.plan.sync_price.base import SyncPrice, SyncQuestion
-from shoal.plan.sync_price.ddp import ddp, mapreduce, single
+from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
 from shoal.plan.sync_price.gossip import gossip, hogwild
-from shoal.plan.sync_price.localsgd import localsgd
 from shoal.plan.sync_price.ps import ps
 from shoal.plan.sync_price.zero import zero
 from shoal.strategy.base import SyncTerm

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shoal.plan.sync_price.base import SyncQuestion, memory_pass_s
+from shoal.plan.sync_price.base import SyncQuestion
 from shoal.plan.sync_price.flat_sizes import Buckets, FlatSizes
 from shoal.strategy.options import read_setting
 
@@ -78,18 +78,14 @@ def factor_rank(compress: str) -> int:
     return int(read_setting(compress)[1]["rank"])
 
 
-def packed_sum(compress: str, sizes: FlatSizes, parts: list[tuple[int, float]], n: int) -> Packed:
-    """The sum over n replicas of so many parts (count, elements) of a buffer."""
+def packed_sum(compress: str, sizes: FlatSizes, elements: float, n: int) -> Packed:
+    """The sum over n replicas of so many elements of a buffer."""
     if is_factored(compress):
-        left, right, rest = sizes.factors(factor_rank(compress))
-        message = 4 * (left + right + rest)
+        message = 4 * sum(sizes.factors(factor_rank(compress)))
         return Packed(2 * (n - 1) / n * message, message, message, 6.0)
-    own = sums = 0.0
-    again = sum_compress(compress, n)
-    for count, elements in parts:
-        shard = math.ceil(elements / n)
-        own += count * n * packed_bytes(compress, shard)
-        sums += count * n * packed_bytes(again, shard)
+    shard = math.ceil(elements / n)
+    own = n * packed_bytes(compress, shard)
+    sums = n * packed_bytes(sum_compress(compress, n), shard)
     return Packed((n - 1) / n * (own + sums), own, sums, 4.0 if n == 1 else 4 + 2 / n)
 
 
@@ -110,15 +106,13 @@ class CompressedTime(NamedTuple):
 
 def compressed_time(question: SyncQuestion, compress: str, elements: float) -> CompressedTime:
     """One sum of so many elements: packed shards to their owners, packed sums to all."""
-    packed = packed_sum(compress, question.sizes, [(1, elements)], question.replicas)
-    width = question.precision.gradient_bytes
-    packing_s = memory_pass_s(question, packed.passes * elements * width)
-    network = question.network
+    packed = packed_sum(compress, question.sizes, elements, question.replicas)
+    packing_s = question.pass_s(packed.passes * elements * question.width)
     if is_factored(compress):
-        took = network.collective("all_reduce", question.group, packed.gradients)
+        took = question.collective("all_reduce", packed.gradients)
         return CompressedTime(took.seconds, packing_s, took.bound, packed.sent)
-    there = network.collective("all_to_all", question.group, packed.gradients)
-    back = network.collective("all_gather", question.group, packed.sums)
+    there = question.collective("all_to_all", packed.gradients)
+    back = question.collective("all_gather", packed.sums)
     slower = max(there, back)
     return CompressedTime(there.seconds + back.seconds, packing_s, slower.bound, packed.sent)
 
@@ -132,13 +126,11 @@ def compressed_memory(
     question: SyncQuestion, compress: str, slices: list[Buckets]
 ) -> CompressedBytes:
     """What is kept from step to step, and the most that is on its way: all slices at once."""
-    sizes = question.sizes
-    n = question.replicas
-    gaps = sizes.size - sizes.offset - sizes.trained
+    sizes, n, gaps = question.sizes, question.replicas, question.gaps
     kept = sizes.size * _RESIDUAL_BYTES + _INDEX_BYTES * gaps
     if is_factored(compress):
         left, right, rest = sizes.factors(factor_rank(compress))
-        first = (sizes.size - sizes.offset) * _RESIDUAL_BYTES + 4 * (left + 2 * rest)
+        first = question.body * _RESIDUAL_BYTES + 4 * (left + 2 * rest)
         return CompressedBytes(kept + 4 * right, max(first, 4 * (left + rest + right)))
     again = sum_compress(compress, n)
     owed = sum(bucket.number * -(-bucket.elements // n) for bucket in slices)

@@ -1,14 +1,20 @@
-"""ddp: gradients are all-reduced bucket by bucket while backward runs."""
+"""ddp: gradients are all-reduced bucket by bucket while backward runs; and what is like it.
+
+localsgd: replicas train alone for `every` steps, then average or take an outer step. A step carries
+its share of a round: one all-reduce of the difference to the last agreement, which nothing hides.
+Workers wait for each other once a round, so that part of their noise cancels out.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, hops
 from shoal.plan.sync_price.base import (
+    NO_PART,
     Agreeing,
     SyncPrice,
     SyncQuestion,
@@ -16,46 +22,40 @@ from shoal.plan.sync_price.base import (
     buckets_in_turn,
     buckets_of,
     exposed_buckets,
-    hidden_s,
-    idle_share,
     plain_memory,
+    rollback_bytes,
+    rollback_part,
     some,
     synchronous_spread,
     update_part,
     waiting_part,
+    waiting_price,
 )
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.schedules.collectives.cost import Link, predicted_s
+from shoal.strategy.options import outer_settings
 
 _MOST_COUNTED = 128  # ranks; schedules over more are priced as the closed form of a ring
+_PASSES = 9  # of localsgd: difference (3), division (2), step from the agreement (2), its copy (2)
+
+
+def single(term: Any, question: SyncQuestion) -> SyncPrice:
+    return waiting_price(question, plain_memory(question))
 
 
 def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
+    memory = _ddp_memory(term, question)
     if question.replicas == 1:
-        parts = some(waiting_part(question), update_part(question))
-        return SyncPrice(parts, _memory(term, question), spread_s=synchronous_spread(question))
+        return waiting_price(question, memory)
     gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
-    parts = some(gradients, waiting_part(question), update_part(question))
-    spread = synchronous_spread(question)
-    return SyncPrice(
-        parts,
-        _memory(term, question),
-        sent_bytes=sent,
-        agreeing=_agreeing(term, question),
-        spread_s=spread,
-    )
-
-
-def _agreeing(term: Any, question: SyncQuestion) -> Agreeing:
-    algorithm = term.collective_algorithm or "auto"
-    return Agreeing(
+    agreeing = Agreeing(
         "all_reduce",
         buckets_of(question, term.bucket_mb * (1 << 20)),
-        node_devices=1 if algorithm == "ring" else question.cluster.node.devices,
-        algorithm=algorithm,
+        algorithm=term.collective_algorithm or "auto",
     )
+    return waiting_price(question, memory, gradients, sent_bytes=sent, agreeing=agreeing)
 
 
 def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
@@ -64,30 +64,30 @@ def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
 
 
 def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
-    def timer(num_bytes: float) -> CollectiveTime:
-        return all_reduce_time(question, term.collective_algorithm, num_bytes)
-
-    buckets = _buckets(term, question)
     # without an idle core calls follow backward, one after the other
-    exposed = exposed_buckets if idle_share(question) else buckets_in_turn
-    seconds, bound = exposed(question, buckets, timer)
+    exposed = exposed_buckets if question.idle_share else buckets_in_turn
+    timer = partial(_all_reduce, question, term.collective_algorithm)
+    seconds, bound = exposed(question, _buckets(term, question), timer)
+    return Part("gradients", seconds, bound), _ring_bytes(question, question.buffer_bytes)
+
+
+def _ring_bytes(question: SyncQuestion, num_bytes: float) -> float:
+    """What a worker sends in an all-reduce."""
     p = question.replicas
-    return Part("gradients", seconds, bound), 2 * (p - 1) / p * question.buffer_bytes
+    return 2 * (p - 1) / p * num_bytes
 
 
-def all_reduce_time(
-    question: SyncQuestion, algorithm: str | None, num_bytes: float
-) -> CollectiveTime:
+def _all_reduce(question: SyncQuestion, algorithm: str | None, num_bytes: float) -> CollectiveTime:
     """The algorithm that was asked for, at the rate of the narrowest hop of its ranks."""
-    group = question.group
-    if algorithm in (None, "auto", "hierarchical") or group.size > _MOST_COUNTED:
-        return question.network.collective("all_reduce", group, num_bytes)
-    way = hops(question.cluster, group)
+    ranks = question.replicas
+    if algorithm is None or algorithm in ("auto", "hierarchical") or ranks > _MOST_COUNTED:
+        return question.collective("all_reduce", num_bytes)
+    way = hops(question.cluster, question.group)
     narrow = min(way, key=lambda hop: hop.bytes_per_s)
     link = Link(max(hop.alpha_s for hop in way), 1 / narrow.bytes_per_s)
-    assert algorithm is not None
-    seconds = _schedule_s(algorithm, group.size, max(1, round(num_bytes)), link)
-    return CollectiveTime(seconds, narrow.words)
+    return CollectiveTime(
+        _schedule_s(algorithm, ranks, max(1, round(num_bytes)), link), narrow.words
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -97,64 +97,103 @@ def _schedule_s(algorithm: str, ranks: int, num_bytes: int, link: Link) -> float
 
 def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     """Buckets are packed and on their way while backward runs; sums follow when it has ended."""
-    sizes = question.sizes
-    body = sizes.size - sizes.offset
-    took = compressed_time(question, term.compress, body)
-    header_bytes = sizes.offset * question.precision.gradient_bytes
-    hidden = min(hidden_s(question), took.links_s / 2)
+    took = compressed_time(question, term.compress, question.body)
+    hidden = min(question.hidden_s, took.links_s / 2)
     seconds = took.links_s - hidden + took.packing_s
-    p = question.replicas
-    return Part("gradients", seconds, took.bound), took.sent_bytes + 2 * (p - 1) / p * header_bytes
+    header = _ring_bytes(question, question.sizes.offset * question.width)
+    return Part("gradients", seconds, took.bound), took.sent_bytes + header
 
 
-def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
+def _ddp_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     bucket_bytes = term.bucket_mb * (1 << 20)
     first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
     plain = plain_memory(question)
     if term.compress is None:
         held = bucketed_gradients(question, bucket_bytes, first_bytes, LARGE_BYTES)
         return replace(plain, gradients=held)
-    sizes = question.sizes
     extra = compressed_memory(question, term.compress, _buckets(term, question))
-    gap_index = 8 * (sizes.size - sizes.offset - sizes.trained)
     return replace(
         plain,
         gradients=bucketed_gradients(question, bucket_bytes, first_bytes),
-        buffers=gap_index + extra.residuals + extra.in_flight,
+        buffers=8 * question.gaps + extra.residuals + extra.in_flight,
     )
-
-
-def single(term: Any, question: SyncQuestion) -> SyncPrice:
-    parts = some(waiting_part(question), update_part(question))
-    return SyncPrice(parts, plain_memory(question), spread_s=synchronous_spread(question))
 
 
 def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     """Priced as one step a batch; batch="full" agrees once for the batches of the whole dataset."""
-    p = question.replicas
-    if p == 1:
+    if question.replicas == 1:
         return SyncPrice((update_part(question),), plain_memory(question))
-
-    def timer(num_bytes: float) -> CollectiveTime:
-        return question.network.collective("broadcast", question.group, num_bytes)
-
+    timer = partial(question.collective, "broadcast")
     seconds, bound = exposed_buckets(question, question.sizes.filled(DEFAULT_BUCKET_BYTES), timer)
     out = timer(question.parameter_bytes)
-    parts = some(
+    is_full = term.batch == "full"
+    accumulated = replace(question, microbatches=2) if is_full else question
+    gradients = bucketed_gradients(accumulated, DEFAULT_BUCKET_BYTES)
+    return waiting_price(
+        question,
+        replace(plain_memory(question), gradients=gradients),
         Part("gradients", seconds, bound),
         Part("weights", out.seconds, out.bound),
-        waiting_part(question),
+        convergence="one update for the whole dataset" if is_full else "",
+        sent_bytes=_ring_bytes(question, question.buffer_bytes),
+        agreeing=Agreeing("all_reduce"),
+    )
+
+
+# ---------------------------------------------------------------------------------- localsgd
+
+
+def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
+    every = term.every
+    agreed, sent = _round(term, question) if question.replicas > 1 else (NO_PART, 0.0)
+    passes = _PASSES + (4 if term.outer else 0)
+    parts = some(
+        Part("weights", agreed.seconds / every, agreed.bound),
+        Part("outer step", question.pass_s(passes * question.parameter_bytes) / every, "memory"),
+        rollback_part(question, every) if term.elastic else NO_PART,
+        waiting_part(question, every),
         update_part(question),
     )
-    whole = "one update for the whole dataset" if term.batch == "full" else ""
-    accumulated = replace(question, microbatches=2) if term.batch == "full" else question
-    memory = replace(
-        plain_memory(question),
-        gradients=bucketed_gradients(accumulated, DEFAULT_BUCKET_BYTES),
-    )
-    sent = 2 * (p - 1) / p * question.buffer_bytes
-    spread = synchronous_spread(question)
-    agreeing = Agreeing("all_reduce", node_devices=question.cluster.node.devices)
+    is_apart = question.replicas > 1 and every > 1
     return SyncPrice(
-        parts, memory, convergence=whole, sent_bytes=sent, agreeing=agreeing, spread_s=spread
+        parts,
+        _localsgd_memory(term, question),
+        convergence=f"replicas agree after {every} steps of their own" if is_apart else "",
+        sent_bytes=sent / every,
+        agreeing=Agreeing("average", every=every),
+        spread_s=synchronous_spread(question),
     )
+
+
+def _round(term: Any, question: SyncQuestion) -> tuple[Part, float]:
+    """One agreement: seconds, and bytes that a worker sends."""
+    if term.compress is None:
+        took = question.collective("all_reduce", question.buffer_bytes)
+        sent = _ring_bytes(question, question.buffer_bytes)
+        return Part("weights", took.seconds, took.bound), sent
+    packed = compressed_time(question, term.compress, question.body)
+    sent = packed.sent_bytes + _ring_bytes(question, question.width)
+    return Part("weights", packed.links_s + packed.packing_s, packed.bound), sent
+
+
+def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
+    """With the anchor, the outer optimizer's state, and what compression keeps and sends."""
+    buffer_bytes = question.sizes.size * question.precision.parameter_bytes
+    copies = buffer_bytes + _outer_bytes(term, buffer_bytes) + 8 * question.gaps
+    if term.elastic:
+        copies += rollback_bytes(question)
+    plain = plain_memory(question)
+    if term.compress is None:
+        return replace(plain, buffers=copies)
+    body = question.body
+    packed = compressed_memory(question, term.compress, [Buckets(1, body, body)])
+    return replace(plain, buffers=copies + packed.residuals + packed.in_flight + buffer_bytes)
+
+
+def _outer_bytes(term: Any, buffer_bytes: float) -> float:
+    if term.outer is None:
+        return 0.0
+    name, settings = outer_settings(term.outer)
+    if name == "adam":
+        return 2 * buffer_bytes
+    return buffer_bytes if settings["momentum"] else 0.0

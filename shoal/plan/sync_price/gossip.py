@@ -26,12 +26,11 @@ from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import RankGroup, RingHop, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
 from shoal.plan.sync_price.base import (
+    NO_PART,
     Agreeing,
     SyncPrice,
     SyncQuestion,
     bucketed_gradients,
-    meetings_s,
-    memory_pass_s,
     plain_memory,
     refuse_several_hosts,
     rollback_bytes,
@@ -55,9 +54,7 @@ class Exchange(NamedTuple):
     sent: float  # by a worker, the mean
 
 
-@lru_cache(maxsize=256)
-def mixing_of(graph: str, replicas: int) -> Mixing:
-    return mixing_for(graph, replicas)
+mixing_of = lru_cache(maxsize=256)(mixing_for)
 
 
 def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
@@ -69,12 +66,11 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if is_async:
         refuse_several_hosts('gossip(mode="async")', question)
     mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
-    copies = _copied(question) if _returns(term) else Part("copies", 0.0, "")
+    copies = _copied(question) if _returns(term) else NO_PART
     parts = some(mixed, copies, _waiting(term, question), update_part(question))
     return SyncPrice(
         parts,
         _memory(term, question, mixing),
-        steps_per_batch=float(question.replicas) if is_async else 1.0,
         convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
         agreeing=Agreeing("gossip", graph=term.graph, is_async=is_async),
@@ -127,17 +123,15 @@ def _busiest(place: NDArray[np.int64], hears: Any, heard: Any) -> float:
 
 def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     """The slowest of ports, NICs and uplinks, and the weighted sum."""
-    cluster = question.cluster
+    node, cluster = question.node, question.cluster
     message = question.parameter_bytes
     way = hops(cluster, question.group)
-    inner = way[0]
-    candidates = [(exchange.of_port * _message_s(question, inner), inner.words)]
-    nic = cluster.node.nic
-    if exchange.of_node and nic is not None:
-        node_s = exchange.of_node * message / (cluster.node.nics * nic.rate)
+    candidates = [(exchange.of_port * _message_s(question, way[0]), way[0].words)]
+    if exchange.of_node and node.nic is not None:
+        node_s = exchange.of_node * message / (node.nics * node.nic.rate)
         candidates.append((node_s, way[-1].words))
         nodes = cluster.nodes_per_rack or cluster.nodes
-        uplinks = nodes * cluster.node.nics * nic.rate / cluster.oversubscription
+        uplinks = nodes * node.nics * node.nic.rate / cluster.oversubscription
         candidates.append((exchange.of_rack * message / uplinks, way[-1].words))
     seconds, bound = max(candidates)
     alpha_s = max(hop.alpha_s for hop in way) * exchange.of_port
@@ -147,10 +141,10 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
 def _message_s(question: SyncQuestion, inner: RingHop) -> float:
     """All weights to one neighbour: in chunks, where sends were measured on such a host."""
     message = question.parameter_bytes
-    if not any(calls.kind == "send" for calls in question.cluster.node.measured):
+    if not any(calls.kind == "send" for calls in question.node.measured):
         return message / inner.bytes_per_s
     chunk = min(message, float(MIXING_CHUNK_BYTES))
-    return message / max(1.0, chunk) * question.network.send(question.group, chunk).seconds
+    return message / max(1.0, chunk) * question.send(chunk).seconds
 
 
 def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
@@ -161,16 +155,15 @@ def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
     message = question.parameter_bytes
     chunk = max(1.0, min(message, float(MIXING_CHUNK_BYTES)))
     passes = 3 * (exchange.of_port + 1)
-    cached_s = message / chunk * passes * memory_pass_s(question, 3 * chunk) / 3
-    return cached_s + memory_pass_s(question, 2 * message)
+    cached_s = message / chunk * passes * question.pass_s(3 * chunk) / 3
+    return cached_s + question.pass_s(2 * message)
 
 
 def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
     """A replica writes its page, and reads those of its neighbours."""
     moved = 2 * (1 + exchange.of_port) * question.parameter_bytes
-    cluster = question.cluster
-    alone_s = memory_pass_s(question, moved) + _sum_s(question, exchange)
-    bus = cluster.node.memory_bytes_per_s
+    alone_s = question.pass_s(moved) + _sum_s(question, exchange)
+    bus = question.node.memory_bytes_per_s
     if bus is not None:
         alone_s = max(alone_s, question.workers * moved / bus)
     return Part("neighbours", alone_s, "memory of the host")
@@ -193,15 +186,13 @@ def _returns(term: Any) -> bool:
 def _copied(question: SyncQuestion) -> Part:
     """Weights and optimizer state, in each step, which a barrier ends."""
     copied = rollback_part(question, 1)
-    barrier_s = question.network.collective("all_reduce", question.group, 1).seconds
-    seconds = copied.seconds + barrier_s + meetings_s(question, 1)
-    return copied._replace(seconds=seconds)
+    barrier_s = question.collective("all_reduce", 1).seconds
+    return copied._replace(seconds=copied.seconds + barrier_s + question.meetings_s(1))
 
 
 def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     plain = plain_memory(question)
-    width = question.precision.parameter_bytes
-    buffer_bytes = question.sizes.size * width
+    buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
         return replace(plain, buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
@@ -256,7 +247,7 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
 
 def _bus_s(question: SyncQuestion) -> float:
     """Seconds of the host's memory that one worker's batch takes for the shared weights."""
-    bus = question.cluster.node.memory_bytes_per_s
+    bus = question.node.memory_bytes_per_s
     if bus is None or question.replicas == 1:
         return 0.0
     moved = (_READS + 2) * question.parameter_bytes + question.gradient_bytes

@@ -12,27 +12,21 @@ reduced gradients, all meet in a barrier, and each updates all shards that it ho
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price.base import (
+    NO_PART,
     Agreeing,
     SyncPrice,
     SyncQuestion,
     buckets_in_turn,
     buckets_of,
-    computes_on_cores,
     exposed_buckets,
-    hidden_s,
-    idle_share,
-    meetings_s,
-    memory_pass_s,
     plain_memory,
-    some,
-    synchronous_spread,
-    update_part,
-    waiting_part,
+    waiting_price,
 )
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import (
@@ -48,33 +42,22 @@ _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
 def zero(term: Any, question: SyncQuestion) -> SyncPrice:
-    replicas = question.replicas
-    memory = _memory(term, question)
-    if replicas == 1:
-        parts = some(waiting_part(question), update_part(question))
-        return SyncPrice(parts, memory, spread_s=synchronous_spread(question))
-    gradients = _reduced(term.stage, _beside_gathers(term.stage, question))
-    weights = _gathered(question) if term.stage == 3 else _spread(question)
-    held = max(_owned(term, question, rank) for rank in _ranks(question))
-    share = held / max(1.0, question.sizes.trained)
-    copies = _copied(term, question) if term.elastic else Part("copies", 0.0, "")
-    waiting, update = waiting_part(question), update_part(question, share)
-    return SyncPrice(
-        some(gradients, copies, weights, waiting, update),
+    ranks = range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
+    by_rank = [_memory(term, question, rank) for rank in ranks]
+    memory = max(by_rank, key=lambda one: one.total)
+    if question.replicas == 1:
+        return waiting_price(question, memory)
+    held = max(_owned(term, question, rank) for rank in ranks)
+    return waiting_price(
+        question,
         memory,
+        _reduced(term.stage, _beside_gathers(term.stage, question)),
+        _copied(term, question, len(ranks)) if term.elastic else NO_PART,
+        _gathered(question) if term.stage == 3 else _spread(question),
+        share=held / max(1.0, question.sizes.trained),
         sent_bytes=_sent(term, question),
-        agreeing=Agreeing(
-            "zero",
-            buckets_of(question, DEFAULT_BUCKET_BYTES),
-            stage=term.stage,
-            node_devices=question.cluster.node.devices,
-        ),
-        spread_s=synchronous_spread(question),
+        agreeing=Agreeing("zero", buckets_of(question, DEFAULT_BUCKET_BYTES), stage=term.stage),
     )
-
-
-def _ranks(question: SyncQuestion) -> range:
-    return range(min(question.replicas, _MOST_RANKS)) if question.tensors else range(1)
 
 
 def _held(term: Any, question: SyncQuestion, rank: int) -> list[int]:
@@ -88,14 +71,13 @@ def _owned(term: Any, question: SyncQuestion, rank: int) -> float:
     return sum(sizes.owned(n, shard) for shard in _held(term, question, rank))
 
 
-def _copied(term: Any, question: SyncQuestion) -> Part:
+def _copied(term: Any, question: SyncQuestion, ranks: int) -> Part:
     """Each owner sends its gradients to the ranks that follow, one after the other; a barrier."""
-    sizes, n = question.sizes, question.replicas
-    shard = max(sizes.shard_sizes(n)[: len(_ranks(question))])
-    took = question.network.send(question.group, shard * question.precision.gradient_bytes)
+    shard = max(question.sizes.shard_sizes(question.replicas)[:ranks])
+    took = question.send(shard * question.width)
     messages = len(_held(term, question, 0)) - 1
-    barrier_s = question.network.collective("all_reduce", question.group, 1).seconds
-    seconds = messages * took.seconds + barrier_s + meetings_s(question, 1)
+    barrier_s = question.collective("all_reduce", 1).seconds
+    seconds = messages * took.seconds + barrier_s + question.meetings_s(1)
     return Part("copies", seconds, took.bound)
 
 
@@ -105,21 +87,14 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     On GPUs the next bucket follows behind. CPUs wait for every bucket; without an idle core calls
     do not run beside backward, which stops for them where a bucket needs the memory of another.
     """
-    network = question.network
-
-    def timer(num_bytes: float) -> CollectiveTime:
-        return network.collective("reduce", question.group, num_bytes)
-
-    def message(num_bytes: float) -> CollectiveTime:
-        return network.send(question.group, num_bytes)
-
+    timer = partial(question.collective, "reduce")
     buckets = question.sizes.zero_buckets(question.replicas)
-    if idle_share(question):
-        following = None if computes_on_cores(question) else message
+    if question.idle_share:
+        following = None if question.on_cores else question.send
         seconds, bound = exposed_buckets(question, buckets, timer, following)
     else:
         seconds, bound = buckets_in_turn(question, buckets, timer)
-        seconds += meetings_s(question, _stops(stage, question, buckets))
+        seconds += question.meetings_s(_stops(stage, question, buckets))
     passes = question.microbatches if stage > 1 else 1
     seconds += _copying_s(question) + _header_s(question)
     return Part("gradients", passes * seconds, bound)
@@ -131,7 +106,7 @@ def _stops(stage: int, question: SyncQuestion, buckets: list[Buckets]) -> int:
         return 0
     sizes = [bucket.elements for bucket in buckets for _ in range(bucket.number)]
     bucket_bytes = sharded_bucket_bytes(question.buffer_bytes, question.replicas)
-    return times_settled(sizes, room_elements(bucket_bytes, question.precision.gradient_bytes))
+    return times_settled(sizes, room_elements(bucket_bytes, question.width))
 
 
 def _copying_s(question: SyncQuestion) -> float:
@@ -139,20 +114,18 @@ def _copying_s(question: SyncQuestion) -> float:
 
     The time of backward has the copies of small ones.
     """
-    if not computes_on_cores(question):
+    if not question.on_cores:
         return 0.0
-    copied = question.sizes.in_place(LARGE_BYTES) * question.precision.gradient_bytes
-    return memory_pass_s(question, 2 * copied) if copied else 0.0
+    copied = question.sizes.in_place(LARGE_BYTES) * question.width
+    return question.pass_s(2 * copied) if copied else 0.0
 
 
 def _header_s(question: SyncQuestion) -> float:
     """The loss, and a flag for each tensor, are summed in a call of their own."""
-    sizes = question.sizes
-    if not sizes.tensors:
+    tensors = question.sizes.tensors
+    if not tensors:
         return 0.0
-    num_bytes = (1 + sizes.tensors) * question.precision.gradient_bytes
-    took = question.network.collective("all_reduce", question.group, num_bytes)
-    return took.seconds
+    return question.collective("all_reduce", (1 + tensors) * question.width).seconds
 
 
 def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
@@ -165,21 +138,13 @@ def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
 
 def _spread(question: SyncQuestion) -> Part:
     """Owners broadcast their shards. On CPUs one after the other; links carry all at once."""
-    if computes_on_cores(question):
-        return _broadcasts(question)
-    took = question.network.collective("all_gather", question.group, question.parameter_bytes)
-    return Part("weights", took.seconds, took.bound)
-
-
-def _broadcasts(question: SyncQuestion) -> Part:
+    if not question.on_cores:
+        all_at_once = question.collective("all_gather", question.parameter_bytes)
+        return Part("weights", all_at_once.seconds, all_at_once.bound)
     width = question.precision.parameter_bytes
-    network = question.network
-    took = [
-        network.collective("broadcast", question.group, width * shard)
-        for shard in question.sizes.shard_sizes(question.replicas)
-        if shard
-    ]
-    seconds = sum(one.seconds for one in took) + meetings_s(question, 1)
+    shards = question.sizes.shard_sizes(question.replicas)
+    took = [question.collective("broadcast", width * shard) for shard in shards if shard]
+    seconds = sum(one.seconds for one in took) + question.meetings_s(1)
     return Part("weights", seconds, took[0].bound)
 
 
@@ -187,7 +152,7 @@ def _layers_gathered(question: SyncQuestion) -> tuple[CollectiveTime, Collective
     """All layers, each in a call of its own, and one of them."""
     layer_bytes = question.layer_parameters * question.precision.parameter_bytes
     layer_bytes = min(layer_bytes, question.parameter_bytes) or question.parameter_bytes
-    one = question.network.collective("all_gather", question.group, layer_bytes)
+    one = question.collective("all_gather", layer_bytes)
     calls = question.parameter_bytes / max(1.0, layer_bytes)
     return one._replace(seconds=calls * one.seconds), one
 
@@ -195,7 +160,7 @@ def _layers_gathered(question: SyncQuestion) -> tuple[CollectiveTime, Collective
 def _gathered(question: SyncQuestion) -> Part:
     """Every micro-batch gathers all layers twice; the first layer of a pass waits in full."""
     took, first = _layers_gathered(question)
-    backward_s = hidden_s(question)
+    backward_s = question.hidden_s
     whole_s = question.backward_s or 1.0
     forward_s = question.compute_s / question.microbatches - question.backward_s
     forward_s = max(0.0, forward_s) * backward_s / whole_s
@@ -209,43 +174,32 @@ def _sent(term: Any, question: SyncQuestion) -> float:
     Copies of a shard get its gradients from the owner, and its weights with the others.
     """
     p = question.replicas
-    stage = term.stage
-    held = len(_held(term, question, 0))
-    sizes = question.sizes
-    width = question.precision.gradient_bytes
-    body = (sizes.size - sizes.offset) * width
-    passes = question.microbatches if stage > 1 else 1
+    width = question.width
+    tensors = question.sizes.tensors
+    body = question.body * width
+    passes = question.microbatches if term.stage > 1 else 1
     weights = body
-    if stage == 3:
-        weights = question.microbatches * (2 * body - sizes.first_units * width)
-    head = 2 * passes * (1 + sizes.tensors) * width if sizes.tensors else 0.0
-    return (p - 1) / p * (passes * body + weights + head) + (held - 1) / p * body
+    if term.stage == 3:
+        weights = question.microbatches * (2 * body - question.sizes.first_units * width)
+    head = 2 * passes * (1 + tensors) * width if tensors else 0.0
+    copies = len(_held(term, question, 0)) - 1
+    return (p - 1) / p * (passes * body + weights + head) + copies / p * body
 
 
-def _memory(term: Any, question: SyncQuestion) -> DeviceMemory:
-    ranks = _ranks(question)
-    return max((_of_rank(term, question, rank) for rank in ranks), key=lambda one: one.total)
-
-
-def _of_rank(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
+def _memory(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     sizes = question.sizes
     n = question.replicas
-    stage = term.stage
-    precision = question.precision
     held = _held(term, question, rank)
     shards = (rank, n, term.shard_copies)
-    gradients = sizes.zero_gradients(stage, shards, question.accumulates, question.is_stage)
+    gradients = sizes.zero_gradients(term.stage, shards, question.accumulates, question.is_stage)
     memory = replace(
         plain_memory(question),
-        gradients=gradients * precision.gradient_bytes,
+        gradients=gradients * question.width,
         optimizer=_owned(term, question, rank) * question.state_width,
     )
-    if stage < 3 or n == 1:
+    if term.stage < 3 or n == 1:
         return memory
+    width = question.precision.parameter_bytes
     shard_sizes = sizes.shard_sizes(n)
-    parameters = (
-        sum(shard_sizes[shard] for shard in held) * precision.parameter_bytes
-        + question.untrained_bytes
-    )
-    gathered = sizes.zero_gathered(n, held) * precision.parameter_bytes
-    return replace(memory, parameters=parameters, buffers=gathered)
+    parameters = sum(shard_sizes[shard] for shard in held) * width + question.untrained_bytes
+    return replace(memory, parameters=parameters, buffers=sizes.zero_gathered(n, held) * width)
