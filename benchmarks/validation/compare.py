@@ -19,7 +19,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.step.collective_time import IN_MEGATRONS_ORDER, RankOrder
+from shoal.plan.step.collective_time import MEGATRON_ORDER
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.plan.workloads.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -34,7 +34,7 @@ _MICROBATCHES = (1, 2, 4, 8, 16)  # tried where a table does not say
 class RunsAs:
     """How the measured runs differ from Shoal's: the defaults are those of Megatron-LM."""
 
-    order: RankOrder = IN_MEGATRONS_ORDER
+    order: tuple[str, ...] = MEGATRON_ORDER
     overlap: bool = False
     even_stages: bool = True
     scatter_sends: bool = True

@@ -23,10 +23,10 @@ from shoal.cluster.units import show_seconds
 from shoal.commands import options
 from shoal.commands.output import plain_table, show, write_text
 from shoal.errors import BadInput
-from shoal.plan.step.collective_time import IN_MEGATRONS_ORDER, IN_SHOALS_ORDER
+from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
 from shoal.plan.workloads.workload import Recompute
 
-_ORDERS = {"megatron": IN_MEGATRONS_ORDER, "shoal": IN_SHOALS_ORDER}
+_ORDERS = {"megatron": MEGATRON_ORDER, "shoal": SHOAL_ORDER}
 _RECOMPUTE = ("none", "selective", "full")
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.prediction import Part, Prediction
-from shoal.plan.step.collective_time import IN_SHOALS_ORDER, RankOrder
+from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.stages import Stage
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
 from shoal.plan.sync_price.base import SyncQuestion
@@ -51,7 +51,7 @@ class ResolvedStep(NamedTuple):
 class Predictor:
     """Predicts strategies for one workload on one cluster."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, order: RankOrder = IN_SHOALS_ORDER):
+    def __init__(self, workload: Workload, cluster: Cluster, order: tuple[str, ...] = SHOAL_ORDER):
         self.workload = workload
         self.cluster = cluster
         self._order = order
@@ -88,26 +88,26 @@ class Predictor:
         self, pricer: ReplicaPricer, resolved: ResolvedStep, replica: ReplicaPrice, overlap: bool
     ) -> SyncQuestion:
         """What the replicas of a step have to agree on."""
-        layout = resolved.layout
-        held = self._tensors(replica.fullest, resolved.split)
+        layout, stages = resolved.layout, replica.stages
+        held = self._tensors(stages.fullest, resolved.split)
         precision = self.workload.precision
         return SyncQuestion(
             pricer.network,
-            pricer.group(layout, "dp"),
-            replica.parameters,
+            group_of(layout, "dp", self._order),
+            stages.parameters,
             precision,
             replica.seconds,
-            replica.backward_s if overlap else 0.0,
+            stages.backward_s if overlap else 0.0,
             resolved.microbatches,
             layout.workers,
             None if held is None else held.sizes,
-            replica.layer_parameters,
+            stages.layer_parameters,
             0.0 if held is None else held.untrained * precision.parameter_bytes,
             is_stage=layout.pp > 1,
             adds_up=layout.ep > 1,
-            adjacent_parameters=replica.adjacent_parameters,
-            largest_tensor=replica.largest_tensor,
-            meetings=replica.meetings,
+            adjacent_parameters=stages.adjacent_parameters,
+            largest_tensor=stages.largest_tensor,
+            meetings=resolved.microbatches * stages.meetings,
         )
 
     def _tensors(self, stage: Stage, split: Split) -> _Held | None:
@@ -145,7 +145,7 @@ class Predictor:
             memory=replace(
                 sync.memory,
                 activations=sync.memory.activations + replica.activation_bytes,
-                buffers=sync.memory.buffers + replica.recompute_bytes,
+                buffers=sync.memory.buffers + replica.stages.recompute_bytes,
             ),
             memory_limit_bytes=pricer.cluster.device.memory_bytes,
             samples_per_s=settings.batch / step_s,

@@ -15,7 +15,7 @@ import pytest
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.step.collective_time import IN_MEGATRONS_ORDER
+from shoal.plan.step.collective_time import MEGATRON_ORDER
 from shoal.plan.workloads.transformer_block import Transformer
 from shoal.strategy.strategy import as_strategy
 from tests.plan import published_runs as runs
@@ -45,7 +45,7 @@ def error_of(run: PublishedRun) -> float:
     )
     # Megatron-LM and DeepSpeed reduce gradients as one buffer
     strategy = as_strategy(run.strategy.replace("ddp +", "ddp(bucket_mb=1000000) +"))
-    predictor = Predictor(workload, cluster_of(run), IN_MEGATRONS_ORDER)
+    predictor = Predictor(workload, cluster_of(run), MEGATRON_ORDER)
     return predictor.predict(strategy, run.workers, settings).step_s / run.measured_s - 1
 
 

@@ -176,7 +176,7 @@ def simulate_strategy(
     run = simulate_step(
         replace(work, microbatches=kept),
         agreeing,
-        rank_grid(resolved.layout, pricer.order.axes),
+        rank_grid(resolved.layout, pricer.order),
         Routes(topology),
         uneven,
         steps or _steps(agreeing),

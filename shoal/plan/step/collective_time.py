@@ -24,7 +24,6 @@ that crosses a border is as slow as its hop there, and all others wait for it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,20 +46,6 @@ class RankGroup(NamedTuple):
     stride: int
 
 
-@dataclass(frozen=True)
-class RankOrder:
-    axes: tuple[str, ...] = SHOAL_ORDER
-
-    def group(self, layout: Layout, axis: str) -> RankGroup:
-        sizes = axis_sizes(layout)
-        inner = self.axes[: self.axes.index(axis)]
-        return RankGroup(sizes[axis], math.prod(sizes[name] for name in inner))
-
-
-IN_SHOALS_ORDER = RankOrder()
-IN_MEGATRONS_ORDER = RankOrder(MEGATRON_ORDER)
-
-
 def axis_sizes(layout: Layout) -> dict[str, int]:
     return {
         "dp": layout.replicas,
@@ -69,6 +54,13 @@ def axis_sizes(layout: Layout) -> dict[str, int]:
         "ep": layout.ep,
         "cp": layout.cp,
     }
+
+
+def group_of(layout: Layout, axis: str, order: tuple[str, ...] = SHOAL_ORDER) -> RankGroup:
+    """The ranks of one group of an axis."""
+    sizes = axis_sizes(layout)
+    inner = order[: order.index(axis)]
+    return RankGroup(sizes[axis], math.prod(sizes[name] for name in inner))
 
 
 class GroupPlaces(NamedTuple):

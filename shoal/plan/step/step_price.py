@@ -26,11 +26,11 @@ from typing import NamedTuple
 from shoal.cluster.cluster import Cluster
 from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import (
-    IN_SHOALS_ORDER,
+    SHOAL_ORDER,
     CollectiveTime,
     Network,
     RankGroup,
-    RankOrder,
+    group_of,
 )
 from shoal.plan.step.layer_time import MESSAGE_AXES, AxisGroups, KernelTime, LayerClock, LayerTable
 from shoal.plan.step.stages import (
@@ -76,48 +76,40 @@ class PipelineShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReplicaPrice:
-    """What a step costs before replicas agree."""
-
-    parts: tuple[Part, ...]
-    backward_s: float  # of the last micro-batch: gradients can be sent meanwhile
-    parameters: float  # on the fullest device
-    seconds: float
-    activation_bytes: float = 0.0  # of the stage that keeps most
-    recompute_bytes: float = 0.0  # of one layer, while it is computed again
-    layer_parameters: float = 0.0  # of the largest layer on the device
-    fullest: Stage = ()  # layers of each run on the device with the most parameters
-    adjacent_parameters: float = 0.0  # of two layers, one after the other
-    largest_tensor: float = 0.0  # numbers
-    meetings: int = 0  # calls in which the workers of a stage wait for each other
-
-
-@dataclass(frozen=True)
-class _Stages:
+class StagePrice:
     """A split dealt to stages: what does not depend on the number of micro-batches."""
 
     slowest_s: float
     others: StageTimes
     parts: tuple[Part, ...]  # of the slowest stage, one micro-batch
-    backward_s: float
-    parameters: float
-    layer_parameters: float
-    fullest: Stage
-    adjacent_parameters: float
-    largest_tensor: float
+    backward_s: float  # of the last micro-batch: gradients can be sent meanwhile
+    parameters: float  # on the fullest device
+    layer_parameters: float  # of the largest layer on the device
+    fullest: Stage  # layers of each run on the device with the most parameters
+    adjacent_parameters: float  # of two layers, one after the other
+    largest_tensor: float  # numbers
     activation_bytes: tuple[float, ...]  # of each stage, one micro-batch
-    recompute_bytes: float
+    recompute_bytes: float  # of one layer, while it is computed again
     transfer: CollectiveTime
     tied: CollectiveTime  # the sum of gradients that the first and the last stage share
     token_sums: tuple[Part, ...]  # of gradients over workers that have other tokens
-    meetings: int  # of one micro-batch
+    meetings: int  # calls of one micro-batch in which the workers of a stage wait for each other
     adding_s: float  # of the gradients of one micro-batch to those of the ones before
+
+
+class ReplicaPrice(NamedTuple):
+    """What a step costs before replicas agree."""
+
+    stages: StagePrice
+    parts: tuple[Part, ...]
+    seconds: float
+    activation_bytes: float  # of the stage that keeps most
 
 
 class ReplicaPricer:
     """Prices replicas of one workload on one cluster; remembers the times of layers."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, order: RankOrder = IN_SHOALS_ORDER):
+    def __init__(self, workload: Workload, cluster: Cluster, order: tuple[str, ...] = SHOAL_ORDER):
         self.workload = workload
         self.cluster = cluster
         self.order = order
@@ -125,19 +117,14 @@ class ReplicaPricer:
         self.network = Network(cluster)
         self._counts = [run.count for run in workload.runs]
         self._clock = LayerClock(workload, self.network)
-        self._groups: dict[Layout, tuple[AxisGroups, RankGroup, RankGroup]] = {}
+        self._groups: dict[Layout, tuple[AxisGroups, RankGroup]] = {}
         self._virtual: dict[tuple[tuple[float, ...], int], list[Stage]] = {}
-        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str, bool], _Stages] = {}
-
-    def group(self, layout: Layout, axis: str) -> RankGroup:
-        """The ranks of one group of an axis."""
-        inside, pp, dp = self._groups_of(layout)
-        return {"pp": pp, "dp": dp}.get(axis) or inside[MESSAGE_AXES.index(axis)]
+        self._dealt: dict[tuple[Split, AxisGroups, RankGroup, int, str, bool], StagePrice] = {}
 
     def price(
         self, layout: Layout, split: Split, microbatches: int, pipeline: PipelineShape
     ) -> ReplicaPrice:
-        inside, pp, _ = self._groups_of(layout)
+        inside, pp = self._groups_of(layout)
         key = (split, inside, pp, *pipeline[1:])
         stages = self._dealt.get(key)
         if stages is None:
@@ -150,23 +137,21 @@ class ReplicaPricer:
         self, layout: Layout, split: Split, pipeline: PipelineShape
     ) -> tuple[LayerTable, list[Stage]]:
         """The layers' times, and how many of each run are on every stage."""
-        inside, pp, _ = self._groups_of(layout)
+        inside, pp = self._groups_of(layout)
         table = self._clock.table(split, inside)
         return table, self._stages(table, pp.size, pipeline)
 
-    def _groups_of(self, layout: Layout) -> tuple[AxisGroups, RankGroup, RankGroup]:
+    def _groups_of(self, layout: Layout) -> tuple[AxisGroups, RankGroup]:
         found = self._groups.get(layout)
         if found is None:
-            tp, cp, ep, pp, dp = (
-                self.order.group(layout, axis) for axis in (*MESSAGE_AXES, "pp", "dp")
-            )
-            found = ((tp, cp, ep), pp, dp)
+            tp, cp, ep, pp = (group_of(layout, axis, self.order) for axis in (*MESSAGE_AXES, "pp"))
+            found = ((tp, cp, ep), pp)
             self._groups[layout] = found
         return found
 
     def _deal(
         self, table: LayerTable, inside: AxisGroups, pp: RankGroup, pipeline: PipelineShape
-    ) -> _Stages:
+    ) -> StagePrice:
         stages = self._stages(table, pp.size, pipeline)
         seconds = weights_of(stages, table.seconds)
         slowest = max(range(len(stages)), key=seconds.__getitem__)
@@ -174,7 +159,7 @@ class ReplicaPricer:
         held = weights_of(stages, table.parameters)
         held[-1] += last_shares
         fullest = max(range(len(stages)), key=held.__getitem__)
-        return _Stages(
+        return StagePrice(
             slowest_s=seconds[slowest],
             others=_waited_for(table, stages, slowest),
             parts=tuple(_busy_parts(table, stages[slowest])),
@@ -262,7 +247,7 @@ class ReplicaPricer:
 
 
 def _assemble(
-    stages: _Stages, count: int, microbatches: int, pipeline: PipelineShape
+    stages: StagePrice, count: int, microbatches: int, pipeline: PipelineShape
 ) -> ReplicaPrice:
     parts = [Part(name, microbatches * s, bound) for name, s, bound in stages.parts]
     busy_s = microbatches * stages.slowest_s
@@ -281,19 +266,8 @@ def _assemble(
     parts += more
     busy_s += sum(part.seconds for part in more)
     kept = in_flight(pipeline.schedule, count, microbatches, pipeline.chunks)
-    return ReplicaPrice(
-        tuple(parts),
-        stages.backward_s,
-        stages.parameters,
-        busy_s,
-        max(map(mul, kept, stages.activation_bytes)),
-        stages.recompute_bytes,
-        layer_parameters=stages.layer_parameters,
-        fullest=stages.fullest,
-        adjacent_parameters=stages.adjacent_parameters,
-        largest_tensor=stages.largest_tensor,
-        meetings=microbatches * stages.meetings,
-    )
+    most = max(map(mul, kept, stages.activation_bytes))
+    return ReplicaPrice(stages, tuple(parts), busy_s, most)
 
 
 def _waited_for(table: LayerTable, stages: Sequence[Stage], slowest: int) -> StageTimes:
