@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import shoal as package
 from tests.scripts import json_of, shoal
 
-FOLDER = Path(package.__file__).parent / "examples" / "own_loops"
+FOLDER = Path(__file__).parents[2] / "examples" / "own_loops"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
