@@ -342,16 +342,12 @@ def compressed_memory(
         else:
             slices_memory.append(sharded_memory(sizes, at, compressor, rank, replicas))
     kept += sum(memory.kept for memory in slices_memory)
-    return CompressedMemory(kept, _most_in_flight(slices_memory))
-
-
-def _most_in_flight(slices: Sequence[SliceMemory]) -> int:
-    """When backward is over all are in the first stage; they go to the second in turn."""
-    moments = [
-        [*(m.second for m in slices[:k]), *(m.first for m in slices[k:])]
-        for k in range(len(slices) + 1)
+    # when backward is over all are in the first stage; they go to the second in turn
+    in_flight = [
+        sum(m.second for m in slices_memory[:k]) + sum(m.first for m in slices_memory[k:])
+        for k in range(len(slices_memory) + 1)
     ]
-    return max(map(sum, moments))
+    return CompressedMemory(kept, max(in_flight))
 
 
 def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
@@ -364,14 +360,13 @@ def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
 
 
 def _compressors(text: str, flat: FlatLayout, slices: Sequence[slice]) -> dict[int, Compressor]:
-    return {at.start: make_compressor(text, *_shapes_in(flat, at)) for at in slices}
-
-
-def _shapes_in(flat: FlatLayout, at: slice) -> tuple[list[tuple[int, Sequence[int]]], int]:
-    """Where the parameters of a slice lie in it, and how long it is."""
-    shapes: list[tuple[int, Sequence[int]]] = [
-        (param.start - at.start, tuple(p.shape))
-        for param, p in zip(flat.ranges, flat.params, strict=True)
-        if at.start <= param.start < at.stop
-    ]
-    return shapes, at.stop - at.start
+    """For each slice, which knows where the parameters lie in it."""
+    made = {}
+    for at in slices:
+        shapes = [
+            (param.start - at.start, tuple(p.shape))
+            for param, p in zip(flat.ranges, flat.params, strict=True)
+            if at.start <= param.start < at.stop
+        ]
+        made[at.start] = make_compressor(text, shapes, at.stop - at.start)
+    return made

@@ -42,7 +42,8 @@ class ExactReduce(Sync):
 
     def reduce(self, bucket: slice) -> None:
         for number, tensor in enumerate(self.flat.grads.tensors[bucket.start]):
-            self._note(self._sums.setdefault((bucket.start, number), {}), tensor)
+            sums = self._sums.setdefault((bucket.start, number), {})
+            add_leaf(self.root, self.runs[self.group.rank][0], sums, tensor)
 
     def finish(self) -> None:
         for bucket in self.flat.grads.buckets:
@@ -58,9 +59,6 @@ class ExactReduce(Sync):
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
-
-    def _note(self, sums: dict[Node, Tensor], leaf: Tensor) -> None:
-        add_leaf(self.root, self.runs[self.group.rank][0], sums, leaf)
 
     def _agree(self, mine: dict[Node, Tensor]) -> Tensor:
         nodes = [full_subtrees(self.root, run) for run in self.runs]

@@ -47,7 +47,10 @@ class HogwildSync(InRankMemory):
     def __init__(self, replica: Replica, momentum: bool):
         statistics = replica.statistics
         self._settings = Settings(replica.update.optimizer, momentum, replica.say)
-        tensors = [replica.flat.data, *statistics, *_sums(replica)]
+        optimizer = replica.update.optimizer
+        is_adagrad = isinstance(optimizer, torch.optim.Adagrad)  # what it adds up is shared, too
+        sums = [optimizer.state[p]["sum"] for p in replica.flat.params if is_adagrad]
+        tensors = [replica.flat.data, *statistics, *sums]
         offset = header_bytes(replica.group.size)
 
         def views_of(memory: mmap.mmap) -> list[Tensor]:
@@ -153,14 +156,6 @@ class HogwildSync(InRankMemory):
             if new:
                 shared.copy_(state[p]["sum"])
             state[p]["sum"] = shared
-
-
-def _sums(replica: Replica) -> list[Tensor]:
-    """What Adagrad adds up, parameter by parameter; nothing under other optimizers."""
-    optimizer = replica.update.optimizer
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return []
-    return [optimizer.state[p]["sum"] for p in replica.flat.params]
 
 
 class Settings:

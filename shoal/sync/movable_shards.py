@@ -122,10 +122,21 @@ class MovableShards:
         earlier_ranks = [None if row.is_new else row.layout[1] for row in rows]
         owners = HeldShards(self.flat, 0, ranks, self.copies).owners
         held_by = surviving_holders(owners, ranks, self.copies, earlier_ranks)
-        self._refuse_lost(held_by)
+        for (name, _), holders in zip(self.flat.named, held_by, strict=True):
+            if not holders:
+                raise ShoalError(
+                    f"too many workers were lost at once: all that had the optimizer state of "
+                    f"{name}, which has copies={self.copies}; start again from the latest "
+                    "checkpoint, or with more copies"
+                )
         held = HeldShards(self.flat, group.rank, group.size, self.copies)
-        if not isinstance(self.flat, ShardedParams):
-            self._broadcast(held_by, group)
+        if not isinstance(self.flat, ShardedParams):  # from those that have updated them
+            works = [
+                group.broadcast(self.flat.data[param.start : param.stop], root=sources[0])
+                for param, sources in zip(self.flat.ranges, held_by, strict=True)
+            ]
+            for work in works:
+                work.wait()
         kept = [i for i in held.params if group.rank in held_by[i]]
         self._staged = self._stage_kept(held, kept, generation)
         channel = PytreeChannel(group, _CPU)
@@ -149,24 +160,6 @@ class MovableShards:
         self.held = held
         self._generation = staged.generation
         self._staged = None
-
-    def _refuse_lost(self, held_by: Sequence[Sequence[int]]) -> None:
-        lost = [self.flat.named[i][0] for i, ranks in enumerate(held_by) if not ranks]
-        if lost:
-            raise ShoalError(
-                f"too many workers were lost at once: all that had the optimizer state of "
-                f"{lost[0]}, which has copies={self.copies}; start again from "
-                "the latest checkpoint, or with more copies"
-            )
-
-    def _broadcast(self, held_by: Sequence[Sequence[int]], group: Group) -> None:
-        """Parameters that all ranks have, from those that have updated them."""
-        works = [
-            group.broadcast(self.flat.data[param.start : param.stop], root=sources[0])
-            for param, sources in zip(self.flat.ranges, held_by, strict=True)
-        ]
-        for work in works:
-            work.wait()
 
     # ------------------------------------------------------------------ one parameter
 

@@ -48,7 +48,12 @@ class Schedule:
     def advance(self, steps: int) -> None:
         """Give the optimizer the settings of the step that comes after so many."""
         if self._scheduler is None or self._done > steps:
-            self._scheduler = self._start()
+            for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
+                for key in [k for k in group if k not in initial and k not in PARAM_KEYS]:
+                    del group[key]
+                group.update(initial)
+            self._done = 0
+            self._scheduler = self._factory(self.optimizer)
         while self._done < steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
             self._scheduler.step()
@@ -70,14 +75,6 @@ class Schedule:
             except ValueError:  # a schedule of fewer steps is over
                 return
             schedule.common_lr(ratios)
-
-    def _start(self) -> LRScheduler:
-        for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
-            for key in [key for key in group if key not in initial and key not in PARAM_KEYS]:
-                del group[key]
-            group.update(initial)
-        self._done = 0
-        return self._factory(self.optimizer)
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -179,13 +179,15 @@ class ZeroReduce(Sync):
 
     def _settle_first(self) -> None:
         """Wait for the bucket that is on its way longest; add up what came to its owner."""
-        sent = self._sent.popleft()
-        work, bucket, memory = sent
+        work, bucket, memory = self._sent.popleft()
         (work or self._send(bucket, memory)).wait()
-        if self._owner[bucket.start] == self.group.rank and not self._is_kept(sent):
+        is_kept = _storage(memory) == _storage(self._kept)
+        if self._owner[bucket.start] == self.group.rank and not is_kept:
             self._kept_slice(bucket).add_(memory)
-        if not self._is_kept(sent):
-            self._take_back(memory)
+        whole = memory if memory._base is None else memory._base
+        # of a host; the allocator of a GPU keeps memory itself
+        if whole.is_cpu and whole.nbytes >= REUSED_BYTES and not is_kept:
+            self._spare.append(whole)
 
     def _lend(self, size: int) -> Tensor:
         number = fitting([memory.numel() for memory in self._spare], size)
@@ -195,18 +197,9 @@ class ZeroReduce(Sync):
             self._spare.clear()
         return torch.empty(size, dtype=self.flat.dtype, device=self.flat.device)
 
-    def _take_back(self, memory: Tensor) -> None:
-        """Of a host; the allocator of a GPU keeps memory itself."""
-        whole = memory if memory._base is None else memory._base
-        if whole.is_cpu and whole.nbytes >= REUSED_BYTES:
-            self._spare.append(whole)
-
     def _kept_slice(self, bucket: slice) -> Tensor:
         start = self._kept_at.start
         return self._kept[bucket.start - start : bucket.stop - start]
-
-    def _is_kept(self, sent: _Sent) -> bool:
-        return _storage(sent.memory) == _storage(self._kept)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -14,7 +14,8 @@ replicas update first and average later (localsgd, gossip), they return to where
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,7 +141,6 @@ class ElasticTraining:
         self._samples = OwnSamples(0)
         self._shards = ShardedState(group, state)
         self._is_new = True
-        self._returned: list[dict[str, Any]] = []  # by the latest steps of the worker that sent
         self._fetched_in = 0  # the generation over which the latest batch was split
         self._undone: list[Attempt] = []  # what was done since replicas agreed, in its order
         self._points: dict[int, RollbackPoint] = {}  # by the number of the step in `steps`
@@ -167,9 +167,10 @@ class ElasticTraining:
         return step.result()
 
     def _recall(self, step: Step, batch: Any) -> Recall | None:
-        given = step.latest
-        if given is not None and _has(batch, tensors_of(given.content)):
-            return self._stream.recall()
+        given = [] if step.latest is None else tensors_of(step.latest.content)
+        own = tensors_of(batch.content if isinstance(batch, BatchPart) else batch)
+        if given and len(own) == len(given) and all(map(operator.is_, own, given)):
+            return self._stream.recall()  # it is made of these very tensors
         if step.sync.undo_steps > 1:
             raise BadInput(
                 f"{step.term} does steps again when a worker is lost, so it has to get the batches "
@@ -327,28 +328,17 @@ class ElasticTraining:
             mine = {"job": self._state.pack(), "returned": returned}
         received = broadcast_object(self.group, mine, source)
         if is_behind and not is_source:
-            self._returned = received["returned"]
             self._state.unpack(received["job"], self._is_new)
             self._is_new = False
-            self._drop_done()
-
-    def _drop_done(self) -> None:
-        """Others have done these steps, and their state is here now."""
-        for attempt in list(self._undone):
-            if attempt.number <= attempt.step.steps:
-                self._undone.remove(attempt)
+            # others have done these steps, and their state is here now
+            done = [a for a in self._undone if a.number <= a.step.steps]
+            self._undone = [a for a in self._undone if a.number > a.step.steps]
+            for attempt in done:
                 if not attempt.is_reported:
-                    attempt.step.adopt(self._returned[self._steps.index(attempt.step)])
+                    attempt.step.adopt(received["returned"][self._steps.index(attempt.step)])
 
     def _is_undone(self, step: Step) -> bool:
         return any(attempt.step is step for attempt in self._undone)
 
     def _point_of(self, step: Step) -> RollbackPoint:
         return self._points.setdefault(self._steps.index(step), RollbackPoint(step))
-
-
-def _has(batch: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether it is made of these very tensors."""
-    content = batch.content if isinstance(batch, BatchPart) else batch
-    own = tensors_of(content)
-    return len(own) == len(tensors) and all(a is b for a, b in zip(own, tensors, strict=True))

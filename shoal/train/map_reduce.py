@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_object
 from shoal.errors import BadInput
 
+if TYPE_CHECKING:
+    from shoal.train.job import Job
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class HasGroup(Protocol):
-    """What `map_reduce` needs of a job."""
-
-    @property
-    def group(self) -> Group: ...
 
 
 def map_reduce(
     map_fn: Callable[[Item], Result],
     items: Iterable[Item],
     reduce_fn: Callable[[Result, Result], Result],
-    job: HasGroup | None = None,
+    job: Job | None = None,
 ) -> Result:
     """`reduce_fn` over `map_fn` of all items, in their order, the same on every worker of `job`.
 

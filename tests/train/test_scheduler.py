@@ -78,7 +78,7 @@ def test_a_scheduler_steps_after_every_step(
     if strategy == 'ps(placement="rank0")' and scheduler in (one_cycle, apart):
         pytest.skip("servers are told one learning rate a step")
     models = [mlp() for _ in range(3)]
-    go = partial(train, dataset=DATA, batch_size=8, optimizer=optimizer, scheduler=scheduler)
+    go = partial(train, data=DATA, batch_size=8, optimizer=optimizer, scheduler=scheduler)
     found = world(2, lambda g: go(g, strategy, models[g.rank]))
     for _, parameters in [go(solo_group(), "single", models[2]), *found]:
         torch.testing.assert_close(parameters, by_hand(optimizer, scheduler), rtol=1e-4, atol=2e-5)

@@ -175,15 +175,10 @@ def _read_tensors(path: Path, entry: dict[str, Any], descriptor: int) -> dict[st
         size = os.fstat(descriptor).st_size
         if size != entry.get("bytes") or _digest(descriptor) != entry.get("sha256"):
             raise damaged(path, f"{name} has changed")
-        return load_file(_path_of(descriptor, path / name))
+        opened = Path(f"/proc/self/fd/{descriptor}")  # works after it was removed, on Linux
+        return load_file(opened if opened.exists() or opened.is_symlink() else path / name)
     except (OSError, SafetensorError) as error:
         raise damaged(path, f"{name}: {error}") from error
-
-
-def _path_of(descriptor: int, file: Path) -> Path:
-    """A path to an open file that also works after it was removed, on Linux."""
-    opened = Path(f"/proc/self/fd/{descriptor}")
-    return opened if opened.exists() or opened.is_symlink() else file
 
 
 def _digest(descriptor: int) -> str:

@@ -169,7 +169,14 @@ class LoopRows:
         batch = self.batch
         if batch is None:
             raise BadInput("job.rows gives rows of a batch: call it inside a loop over job.batches")
-        everything = make if isinstance(make, Tensor) else self._drawn(make, batch)
+        if isinstance(make, Tensor):
+            everything = make
+        else:
+            self._draws += 1
+            turn = self.mesh.data.rank if self.has_whole_batch else 0
+            with fork_rng(self.device):
+                seed_generators(self.device, mix(self.seed, 8, self._number, self._draws, turn))
+                everything = make(batch.total)
         if everything.dim() == 0 or len(everything) != batch.total:
             raise BadInput(
                 f"job.rows needs a row for each of the {batch.total} samples of the global batch, "
@@ -177,7 +184,10 @@ class LoopRows:
             )
         data = self.mesh.data
         split = BatchSplit() if self.has_whole_batch else BatchSplit(data.rank, data.size)
-        return self._moved_rows(take(everything, split.rows(batch.total)))
+        rows: Tensor = take(everything, split.rows(batch.total))
+        rows = rows.flip(0) if rows.dim() and self._reverses else rows
+        dtype = torch.float64 if rows.is_floating_point() and self._widens else rows.dtype
+        return rows.to(self.device, dtype, non_blocking=True)
 
     @property
     def has_whole_batch(self) -> bool:
@@ -191,16 +201,3 @@ class LoopRows:
     @property
     def _widens(self) -> bool:
         return any(part.step.cutter.widens for part in self._parts)
-
-    def _drawn(self, make: Make, batch: AnyBatch) -> Tensor:
-        self._draws += 1
-        turn = self.mesh.data.rank if self.has_whole_batch else 0
-        with fork_rng(self.device):
-            seed_generators(self.device, mix(self.seed, 8, self._number, self._draws, turn))
-            return make(batch.total)
-
-    def _moved_rows(self, rows: Tensor) -> Tensor:
-        if rows.dim() and self._reverses:
-            rows = rows.flip(0)
-        dtype = torch.float64 if rows.is_floating_point() and self._widens else rows.dtype
-        return rows.to(self.device, dtype, non_blocking=True)

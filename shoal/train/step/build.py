@@ -41,6 +41,8 @@ def build_optimizer(
 ) -> OptimizerStep:
     scales = options.precision == "fp16"
     shards = None if owned.grad_norm.over_shards is None else context.mesh.dp
+    # replicas agree where each of them updates a shard; else all have the same gradients
+    sharing = _sharing_groups(owned.grad_norm, context.mesh)
     update = OptimizerStep(
         owned.named,
         functions.optimizer,
@@ -48,7 +50,7 @@ def build_optimizer(
         grad_norm=replace(owned.grad_norm, over_replica=shard.total_norm(shards)),
         lr=functions.lr,
         scheduler=functions.scheduler,
-        scaler=_grad_scaler(owned, context) if scales else None,
+        scaler=SharedGradScaler(context.device, sharing) if scales else None,
     )
     update.tracer = context.services.tracer
     functions.check_optimizer(update.optimizer)
@@ -76,11 +78,6 @@ def check_pieces(update: OptimizerStep, shard: ReplicaShard, context: StepContex
     for group in groups:
         group.all_reduce(found, Op.MAX).wait()
     refuse(LooksAt(int(found)), name, str(context.strategy))
-
-
-def _grad_scaler(owned: Ownership, context: StepContext) -> SharedGradScaler:
-    """Replicas agree where each of them updates a shard; else all have the same gradients."""
-    return SharedGradScaler(context.device, _sharing_groups(owned.grad_norm, context.mesh))
 
 
 def _sharing_groups(norm: GradNorm, mesh: Mesh) -> list[Group]:

@@ -86,7 +86,10 @@ class Step:
         self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
-        self.sync.batch_fraction = self._replica_fraction(batch, microbatches)
+        fraction = fraction_of(batch, microbatches)
+        if axes := self.shard.token_axes:
+            fraction = float(axes.sum(torch.tensor(fraction, device=self.flat.device)))
+        self.sync.batch_fraction = fraction
         self.sync.next_steps = self.steps + concurrent_batches(known)
         self.sync.begin()
         self.loss = self.shard.broadcast_loss(
@@ -193,13 +196,6 @@ class Step:
         elif self.sync.batch_fraction:
             numbers = numbers / self.sync.batch_fraction
         return list(self.shard.broadcast(numbers).float().unbind())
-
-    def _replica_fraction(self, batch: Any, microbatches: Sequence[MicroBatch]) -> float:
-        fraction = fraction_of(batch, microbatches)
-        axes = self.shard.token_axes
-        return (
-            float(axes.sum(torch.tensor(fraction, device=self.flat.device))) if axes else fraction
-        )
 
     def _push_rows(self, has_samples: bool) -> None:
         from shoal.embedding.module import apply_embeddings
