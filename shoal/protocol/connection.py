@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 
 from shoal.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
@@ -52,10 +51,11 @@ class Connection:
         self.is_unix = sock.family == socket.AF_UNIX
         self.sent_bytes = self.received_bytes = self.requests = 0
         self._head = bytearray(HEADER_BYTES)
-        self._sending = _WholeFrame(self)
+        self._sending = threading.Lock()
         self._scatters = not isinstance(sock, ssl.SSLSocket)
         self._descriptors: list[int] = []
-        self._ahead: _ReadAhead | None = None
+        self._buffer = memoryview(b"")  # for frames that are read in one piece
+        self._left = self._buffer  # of it: what was received and not asked for yet
         self._broken: str | None = None  # why no frame can follow the latest one
         self._deadline_s: float | None = None
 
@@ -70,16 +70,20 @@ class Connection:
         payload_bytes = sum([view.nbytes for view in payload])
         head = pack(header, meta, payload_bytes)
         views = [memoryview(head), *[view.cast("B") for view in payload if view.nbytes]]
-        with self._sending:
+        size = len(head) + payload_bytes
+
+        def send() -> int:
             if not self._scatters:
                 for view in views:
                     self.sock.sendall(view)
-            else:
-                rights = () if descriptor is None else _rights(descriptor)
-                sent = self.sock.sendmsg(views[:_MAX_BUFFERS], rights)
-                if sent < len(head) + payload_bytes:
-                    self._send_after(sent, views)
-        self.sent_bytes += len(head) + payload_bytes
+                return size
+            rights = () if descriptor is None else _rights(descriptor)
+            sent = self.sock.sendmsg(views[:_MAX_BUFFERS], rights)
+            if sent < size:
+                self._send_after(sent, views)
+            return size
+
+        self._send_whole(send)
 
     def send_now(self, header: Header, meta: bytes, *payload: memoryview) -> memoryview | None:
         """Send a small frame without waiting; returns what the other side has no room for yet.
@@ -89,18 +93,35 @@ class Connection:
         if not self._scatters:
             return None
         frame = b"".join((pack_frame(header, meta, payload), *payload))
-        with self._sending:
+
+        def send() -> int:
             try:
-                sent = self.sock.send(frame, socket.MSG_DONTWAIT)
+                return self.sock.send(frame, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                sent = 0
-        self.sent_bytes += sent
-        return memoryview(frame)[sent:]
+                return 0
+
+        return memoryview(frame)[self._send_whole(send) :]
 
     def send_rest(self, rest: memoryview) -> None:
-        with self._sending:
+        def send() -> int:
             self.sock.sendall(rest)
-        self.sent_bytes += rest.nbytes
+            return rest.nbytes
+
+        self._send_whole(send)
+
+    def _send_whole(self, send: Callable[[], int]) -> int:
+        """A frame is sent whole, or is the last one of its connection. One at a time."""
+        with self._sending:
+            self.check_whole()
+            try:
+                sent = send()
+            except BaseException as error:
+                found = self.break_off(error)
+                if found is error:
+                    raise
+                raise found from error
+        self.sent_bytes += sent
+        return sent
 
     def receive(self, max_meta: int) -> tuple[Header, bytes]:
         """The next header and its metadata; the caller reads the payload."""
@@ -125,13 +146,11 @@ class Connection:
 
     def _read(self, count: int) -> bytes:
         """In chunks: an announced length alone allocates nothing."""
-        if self._ahead is not None and self._ahead.has(count):
+        if self._left.nbytes >= count:
             self.received_bytes += count
-            return self._ahead.take_bytes(count)
-        if count <= _CHUNK_BYTES:
-            chunk = bytearray(count)
-            self.read_into(memoryview(chunk))
-            return bytes(chunk)
+            taken = bytes(self._left[:count])
+            self._left = self._left[count:]
+            return taken
         data = bytearray()
         while len(data) < count:
             chunk = bytearray(min(_CHUNK_BYTES, count - len(data)))
@@ -141,18 +160,19 @@ class Connection:
 
     def read_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
         """From now on read frames of less than `num_bytes` in one piece."""
-        self._ahead = _ReadAhead(num_bytes)
+        self._buffer = memoryview(bytearray(num_bytes))
 
     def read_into(self, view: memoryview) -> None:
         view = view.cast("B") if view.nbytes else view
-        done = 0 if self._ahead is None else self._ahead.take(view)
         size = view.nbytes
+        done = self._take(view) if self._left else 0
         while done < size:
             try:
                 if self._deadline_s is not None:
                     self._limit_wait(self._deadline_s)
-                if self._ahead is not None and (size - done < self._ahead._buffer.nbytes):
-                    count = self._ahead.receive(self._receive, view[done:])
+                if size - done < self._buffer.nbytes:
+                    self._left = self._buffer[: self._receive(self._buffer)]
+                    count = self._take(view[done:])
                 else:
                     count = self._receive(view[done:] if done else view)
             except OSError as error:
@@ -164,6 +184,13 @@ class Connection:
                 raise Closed(self._broken or "the other side has closed the connection")
             done += count
         self.received_bytes += size
+
+    def _take(self, view: memoryview) -> int:
+        """How many bytes of `view` are filled with what was read ahead."""
+        count = min(view.nbytes, self._left.nbytes)
+        view[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
 
     def _limit_wait(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
@@ -255,60 +282,3 @@ class Connection:
 
 def _rights(descriptor: int) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-
-
-class _ReadAhead:
-    """Bytes that have been received and not been asked for yet."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = memoryview(bytearray(num_bytes))
-        self._left = self._buffer[:0]
-
-    def has(self, count: int) -> bool:
-        return self._left.nbytes >= count
-
-    def take_bytes(self, count: int) -> bytes:
-        """As many as there are at least."""
-        taken = bytes(self._left[:count])
-        self._left = self._left[count:]
-        return taken
-
-    def take(self, view: memoryview) -> int:
-        """How many bytes of `view` are filled."""
-        count = min(view.nbytes, self._left.nbytes)
-        if count:
-            view[:count] = self._left[:count]
-            self._left = self._left[count:]
-        return count
-
-    def receive(self, receive: Callable[[memoryview], int], view: memoryview) -> int:
-        """Called when nothing is left; 0 at the end of the connection."""
-        self._left = self._buffer[: receive(self._buffer)]
-        return self.take(view)
-
-
-class _WholeFrame:
-    """A frame that is sent: whole, or the last one of its connection. One at a time."""
-
-    def __init__(self, connection: Connection):
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            self._connection.check_whole()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            if error is not None:
-                found = self._connection.break_off(error)
-                if found is not error:
-                    raise found from error
-        finally:
-            self._lock.release()
