@@ -36,8 +36,8 @@ from shoal.calibration.sampling import alternate
 from shoal.cluster.units import parse_bytes
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
+from shoal.embedding.module import RowStore
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.embedding.store import RowStore
 from shoal.errors import BadInput
 from shoal.replica.flat.params import FlatParams
 from shoal.runtime.config import RunConfig

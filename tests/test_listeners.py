@@ -13,8 +13,7 @@ import pytest
 from shoal.comm.network import HostNetwork
 from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import NO_KEY
-from shoal.coordinator.core import Core
-from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput
 from shoal.protocol.endpoint import Listener

@@ -25,6 +25,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.decoders import msgpack_decoder
 
 MAX_VALUE_BYTES = 64 << 10
 MAX_NUMBER = (1 << 63) - 1
@@ -255,3 +256,40 @@ def describe(request: Request) -> str:
     fields = msgspec.structs.asdict(request)
     about = fields.get("key") or fields.get("name") or fields.get("lease_id") or ""
     return f"{type(request).__name__} {about}"[:200].strip()
+
+
+class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which life of the replica it is, where it listens, and which process it is there.
+
+    Processes of another `host` use `remote` where `address` is a Unix socket. `unreachable` are
+    replicas of its shard, by number, to which it has had no connection for a while.
+    """
+
+    incarnation: int
+    address: str = ""
+    pid: int = 0
+    remote: str = ""
+    host: str = ""
+    unreachable: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+
+
+def alive_key(process: int) -> str:
+    return f"alive/{process}"
+
+
+def forget(coordinator: Coordinator, process: int, pid: int) -> bool:
+    """Delete the key of a process that has exited: the others need not wait for its lease.
+
+    False where the key is that of another process, which may have taken its place.
+    """
+    key = alive_key(process)
+    found = coordinator.get(key)
+    if found is None or not pid:
+        return False
+    try:
+        if msgpack_decoder(Alive).decode(found.value).pid != pid:
+            return False
+        coordinator.delete_if(key, found.version)
+    except (msgspec.MsgspecError, Conflict):
+        return False
+    return True

@@ -12,9 +12,8 @@ import signal
 import sys
 from contextlib import suppress
 
-from shoal.coordinator.core import Core
 from shoal.coordinator.log import StoreLog
-from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.service import CoordinatorService, Core
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig
 from shoal.runtime.failpoints import arm

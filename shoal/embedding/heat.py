@@ -47,24 +47,23 @@ class IdCounts:
         self._counts = _NONE
         self._kept: list[Ids] = []
 
-    def add(self, ids: Ids) -> None:
-        """These ids came. An IndexError if one is not of the table."""
-        if self.is_direct:
+    def add(self, ids: Ids, is_counted: bool = False) -> None:
+        """These ids came. An IndexError if one is not of the table.
+
+        `is_counted`: they are in `array` already, if there is one.
+        """
+        if not self.is_direct:
+            self._kept.append(ids.copy())
+        elif not is_counted:
             self._count(ids)
-        self.note(ids)
+        self.size += len(ids)
 
     @property
     def array(self) -> Numbers | None:
-        """The count of each id, for one that counts by itself (`note`); None for large tables."""
+        """The count of each id, for one that counts by itself; None for large tables."""
         if self.is_direct and not len(self._counts):
             self._counts = np.zeros(self._num_rows, np.int64)  # takes memory where ids come
         return self._counts if self.is_direct else None
-
-    def note(self, ids: Ids) -> None:
-        """These ids came, and are counted in the array if there is one."""
-        if not self.is_direct:
-            self._kept.append(ids.copy())
-        self.size += len(ids)
 
     def _count(self, ids: Ids) -> None:
         assert self.array is not None
@@ -126,36 +125,21 @@ class SpaceSaving:
         self._ids: Ids = _NONE  # in ascending order
         self._counts: Numbers = _NONE
         self._errors: Numbers = _NONE
-        self._floor = 0  # no id without a counter came more often
+        self.floor = 0  # no id without a counter came more often
         self._batch = IdCounts(num_rows)
 
     @property
     def total(self) -> int:
-        """The number of ids that came."""
         return self._total + self._batch.size
-
-    @property
-    def error_bound(self) -> int:
-        """No count is too large by more; no id without a counter came more often."""
-        self._settle()
-        return self._floor
-
-    def add(self, ids: Ids) -> None:
-        """These ids came, each as often as it is among them."""
-        self._batch.add(ids)
-        self._settle_if_long()
 
     @property
     def array(self) -> Numbers | None:
         """The count of each id that waits to be counted (`IdCounts.array`)."""
         return self._batch.array
 
-    def note(self, ids: Ids) -> None:
-        """These ids came, and are counted in the array if there is one."""
-        self._batch.note(ids)
-        self._settle_if_long()
-
-    def _settle_if_long(self) -> None:
+    def add(self, ids: Ids, is_counted: bool = False) -> None:
+        """These ids came; `is_counted`: they are in the array already, if there is one."""
+        self._batch.add(ids, is_counted)
         if not self._batch.is_direct and self._batch.size >= max(_MIN_BATCH, self.capacity):
             self._settle()
 
@@ -164,7 +148,7 @@ class SpaceSaving:
         self._settle()
         other._settle()
         self._total += other._total
-        self._join(other._ids, other._counts, other._errors, other._floor)
+        self._join(other._ids, other._counts, other._errors, other.floor)
 
     def counted(self) -> Hottest:
         """All ids with a counter, in ascending order."""
@@ -193,13 +177,13 @@ class SpaceSaving:
         joined = np.concatenate([self._ids, ids[~is_known]])
         order = np.argsort(joined, kind="stable")  # two runs that are in order
         joined = joined[order]
-        all_counts = np.concatenate([own_counts, counts[~is_known] + self._floor])[order]
-        all_errors = np.concatenate([own_errors, errors[~is_known] + self._floor])[order]
-        self._floor += floor
+        all_counts = np.concatenate([own_counts, counts[~is_known] + self.floor])[order]
+        all_errors = np.concatenate([own_errors, errors[~is_known] + self.floor])[order]
+        self.floor += floor
         kept = np.arange(len(joined))
         if len(joined) > self.capacity:
             order = np.argpartition(-all_counts, self.capacity - 1)
-            self._floor = max(self._floor, int(all_counts[order[self.capacity :]].max()))
+            self.floor = max(self.floor, int(all_counts[order[self.capacity :]].max()))
             kept = np.sort(order[: self.capacity])
         self._ids = joined[kept]
         self._counts = all_counts[kept]

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.embedding.chunks import row_columns, waiting_columns
+from shoal.embedding.chunks import ReservedArray, RowPool, row_columns, waiting_columns
 from shoal.embedding.hashing import Ids
-from shoal.embedding.pool import ReservedArray, RowPool
 from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput

@@ -9,9 +9,10 @@ The default store is a table in this process. The job may bind another, such as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,52 @@ from torch.nn import functional as F
 
 from shoal.embedding.chunks import fit_chunks
 from shoal.embedding.spec import UNNAMED, Init, Placement, RowOptimizer, TableSpec
-from shoal.embedding.store import EmbeddingTable, LocalStore, RowStore
-from shoal.embedding.table import sum_duplicates
+from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.errors import BadInput
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class EmbeddingTable(Protocol):
+    """Rows by id. Ids are int64 and rows float32, both on the CPU."""
+
+    steps: int  # updates by all workers, as of the latest `state`
+
+    def pull(self, ids: Tensor) -> Tensor:
+        """Copies of rows, [n, dim]."""
+
+    def push(self, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
+        """Update number `step` of the table, from 1 on: these rows by these gradients."""
+
+    def state(self) -> Iterator[dict[str, Tensor]]:
+        """All rows that have been used, and their optimizer state: see `RowTable.state`."""
+
+    def load_state(self, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
+        """Replace all rows by saved ones: see `RowTable.load_state`."""
+
+
+class RowStore(Protocol):
+    def create(self, spec: TableSpec) -> EmbeddingTable:
+        """A table, before its first use; the present one if the same table exists."""
+
+
+class LocalStore(RowStore):
+    """Tables in this process."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, RowTable] = {}
+
+    def create(self, spec: TableSpec) -> EmbeddingTable:
+        table = self.tables.get(spec.name)
+        if table is None:
+            table = self.tables[spec.name] = RowTable(spec)
+        elif replace(table.spec, optimizer=spec.optimizer) != spec:
+            raise BadInput(f"there is another {spec} already, with other rows: rename one of them")
+        elif table.optimizer != spec.optimizer:
+            table.set_optimizer(spec.optimizer)
+        return table
+
 
 RowGradients = tuple[Tensor, Tensor]  # unique ids [n], and their gradients [n, dim]
 
@@ -226,9 +267,8 @@ def embeddings_of(model: nn.Module) -> list[tuple[str, Embedding]]:
         for path, module in model.named_modules()
         if isinstance(module, Embedding)
     ]
-    names = [name for name, _ in embeddings]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(name for name, _ in embeddings).items():
+        if count > 1:
             raise BadInput(f"two embeddings of the model have the name {name!r}: rename one")
     return embeddings
 

@@ -56,12 +56,9 @@ def take_rows(
     if _native_take is not None:
         return _native_take(index, low, ids, rows, target, places, 4 * rows.shape[1]) < 0
     slots = ids - low
-    if len(slots) and (slots.min() < 0 or slots.max() >= len(index)):
-        return False
-    positions = index[slots].astype(np.int64) - 1
-    if len(positions) and positions.min() < 0:
-        return False
     try:
+        _check_range(slots, len(slots), len(index))
+        positions = index[slots].astype(np.int64) - 1
         _copy(torch.from_numpy(rows), positions, torch.from_numpy(target), places, len(positions))
     except IndexError:
         return False
@@ -76,14 +73,16 @@ def _address(numbers: Ids) -> int:
 def _copy(
     source: Tensor, origins: Ids | None, target: Tensor, places: Ids | None, count: int
 ) -> None:
-    if not count:
-        return
-    for numbers, rows in ((origins, source), (places, target)):
-        low, high = (0, count - 1) if numbers is None else (numbers.min(), numbers.max())
-        if low < 0 or high >= len(rows):
-            raise IndexError(f"a row of {count} to copy is out of range")
+    _check_range(origins, count, len(source))
+    _check_range(places, count, len(target))
     rows = source[:count] if origins is None else source.index_select(0, torch.from_numpy(origins))
     if places is None:
         target[:count] = rows
     else:
         target.index_copy_(0, torch.from_numpy(places), rows)
+
+
+def _check_range(numbers: Ids | None, count: int, size: int) -> None:
+    low, high = (0, count - 1) if numbers is None or not count else (numbers.min(), numbers.max())
+    if low < 0 or high >= size:
+        raise IndexError(f"a row of {count} to copy is out of range")

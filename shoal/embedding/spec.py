@@ -128,35 +128,23 @@ class TableSpec:
     cache_steps: int = 0  # steps for which a worker may use a pulled row again
 
     def __post_init__(self) -> None:
-        if not _is_count(self.num_rows, LARGEST_TABLE):
-            raise BadInput(f"{self}: num_rows must be from 1 to 2⁶², not {self.num_rows!r}")
-        if not _is_count(self.dim, 2**20):
-            raise BadInput(f"{self}: dim must be from 1 to 2²⁰, not {self.dim!r}")
+        limits = {"num_rows": LARGEST_TABLE, "dim": 2**20, "min_count": LARGEST_COUNT}
+        limits |= {} if self.ttl_steps is None else {"ttl_steps": LARGEST_TABLE}
+        limits |= {"cache_steps": MAX_CACHE_STEPS} if self.cache_steps != 0 else {}
+        for name, most in limits.items():
+            if not _is_count(getattr(self, name), most):
+                raise self._wrong(name, f"from 1 to {most}")
         if self.init not in ("normal", "uniform", "zeros"):
-            raise BadInput(
-                f'{self}: init must be "normal", "uniform" or "zeros", not {self.init!r}'
-            )
-        if not _is_number(self.scale) or not 0 <= self.scale < math.inf:
-            raise BadInput(f"scale must be a number >= 0, not {self.scale!r}")
+            raise self._wrong("init", '"normal", "uniform" or "zeros"')
         if self.placement not in ("hash", "range"):
-            raise BadInput(f'{self}: placement must be "hash" or "range", not {self.placement!r}')
-        self._check_lifetime()
+            raise self._wrong("placement", '"hash" or "range"')
+        if not _is_number(self.scale) or not 0 <= self.scale < math.inf:
+            raise self._wrong("scale", "a number >= 0")
         if not _is_number(self.hot_share) or not 0 <= self.hot_share < 1:
-            raise BadInput(
-                f"{self}: hot_share is a share of all pulls, from 0 to 1, not {self.hot_share!r}"
-            )
-        if self.cache_steps != 0 and not _is_count(self.cache_steps, MAX_CACHE_STEPS):
-            raise BadInput(
-                f"{self}: cache_steps must be from 0 to {MAX_CACHE_STEPS}, not {self.cache_steps!r}"
-            )
+            raise self._wrong("hot_share", "a share of all pulls, from 0 to 1")
 
-    def _check_lifetime(self) -> None:
-        if not _is_count(self.min_count, LARGEST_COUNT):
-            raise BadInput(f"{self}: min_count must be from 1 to 2³¹, not {self.min_count!r}")
-        if self.ttl_steps is not None and not _is_count(self.ttl_steps, LARGEST_TABLE):
-            raise BadInput(
-                f"{self}: ttl_steps must be None or from 1 to 2⁶², not {self.ttl_steps!r}"
-            )
+    def _wrong(self, name: str, rule: str) -> BadInput:
+        return BadInput(f"{self}: {name} must be {rule}, not {getattr(self, name)!r}")
 
     @property
     def keeps_rows(self) -> bool:

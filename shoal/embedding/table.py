@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.embedding.chunks import WAITING, Chunk, check_rows, fit_chunks, is_behind
+from shoal.embedding.chunks import WAITING, Chunk, RowPool, check_rows, fit_chunks, is_behind
 from shoal.embedding.hashing import Ids
 from shoal.embedding.held import DirectRows, HeldRows
-from shoal.embedding.pool import RowPool
 from shoal.embedding.row_copy import Rows
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
 from shoal.errors import BadInput

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.connect import open_etcd
-from shoal.coordinator.core import Core
 from shoal.coordinator.interface import Conflict, Coordinator
 from shoal.coordinator.log import StoreLog
-from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.service import CoordinatorService, Core
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import new_secret

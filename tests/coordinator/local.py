@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from shoal.coordinator.core import Core
 from shoal.coordinator.interface import Answer, Coordinator, Request
+from shoal.coordinator.service import Core
 from shoal.coordinator.store import Store
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.connect import open_coordinator
-from shoal.coordinator.core import Core
 from shoal.coordinator.interface import Conflict, Unavailable, Versioned
-from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig

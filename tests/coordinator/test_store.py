@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.coordinator import store as store_module
-from shoal.coordinator.alive import Alive, alive_key, forget
-from shoal.coordinator.core import LONGEST_TICK_S, Core, LeaseClock
 from shoal.coordinator.interface import (
+    Alive,
     Answer,
     CoordinatorError,
     DeleteIf,
@@ -22,7 +21,10 @@ from shoal.coordinator.interface import (
     PutIf,
     Revoke,
     Unavailable,
+    alive_key,
+    forget,
 )
+from shoal.coordinator.service import LONGEST_TICK_S, Core, LeaseClock
 from shoal.coordinator.store import Record, RequestId, Store
 from tests.coordinator.local import LocalCoordinator
 

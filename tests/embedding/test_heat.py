@@ -26,12 +26,12 @@ def check(sketch: SpaceSaving, exact: Counter[int], bound: float) -> None:
     found = sketch.hottest()
     assert sketch.total == sum(exact.values())
     assert len(found.ids) <= sketch.capacity
-    assert sketch.error_bound <= bound
+    assert sketch.floor <= bound
     for row, count, error in zip(*(each.tolist() for each in found), strict=True):
-        assert 0 <= error <= sketch.error_bound
+        assert 0 <= error <= sketch.floor
         assert count - error <= exact[row] <= count
     for row in exact.keys() - set(found.ids.tolist()):
-        assert exact[row] <= sketch.error_bound
+        assert exact[row] <= sketch.floor
     assert found.counts.tolist() == sorted(found.counts.tolist(), reverse=True)
 
 

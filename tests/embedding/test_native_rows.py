@@ -15,15 +15,15 @@ from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Permutation
 from shoal.embedding.heat import IdCounts
 from shoal.embedding.spec import TableSpec
 from shoal.errors import BadInput
-from shoal.server.rows import routing
-from shoal.server.rows.routing import Routed, route
+from shoal.server.rows import requests
+from shoal.server.rows.requests import Routed, route
 
-if routing._native is None or hashing._native is None or heat._native is None:
+if requests._native is None or hashing._native is None or heat._native is None:
     pytest.skip("the native part is not built", allow_module_level=True)
 
 
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (routing, hashing, heat):
+    for module in (requests, hashing, heat):
         monkeypatch.setattr(module, "_native", None)
 
 

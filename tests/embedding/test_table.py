@@ -84,14 +84,6 @@ def test_a_row_starts_the_same_on_any_number_of_shards_and_in_any_order(dim: int
             assert torch.equal(part.pull(ids), whole[ids])
 
 
-def test_a_row_depends_on_seed_and_name_and_not_on_the_size_of_the_table() -> None:
-    ids = torch.arange(20)
-    start = TableSpec("a", 50, 4).initial(ids)
-    assert torch.equal(TableSpec("a", 99, 4).initial(ids), start)
-    assert not torch.isclose(TableSpec("b", 50, 4).initial(ids), start).any()
-    assert not torch.isclose(TableSpec("a", 50, 4, seed=1).initial(ids), start).any()
-
-
 def test_rows_start_as_asked() -> None:
     ids = torch.arange(20_000)
     normal = spec(20_000, 9, scale=0.5).initial(ids).double()
@@ -140,13 +132,6 @@ def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shard
                 part.push(ids[mine], grads[mine], step=step)
     for part, ids in zip(parts, cut(table, shards), strict=True):
         torch.testing.assert_close(part.pull(ids), weight.detach()[ids], rtol=1e-5, atol=1e-6)
-
-
-def test_a_learning_rate_of_the_push_takes_the_place_of_the_optimizer_s() -> None:
-    table = RowTable(spec(4, 1, init="zeros"))
-    table.push(torch.tensor([0]), torch.ones(1, 1), lr=2.0)
-    table.push(torch.tensor([1]), torch.ones(1, 1), lr=0.0)
-    assert table.pull(torch.arange(4)).flatten().tolist() == [-2.0, 0.0, 0.0, 0.0]
 
 
 def test_what_is_pulled_is_a_copy() -> None:
@@ -256,23 +241,6 @@ def test_optimizers_are_read_from_factories_of_torch() -> None:
 def test_other_optimizers_are_refused_by_name(factory: Any, named: str) -> None:
     with pytest.raises(BadInput, match=f"cannot be trained by {named}: .*Adagrad"):
         RowOptimizer.of(factory)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"kind": "lbfgs"},
-        {"lr": -0.1},
-        {"lr": float("nan")},
-        {"eps": float("inf")},
-        {"betas": (0.9, 1.0)},
-        {"betas": (0.9,)},
-        {"initial_sum": "1"},
-    ],
-)
-def test_an_optimizer_that_makes_no_sense_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(BadInput):
-        RowOptimizer(**{"kind": "sgd", "lr": 0.1, **values})
 
 
 # ------------------------------------------------------------------------------ saving

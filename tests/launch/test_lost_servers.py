@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal.commands.launching import WorkersOptions
-from shoal.coordinator.alive import Alive, forget
+from shoal.coordinator.interface import Alive, forget
 from shoal.errors import BadInput, ShardLost
 from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.here.processes import ProcessExit

@@ -19,7 +19,7 @@ from shoal.protocol.frames import Refused
 from shoal.server.model import hot_table
 from shoal.server.model.hot_table import HotTable
 from shoal.server.rows.cache import RowCache
-from shoal.server.rows.routing import fill, hottest_rows, spread
+from shoal.server.rows.requests import fill, hottest_rows, spread
 
 SGD = RowOptimizer("sgd", 1.0)
 SPEC = TableSpec("t", 40, 2, "zeros", optimizer=SGD, placement="range", hot_share=0.1)

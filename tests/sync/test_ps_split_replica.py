@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.examples.gpt import next_token_loss
 from shoal.server.consistency import LedgerState
 from shoal.server.messages import PushDecided
@@ -28,17 +24,14 @@ from shoal.strategy.strategy import parse
 from shoal.sync.ps.consistency import RelaxedPs
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
-from shoal.train.step.run_services import RunServices
 from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
-from tests.products import few_or_all
 from tests.server.helpers import launched
-from tests.splitting import assert_close, assert_equal, gpt, job_of, texts, trained, whole
+from tests.splitting import assert_close, assert_equal, gpt, job_of, texts, trained
 from tests.test_hybrids import GPT_OPTIONS
 
 CPU = torch.device("cpu")
-RULES = ["quorum=0.5", 'quorum=0.5, late="fold"', "staleness=2", 'mode="async"']
 SPLITS = ["pp(2)", "tp(2)"]
 Each = Callable[[Job, Step], None]
 
@@ -124,34 +117,6 @@ def test_servers_that_hold_something_of_every_part_follow_themselves(
         strategy = f"ps(quorum=1, servers=2) + {split}"
         assert_close(in_the_end(world, 4, strategy), in_the_end(world, 1, "single"))
         assert all(server.wait_idle(60) for server in servers)
-
-
-# ---- bounded staleness --------------------------------------------------------------------------
-
-
-@pytest.mark.whole
-@pytest.mark.product
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("split", SPLITS)
-def test_no_replica_is_ahead_of_the_slowest_by_more_than_the_bound(
-    world: World, staleness: int, split: str
-) -> None:
-    generator = torch.Generator().manual_seed(staleness)
-    pauses_s = torch.rand(4, 25, generator=generator) * torch.tensor([[0.0], [0.01], [0.03], [0.0]])
-
-    def be_busy(job: Job, step: Step) -> None:
-        time.sleep(float(pauses_s[job.rank, step.steps]))
-
-    strategy = f'ps(staleness={staleness}, placement="rank0") + {split}'
-    found = run(world, strategy, 25, be_busy)
-    pulls = [pull for _, step, _ in found for pull in sync_of(step).pulls]
-    assert len(pulls) >= 4 * 24
-    assert 0 < max(step - slowest for step, slowest in pulls) <= staleness
-    for first, second in ((0, 1), (2, 3)):
-        assert sync_of(found[first][1]).pulls == sync_of(found[second][1]).pulls
-    report = sync_of(found[0][1]).report()["servers"][0]
-    assert all(int(ahead) <= staleness for ahead in report["steps_ahead"])
-    assert [w["admitted"] for w in report["workers"].values()] == [25, 25]
 
 
 # ---- quorum -------------------------------------------------------------------------------------
@@ -249,19 +214,6 @@ def test_copies_are_equal_in_a_step_whose_parts_have_different_versions(
     assert any(not torch.equal(used[name], pulled[name]) for name in copies), "versions differed"
 
 
-@pytest.mark.whole
-@pytest.mark.product
-@pytest.mark.parametrize("rule", few_or_all(RULES[1:3], RULES))
-@pytest.mark.parametrize("split", SPLITS)
-def test_all_parts_learn_and_evaluate_alike(world: World, split: str, rule: str) -> None:
-    """About as well as replicas that wait for each other."""
-    waiting = run(world, f"ddp + {split}", 60)[0][2][-1]
-    found = [losses for _, _, losses in run(world, f'ps({rule}, placement="rank0") + {split}', 60)]
-    assert len({losses[-1] for losses in found}) == 1
-    assert found[0] == found[1] and found[2] == found[3]
-    assert found[0][-1] < waiting + 0.15 < 0.3 * found[0][0]
-
-
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_norm_clips_all_parts_where_pushes_are_compressed(
     world: World, monkeypatch: pytest.MonkeyPatch, split: str
@@ -290,45 +242,6 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
 
 
 # ---- death --------------------------------------------------------------------------------------
-
-
-@pytest.mark.whole
-@pytest.mark.product
-@pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_first_replica_that_is_left_saves(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, split: str, rule: str
-) -> None:
-    models = [gpt(2) for _ in range(6)]
-    saved = tmp_path / "saved"
-    lost: set[int] = set()  # what a launcher notes
-
-    def body(group: Group) -> tuple[int, dict[str, Tensor]]:
-        strategy = f"ps({rule}, servers=2) + {split}"
-        sums = ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
-        services = RunServices(elastic_sum=sums)
-        job = Job(parse(strategy), group, device=CPU, seed=3, services=services)
-        step = job.step(models[group.rank], **GPT_OPTIONS)
-        for batch in job.batches(texts(64), 8):
-            step(batch)
-            if job.replica == 0 and job.steps == 3:
-                sync_of(step).client.close()  # as when it is killed
-                lost.add(group.rank)
-                return -1, {}
-        job.save(saved)
-        weights = whole(step)
-        job.close()
-        return step.sync.lowest_survivor, weights
-
-    with launched(monkeypatch, 2) as servers:
-        found = world(6, body)
-        assert all(server.wait_idle(60) for server in servers)
-    assert [first for first, _ in found] == [-1, -1, 1, 1, 1, 1]
-    with job_of(solo_group(), "single", gpt(2), **GPT_OPTIONS) as (job, step):
-        job.load(saved)
-        for name, tensor in whole(step).items():
-            assert torch.equal(found[2][1][name], tensor), name
-        assert len(step.update.optimizer.state) == len(step.flat.params)
 
 
 def test_a_failing_step_does_not_wait_for_the_other_workers(world: World) -> None:

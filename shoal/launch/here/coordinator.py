@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
-from shoal.coordinator.alive import forget
 from shoal.coordinator.connect import open_coordinator
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.gateway import is_etcd
-from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing
+from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing, forget
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.process_config import Replication
 from shoal.launch.losses.lost_servers import ChainMembers, follow

@@ -16,8 +16,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.coordinator.alive import Alive, alive_key
-from shoal.coordinator.interface import Compacted, Coordinator, CoordinatorError, Listing
+from shoal.coordinator.interface import (
+    Alive,
+    Compacted,
+    Coordinator,
+    CoordinatorError,
+    Listing,
+    alive_key,
+)
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, when_lost

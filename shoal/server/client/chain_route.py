@@ -2,7 +2,7 @@
 
     control, push         to the head of the chain
     pull, rows            to the member that serves this worker's pulls; what they set, to the head
-    control, idle         to each other member, which maps the worker's memory (`chain_watch.py`)
+    control, idle         to each other member, which maps the worker's memory (`ChainWatch`)
 
 A connection that breaks, or a server that says `Moved`, makes a worker look for the head: it asks
 one copy after the other which epoch it is in, until the head of the latest one takes SETUP. Other
@@ -23,8 +23,7 @@ from shoal.errors import PeerLost
 from shoal.protocol.connection import Connection
 from shoal.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.protocol.hello import Channel, Moved
-from shoal.server.client.chain_view import ChainView, CopyAddresses, Interruptions
-from shoal.server.client.chain_watch import ChainWatch
+from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
 from shoal.server.client.route import (
     RETRY_S,
     START_TIMEOUT_S,

@@ -18,8 +18,15 @@ from contextlib import suppress
 
 import msgspec
 
-from shoal.coordinator.alive import Alive, alive_key
-from shoal.coordinator.interface import Conflict, Coordinator, CoordinatorError, Lease, LeaseLost
+from shoal.coordinator.interface import (
+    Alive,
+    Conflict,
+    Coordinator,
+    CoordinatorError,
+    Lease,
+    LeaseLost,
+    alive_key,
+)
 from shoal.errors import ShoalError
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.decoders import msgpack_decoder

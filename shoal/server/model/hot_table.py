@@ -258,9 +258,9 @@ class HotTable:
         rows = (ids, places, copies, 4 * self.spec.dim, target)
         if _native(*rows, self._copies, owned, counts, copy_counts) >= 0:
             return False
-        self.recent.note(ids)
+        self.recent.add(ids, is_counted=True)
         if copies:
-            self._copies_served.note(ids[:copies])
+            self._copies_served.add(ids[:copies], is_counted=True)
         self._add_served(len(ids), len(ids) - copies)
         return True
 

@@ -1,4 +1,4 @@
-"""Rows of embedding tables on the servers, as a worker sees them (`embedding.store.RowStore`)."""
+"""Rows of embedding tables on the servers, as a worker sees them (`embedding.module.RowStore`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shoal.embedding.chunks import columns_with, cursor_after, entry_bytes, fit_chunks, read_columns
 from shoal.embedding.hashing import IdMap, Ids
+from shoal.embedding.module import RowStore
 from shoal.embedding.spec import TableSpec
-from shoal.embedding.store import RowStore
 from shoal.protocol.frames import FrameKind, Refused, decode, encode
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client
@@ -24,8 +24,7 @@ from shoal.server.model.hot_table import max_hot_rows
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
 from shoal.server.rows.cache import RowCache
 from shoal.server.rows.memory import PulledRows, RowMemories
-from shoal.server.rows.requests import Answered, RowRequests
-from shoal.server.rows.routing import hottest_rows, route
+from shoal.server.rows.requests import Answered, RowRequests, hottest_rows, route
 from shoal.server.shared_memory import bytes_of
 
 

@@ -22,11 +22,25 @@ from shoal.strategy.sync_terms.ps import Ps
 from shoal.sync.base import Replica
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.ps.consistency import PullAheadPs, RelaxedPs, SynchronousPs
-from shoal.sync.ps.push import CompressedPush, ExactPush, GradientPush, InPlacePush, StagedPush
+from shoal.sync.ps.consistency import (
+    NormExchange,
+    PullAheadPs,
+    RelaxedPs,
+    SharedLeader,
+    SynchronousPs,
+)
+from shoal.sync.ps.push import (
+    CompressedPush,
+    ExactPush,
+    GradientPush,
+    InPlacePush,
+    StagedPush,
+    UpdateInPlace,
+    UpdateOnServers,
+    UpdateOnWorkers,
+    Updates,
+)
 from shoal.sync.ps.saves import ServerSaves
-from shoal.sync.ps.split_replica import NormExchange, SharedLeader
-from shoal.sync.ps.updates import UpdateInPlace, UpdateOnServers, UpdateOnWorkers, Updates
 from shoal.sync.ps.worker import PsContext, PsWorker
 
 

@@ -42,10 +42,9 @@ from shoal.sync.base import Comeback, Sync
 from shoal.sync.lasting import KeptStatistics
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.ps.push import GradientPush
+from shoal.sync.ps.push import GradientPush, Updates
 from shoal.sync.ps.saves import ServerSaves
 from shoal.sync.ps.summary import counts_of_shards, load_sentences, summarize, table_loads
-from shoal.sync.ps.updates import Updates
 
 StateAndTensors = tuple[ShardState, list[Tensor]]
 
@@ -124,7 +123,7 @@ def _options(optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Option]
 T = TypeVar("T")
 if TYPE_CHECKING:
     from shoal.server.client.client import PendingPull
-    from shoal.sync.ps.split_replica import SharedLeader, SharedPull
+    from shoal.sync.ps.consistency import SharedLeader, SharedPull
 
     Leader: TypeAlias = Client | SharedLeader  # the server that decides
     Pending: TypeAlias = PendingPull | SharedPull  # a pull that is under way

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.coordinator.alive import forget
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.interface import Unavailable
+from shoal.coordinator.interface import Unavailable, forget
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig, ServerConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig

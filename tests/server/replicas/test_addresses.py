@@ -10,9 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from shoal.coordinator.alive import Alive, alive_key
-from shoal.coordinator.core import Core
-from shoal.coordinator.service import CoordinatorService
+from shoal.coordinator.interface import Alive, alive_key
+from shoal.coordinator.service import CoordinatorService, Core
 from shoal.errors import BadInput
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import RunConfig, TlsConfig

@@ -14,8 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.coordinator.alive import forget
-from shoal.coordinator.interface import Lease
+from shoal.coordinator.interface import Lease, forget
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.config import ChainConfig
