@@ -197,26 +197,19 @@ class Stats(WireMessage, frozen=True):
     final: bool = False
 
 
+class Scalar(WireMessage, frozen=True):
+    """The norm of all shards of a model; or the divisor of the gradients whose norms are asked."""
+
+    value: float
+
+
 class Norms(WireMessage, frozen=True):
     """The norms of the gradients that one server holds, or all servers, for clipping."""
 
     values: tuple[float, ...]
 
 
-class TotalNorm(WireMessage, frozen=True):
-    """The norm of the gradient of all shards of a model."""
-
-    value: float
-
-
 # ---------------------------------------------------------------------- replication
-
-
-class Follow(WireMessage, frozen=True):
-    """Server `index` asks the leader for the entries of its log after `position`."""
-
-    index: Count
-    position: Count
 
 
 class PushDecided(WireMessage, frozen=True, tag="push"):
@@ -274,12 +267,6 @@ class LogEntry(WireMessage, frozen=True):
     decision: Decision
 
 
-class NormsRequest(WireMessage, frozen=True):
-    """Sum the counted pushes, divide by `divisor`, and answer with the norms."""
-
-    divisor: float
-
-
 ShortText = Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -317,12 +304,6 @@ class RowsPulled(WireMessage, frozen=True):
     missing: tuple[Count, ...] = ()  # rows at these positions have no copy that is new enough
 
 
-class HeatRequest(WireMessage, frozen=True):
-    """Ask for the counts since the last request."""
-
-    table: Name
-
-
 class Heat(WireMessage, frozen=True):
     """`count` ids and their counts in the payload, int64; `total` pulls of rows in all."""
 
@@ -343,12 +324,6 @@ class HotRows(WireMessage, frozen=True):
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_HOT_ROWS)]
     publish: bool = False
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=1 << 16)] = ()
-
-
-class FollowRows(WireMessage, frozen=True):
-    """Server `index` asks for the hot rows that the receiver owns, now and when they change."""
-
-    index: Count
 
 
 class CopiedRows(WireMessage, frozen=True):

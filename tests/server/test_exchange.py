@@ -18,7 +18,7 @@ from shoal.server.client import exchange
 from shoal.server.client.client import Client
 from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
-from shoal.server.messages import HeatRequest
+from shoal.server.messages import RowBatch
 from shoal.server.process import peer
 from shoal.server.rows.client import ServerStore, ServerTable
 from tests.server.helpers import client_of, servers
@@ -217,7 +217,7 @@ def test_an_exchange_that_is_abandoned_leaves_its_queues() -> None:
         client = client_of(found, 0, Rule(1))
         table_of(client)
         link = client.links[0]
-        request = Request(FrameKind.TABLE_HEAT, encode(HeatRequest("t")))
+        request = Request(FrameKind.TABLE_HEAT, encode(RowBatch("t", 0)))
         begun = exchange.begin([(link, request)], "rows")
         assert begun is not None and exchange.begin([(link, request)], "rows") is None
         begun.abandon(KeyboardInterrupt())

@@ -16,11 +16,10 @@ from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.consistency import Rule
 from shoal.server.messages import (
     Commit,
-    Follow,
     LogEntry,
     Norms,
-    NormsRequest,
     PushDecided,
+    Scalar,
     StepApplied,
     WorkerLeft,
 )
@@ -38,10 +37,10 @@ def leader_of(clip_norm: float | None = None) -> tuple[ServedModel, Followers]:
 
 
 @contextmanager
-def follower_of(followers: Followers, request: Follow) -> Iterator[Connection]:
+def follower_of(followers: Followers, position: int) -> Iterator[Connection]:
     """A connection that the leader serves in a thread; its first frame is the answer."""
     ours, theirs = map(Connection, socket.socketpair())
-    thread = threading.Thread(target=followers.serve, args=(request, theirs))
+    thread = threading.Thread(target=followers.serve, args=(1, position, theirs))
     thread.start()
     try:
         assert ours.receive(100)[0].kind is FrameKind.OK
@@ -67,7 +66,7 @@ def push_of_worker_0() -> Push:
 def test_a_follower_reads_the_entries_that_it_lacks_and_then_new_ones(has: int) -> None:
     model, followers = leader_of()
     model.membership.leave(1)
-    with follower_of(followers, Follow(1, has)) as connection:
+    with follower_of(followers, has) as connection:
         if has == 0:
             assert next_entry(connection) == LogEntry(1, 1, WorkerLeft(1))
         send(model, push_of_worker_0())
@@ -77,25 +76,27 @@ def test_a_follower_reads_the_entries_that_it_lacks_and_then_new_ones(has: int) 
 
 
 @pytest.mark.parametrize(
-    ("request_", "reason"),
+    ("index", "position", "reason"),
     [
-        (Follow(0, 0), "server 0 is not expected here"),
-        (Follow(2, 0), "server 2 is not expected here"),
-        (Follow(1, 7), "entry 8 is not in the log, which has entries 1 to 0"),
+        (0, 0, "server 0 is not expected here"),
+        (2, 0, "server 2 is not expected here"),
+        (1, 7, "entry 8 is not in the log, which has entries 1 to 0"),
     ],
 )
-def test_a_follower_that_cannot_be_served_is_refused(request_: Follow, reason: str) -> None:
+def test_a_follower_that_cannot_be_served_is_refused(
+    index: int, position: int, reason: str
+) -> None:
     _, followers = leader_of()
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(Refused, match=reason):
-        followers.serve(request_, Connection(theirs))
+        followers.serve(index, position, Connection(theirs))
 
 
 def test_a_push_waits_until_all_followers_have_connected() -> None:
     model, followers = leader_of()
     pushing = threading.Thread(target=send, args=(model, push_of_worker_0()))
     pushing.start()
-    with follower_of(followers, Follow(1, 0)) as connection:
+    with follower_of(followers, 0) as connection:
         assert next_entry(connection).position == 1
         assert next_entry(connection).position == 2
         pushing.join(60)
@@ -106,12 +107,12 @@ def test_the_clip_factor_of_an_entry_is_that_of_all_servers() -> None:
     """Here 12 ones, divided by 0.5; on the follower norms of 6 and 8."""
     model, followers = leader_of(clip_norm=1.0)
     pushing = threading.Thread(target=send, args=(model, push_of_worker_0()))
-    with follower_of(followers, Follow(1, 0)) as connection:
+    with follower_of(followers, 0) as connection:
         pushing.start()
         assert next_entry(connection).position == 1
         header, meta = connection.receive(1000)
         assert header.kind is FrameKind.NORMS
-        assert decode(meta, NormsRequest).divisor == 0.5
+        assert decode(meta, Scalar).value == 0.5
         connection.send(Header(FrameKind.NORMS), encode(Norms((6.0, 8.0))))
         applied = next_entry(connection).decision
         pushing.join(60)
@@ -121,7 +122,7 @@ def test_the_clip_factor_of_an_entry_is_that_of_all_servers() -> None:
 
 def test_a_follower_that_is_lost_fails_the_model_as_a_loss() -> None:
     model, followers = leader_of()
-    with follower_of(followers, Follow(1, 0)) as connection:
+    with follower_of(followers, 0) as connection:
         connection.close()
         with pytest.raises(ModelFailure, match="server 1 was lost") as caught:
             send(model, push_of_worker_0())
@@ -130,7 +131,7 @@ def test_a_follower_that_is_lost_fails_the_model_as_a_loss() -> None:
 
 def test_a_follower_that_has_finished_does_not_fail_the_workers_that_leave_last() -> None:
     model, followers = leader_of()
-    with follower_of(followers, Follow(1, 0)) as connection:
+    with follower_of(followers, 0) as connection:
         connection.close()
         model.membership.leave(0)
         model.membership.leave(1)

@@ -38,9 +38,9 @@ from shoal.server.messages import (
     Norms,
     Pull,
     Pulled,
+    Scalar,
     ShardState,
     Stats,
-    TotalNorm,
     WireMessage,
 )
 from shoal.server.model.shard import DTYPES, partial_sums
@@ -309,7 +309,7 @@ class Client:
 
     def set_norm(self, value: float) -> None:
         """The norm of the gradient over all shards of the replica."""
-        self.request(self.links[0], FrameKind.TOTAL_NORM, TotalNorm(value))
+        self.request(self.links[0], FrameKind.TOTAL_NORM, Scalar(value))
 
     # ------------------------------------------------------------------ pulling
 

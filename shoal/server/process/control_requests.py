@@ -13,13 +13,12 @@ from shoal.server.messages import (
     BarrierRequest,
     DeviceAsked,
     DeviceOffered,
-    Follow,
     LowestSurvivor,
     ModelSpec,
     Norms,
+    Scalar,
     SetUp,
     Stats,
-    TotalNorm,
 )
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.model_host import check_spec
@@ -125,7 +124,7 @@ def norms(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.TOTAL_NORM, "control")
 def total_norm(peer: Peer, header: Header, meta: bytes) -> None:
     model, _ = peer.joined()
-    value = decode(meta, TotalNorm).value
+    value = decode(meta, Scalar).value
     if model.in_chain:
         model.close_with(peer.worker, value)
     else:
@@ -136,7 +135,7 @@ def total_norm(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.FOLLOW, "follow")
 def follow(peer: Peer, header: Header, meta: bytes) -> None:
     """Another server reads the log until the model is released."""
-    peer.host.followers(peer.model_id).serve(decode(meta, Follow), peer.connection)
+    peer.host.followers(peer.model_id).serve(peer.worker, header.argument, peer.connection)
     raise Closed("the model was released")
 
 

@@ -1,6 +1,6 @@
 """The leader's log on its way to the servers of other shards, and the norms on their way back.
 
-follower ── FOLLOW index, position ──> leader
+follower ── FOLLOW position ─────────> leader
 leader   ── ENTRY position + 1, … ───> follower    from the log, then as they are decided
 leader   ── NORMS divisor ───────────> follower    before a step that clips
 follower ── NORMS values ────────────> leader
@@ -25,7 +25,7 @@ from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.place import Elsewhere
-from shoal.server.messages import ErrorReply, Follow, LogEntry, Norms, NormsRequest, WorkerLeft
+from shoal.server.messages import ErrorReply, LogEntry, Norms, Scalar, WorkerLeft
 from shoal.server.model.log import NoFollowers
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
@@ -49,15 +49,15 @@ class Followers(NoFollowers):
         self._norms: dict[int, tuple[float, ...]] = {}
         model.log.followers = self
 
-    def serve(self, request: Follow, connection: Connection) -> None:
-        """Send the entries that a follower lacks; returns when it is served no more."""
-        index, model = request.index, self._model
+    def serve(self, index: int, position: int, connection: Connection) -> None:
+        """Send a follower the entries after `position`; returns when it is served no more."""
+        model = self._model
         with model.lock:
             displaced = self._connections.get(index)
             is_twice = displaced is not None and not self._in_chain
             if not 0 < index < model.spec.servers or is_twice:
                 raise Refused(f"server {index} is not expected here")
-            entries = model.log.entries_after(request.position)
+            entries = model.log.entries_after(position)
             connection.send(Header(FrameKind.OK))
             if not self._in_chain:
                 _send_entries(connection, entries)
@@ -66,7 +66,7 @@ class Followers(NoFollowers):
         if displaced is not None:
             displaced.abort()
         if self._in_chain:
-            self._stream(index, request.position, connection)
+            self._stream(index, position, connection)
         else:
             self._closed.wait()
 
@@ -97,7 +97,7 @@ class Followers(NoFollowers):
 
     def request_norms(self, divisor: float) -> None:
         if not self._in_chain:
-            self._send(FrameKind.NORMS, encode(NormsRequest(divisor)))
+            self._send(FrameKind.NORMS, encode(Scalar(divisor)))
             return
         self._norms = {}
         self._asked = (self._model.version + 1, divisor)
@@ -152,7 +152,7 @@ class Followers(NoFollowers):
             position += len(entries)
             if norms is not None:
                 asked = norms
-                connection.send(Header(FrameKind.NORMS), encode(NormsRequest(norms[1])))
+                connection.send(Header(FrameKind.NORMS), encode(Scalar(norms[1])))
                 values = _receive_norms(connection)
                 with model.lock:
                     if self._asked == norms:
@@ -253,8 +253,8 @@ class Follower:
         connection = dial(address, self._secret, "follow", header, self._tls, timeout_s)
         self.connection = connection
         try:
-            request = Follow(spec.index, self._model.log.position)
-            connection.send(header._replace(kind=FrameKind.FOLLOW), encode(request))
+            position = self._model.log.position
+            connection.send(header._replace(kind=FrameKind.FOLLOW, argument=position))
             answer, meta = connection.receive(_MAX_ENTRY_BYTES)
             if answer.kind is FrameKind.ERROR:
                 raise Refused(decode(meta, ErrorReply).reason)
@@ -271,7 +271,7 @@ class Follower:
             header, meta = connection.receive(_MAX_ENTRY_BYTES)
             if header.kind is FrameKind.NORMS:
                 with self._model.lock:
-                    norms = self._model.state.norms(decode(meta, NormsRequest).divisor)
+                    norms = self._model.state.norms(decode(meta, Scalar).value)
                 connection.send(Header(FrameKind.NORMS), encode(Norms(tuple(norms))))
             else:
                 _expect(header, FrameKind.ENTRY)

@@ -14,9 +14,7 @@ from shoal.protocol.connection import Connection
 from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.member.operations import RowsSet, TableMade
 from shoal.server.messages import (
-    FollowRows,
     Heat,
-    HeatRequest,
     HotRows,
     RowBatch,
     RowChunk,
@@ -142,7 +140,7 @@ def read_numbers(connection: Connection, count: int, dtype: type = np.int64) -> 
 def get_heat(peer: Peer, header: Header, meta: bytes) -> None:
     """The counts of rows since the last request."""
     model, _ = peer.joined()
-    name = decode(meta, HeatRequest).table
+    name = decode(meta, RowBatch).table
     with model.lock:
         hot = model.tables.hot_table(name)
         found, total = hot.take_counts()
@@ -155,7 +153,7 @@ def get_heat(peer: Peer, header: Header, meta: bytes) -> None:
 def get_hot(peer: Peer, header: Header, meta: bytes) -> None:
     """The present set of hot rows."""
     model, _ = peer.joined()
-    name = decode(meta, HeatRequest).table
+    name = decode(meta, RowBatch).table
     with model.lock:
         hot = model.tables.hot_table(name)
         answer = HotRows(name, hot.number, len(hot.ids), hot.is_published)
@@ -184,4 +182,4 @@ def set_hot(peer: Peer, header: Header, meta: bytes) -> None:
 @handles(FrameKind.FOLLOW_ROWS, "follow")
 def follow_rows(peer: Peer, header: Header, meta: bytes) -> None:
     """Another server asks for the hot rows of this one, until the model is released."""
-    peer.host.row_copies(peer.model_id).serve(decode(meta, FollowRows), peer.connection)
+    peer.host.row_copies(peer.model_id).serve(peer.worker, peer.connection)

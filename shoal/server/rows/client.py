@@ -19,7 +19,7 @@ from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client
 from shoal.server.client.link import ServerLink
 from shoal.server.client.route import Reply, Request
-from shoal.server.messages import Heat, HeatRequest, HotRows, RowBatch, RowChunk, ShareRows
+from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
 from shoal.server.model.hot_table import max_hot_rows
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
 from shoal.server.rows.cache import RowCache
@@ -45,7 +45,7 @@ NO_ROWS = HotSet(0, IdMap(np.zeros(0, np.int64), 0))
 
 def fetch_hot(link: ServerLink, spec: TableSpec) -> HotSet:
     """The present set of a server; empty while its rows are not published."""
-    request = Request(FrameKind.TABLE_HOT_GET, encode(HeatRequest(spec.name)), into=None)
+    request = Request(FrameKind.TABLE_HOT_GET, encode(RowBatch(spec.name, 0)), into=None)
     meta, payload = _ask(link, request)
     answer = decode(meta, HotRows)
     ids = _numbers(payload, answer.count)
@@ -85,7 +85,7 @@ def refresh_hot(
 
 
 def _counts(link: ServerLink, table: str) -> tuple[Heat, Ids, Ids]:
-    request = Request(FrameKind.TABLE_HEAT, encode(HeatRequest(table)), into=None)
+    request = Request(FrameKind.TABLE_HEAT, encode(RowBatch(table, 0)), into=None)
     meta, payload = _ask(link, request)
     heat = decode(meta, Heat)
     numbers = _numbers(payload, 2 * heat.count)

@@ -1,6 +1,6 @@
 """Hot rows on their way from the server that owns them to all others.
 
-reader ── FOLLOW_ROWS index ──────────────────────> owner
+reader ── FOLLOW_ROWS ────────────────────────────> owner
 owner  ── COPIED_ROWS table, number, version, … ──> reader    what has changed since the last
 
 An owner sends after every update, and several updates at once to a reader that is slow. A reader
@@ -23,7 +23,7 @@ from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
-from shoal.server.messages import CopiedRows, FollowRows
+from shoal.server.messages import CopiedRows
 from shoal.server.model.hot_table import NO_VERSION, RowChanges
 from shoal.server.model.served_model import ServedModel
 from shoal.server.shared_memory import bytes_of
@@ -63,18 +63,18 @@ class RowCopies:
         connection = dial(address, self._secret, "follow", header, self._tls, _CONNECT_S)
         try:
             request = header._replace(kind=FrameKind.FOLLOW_ROWS)
-            connection.send(request, encode(FollowRows(index)))
+            connection.send(request)
             connection.sock.settimeout(None)
         except BaseException:
             connection.close()
             raise
         return _RowReader(self._model, owner, connection)
 
-    def serve(self, request: FollowRows, connection: Connection) -> None:
+    def serve(self, index: int, connection: Connection) -> None:
         """Send the hot rows of this server until the model is released."""
         spec = self._model.spec
-        if request.index >= spec.servers or request.index == spec.index:
-            raise Refused(f"server {request.index} is not expected here")
+        if index >= spec.servers or index == spec.index:
+            raise Refused(f"server {index} is not expected here")
         sent: Sent = {}
         while True:
             with self._model.lock:
