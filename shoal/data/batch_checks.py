@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from shoal.comm.group import Group, Op
@@ -112,33 +110,10 @@ class SameBatches:
             )
 
 
-_BLOCK_BYTES = 1 << 18  # stay in the cache
-_MULTIPLIER = 0x9E3779B97F4A7C15
-
-
 def batch_digest(batch: Any, total: int) -> int:
-    """63 bits of a batch's bytes, in their order: exact on any device and number of threads."""
-    found = total
+    """63 bits of a batch's bytes, in their order."""
+    digest = hashlib.blake2b(str(total).encode(), digest_size=8)
     for tensor in tensors_of(batch):
-        content = tensor.detach().contiguous().flatten().view(torch.uint8)
-        starts = range(0, len(content), _BLOCK_BYTES)
-        blocks = (content[start : start + _BLOCK_BYTES] for start in starts)
-        for number in (len(content), *map(_block_digest, blocks)):
-            found = (found * _MULTIPLIER + number) % (1 << 63)
-    return found
-
-
-def _block_digest(content: Tensor) -> int:
-    """A sum of integers with weights, modulo 2 ** 64. High bits are folded into low ones first."""
-    num_words = -(-len(content) // 8)
-    padded = content.new_zeros(8 * num_words)
-    padded[: len(content)] = content
-    words = padded.view(torch.int64)
-    return int(((words ^ (words >> 32)) * _weights(words.device)[:num_words]).sum())
-
-
-@cache
-def _weights(device: torch.device) -> Tensor:
-    """Odd numbers, the same in every process."""
-    drawn = np.random.default_rng(0).integers(-(1 << 63), 1 << 63, _BLOCK_BYTES // 8)
-    return torch.from_numpy(drawn | 1).to(device)
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(content.numpy())
+    return int.from_bytes(digest.digest(), "little") >> 1

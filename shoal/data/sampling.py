@@ -57,15 +57,23 @@ class BatchSplit:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """How the samples of a dataset become batches."""
+class BatchOptions:
+    """How the samples of a dataset become batches; `job.batches` documents the options."""
 
-    batch_size: int  # of the global batch
+    batch_size: int | None = None  # of the global batch
+    epochs: int = 1
+    steps: int | None = None
+    shuffle: bool = True
     drop_last: bool = False
     collate: Collate | None = None
     loaders: int = 0  # processes that fetch samples in the background
+    sampler: Iterable[Any] | None = None
     loader_seed: int = 0
     sample_seed: int = 0  # what a dataset draws for a sample follows from it and from the sample
+
+    def batches_in(self, num_samples: int) -> int:
+        size = self.batch_size or 1
+        return num_samples // size if self.drop_last else -(-num_samples // size)
 
 
 class FullDatasetBatch(Batch):
@@ -128,16 +136,16 @@ class DatasetBatches:
         dataset: Any,
         order: Tensor,
         split: BatchSplit,
-        loading: Loading,
+        options: BatchOptions,
         start: int = 0,
         in_turns: bool = False,
     ):
-        self.dataset = seeded(dataset, loading.sample_seed)
-        self.loading = loading
+        self.dataset = seeded(dataset, options.sample_seed)
+        self.options = options
         self.replicas = split.replicas
-        size = loading.batch_size
-        stop = len(order) - len(order) % size if loading.drop_last else len(order)
-        batches = [order[i : i + size] for i in range(start * size, stop, size)]
+        size = options.batch_size or 1
+        numbers = range(start, options.batches_in(len(order)))
+        batches = [order[i * size : (i + 1) * size] for i in numbers]
         self.batches = (
             list(round_robin(batches, split)) if in_turns else [(b, split) for b in batches]
         )
@@ -151,16 +159,16 @@ class DatasetBatches:
     def _load(self) -> Iterable[Any]:
         data = self.dataset
         chosen = (take(rows, split.rows(len(rows))) for rows, split in self.batches)
-        if type(data) is TensorDataset and self.loading.collate is None:
+        if type(data) is TensorDataset and self.options.collate is None:
             return (tuple(t[i] for t in data.tensors) for i in chosen)
-        collate = self.loading.collate or default_collate
-        if self.loading.loaders:
+        collate = self.options.collate or default_collate
+        if self.options.loaders:
             return DataLoader(
                 data,
                 batch_sampler=[i.tolist() for i in chosen],
                 collate_fn=collate,
-                num_workers=self.loading.loaders,
-                generator=torch.Generator().manual_seed(self.loading.loader_seed),
+                num_workers=self.options.loaders,
+                generator=torch.Generator().manual_seed(self.options.loader_seed),
             )
         if callable(getattr(data, "__getitems__", None)):
             return (collate(list(data.__getitems__(i.tolist()))) for i in chosen)
@@ -177,29 +185,3 @@ def split_batch(batch: Any, split: BatchSplit) -> AnyBatch:
 def _slice(rows: range, index: int, count: int) -> range:
     n = len(rows)
     return rows[index * n // count : (index + 1) * n // count]
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """`job.batches` documents them."""
-
-    batch_size: int | None = None
-    epochs: int = 1
-    steps: int | None = None
-    shuffle: bool = True
-    drop_last: bool = False
-    collate: Collate | None = None
-    loaders: int = 0
-    sampler: Iterable[Any] | None = None
-
-    def loading(self, loader_seed: int, sample_seed: int) -> Loading:
-        assert self.batch_size is not None
-        return Loading(
-            self.batch_size, self.drop_last, self.collate, self.loaders, loader_seed, sample_seed
-        )
-
-    def batches_in(self, num_samples: int) -> int:
-        assert self.batch_size is not None
-        if self.drop_last:
-            return num_samples // self.batch_size
-        return -(-num_samples // self.batch_size)

@@ -24,7 +24,6 @@ from shoal.data.sampling import (
     Collate,
     DatasetBatches,
     FullDatasetBatch,
-    Loading,
     mix,
     permutation,
     round_robin,
@@ -188,23 +187,24 @@ class DatasetSource(Source):
 
     def recall(self, at: int) -> Recall:
         order = self._present_order
-        loading = replace(self._loading(), loaders=0)  # one batch is not worth a process
+        options = replace(self._seeded(), loaders=0)  # one batch is not worth a process
 
         def make(replica: int, replicas: int) -> AnyBatch:
             split = self._split_for(replica, replicas)
-            return next(iter(DatasetBatches(self.data, order, split, loading, at)))
+            return next(iter(DatasetBatches(self.data, order, split, options, at)))
 
         return make
 
     def _batches_from(self, start: int) -> DatasetBatches:
         """The rest of the present epoch."""
         order, split, in_turns = self._present_order, self.feed.split, self.feed.is_in_turns
-        return DatasetBatches(self.data, order, split, self._loading(), start, in_turns)
+        return DatasetBatches(self.data, order, split, self._seeded(), start, in_turns)
 
-    def _loading(self) -> Loading:
+    def _seeded(self) -> BatchOptions:
         seed = self.feed.seed
         loader_seed = mix(seed, 6, self._number, self.feed.split.replica)
-        return self.options.loading(loader_seed, mix(seed, 7, self._number))
+        sample_seed = mix(seed, 7, self._number)
+        return replace(self.options, loader_seed=loader_seed, sample_seed=sample_seed)
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Draw the orders of epochs that were trained on: a sampler may have a generator."""

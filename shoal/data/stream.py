@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from typing import Any
@@ -17,16 +16,13 @@ from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.sources import Feed, Recall, Source, source_of
 from shoal.strategy.base import Batches
 
-_turns = itertools.count()
-
 
 class Delivery:
-    """`given` is the batch that was given out last, and `turn` grows with each of all loops."""
+    """The batches of an epoch; `given` is the one that was given out last."""
 
     def __init__(self, source: Source, loop: LoopPosition, number: int, start: int):
         self.loop = loop
         self.given: AnyBatch | None = None
-        self.turn = 0
         self.repeats = False  # the next batch is the one that was given out last
         self._source = source
         self._at = start
@@ -38,7 +34,6 @@ class Delivery:
         if batch is not None:
             self.given = batch
             self._at = self.loop.in_epoch - self.repeats
-            self.turn = next(_turns)
         self.repeats = False
         return batch
 
@@ -217,6 +212,8 @@ class BatchStream:
             if batch is None:
                 return
             self._has_delivered = True
+            self._under_way.remove(delivery)  # the latest one comes last
+            self._under_way.append(delivery)
             if is_new:
                 self.delivered += batch.concurrent
                 delivery.loop.advance(batch.concurrent)
@@ -242,8 +239,7 @@ class BatchStream:
         return None if latest is None else latest.recall()
 
     def _latest_delivery(self) -> Delivery | None:
-        given = [d for d in self._under_way if d.given is not None]
-        return max(given, key=lambda delivery: delivery.turn, default=None)
+        return next((d for d in reversed(self._under_way) if d.given is not None), None)
 
     def _skipped(self, loop: LoopPosition, batches: int) -> None:
         """Batches were left out; positions of a checkpoint have counted them already."""

@@ -78,15 +78,11 @@ class Schedule:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise BadInput(
-            "ReduceLROnPlateau follows a metric, which job.step does not know: use it in a loop of "
-            "your own (job.setup, job.backward)"
-        )
-    if not isinstance(scheduler, LRScheduler):
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise BadInput(
             "scheduler has to be a function from an optimizer to a scheduler, such as "
-            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
+            "lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100); "
+            "ReduceLROnPlateau follows a metric: use it in a loop of your own (job.setup)"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.data.batch import AnyBatch
 from shoal.data.rows import move_to
-from shoal.data.sampling import BatchSplit, Collate, DatasetBatches, Loading
+from shoal.data.sampling import BatchOptions, BatchSplit, Collate, DatasetBatches
 from shoal.errors import BadInput
 from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch import preserve_modes
@@ -36,8 +36,8 @@ class SampleAssignment:
 
     def batches(self, dataset: Any, rank: int) -> DatasetBatches:
         """The batches of one rank."""
-        loading = Loading(self.batch_size, collate=self.collate)
-        return DatasetBatches(dataset, self.samples, self._split(rank), loading)
+        options = BatchOptions(self.batch_size, collate=self.collate)
+        return DatasetBatches(dataset, self.samples, self._split(rank), options)
 
     def samples_of(self, rank: int) -> Tensor:
         """The indices of the samples of one rank."""

@@ -18,9 +18,9 @@ from torch.utils.data import Subset, TensorDataset
 from shoal.data.batch import Batch
 from shoal.data.sample_seeds import SeededSamples, seeded
 from shoal.data.sampling import (
+    BatchOptions,
     BatchSplit,
     DatasetBatches,
-    Loading,
     mix,
     permutation,
     round_robin,
@@ -148,7 +148,9 @@ def epoch_of(
     data: Any, split: BatchSplit | None = None, start: int = 0, **loading: Any
 ) -> list[Batch]:
     order = permutation(len(data), 0, 0)
-    return list(DatasetBatches(data, order, split or BatchSplit(), Loading(5, **loading), start))
+    return list(
+        DatasetBatches(data, order, split or BatchSplit(), BatchOptions(5, **loading), start)
+    )
 
 
 def same(a: list[Batch], b: list[Batch]) -> bool:
@@ -194,7 +196,7 @@ def test_a_loader_process_gives_the_same_batches_and_ends() -> None:
 
 @pytest.mark.usefixtures("feeders_end")
 def test_a_loader_process_ends_when_the_script_stops_early() -> None:
-    loading = Loading(5, loaders=1)
+    loading = BatchOptions(5, loaders=1)
     batches = iter(DatasetBatches(Plain(samples(50)), torch.arange(50), BatchSplit(), loading))
     next(batches)
     del batches
@@ -243,7 +245,7 @@ def test_start_passes_over_batches_without_fetching_them(start: int) -> None:
 def test_an_iterable_and_a_dataset_are_cut_alike(total: int, n: int, m: int) -> None:
     data = TensorDataset(torch.arange(total), torch.arange(total))
     for split in splits(n, m):
-        (from_dataset,) = DatasetBatches(data, torch.arange(total), split, Loading(total))
+        (from_dataset,) = DatasetBatches(data, torch.arange(total), split, BatchOptions(total))
         assert same([split_batch(data.tensors, split)], [from_dataset])
 
 
@@ -310,7 +312,7 @@ class Drawing:
 def drawn(replicas: int, loaders: int = 0, dataset: Any = None) -> dict[int, list[float]]:
     found = {}
     for replica in range(replicas):
-        loading = Loading(5, loaders=loaders, sample_seed=9)
+        loading = BatchOptions(5, loaders=loaders, sample_seed=9)
         split = BatchSplit(replica, replicas)
         for batch in DatasetBatches(dataset or Drawing(), torch.arange(10), split, loading):
             for i, *numbers in zip(*(t.tolist() for t in batch), strict=True):

@@ -79,17 +79,6 @@ def test_torch_func_around_and_in_a_model(
         world(2, lambda g: run(g, strategy, make(), script))
 
 
-def test_sparse_adam(world: World) -> None:
-    def script(job: Any, model: Any) -> None:
-        job.setup(model, torch.optim.SparseAdam(list(model[0].parameters())))
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 2))
-
-    with pytest.raises(BadInput, match=r"SparseAdam takes sparse gradients, and ddp .* of 0 as"):
-        world(2, lambda g: run(g, "ddp", make(), script))
-
-
 def test_a_loss_that_reads_what_a_hook_has_stored(world: World) -> None:
     def script(job: Job, model: Any) -> None:
         stored: dict[str, Tensor] = {}

@@ -21,7 +21,6 @@ from shoal.replica.flat.optimizers import PARAM_KEYS, LooksAt, like, looks_at, r
 from shoal.sync.optimizer_step import OptimizerStep, common_lr, settings_of
 from shoal.train.own_loop.part import LoopPart
 from shoal.train.own_loop.torch_hooks import agree_on_overflow
-from shoal.train.step.model_checks import refuse_sparse_adam
 
 Closure = Callable[[], Any]
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -93,9 +92,6 @@ class LoopOptimizer:
         self._seen = settings_of(optimizer)
         self._is_stepping = False
         self._check_lbfgs()
-        for part in parts:
-            if part.flat.grads.buckets:
-                refuse_sparse_adam(optimizer, part.step.model, part.step.term)
         if parts[0].step.mesh.world.size > 1:
             agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
         self._replace_methods()

@@ -25,7 +25,7 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.sync.base import Ownership, Replica, Sync
 from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep, SharedGradScaler
 from shoal.train.step.cut_batch import BatchCutter
-from shoal.train.step.model_checks import hooked_module, refuse_sparse_adam
+from shoal.train.step.model_checks import hooked_module
 from shoal.train.step.options import StepFunctions, StepOptions
 from shoal.train.step.prepare_model import PreparedModel, prepare_model
 from shoal.train.step.run_services import StepContext
@@ -127,8 +127,6 @@ def assemble_step(
     shares_statistics = prepared.shares_statistics and not prepared.term.lockstep
     statistics = running_statistics(model) if shares_statistics else []
     sync = plan.build(_replica(shard, flat, update, statistics, options, context))
-    if flat.grads.buckets:
-        refuse_sparse_adam(update.optimizer, model, prepared.term)
     if prepared.embeddings:
         _store_rows(prepared, sync, functions.optimizer, context)
 

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Strategy
 
 
@@ -32,18 +31,6 @@ def check_modules(model: nn.Module, changed_by: Strategy | None) -> None:
 def hooked_module(model: nn.Module) -> str | None:
     """The first module with a forward hook, of which a loss may use what it stores."""
     return next((name for name, m in model.named_modules() if m._forward_hooks), None)
-
-
-def refuse_sparse_adam(optimizer: torch.optim.Optimizer, model: nn.Module, term: SyncTerm) -> None:
-    """It takes sparse gradients, and those that are added up over workers are dense."""
-    if not isinstance(optimizer, torch.optim.SparseAdam):
-        return
-    sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", None) is True]
-    where = f" of {sparse[0] or 'the model'}" if sparse else ""
-    raise BadInput(
-        f"SparseAdam takes sparse gradients, and {term} adds up those{where} as dense ones: use "
-        "sparse=False and Adam, or, for a large table, shoal.Embedding in job.step under ps"
-    )
 
 
 def refuse_complex(model: nn.Module, strategy: Strategy) -> None:
