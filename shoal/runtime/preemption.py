@@ -40,15 +40,12 @@ class StopBoard(Protocol):
 
     def announce(self) -> bool:
         """This process got the signal. False: it is for this process alone, which ends."""
-        ...
 
     def all_heard(self) -> bool:
         """Whether every rank looks for the last step before it begins another one."""
-        ...
 
     def last_step(self) -> int | None:
         """The step after which all ranks stop; None as long as it is not chosen."""
-        ...
 
     def write_last_step(self, steps: int) -> None: ...
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import Lab, build_lab, remove_lab
+from tests import forked
 from tests.chaos.elastic_kills import sweep, undisturbed
 from tests.disturbed import Disturbances, DisturbedRun
 from tests.namespaces import why_not
@@ -81,7 +81,7 @@ def test_workers_join_and_come_back_on_their_host_and_on_others(
     run = DisturbedRun(tmp_path / "run", options, workers=3, steps=STEPS, recipe=recipe)
     with run.going_on(own_runs):
         for change in (
-            partial(subprocess.run, [sys.executable, "-m", "shoal", "join"], env=own_runs),
+            partial(forked.run, [sys.executable, "-m", "shoal", "join"], env=own_runs),
             partial(kill_worker, lab, 1),
             partial(kill_worker, lab, 3, signal.SIGSTOP),  # and kill it after the timeout
             partial(kill_host, lab, 0),

@@ -24,7 +24,9 @@ from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import Strategy
 
 OPTION_NAME = "--checkpoint"
+_SERVER_OPTION_NAME = "--server-checkpoint"
 _OPTION = re.compile(r":([A-Za-z_]+)=([^/]*)$")
+_STEPS = re.compile(r":every=0*[1-9][0-9]{0,11}", re.ASCII)
 
 
 def with_checkpoint(config: RunConfig, text: str | None) -> RunConfig:
@@ -42,14 +44,9 @@ def read_folder(option_name: str, text: str) -> tuple[Path, int | None]:
     """The folder and the steps between checkpoints, if given."""
     option = _OPTION.search(text)
     folder = text if option is None else text[: option.start()]
-    is_right = option is None or (option[1] == "every" and _is_steps(option[2]))
-    if not folder or not is_right:
+    if not folder or (option is not None and not _STEPS.fullmatch(option[0])):
         raise BadInput(f"{option_name} takes DIR or DIR:every=STEPS, not {text!r}")
     return Path(folder).absolute(), None if option is None else int(option[2])
-
-
-def _is_steps(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0
 
 
 def require_writable(option_name: str, folder: Path) -> None:
@@ -61,9 +58,6 @@ def require_writable(option_name: str, folder: Path) -> None:
         raise BadInput(f"{option_name}: cannot write to {folder}: {in_words(error)}") from error
 
 
-_OPTION_NAME = "--server-checkpoint"
-
-
 def with_server_checkpoint(
     config: RunConfig, strategy: Strategy, text: str | None, resume: bool
 ) -> RunConfig:
@@ -73,12 +67,12 @@ def with_server_checkpoint(
     """
     checkpoint = config.server_checkpoint
     if text is not None:
-        folder, every = read_folder(_OPTION_NAME, text)
+        folder, every = read_folder(_SERVER_OPTION_NAME, text)
         checkpoint = replace(checkpoint, folder=folder, every=every or checkpoint.every)
     if checkpoint.folder is None:
         return config
     strategy.require_server_saves()
-    require_writable(_OPTION_NAME, checkpoint.folder)
+    require_writable(_SERVER_OPTION_NAME, checkpoint.folder)
     if not resume:
         require_unused(complete_versions(checkpoint.folder), checkpoint.folder)
     return replace(config, server_checkpoint=replace(checkpoint, resume=resume))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from shoal.coordinator.connect import open_coordinator
@@ -49,15 +49,9 @@ class RunCoordinator:
         """From now on it is followed who is in the chains; `see` is called with every change."""
         client = self._client()
         members = self.members
-        if members is not None:
-            see = members.see
-        if client is None or see is None:
+        told = see if members is None else members.see
+        if client is None or told is None:
             return
-        told = see
-
-        def run() -> None:
-            with suppress(ShoalError, OSError), closing(client):
-                follow(client, told, self._over)
 
         def look() -> None:
             with suppress(ShoalError, OSError):
@@ -66,29 +60,27 @@ class RunCoordinator:
 
         if members is not None:
             members.look = look
-        self._ask("shoal-chains", run, client)
+        self._ask("shoal-chains", client, lambda: follow(client, told, self._over))
 
     def _client(self) -> Coordinator | None:
         if self.config.coordinator is None or self._run_dir is None:
             return None
         return open_coordinator(replace(self.config, run_dir=self._run_dir), "the launcher")
 
-    def _ask(self, name: str, target: Callable[[], None], client: Coordinator) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
+    def _ask(self, name: str, client: Coordinator, act: Callable[[], object]) -> None:
+        def run() -> None:
+            with suppress(ShoalError, OSError), closing(client):
+                act()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
         self._asking.append((thread, client))
         thread.start()
 
     def server_exited(self, index: int, pid: int) -> None:
-        """Say so, in the background: the other replicas need not wait for the end of its lease."""
+        """Say so, in the background: its peers need not wait for the end of its lease."""
         client = self._client()
-        if client is None:
-            return
-
-        def say() -> None:
-            with suppress(ShoalError, OSError), closing(client):
-                forget(client, index, pid)
-
-        self._ask("shoal-lost-server", say, client)
+        if client is not None:
+            self._ask("shoal-lost-server", client, lambda: forget(client, index, pid))
 
     def close(self) -> None:
         """No process, thread or key is left."""
@@ -104,15 +96,13 @@ class EmbeddedCoordinator(RunCoordinator):
     def __init__(self, config: RunConfig, run_dir: RunDir, say: Say):
         super().__init__(replace(config, coordinator=run_dir.coordinator), run_dir)
         self._say = say
-        self._process_config = _process_config(config, run_dir)
-        self._restarts = 0
+        process = replace(config, rank=None, local_rank=None, rendezvous=None, progress_fd=None)
+        process = replace(process, run_dir=run_dir, launcher_pid=os.getpid())
+        self._process_config = process.with_environ(PYTHONUNBUFFERED="1")
         self._changing = threading.Lock()
         self._is_closed = False
         self._watcher: threading.Thread | None = None
-        try:
-            self._process = self._start(self._process_config)
-        except OSError as error:
-            raise BadInput(f"cannot start the coordinator: {error.strerror}") from error
+        self._process = self._start(self._process_config)
 
     @property
     def pid(self) -> int:
@@ -128,11 +118,14 @@ class EmbeddedCoordinator(RunCoordinator):
         with self._changing:
             self._is_closed = True
         super().close()
-        _end(self._process)
-        if self._watcher is not None:
-            self._watcher.join()
-        else:
-            _close_output(self._process)
+        with self._process as process:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TERM_S)
+            process.kill()
+            if self._watcher is not None:
+                self._watcher.join()
 
     def _start(self, config: RunConfig) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -146,72 +139,58 @@ class EmbeddedCoordinator(RunCoordinator):
         )
 
     def _watch(self) -> None:
-        """Until it ends for good: print what it writes, start it again."""
-        while True:
-            returncode = self._forward()
+        """Until it ends for good: print what it writes, start it again from its log."""
+        for starts in range(MAX_RESTARTS + 1):
+            process = self._process
+            assert process.stderr is not None
+            for line in process.stderr:
+                self._say(f"coordinator: {line.decode(errors='replace').rstrip()}")
+            code = process.wait()
+            ended = f"was killed ({signal_name(-code)})" if code < 0 else f"exited with {code}"
             with self._changing:
-                if self._is_closed or not self._restarted(returncode):
+                if self._is_closed:
                     return
-
-    def _forward(self) -> int:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._say(f"coordinator: {line.decode(errors='replace').rstrip()}")
-        _close_output(self._process)
-        return self._process.wait()
-
-    def _restarted(self, returncode: int) -> bool:
-        ended = f"exited with {returncode}"
-        if returncode < 0:
-            ended = f"was killed ({signal_name(-returncode)})"
-        if self._restarts >= MAX_RESTARTS:
-            self._say(f"the coordinator {ended} again: no server that is lost can be replaced now")
-            return False
-        self._restarts += 1
-        self._say(f"the coordinator {ended}: started again ({self._restarts} of {MAX_RESTARTS})")
-        try:
-            self._process = self._start(replace(self._process_config, failpoints=()))
-        except OSError as error:
-            self._say(f"the coordinator cannot be started again: {error.strerror}")
-            return False
-        return True
+                process.stderr.close()
+                if starts == MAX_RESTARTS:
+                    why = "no server that is lost can be replaced now"
+                    self._say(f"the coordinator {ended} again: {why}")
+                    return
+                self._say(
+                    f"the coordinator {ended}: started again ({starts + 1} of {MAX_RESTARTS})"
+                )
+                self._process = self._start(replace(self._process_config, failpoints=()))
 
 
-class EtcdKeys(RunCoordinator):
+@contextmanager
+def _own_keys(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
     """The keys of this run in an etcd cluster of the user; they are removed at its end."""
-
-    def __init__(self, config: RunConfig, run_dir: RunDir):
-        """BadInput where the cluster does not answer."""
-        super().__init__(config, run_dir)
-        self._etcd = open_coordinator(replace(config, run_dir=run_dir), "the launcher")
-        assert isinstance(self._etcd, EtcdCoordinator)
+    etcd = open_coordinator(replace(config, run_dir=run_dir), "the launcher")
+    assert isinstance(etcd, EtcdCoordinator)
+    with closing(etcd):
         try:
-            self._etcd.remove_all()
+            etcd.remove_all()
         except CoordinatorError as error:
-            self._etcd.close()
             raise BadInput(f"SHOAL_COORDINATOR is {config.coordinator}: {error}") from error
-
-    def close(self) -> None:
-        super().close()
-        assert isinstance(self._etcd, EtcdCoordinator)
-        with suppress(CoordinatorError):
-            self._etcd.remove_all()
-        self._etcd.close()
+        try:
+            yield
+        finally:
+            with suppress(CoordinatorError):
+                etcd.remove_all()
 
 
 @contextmanager
 def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[RunCoordinator]:
     """The one that SHOAL_COORDINATOR names, or else a process of this launcher."""
-    if config.coordinator is None:
-        coordinator: RunCoordinator = EmbeddedCoordinator(config, run_dir, say)
-    elif is_etcd(config.coordinator):
-        coordinator = EtcdKeys(config, run_dir)
-    else:
-        coordinator = RunCoordinator(config, run_dir)
-    try:
-        yield coordinator
-    finally:
-        coordinator.close()
+    address = config.coordinator
+    with _own_keys(config, run_dir) if address and is_etcd(address) else nullcontext():
+        if address is None:
+            coordinator: RunCoordinator = EmbeddedCoordinator(config, run_dir, say)
+        else:
+            coordinator = RunCoordinator(config, run_dir)
+        try:
+            yield coordinator
+        finally:
+            coordinator.close()
 
 
 @contextmanager
@@ -230,32 +209,3 @@ def coordinated(
     with coordinator_of(config, run_dir, say) as coordinator:
         coordinator.members = ChainMembers(replication, servers, say_before_end)
         yield coordinator
-
-
-def _process_config(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    process = replace(
-        config,
-        rank=None,
-        local_rank=None,
-        rendezvous=None,
-        run_dir=run_dir,
-        launcher_pid=os.getpid(),
-        progress_fd=None,
-    )
-    return process.with_environ(PYTHONUNBUFFERED="1")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-    try:
-        process.wait(_TERM_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _close_output(process: subprocess.Popen[bytes]) -> None:
-    if process.stderr is not None:
-        process.stderr.close()

@@ -23,6 +23,7 @@ import runpy
 import signal
 import sys
 import sysconfig
+import tempfile
 import threading
 import traceback
 import warnings
@@ -220,6 +221,7 @@ def _become_new(env: Mapping[str, str], streams: Sequence[int], inherited: Seque
             with suppress(OSError):  # the descriptor of the listing
                 os.close(int(name))
     replace_environment(env)
+    tempfile.tempdir = None  # TMPDIR may be another one
     _open_streams("PYTHONUNBUFFERED" in env)
     _reset_signals()
     _forget_exit_functions()

@@ -66,19 +66,15 @@ class MachineProcess(Protocol):
 
         One thread calls it. A host that is gone counts as -9.
         """
-        ...
 
     def preempt(self) -> None:
         """SIGUSR1, on which an agent lets its workers save and end; nothing if it has exited."""
-        ...
 
     def terminate(self) -> None:
         """SIGTERM, on which an agent ends its workers; nothing if it has exited."""
-        ...
 
     def kill(self) -> None:
         """SIGKILL to it and to what it has started, at once."""
-        ...
 
 
 class Machines(Protocol):
@@ -87,29 +83,24 @@ class Machines(Protocol):
     @property
     def is_private(self) -> bool:
         """Whether no other user can read what its hosts send to each other."""
-        ...
 
     def hosts(self, workers: int) -> Sequence[Machine]:
         """Hosts with slots for so many workers, in the order in which ranks are placed.
 
         BadInput where there are not enough.
         """
-        ...
 
     def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
         """After `hosts`: copies of a shard are on different hosts where that is possible."""
-        ...
 
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         """Where a server of this host, which may be lost, is to start again.
 
         Waits for the engine to find one, but not once the run is over.
         """
-        ...
 
     def listen(self) -> socket.socket:
         """A socket that listens where processes on the hosts reach this one; for elastic runs."""
-        ...
 
     def replacement(
         self, machine: Machine, lost: Collection[str], over: threading.Event
@@ -118,7 +109,6 @@ class Machines(Protocol):
 
         `lost` has the names of all hosts that are lost. BadInput where there is no other one.
         """
-        ...
 
     def start(
         self,
@@ -135,7 +125,6 @@ class Machines(Protocol):
         stdout and stderr is handed to `on_line`, in order, without its newline, from one thread.
         `environ` are the variables of this process; another computer may have its own instead.
         """
-        ...
 
     def __enter__(self) -> Machines: ...
 
