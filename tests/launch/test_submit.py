@@ -346,7 +346,7 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
 def make_sbatch(folder: Path, line: str) -> None:
     """An sbatch that does what this line of shell says."""
     program = folder / "bin" / "sbatch"
-    program.parent.mkdir()
+    program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!/bin/bash\n{line}\n")
     program.chmod(0o755)
 
@@ -354,6 +354,9 @@ def make_sbatch(folder: Path, line: str) -> None:
 def test_what_sbatch_answers_is_in_the_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    make_sbatch(tmp_path, "exit 3")
+    assert submitted(tmp_path, "--slurm", "-o", "job", monkeypatch=monkeypatch) == 1
+    assert "sbatch has refused the job (exit status 3); it is in job" in capsys.readouterr().err
     make_sbatch(tmp_path, "echo Submitted batch job 17")
     assert not submitted(tmp_path, "--slurm", "--json", monkeypatch=monkeypatch)
     assert json.loads(capsys.readouterr().out) == {
@@ -397,14 +400,6 @@ def test_what_would_end_a_job_or_its_checkpoint_is_said_before(
     assert not submitted(tmp_path, "--dry-run", *args, monkeypatch=monkeypatch)
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == bool(sentence)
-
-
-def test_a_refusal_of_sbatch_is_status_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_sbatch(tmp_path, "exit 3")
-    assert submitted(tmp_path, "--slurm", "-o", "job", monkeypatch=monkeypatch) == 1
-    assert "sbatch has refused the job (exit status 3); it is in job" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
