@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,12 +33,14 @@ def die_with_session(session_pid: int) -> None:
     _die_with(session_pid, signal.SIGKILL)
 
 
-def die_with_launcher(launcher_pid: int | None) -> None:
-    """From now on this process is killed when its launcher ends, even by SIGKILL.
+def die_with_launcher(launcher_pid: int | None, environ: Mapping[str, str] | None = None) -> None:
+    """From now on this process is killed when its launcher ends, or torchrun, even by SIGKILL.
 
     Does nothing without a launcher of Shoal, on other systems, and behind a wrapper (a shell
     that runs python): there the kernel would watch the wrapper, not the launcher.
     """
+    if "TORCHELASTIC_RUN_ID" in (environ or {}):
+        _die_with(os.getppid(), signal.SIGKILL)
     if launcher_pid is None or os.getsid(0) != os.getpid():
         return  # the launcher makes each worker the leader of its own session
     _die_with(launcher_pid, signal.SIGKILL)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.losses.failures import ProcessFailure, launch_error
 from shoal.runtime import memory_limit
-from shoal.runtime.memory_limit import MemoryLeft, OutOfMemoryKills, memory_left
+from shoal.runtime.memory_limit import MemoryLeft, memory_left
 from shoal.transport.shm import memfd
 
 GB = 1 << 30
@@ -18,7 +17,6 @@ TWO = {
     "sys/fs/cgroup/pod/box/memory.max": f"{4 * GB}\n",
     "sys/fs/cgroup/pod/box/memory.current": f"{3 * GB}\n",
     "sys/fs/cgroup/pod/box/memory.stat": f"anon 5\nactive_file {GB}\ninactive_file 0\n",
-    "sys/fs/cgroup/pod/box/memory.events": "oom 0\noom_kill 2\n",
     "sys/fs/cgroup/pod/memory.max": "max\n",
     "sys/fs/cgroup/pod/memory.current": "1\n",
 }
@@ -46,13 +44,6 @@ def test_what_is_left(tmp_path: Path, files: dict[str, str], left: MemoryLeft | 
     assert memory_left(write(tmp_path, files)) == left
 
 
-def test_a_kill_is_noticed(tmp_path: Path) -> None:
-    kills = OutOfMemoryKills(write(tmp_path, TWO))
-    assert not kills.has_struck()
-    write(tmp_path, {"sys/fs/cgroup/pod/box/memory.events": "oom 0\noom_kill 3\n"})
-    assert kills.has_struck()
-
-
 def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,10 +52,3 @@ def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
     assert memfd.make("weights", 3 * GB) == -1
     sentence = "3.22 GB of shared memory (weights) do not fit: this container has 2.15 GB left"
     assert sentence in capsys.readouterr().err
-
-
-def test_the_launcher_names_the_out_of_memory_killer() -> None:
-    struck = ProcessFailure(1, -9, 0, out_of_memory=True)
-    assert "SIGKILL, of the kernel's out-of-memory killer: take" in str(launch_error(struck))
-    other = ProcessFailure(1, -15, 0, out_of_memory=True)
-    assert str(launch_error(other)).endswith("worker 1 was killed by SIGTERM")

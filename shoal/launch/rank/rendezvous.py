@@ -21,7 +21,6 @@ import os
 import shutil
 import socket
 import stat
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ from pathlib import Path
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement
 from shoal.runtime.waits import Backoff
-from shoal.runtime.wording import say
 
 
 @contextmanager
@@ -104,45 +102,10 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(handle)  # and with it the lock
 
 
-_POLL_S = 1.0
 _CONNECT_S = 20.0  # agents listen before they start ranks
 _ANSWER_S = 5.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-
-
-@contextmanager
-def ending_with_agent(rank: int, environ: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs under torchrun, this process ends with its parent."""
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        yield  # a script that was started in a shell may survive it
-        return
-    is_over = threading.Event()
-    parent = os.getppid()
-    watch = threading.Thread(
-        target=_watch, args=(rank, parent, is_over), name="shoal-agent", daemon=True
-    )
-    watch.start()
-    try:
-        yield
-    except (ShoalError, RuntimeError):  # another rank has seen it before, and is lost for this one
-        _end_without(parent, rank)
-        raise
-    finally:
-        is_over.set()
-        watch.join()
-
-
-def _watch(rank: int, parent: int, is_over: threading.Event) -> None:
-    while not is_over.wait(_POLL_S):
-        _end_without(parent, rank)
-
-
-def _end_without(parent: int, rank: int) -> None:
-    """End this process with a sentence, if its parent has ended."""
-    if os.getppid() != parent:
-        say(f"rank {rank} ends: torchrun, which has started it, was killed")
-        os._exit(1)
 
 
 def require_agent_store(placement: Placement, environ: Mapping[str, str]) -> None:

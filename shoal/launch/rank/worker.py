@@ -29,7 +29,6 @@ from shoal.comm.select import shared_store
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StopTraining
 from shoal.launch.losses.failures import add_line_of_script, report_failure
 from shoal.launch.rank.environment import Placement
-from shoal.launch.rank.rendezvous import ending_with_agent
 from shoal.launch.rank.worker_group import WorkerGroup, WorkerPlace
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
@@ -76,11 +75,10 @@ class Worker:
 
     def run(self, train: Train) -> Any:
         """Call `train(job)`, and return what it returns."""
-        die_with_launcher(self.config.launcher_pid)
+        die_with_launcher(self.config.launcher_pid, self.config.environ)
         if self.report_dir is not None:
             self.report_dir.mark_training(self.rank)
         with ExitStack() as stack:
-            stack.enter_context(ending_with_agent(self.rank, self.config.environ))
             stack.enter_context(Watcher(self.config.wait))
             preemption = Preemption(self.run_dir, self.rank, self.size)
             stack.enter_context(preemption)
