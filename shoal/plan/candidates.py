@@ -25,7 +25,7 @@ from shoal.plan.workloads.workload import Recompute, SplitLimits, Workload
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
-from shoal.strategy.sync_terms.single import Single
+from shoal.strategy.sync_terms import Single
 from shoal.strategy.terms import TERMS
 
 _STEP_BETWEEN_SIZES = 1.5  # of micro-batches: sizes that are closer are not worth a try

@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.runtime.wording import counted
-from shoal.strategy.sync_terms.ps import Ps
+from shoal.strategy.ps_term import Ps
 
 MAX_WORKERS = 1 << 16
 MAX_LAG_STEPS = 12  # an asynchronous worker that is further behind the fastest skips steps

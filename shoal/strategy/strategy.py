@@ -22,8 +22,7 @@ from shoal.strategy.base import Batches, SyncTerm, Term
 from shoal.strategy.options import clip, show, whole
 from shoal.strategy.parser import MAX_TEXT, read_terms
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
-from shoal.strategy.sync_terms.ddp import Ddp
-from shoal.strategy.sync_terms.single import Single
+from shoal.strategy.sync_terms import Ddp, Single
 from shoal.strategy.terms import TERMS
 
 _ROLES = ("sync", "tp", "pp", "ep", "cp")

@@ -1,21 +1,15 @@
 """Every term that a strategy is made of, by the name that it has in the notation.
 
-A new way to agree is a file in `sync_terms/`, its name below, and a plan in `shoal/sync/NAME.py`.
+A new way to agree is a class in `sync_terms.py`, its name below, and a plan in `sync/NAME.py`.
 The parser, `import shoal`, `shoal compare` and the tests of memory find it by themselves.
 """
 
 from __future__ import annotations
 
 from shoal.strategy.base import Term
+from shoal.strategy.ps_term import Ps
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
-from shoal.strategy.sync_terms.ddp import Ddp
-from shoal.strategy.sync_terms.gossip import Gossip
-from shoal.strategy.sync_terms.hogwild import Hogwild
-from shoal.strategy.sync_terms.localsgd import Localsgd
-from shoal.strategy.sync_terms.mapreduce import Mapreduce
-from shoal.strategy.sync_terms.ps import Ps
-from shoal.strategy.sync_terms.single import Single
-from shoal.strategy.sync_terms.zero import Zero
+from shoal.strategy.sync_terms import Ddp, Gossip, Hogwild, Localsgd, Mapreduce, Single, Zero
 
 __all__ = [
     "cp",

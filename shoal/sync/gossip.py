@@ -33,7 +33,7 @@ from shoal.runtime.trace import WAIT
 from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
-from shoal.strategy.sync_terms.gossip import Gossip
+from shoal.strategy.sync_terms import Gossip
 from shoal.sync.base import Replica, Sync, SyncPlan, runs
 from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back

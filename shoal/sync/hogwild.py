@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.errors import BadInput
-from shoal.strategy.sync_terms.hogwild import Hogwild
+from shoal.strategy.sync_terms import Hogwild
 from shoal.sync.base import Comeback, Replica, Sync, SyncPlan, runs
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.sync.local import LocalSync

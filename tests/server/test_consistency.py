@@ -17,7 +17,7 @@ from shoal.server.consistency import (
     quorum_of,
 )
 from shoal.server.model.snapshot import copied, put_back
-from shoal.strategy.sync_terms.ps import Ps
+from shoal.strategy.ps_term import Ps
 
 ADMITTED = PushVerdict.ADMITTED
 FOLDED = PushVerdict.FOLDED

@@ -10,9 +10,7 @@ import pytest
 
 from shoal.errors import NotBuilt, StrategyError
 from shoal.strategy.strategy import Layout, as_strategy, parse
-from shoal.strategy.sync_terms.ddp import Ddp
-from shoal.strategy.sync_terms.single import Single
-from shoal.strategy.sync_terms.zero import Zero
+from shoal.strategy.sync_terms import Ddp, Single, Zero
 from shoal.strategy.terms import TERMS, ddp, gossip, hogwild, localsgd, mapreduce, pp, ps, tp, zero
 
 DESIGN = {

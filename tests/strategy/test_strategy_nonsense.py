@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.errors import StrategyError
 from shoal.strategy.parser import MAX_TEXT
 from shoal.strategy.strategy import Strategy, as_strategy, parse
-from shoal.strategy.sync_terms.ddp import Ddp
+from shoal.strategy.sync_terms import Ddp
 from shoal.strategy.terms import ddp, pp, zero
 
 NONSENSE = {

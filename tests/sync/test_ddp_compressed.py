@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat.params import FlatParams
-from shoal.strategy.sync_terms.ddp import Ddp
+from shoal.strategy.sync_terms import Ddp
 from shoal.sync.base import plan_for
 from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
 from shoal.train.checkpoints.files import read

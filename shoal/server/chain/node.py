@@ -52,7 +52,7 @@ from shoal.server.chain.messages import (
     TooOld,
 )
 from shoal.server.chain.teaching import LearnerSession, Teaching
-from shoal.strategy.sync_terms.ps import MAX_LAG
+from shoal.strategy.ps_term import MAX_LAG
 
 ChainConsistency = Literal["strong", "eventual"]
 

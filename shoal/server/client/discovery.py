@@ -37,7 +37,7 @@ from shoal.runtime.wording import counted
 from shoal.server.client.chain_view import CopyAddresses
 from shoal.server.client.started import StartedServers
 from shoal.server.process.server import Server
-from shoal.strategy.sync_terms.ps import Ps
+from shoal.strategy.ps_term import Ps
 
 _MAX_BYTES = 512
 _NEEDS_SECRET = (

@@ -27,7 +27,7 @@ from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.runtime.variable_text import LaunchedServer
 from shoal.server.process.server import Server
 from shoal.server.process.shard_file import ShardSaver
-from shoal.strategy.sync_terms.ps import Ps
+from shoal.strategy.ps_term import Ps
 
 _IDLE_AFTER_FAILURE_S = 5.0
 _START_TIMEOUT_S = 120.0

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 from shoal.protocol.frames import Refused
 from shoal.server.messages import ModelSpec
 from shoal.server.model.shard import DTYPES
-from shoal.strategy.sync_terms.ps import Ps
+from shoal.strategy.ps_term import Ps
 
 
 class PushCompression:

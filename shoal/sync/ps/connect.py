@@ -18,7 +18,7 @@ from shoal.server.messages import UNSPLIT, ModelSpec, ReplicaSplit
 from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
-from shoal.strategy.sync_terms.ps import Ps
+from shoal.strategy.ps_term import Ps
 from shoal.sync.base import Replica
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep
