@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-from shoal.comm.call import Call, Op
+from shoal.comm.call import Call
 from shoal.comm.counting import SentBytes
 from shoal.transport.transport import Work
+
+Shortcut = Callable[..., Work]
 
 
 class Executor(Protocol):
@@ -59,29 +61,12 @@ class Executor(Protocol):
         """From now on note when operations start and end, for traces."""
         return None
 
+    def shortcuts(
+        self, all_reduce: Shortcut, broadcast: Shortcut, sent: SentBytes | None
+    ) -> dict[str, Shortcut]:
+        """Functions that take the place of the group's, for the most common calls.
 
-class AllReduce(Protocol):
-    """The signature of `Group.all_reduce`."""
-
-    def __call__(self, data: Tensor, op: Op = Op.SUM, out: Tensor | None = None) -> Work: ...
-
-
-class Broadcast(Protocol):
-    """The signature of `Group.broadcast`."""
-
-    def __call__(self, data: Tensor, root: int = 0) -> Work: ...
-
-
-@runtime_checkable
-class BindsCalls(Protocol):
-    """An executor with a shorter way for the most common calls.
-
-    The functions it returns take the place of the group's; they call `general`, which is the
-    group's, for what the short way cannot do.
-    """
-
-    def bind_all_reduce(self, general: AllReduce, sent: SentBytes | None) -> AllReduce:
-        """It adds the bytes that this rank sends to `sent`, as `general` does."""
-        ...
-
-    def bind_broadcast(self, general: Broadcast) -> Broadcast: ...
+        They call the group's, which are given, for what the short way cannot do, and add the bytes
+        that this rank sends to `sent`, as those do.
+        """
+        return {}

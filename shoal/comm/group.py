@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, Operand, check_reducible
 from shoal.comm.counting import SentBytes, sent_bytes
-from shoal.comm.executor import BindsCalls, Executor
+from shoal.comm.executor import Executor
 from shoal.errors import BadInput
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
@@ -49,11 +50,9 @@ class Group:
         attributes = vars(self)
         for name in ("all_reduce", "broadcast"):
             attributes.pop(name, None)
-        if self._timeout_s is None and isinstance(executor, BindsCalls):
+        if self._timeout_s is None:
             # attributes of the instance come before methods: short messages save their checks
-            attributes["all_reduce"] = executor.bind_all_reduce(self.all_reduce, self._sent)
-            if is_plain:
-                attributes["broadcast"] = executor.bind_broadcast(self.broadcast)
+            attributes |= executor.shortcuts(self.all_reduce, self.broadcast, self._sent)
 
     # ------------------------------------------------------------------ point to point
 
@@ -95,7 +94,7 @@ class Group:
             raise self._no_such_root(root)
         if self.rank != root:
             return self._submit(Call("gather", data, root=root))
-        self._check_pieces("gather", "out", out, data)
+        self._check_pieces("gather", "out", out, data.numel(), data.dtype)
         return self._submit(Call("gather", data, out, root=root))
 
     def scatter(self, out: Tensor, data: Operand | None, root: int = 0) -> Work:
@@ -104,25 +103,27 @@ class Group:
             raise self._no_such_root(root)
         if self.rank != root:
             return self._submit(Call("scatter", None, out, root=root))
-        self._check_pieces("scatter", "data", data, out)
+        self._check_pieces("scatter", "data", data, out.numel(), out.dtype)
         return self._submit(Call("scatter", data, out, root=root))
 
     def all_gather(self, out: Operand, data: Tensor) -> Work:
-        self._check_pieces("all_gather", "out", out, data)
+        self._check_pieces("all_gather", "out", out, data.numel(), data.dtype)
         return self._submit(Call("all_gather", data, out))
 
     def reduce_scatter(self, out: Tensor, data: Operand, op: Op = _SUM) -> Work:
         """The combined piece of this rank in `out`; `data` is left as it was."""
         check_reducible(out.dtype, op)
-        self._check_pieces("reduce_scatter", "data", data, out)
+        self._check_pieces("reduce_scatter", "data", data, out.numel(), out.dtype)
         return self._submit(Call("reduce_scatter", data, out, op))
 
     def all_to_all(self, out: Operand, data: Operand) -> Work:
         """Piece r of `data` goes to rank r, whose piece comes to the same place of `out`."""
-        if isinstance(out, Tensor) and isinstance(data, Tensor):
-            self._check_all_to_all(out, data)
-        else:
-            self._check_lists(out, data)
+        if isinstance(out, Tensor) != isinstance(data, Tensor):
+            raise BadInput("all_to_all takes two tensors or two lists of tensors")
+        one = data if isinstance(data, Tensor) else data[0]
+        numel = one.numel() // self.size if one is data else one.numel()
+        for name, pieces in (("data", data), ("out", out)):
+            self._check_pieces("all_to_all", name, pieces, numel, one.dtype)
         return self._submit(Call("all_to_all", data, out))
 
     def all_to_all_uneven(
@@ -135,7 +136,8 @@ class Group:
                     f"all_to_all_uneven over {self.size} ranks: the counts {list(counts)} do not "
                     f"divide the {tensor.numel()} elements of `{name}` among the ranks"
                 )
-        _check_dtypes("all_to_all_uneven", out, data)
+        if out.dtype != data.dtype:
+            raise BadInput(f"all_to_all_uneven cannot bring {data.dtype} into {out.dtype}")
         call = Call(
             "all_to_all_uneven",
             data,
@@ -212,54 +214,32 @@ class Group:
             ranks = f"0 to {self.size - 1}"
             raise BadInput(f"rank {self.rank} cannot {verb} rank {peer}: the ranks are {ranks}")
 
-    def _check_pieces(self, kind: str, name: str, pieces: Operand | None, piece: Tensor) -> None:
-        """`pieces` has to hold as much as `piece` for every rank."""
+    def _check_pieces(
+        self, kind: str, name: str, pieces: Operand | None, numel: int, dtype: torch.dtype
+    ) -> None:
+        """`pieces` has to hold as much for every rank."""
         if pieces is None:
             raise BadInput(f"rank {self.rank} is the root of this {kind}: it needs `{name}`")
-        if not isinstance(pieces, Tensor):
-            self._check_list(kind, name, pieces, piece)
-        elif pieces.numel() != piece.numel() * self.size or pieces.dtype != piece.dtype:
+        if isinstance(pieces, Tensor):
+            fits = pieces.numel() == numel * self.size and pieces.dtype == dtype
+        else:
+            fits = len(pieces) == self.size
+            fits = fits and all(p.numel() == numel and p.dtype == dtype for p in pieces)
+        if not fits:
+            shown = [pieces] if isinstance(pieces, Tensor) else pieces[:3]
+            given = ", ".join(f"{tensor.numel()} {tensor.dtype}" for tensor in shown)
             raise BadInput(
-                f"{kind} over {self.size} ranks with {piece.numel()} {piece.dtype} a rank needs "
-                f"{piece.numel() * self.size} elements in `{name}`, not {pieces.numel()} "
-                f"{pieces.dtype}"
+                f"{kind} over {self.size} ranks needs {numel} {dtype} for each of them in "
+                f"`{name}`, in one tensor or in a list of {self.size}, not {given}"
             )
-
-    def _check_lists(self, out: Operand, data: Operand) -> None:
-        if isinstance(out, Tensor) or isinstance(data, Tensor) or not data:
-            raise BadInput("all_to_all takes two tensors or two lists of tensors")
-        self._check_list("all_to_all", "data", data, data[0])
-        self._check_list("all_to_all", "out", out, data[0])
-
-    def _check_list(self, kind: str, name: str, pieces: list[Tensor], piece: Tensor) -> None:
-        if len(pieces) != self.size:
-            raise BadInput(
-                f"{kind} over {self.size} ranks needs {self.size} tensors in `{name}`, "
-                f"not {len(pieces)}"
-            )
-        if any(p.numel() != piece.numel() or p.dtype != piece.dtype for p in pieces):
-            raise BadInput(f"{kind} needs pieces of one size and type in `{name}`")
-
-    def _check_all_to_all(self, out: Tensor, data: Tensor) -> None:
-        if out.numel() != data.numel() or data.numel() % self.size:
-            raise BadInput(
-                f"all_to_all over {self.size} ranks needs `out` and `data` of one size that "
-                f"{self.size} divides, not {out.numel()} and {data.numel()} elements"
-            )
-        _check_dtypes("all_to_all", out, data)
 
 
 def _target(kind: str, data: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return data
-    if out.numel() != data.numel():
+    if out.numel() != data.numel() or out.dtype != data.dtype:
         raise BadInput(
-            f"{kind} of {data.numel()} elements needs as many in `out`, not {out.numel()}"
+            f"{kind} of {data.numel()} {data.dtype} needs as many in `out`, not {out.numel()} "
+            f"{out.dtype}"
         )
-    _check_dtypes(kind, out, data)
     return out
-
-
-def _check_dtypes(kind: str, out: Tensor, data: Tensor) -> None:
-    if out.dtype != data.dtype:
-        raise BadInput(f"{kind} needs one type of number, not {data.dtype} into {out.dtype}")

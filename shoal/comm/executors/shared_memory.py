@@ -27,7 +27,7 @@ from shoal.comm.call import (
     reduced_natively,
 )
 from shoal.comm.counting import SentBytes
-from shoal.comm.executor import AllReduce, Broadcast, Executor
+from shoal.comm.executor import Executor, Shortcut
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.comm.staging import check_counts, counts_row, counts_table, on_host, share_storage
@@ -120,54 +120,46 @@ class SharedMemory(Executor):
 
     # ------------------------------------------------------------------ collectives
 
-    def bind_all_reduce(self, general: AllReduce, sent: SentBytes | None) -> AllReduce:
-        """In place, plain numbers in the host's memory: straight to the native call."""
+    def shortcuts(
+        self, all_reduce: Shortcut, broadcast: Shortcut, sent: SentBytes | None
+    ) -> dict[str, Shortcut]:
+        """Plain numbers in the host's memory, in place: straight to the native call."""
         size = self.size
         segment = self.segment
         handle = segment.handle
         queue = self.queue
         submit = queue.submit
-        kind = KIND_CODES["all_reduce"]
+        sum_kind, root_kind = KIND_CODES["all_reduce"], KIND_CODES["broadcast"]
         codes = DTYPE_CODES.get
         total = Op.SUM
 
-        def all_reduce(data: Tensor, op: Op = total, out: Tensor | None = None) -> Work:
+        def short_all_reduce(data: Tensor, op: Op = total, out: Tensor | None = None) -> Work:
             code = codes(data.dtype)
             plain = out is None and code is not None and (op is total or not op.is_bitwise)
             if plain and data.is_cpu and data.is_contiguous() and not segment.closed:
                 at = data.data_ptr()
                 if sent is not None:
                     sent.total += round(2 * data.nbytes * (size - 1) / size)
-                args = (handle, kind, at, at, data.numel(), code, op.code, 0, 0)
+                args = (handle, sum_kind, at, at, data.numel(), code, op.code, 0, 0)
                 work = NativeWork(queue, segment, args, data)
                 submit(work)
                 return work
-            return general(data, op, out)
+            return all_reduce(data, op, out)
 
-        return all_reduce
-
-    def bind_broadcast(self, general: Broadcast) -> Broadcast:
-        """Plain numbers in the host's memory: straight to the native call."""
-        segment = self.segment
-        handle = segment.handle
-        queue = self.queue
-        submit = queue.submit
-        kind = KIND_CODES["broadcast"]
-        codes = DTYPE_CODES.get
-        size = self.size
-
-        def broadcast(data: Tensor, root: int = 0) -> Work:
+        def short_broadcast(data: Tensor, root: int = 0) -> Work:
             code = codes(data.dtype)
             plain = code is not None and 0 <= root < size and not segment.closed
             if plain and data.is_cpu and data.is_contiguous():
                 at = data.data_ptr()
-                args = (handle, kind, at, at, data.numel(), code, 0, root, 0)
+                args = (handle, root_kind, at, at, data.numel(), code, 0, root, 0)
                 work = NativeWork(queue, segment, args, data)
                 submit(work)
                 return work
-            return general(data, root)
+            return broadcast(data, root)
 
-        return broadcast
+        if sent is not None:
+            return {"all_reduce": short_all_reduce}
+        return {"all_reduce": short_all_reduce, "broadcast": short_broadcast}
 
     def submit(self, call: Call) -> QueuedWork:
         kind, data, out, op, root, _, _, timeout_s = call

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.runtime.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from shoal.transport.shm.segment import Segment
 
 KINDS = (
     "barrier",
@@ -54,33 +57,23 @@ class RecordedCall:
         return " ".join(words)
 
 
-class FlightRecorder(Protocol):
-    """Gives the recorded calls of every rank, oldest first."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def history(self, rank: int) -> list[RecordedCall]: ...
-
-
-def table(recorder: FlightRecorder, now_ns: int, limit: int) -> str:
+def table(segment: Segment, now_ns: int, limit: int) -> str:
     """The last `limit` calls of every rank, the newest last."""
     lines = []
-    for rank in range(recorder.size):
+    for rank in range(segment.size):
         lines.append(f"rank {rank}:")
-        for call in recorder.history(rank)[-limit:]:
+        for call in segment.history(rank)[-limit:]:
             began = f"{(now_ns - call.start_ns) / 1e6:.1f} ms ago"
             took = f"took {(call.end_ns - call.start_ns) / 1e3:.0f} µs"
             lines.append(f"  {call}, begun {began}, {took if call.end_ns else 'not ended'}")
     return "\n".join(lines)
 
 
-def dump(recorder: FlightRecorder, reason: str, run_dir: RunDir | None) -> None:
+def dump(segment: Segment, reason: str, run_dir: RunDir | None) -> None:
     """Write the operations before a failure to the run directory, or in short to stderr."""
     now_ns = time.monotonic_ns()
     if run_dir is not None and run_dir.path.is_dir():
-        text = f"{reason}\n{table(recorder, now_ns, 64)}\n"
-        run_dir.operations(recorder.rank).write_text(text)
+        text = f"{reason}\n{table(segment, now_ns, 64)}\n"
+        run_dir.operations(segment.rank).write_text(text)
     else:
-        print(f"shoal: {reason}\n{table(recorder, now_ns, 3)}", file=sys.stderr, flush=True)
+        print(f"shoal: {reason}\n{table(segment, now_ns, 3)}", file=sys.stderr, flush=True)

@@ -29,7 +29,6 @@ from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
 from shoal.runtime.strangers import Strangers
 from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
-from shoal.transport.tcp.tls import own_flaw
 
 _OTHERS = 512  # files, pipes, servers, connections of strangers that have not proven a key
 
@@ -58,16 +57,12 @@ class Stranger(ShoalError):
     """The other side of a connection has not proven the key."""
 
 
-@dataclass(frozen=True)
-class StreamName:
+class StreamName(NamedTuple):
     """Which connection of which pair: `source` connects to `target`."""
 
     source: int
     target: int
     stream: int
-
-    def pack(self) -> bytes:
-        return _HELLO.pack(self.source, self.target, self.stream)
 
 
 def prove(sock: socket.socket, key: bytes, name: StreamName, certificate: bytes = b"") -> None:
@@ -76,7 +71,7 @@ def prove(sock: socket.socket, key: bytes, name: StreamName, certificate: bytes 
     if not challenge.startswith(_MAGIC):
         raise Stranger("the other side is not a rank of Shoal")
     greeting = Greeting(key, _MAGIC, certificate)
-    sock.sendall(greeting.hello(challenge, name.pack()))
+    sock.sendall(greeting.hello(challenge, _HELLO.pack(*name)))
     if not greeting.is_welcome(_read(sock, CODE_BYTES)):
         raise Stranger("the other side does not know the secret of this run")
 
@@ -121,18 +116,14 @@ class Announcement(NamedTuple):
         kind = "tls" if self.is_tls else "plain"
         return f"{self.host} {self.port} {kind} {self.flaw}".strip().encode()[:_MOST_BYTES]
 
-
-def announcement(host: str, port: int, tls: TlsConfig) -> Announcement:
-    return Announcement(host, port, tls.is_mutual, own_flaw(tls, host))
-
-
-def parse_announcement(text: bytes) -> Announcement:
-    words = text[:_MOST_BYTES].decode(errors="replace").split(" ", 3)
-    host, port, kind, flaw = [*words, *[""] * (4 - len(words))]
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ShoalError(f"a rank wrote {text[:60]!r} for its address into the rendezvous")
-    printable = "".join(char if char.isprintable() else " " for char in flaw)
-    return Announcement(host, int(port), kind == "tls", printable)
+    @classmethod
+    def parse(cls, text: bytes) -> Announcement:
+        words = text[:_MOST_BYTES].decode(errors="replace").split(" ", 3)
+        host, port, kind, flaw = [*words, *[""] * (4 - len(words))]
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ShoalError(f"a rank wrote {text[:60]!r} for its address into the rendezvous")
+        printable = "".join(char if char.isprintable() else " " for char in flaw)
+        return cls(host, int(port), kind == "tls", printable)
 
 
 def check_tls(rank: int, said: Mapping[int, Announcement]) -> None:
@@ -182,47 +173,35 @@ class TcpSpec:
         return [peer for peer in chosen if peer != self.rank]
 
 
-class _Arrivals:
-    """Streams that have proven the key, by peer and number."""
-
-    def __init__(self, spec: TcpSpec):
-        self.changed = threading.Condition()
-        self.streams: dict[tuple[int, int], socket.socket] = {}
-        self._expected = {
-            (peer, stream)
-            for peer in spec.others
-            if peer > spec.rank
-            for stream in range(spec.streams)
-        }
-
-    def add(self, name: StreamName, sock: socket.socket) -> bool:
-        """False for a stream that is not expected. A second one stands for one that broke off."""
-        key = (name.source, name.stream)
-        with self.changed:
-            if key not in self._expected:
-                return False
-            if key in self.streams:
-                self.streams[key].close()
-            self.streams[key] = sock
-            self.changed.notify_all()
-            return True
-
-    def missing(self) -> list[int]:
-        return sorted({peer for peer, stream in self._expected - self.streams.keys()})
-
-
 class _Listener:
+    """Accepts streams of higher ranks that prove the key, by peer and number."""
+
     def __init__(self, spec: TcpSpec):
         self._spec = spec
-        self.arrivals = _Arrivals(spec)
+        self.changed = threading.Condition()
+        self.streams: dict[tuple[int, int], socket.socket] = {}
+        higher = [peer for peer in spec.others if peer > spec.rank]
+        self._expected = {(peer, stream) for peer in higher for stream in range(spec.streams)}
         self._tls = tls.accepting(spec.tls)
         self._acceptor = Acceptor(_listen(spec.host))
         host, port = self._acceptor.sock.getsockname()[:2]
-        self.announcement = announcement(host, port, spec.tls)
+        flaw = tls.own_flaw(spec.tls, host)
+        self.announcement = Announcement(host, port, spec.tls.is_mutual, flaw)
         self._strangers = Strangers(_MOST_HANDSHAKES, _HANDSHAKE_GRACE_S)
         self._handshakes: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._accept_all, name="shoal tcp listener")
         self._thread.start()
+
+    def await_streams(self, deadline_s: float) -> None:
+        """PeerLost where a rank has not connected in time."""
+        with self.changed:
+            while late := sorted(self._expected - self.streams.keys()):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    doing = "connecting over TCP"
+                    raise PeerLost(self._spec.rank, late[0][0], doing, self._spec.timeout_s)
+                self.changed.wait(min(left_s, _CHECK_S))
+                self._spec.check()
 
     def close(self) -> None:
         self._acceptor.close()
@@ -257,10 +236,21 @@ class _Listener:
         with suppress(OSError, Stranger):
             tls.shake_hands(sock)
             name = accept(sock, self._spec.key, tls.own_certificate(self._spec.tls))
-            is_here = self._strangers.remove(sock)
-            is_kept = is_here and name.target == self._spec.rank and self.arrivals.add(name, sock)
+            is_kept = self._strangers.remove(sock) and self._add(name, sock)
         if not is_kept:
             self._end(sock)
+
+    def _add(self, name: StreamName, sock: socket.socket) -> bool:
+        """False for a stream that is not expected. A second one stands for one that broke off."""
+        key = (name.source, name.stream)
+        if name.target != self._spec.rank or key not in self._expected:
+            return False
+        with self.changed:
+            if key in self.streams:
+                self.streams[key].close()
+            self.streams[key] = sock
+            self.changed.notify_all()
+        return True
 
     def _end(self, sock: socket.socket) -> None:
         """Closed first: `make_room` waits for its descriptor."""
@@ -272,42 +262,27 @@ def connect_all(spec: TcpSpec, exchange: Exchange) -> dict[int, list[socket.sock
     """The streams to every peer; all ranks call it. `exchange` tells the ranks' addresses."""
     require_open_files(spec.streams * len(spec.others))
     listener = _Listener(spec)
-    made: dict[int, list[socket.socket]] = {}
+    made: dict[tuple[int, int], socket.socket] = {}
     try:
-        said = [parse_announcement(text) for text in exchange(listener.announcement.pack())]
+        said = [Announcement.parse(text) for text in exchange(listener.announcement.pack())]
         check_tls(spec.rank, {peer: said[peer] for peer in (spec.rank, *spec.others)})
         deadline_s = time.monotonic() + spec.timeout_s
-        for peer in spec.others:
-            if peer < spec.rank:
-                made[peer] = []
-                for stream in range(spec.streams):
-                    name = StreamName(spec.rank, peer, stream)
-                    made[peer].append(_connect(spec, name, said[peer][:2], deadline_s))
-        _await_arrivals(spec, listener.arrivals, deadline_s)
+        for peer in (peer for peer in spec.others if peer < spec.rank):
+            for stream in range(spec.streams):
+                name = StreamName(spec.rank, peer, stream)
+                made[peer, stream] = _connect(spec, name, said[peer][:2], deadline_s)
+        listener.await_streams(deadline_s)
     except BaseException:
         listener.close()
-        for sock in (
-            *listener.arrivals.streams.values(),
-            *(s for row in made.values() for s in row),
-        ):
+        for sock in (*listener.streams.values(), *made.values()):
             sock.close()
         raise
     listener.close()
-    for (peer, _), sock in sorted(listener.arrivals.streams.items()):
-        made.setdefault(peer, []).append(sock)
-    for sock in (s for row in made.values() for s in row):
+    streams: dict[int, list[socket.socket]] = {}
+    for (peer, _), sock in sorted({**made, **listener.streams}.items()):
         sock.settimeout(None)
-    return made
-
-
-def _await_arrivals(spec: TcpSpec, arrivals: _Arrivals, deadline_s: float) -> None:
-    with arrivals.changed:
-        while late := arrivals.missing():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise PeerLost(spec.rank, late[0], "connecting over TCP", spec.timeout_s)
-            arrivals.changed.wait(min(left_s, _CHECK_S))
-            spec.check()
+        streams.setdefault(peer, []).append(sock)
+    return streams
 
 
 def _connect(
@@ -325,13 +300,10 @@ def _connect(
                     f"{where}: {error.reason or error}: SHOAL_TLS_CA has to vouch for the "
                     "certificates of all hosts (`shoal keys tls`)"
                 ) from error
+            spec.check()
+            pause()
             if time.monotonic() > deadline_s:
                 raise ShoalError(f"{where}: {error}") from error
-            last = error
-        spec.check()
-        pause()
-        if time.monotonic() > deadline_s:
-            raise ShoalError(f"{where}: {last}") from last
 
 
 def _try_to_connect(spec: TcpSpec, name: StreamName, address: tuple[str, int]) -> socket.socket:
