@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import ssl
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.commands import options
+from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput, CheckFailed
 from shoal.launch.hosts.certificates import HostNames, make_certificates
 from shoal.runtime.config import RunConfig, variable_name
@@ -64,31 +64,30 @@ def tls(
 def show(as_json: options.Json = False) -> None:
     """Show which key and certificate runs of this user find here, never the key itself."""
     config = RunConfig.from_environment()
-    source, file = _source(config)
+    file = config.secret_file or (config.own_key if config.own_key.exists() else None)
+    if config.secret is not None:  # not in the directory of a run, which is that run's own
+        file = None
+    source = str(file or config.own_key) if config.secret is None else variable_name("secret")
     warnings = [] if file is None else [mode_warning(file)]
-    found: dict[str, Any] = {"key": None, "certificate": _certificate(config, warnings)}
+    key, certificate = None, _certificate(config, warnings)
     said = [warning for warning in warnings if warning]
     try:
         secret = config.read_secret()
         if secret is not None:
-            found["key"] = {"from": source, "fingerprint": fingerprint(secret)}
+            key = {"from": source, "fingerprint": fingerprint(secret)}
     except BadInput as error:
         said = said or [str(error)]
-    if as_json:
-        print(json.dumps({**found, "warnings": said}, indent=2))
-    else:
-        _print(found, config)
+    lines = [f"key: none that can be used; `shoal keys new` writes {config.own_key}"]
+    if key is not None:
+        lines = [f"key: {key['from']}, fingerprint {key['fingerprint']}"]
+    if certificate is not None:
+        lines.append(f"certificate: {certificate['from']}, SHA-256 {certificate['sha256']}")
+    if config.tls.trusted_network:
+        lines.append("SHOAL_TRUSTED_NETWORK is 1: what has no key is open to the network")
+    show_parts({"key": key, "certificate": certificate, "warnings": said}, lines, as_json)
+    sys.stdout.flush()
     if said:
         raise CheckFailed("; ".join(said))
-
-
-def _source(config: RunConfig) -> tuple[str, Path | None]:
-    """Where `read_secret` looks; not in the directory of a run, which is that run's own."""
-    if config.secret is not None:
-        return variable_name("secret"), None
-    if config.secret_file is not None:
-        return str(config.secret_file), config.secret_file
-    return str(config.own_key), config.own_key if config.own_key.exists() else None
 
 
 def _certificate(config: RunConfig, warnings: list[str | None]) -> dict[str, Any] | None:
@@ -104,16 +103,3 @@ def _certificate(config: RunConfig, warnings: list[str | None]) -> dict[str, Any
     except (OSError, ValueError) as error:
         raise BadInput(f"SHOAL_TLS_CERT {tls.certificate} holds no certificate: {error}") from error
     return {"from": tls.certificate, "sha256": hashlib.sha256(der).hexdigest()}
-
-
-def _print(found: dict[str, Any], config: RunConfig) -> None:
-    key, certificate = found["key"], found["certificate"]
-    if key is not None:
-        print(f"key: {key['from']}, fingerprint {key['fingerprint']}")
-    else:
-        print(f"key: none that can be used; `shoal keys new` writes {config.own_key}")
-    if certificate is not None:
-        print(f"certificate: {certificate['from']}, SHA-256 {certificate['sha256']}")
-    if config.tls.trusted_network:
-        print("SHOAL_TRUSTED_NETWORK is 1: what has no key is open to the network")
-    sys.stdout.flush()

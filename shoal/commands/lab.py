@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shoal.cluster.cluster import Cluster
 from shoal.cluster.drawing import draw_cluster
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import show_rate
@@ -78,15 +77,20 @@ def down(
     if name is not None and remove_all:
         raise BadInput("shoal lab down takes a name or --all, not both")
     require()
-    names = known_labs() if remove_all else [_one_to_remove(name)]
-    for one in names:
+    known = known_labs()
+    wanted = name or (known[0] if len(known) == 1 else DEFAULT_LAB)
+    if not remove_all and wanted not in known:
+        raise BadInput(
+            f"there are several labs: name one of {', '.join(known)}, or give --all"
+            if name is None and known
+            else f"there is no lab {wanted!r}"
+        )
+    for one in known if remove_all else [wanted]:
         refuse_built_now(one)
         ended = remove_lab(one)
-        processes = (
-            "" if not ended else f", and {counted(ended, 'process', 'processes')} in it killed"
-        )
-        typer.echo(f"lab {one} is removed{processes}")
-    if not names:
+        processes = f", and {counted(ended, 'process', 'processes')} in it killed"
+        typer.echo(f"lab {one} is removed{processes if ended else ''}")
+    if remove_all and not known:
         typer.echo("there is no lab")
 
 
@@ -112,43 +116,22 @@ def _one_name(name: str | None, named: str | None) -> str | None:
     return name if named is None else named
 
 
-def _one_to_remove(name: str | None) -> str:
-    known = known_labs()
-    wanted = name or (known[0] if len(known) == 1 else DEFAULT_LAB)
-    if wanted in known:
-        return wanted
-    if name is None and known:
-        raise BadInput(f"there are several labs: name one of {', '.join(known)}, or give --all")
-    raise BadInput(f"there is no lab {wanted!r}")
-
-
 def _show(lab: Lab, as_json: bool) -> None:
-    files = LabFiles(lab.design.name)
-    cluster = load_cluster(files.cluster)
     design = lab.design
+    file = LabFiles(design.name).cluster
+    cluster = load_cluster(file)
     if not as_json:
         draw_cluster(cluster, wide_console())
     rate = show_rate(design.link_bytes_per_s * design.efficiency)
-    lines = [""]
-    for host in lab.hosts:
-        rack = f"rack {host.rack}" if design.racks > 1 else "the switch"
-        lines.append(f"{host.name:4} {host.address:12} at {rack}")
-    lines += [
+    racks = [f"rack {host.rack}" if design.racks > 1 else "the switch" for host in lab.hosts]
+    lines = [
+        "",
+        *(f"{h.name:4} {h.address:12} at {at}" for h, at in zip(lab.hosts, racks, strict=True)),
         f"MTU {design.mtu}: {design.efficiency:.1%} of a link is payload of TCP, {rate}; the rest "
         "is headers.",
-        f"Cluster file: {files.cluster} (--cluster {_address(design)})",
+        f"Cluster file: {file} (--cluster {_address(design)})",
     ]
-    show_parts(_document(lab, cluster), lines, as_json)
-
-
-def _address(design: LabDesign) -> str:
-    """What --on and --cluster take."""
-    return "lab" if design.name == DEFAULT_LAB else f"lab://{design.name}"
-
-
-def _document(lab: Lab, cluster: Cluster) -> dict[str, Any]:
-    design = lab.design
-    return {
+    found = {
         "name": design.name,
         "mtu": design.mtu,
         "link_bytes_per_s": design.link_bytes_per_s,
@@ -163,6 +146,12 @@ def _document(lab: Lab, cluster: Cluster) -> dict[str, Any]:
             }
             for host in lab.hosts
         ],
-        "cluster_file": str(LabFiles(design.name).cluster),
+        "cluster_file": str(file),
         "cluster": document(cluster),
     }
+    show_parts(found, lines, as_json)
+
+
+def _address(design: LabDesign) -> str:
+    """What --on and --cluster take."""
+    return "lab" if design.name == DEFAULT_LAB else f"lab://{design.name}"

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -127,11 +127,6 @@ class WorkersOptions:
         strategy = str(strategy_for(self.strategy or "ddp", most).as_elastic())
         return replace(self, workers=most, start=start, strategy=strategy)
 
-    @property
-    def at_least(self) -> int | None:
-        """The fewest workers of an elastic run."""
-        return None if self.elastic is None else int(self.elastic.partition(":")[0])
-
     def to_config(
         self, on: str | None = None, checkpoint: str | None = None, resume: bool = False
     ) -> RunConfig:
@@ -149,7 +144,7 @@ class WorkersOptions:
             grace_s=self.grace or config.grace_s,
             restarts=config.restarts if self.restart is None else self.restart,
             start=self.start or config.start,
-            min_workers=self.at_least or config.min_workers,
+            min_workers=int((self.elastic or "0").partition(":")[0]) or config.min_workers,
             wait=replace(config.wait, limit_s=self.timeout or config.wait.limit_s),
         )
         why_none = strategy.sync_for(workers).why_no_server_processes
@@ -245,9 +240,15 @@ def run_shown(
     `on`: the engine whose hosts they are to run on. `logs`: a folder for what each one prints.
     """
     check_folder(report, "a report")
+    spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
+    bar = ProgressBar() if sys.stdout.isatty() else None
     try:
         with saying_latest(config.server_checkpoint.folder, say):
-            result = _run_shown(command, workers, config, on, logs)
+            if bar is None:
+                result = _launch(spec, print_lines, on=on)
+            else:
+                with closing(bar):
+                    result = _launch(spec, bar.print, bar.show, on=on)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         sys.exit(130)
@@ -256,19 +257,6 @@ def run_shown(
     if report is not None:
         document = run_report(config.strategy or "", workers, result)
         report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _run_shown(
-    command: Sequence[str], workers: int, config: RunConfig, on: str | None, logs: Path | None
-) -> RunResult:
-    spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
-    if not sys.stdout.isatty():
-        return _launch(spec, print_lines, on=on)
-    bar = ProgressBar()
-    try:
-        return _launch(spec, bar.print, bar.show, on=on)
-    finally:
-        bar.close()
 
 
 def check_trained(file: Path) -> None:

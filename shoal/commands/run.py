@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,6 +24,7 @@ from shoal.commands.output import show
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import MANIFEST
 from shoal.runtime.config import RunConfig
+from shoal.strategy.strategy import as_strategy
 
 
 @options.with_fields
@@ -103,27 +104,20 @@ def evaluate(
             f"the checkpoint at {checkpoint} is not of an example, so there is no test for it: "
             "call job.evaluate in its own script"
         )
-    metrics = _test(name, checkpoint, about, device)
-    seconds = time.monotonic() - start_s
-    document = {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
-    words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-    show(document, [f"{name}: {words} (tested in {seconds:.1f} s)"], as_json)
-
-
-def _test(name: str, checkpoint: Path, about: Any, device: str | None) -> dict[str, float]:
     from shoal.comm.executors.solo import solo_group
     from shoal.launch.rank.worker_group import choose_device
-    from shoal.strategy.strategy import as_strategy
     from shoal.train.job import Job
 
     job = Job(as_strategy("single"), solo_group(), device=choose_device(device, None))
     try:
-        metrics: dict[str, float] = import_module(f"shoal.examples.{name}").evaluate(
-            job, str(checkpoint), about
-        )
+        test = import_module(f"shoal.examples.{name}").evaluate
+        metrics: dict[str, float] = test(job, str(checkpoint), about)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint at {checkpoint} is damaged: its description of {name} does not fit "
             f"({error})"
         ) from error
-    return metrics
+    seconds = time.monotonic() - start_s
+    document = {"checkpoint": str(checkpoint), "example": name, **metrics, "seconds": seconds}
+    words = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+    show(document, [f"{name}: {words} (tested in {seconds:.1f} s)"], as_json)

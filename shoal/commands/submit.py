@@ -201,9 +201,8 @@ class SubmitRequest:
     def _elastic_warning(self, launcher: str) -> str | None:
         """Launchers other than Shoal's end all workers with the first that is lost."""
         strategy = strategy_for(self.strategy, self.workers)
-        if not strategy.is_elastic:
-            return None
-        return f"{strategy}: under {launcher} a lost worker ends the run, elastic or not"
+        lost = f"{strategy}: under {launcher} a lost worker ends the run, elastic or not"
+        return lost if strategy.is_elastic else None
 
     def _network_warning(self, has_key: bool, how: str) -> str | None:
         """What would end the job when it has waited in the queue: hosts without a reason to trust.
@@ -215,12 +214,14 @@ class SubmitRequest:
             return None
         if self.gpus_per_node or self.gpus:
             return f"NCCL between {self.nodes} nodes takes {trust}: workers will end without it"
-        if not has_key:
-            return (
+        return (
+            None
+            if has_key
+            else (
                 f"workers on {self.nodes} nodes take a key (`shoal keys new`, {how}) or {trust}: "
                 "they will end without either"
             )
-        return None
+        )
 
 
 @options.with_fields
@@ -253,8 +254,8 @@ def _write(text: str, file: Path | None, default: str) -> Path:
 def _send(command: Sequence[str], path: Path) -> str:
     """Run `command` with the file, and return what it has printed; its errors go to stderr."""
     program = command[0]
-    words = shlex.join([*command, str(path)])
     if shutil.which(program) is None:
+        words = shlex.join([*command, str(path)])
         raise BadInput(f"there is no {program} here; the job is in {path}: submit it with {words}")
     asked = [*command, str(path.absolute())]
     done = subprocess.run(asked, check=False, stdout=subprocess.PIPE, text=True, errors="replace")

@@ -193,14 +193,10 @@ class EstimateJob(Job):
             raise StopTraining
         return super().batches(*args, **kwargs)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> Tensor:
+    def _stop(self, *args: Any, **kwargs: Any) -> Any:
         raise StopTraining
 
-    def ema(self, model: nn.Module, decay: float = 0.999) -> Any:
-        raise StopTraining
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        raise StopTraining
+    backward = ema = evaluate = _stop
 
     def load(self, path: str | Path) -> dict[str, Any]:
         return {}

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -28,7 +28,7 @@ from shoal.observe.memory_estimate import EstimateJob, first_step
 from shoal.observe.model_sizes import sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.workload import HeldTensor, Precision, SplitLimits
+from shoal.plan.workloads.workload import Precision, SplitLimits
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.flat.params import FlatParams
@@ -92,37 +92,17 @@ def trace_step(model: nn.Module, loss: Loss, content: Tree, precision: Precision
         inputs, targets = ForwardSignature(model).arguments(batch, num_rows(batch))
         return loss(call_model(model, inputs), targets)
 
-    roles = tp_roles(model)
-    experts = expert_parameters(model)
-    traced = trace_module(model, loss_of, batches, precision, roles, experts=experts)
-    held = tuple(in_units(model, traced.held))
-    return replace(traced, limits=split_limits(model), held=held)
-
-
-def in_units(model: nn.Module, held: Iterable[HeldTensor]) -> Iterator[HeldTensor]:
-    """Tensors with the units in which zero(3) would gather them."""
     names = {id(p): name for name, p in model.named_parameters()}
+    mixtures = mixtures_of(model)
+    experts = {m.name: frozenset(names[id(p)] for p in m.parameters) for m in mixtures}
+    traced = trace_module(model, loss_of, batches, precision, tp_roles(model), experts=experts)
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    units = wrap_modules(model, trained)
+    units = wrap_modules(model, trained)  # in which zero(3) would gather
     unit_of = {names[id(p)]: number for number, unit in enumerate(units) for p in unit.params}
-    for tensor in held:
-        yield tensor._replace(unit=unit_of.get(tensor.name, 0))
-
-
-def expert_parameters(model: nn.Module) -> dict[str, frozenset[str]]:
-    """Names of the parameters of experts, by the module that gets their tokens."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        mixture.name: frozenset(names[id(p)] for p in mixture.parameters)
-        for mixture in mixtures_of(model)
-    }
-
-
-def split_limits(model: nn.Module) -> SplitLimits:
-    """How far Shoal can split the model: the sizes of tp that have a plan, and experts."""
+    held = tuple(tensor._replace(unit=unit_of.get(tensor.name, 0)) for tensor in traced.held)
     sizes = tuple(size for size in TP_SIZES if tp_roles(model, size))
-    experts = math.gcd(*(mixture.num_experts for mixture in mixtures_of(model)))
-    return SplitLimits(tp_sizes=sizes, ep=max(1, experts))
+    limits = SplitLimits(tp_sizes=sizes, ep=max(1, math.gcd(*(m.num_experts for m in mixtures))))
+    return replace(traced, limits=limits, held=held)
 
 
 def precision_for(model: nn.Module, optimizer: OptimizerFactory, precision: str) -> Precision:
@@ -187,12 +167,13 @@ class ProfileJob(EstimateJob):
         rounds = passes.measure(content, self.seconds)
         everywhere = _of_all_ranks(self.group, rounds, self.device)
         sums = _of_all_ranks(self.group, passes.sums[-len(rounds) :], self.device)
+        begin, end = sums.amax(dim=0).unbind(dim=1)  # ranks of a host have one clock
         self._document = {
             "rows": num_rows(content),
             **_summary(everywhere.flatten(0, 1).tolist()),
             **passes.unbroken(content),
             "slowest": _slowest(everywhere),
-            "gradients_s": _together_s(sums),
+            "gradients_s": float((end - begin).median()),
         }
 
     def write(self, folder: Path) -> None:
@@ -244,11 +225,13 @@ class _Passes:
         hosts_s = []
         start_s = self._now()
         for _ in range(_FEWEST):
-            self._launch(content)
+            self._backward(self._forward(content))
+            self._update()
         whole_s = (self._now() - start_s) / _FEWEST
         for _ in range(_FEWEST):
             start_s = self._now()
-            self._launch(content)
+            self._backward(self._forward(content))
+            self._update()
             hosts_s.append(time.perf_counter() - start_s)
         return {"whole_s": whole_s, "host_s": statistics.median(hosts_s)}
 
@@ -265,11 +248,6 @@ class _Passes:
         forward_s, backward_s = (after - before for before, after in pairwise(marks))
         return PassTimes(forward_s, backward_s, self._now() - begin_s)
 
-    def _launch(self, content: Any) -> None:
-        """A step without a look at the clock."""
-        self._backward(self._forward(content))
-        self._update()
-
     def _forward(self, content: Any) -> Tensor:
         with self._autocast():
             rows = num_rows(content)
@@ -284,11 +262,9 @@ class _Passes:
         self._flat.grads.flush()
 
     def _sum_gradients(self) -> None:
-        grads = self._flat.grads
-        sums = [
-            self._group.all_reduce(one) for full in self._full for one in grads.tensors[full.start]
-        ]
-        for under_way in sums:
+        tensors = self._flat.grads.tensors
+        full = [one for bucket in self._full for one in tensors[bucket.start]]
+        for under_way in [self._group.all_reduce(one) for one in full]:
             under_way.wait()
 
     def _update(self) -> None:
@@ -325,22 +301,16 @@ def _slowest(everywhere: Tensor) -> float:
     return float(share[first:last].mean())
 
 
-def _together_s(sums: Tensor) -> float:
-    """A call from its last rank's begin to its last rank's end; ranks of a host have one clock."""
-    begin, end = sums.amax(dim=0).unbind(dim=1)
-    return float((end - begin).median())
-
-
 def _summary(rounds: list[list[float]]) -> dict[str, Any]:
-    columns = [sorted(column) for column in zip(*rounds, strict=True)]
-    first, last = (round(share * len(rounds)) for share in _KEPT)
-    means = {
-        name: statistics.fmean(column[first:last])
-        for name, column in zip(PassTimes._fields, columns, strict=True)
+    columns = {
+        name: sorted(column)
+        for name, column in zip(PassTimes._fields, zip(*rounds, strict=True), strict=True)
     }
+    first, last = (round(share * len(rounds)) for share in _KEPT)
+    means = {name: statistics.fmean(column[first:last]) for name, column in columns.items()}
     quartiles = {
         name: statistics.quantiles(column, n=4, method="inclusive")[::2]
-        for name, column in zip(PassTimes._fields, columns, strict=True)
+        for name, column in columns.items()
     }
     return {**means, "quartiles": quartiles}
 

@@ -55,10 +55,7 @@ _MEANT = {word: meant for meant, words in _SYNONYMS.items() for word in words.sp
 def hint_for(word: str) -> str | None:
     """What to write for a word of the field; None for any other word."""
     known = _MEANT.get(word.lower().replace("-", "_"))
-    if known is None:
-        return None
-    what, to_write = known
-    return f"{what} is written {to_write}"
+    return None if known is None else f"{known[0]} is written {known[1]}"
 
 
 MAX_TEXT = 10_000  # characters: no strategy is longer, and Python's parser has limits

@@ -127,7 +127,8 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
     workers: int | None, start: int | None, at_first: int
 ) -> None:
     options = WorkersOptions(workers, start=start, elastic="2:4").as_elastic()
-    assert (options.workers, options.start, options.at_least) == (4, at_first, 2)
+    assert (options.workers, options.start) == (4, at_first)
+    assert options.to_config().min_workers == 2
 
 
 @pytest.mark.parametrize(

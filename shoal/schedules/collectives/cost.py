@@ -96,19 +96,14 @@ def traffic(collective: Collective) -> ScheduleTraffic:
 def memory_chunks(collective: Collective, counted: ScheduleTraffic) -> float:
     """The chunks a rank must have room for beyond its input and output, at the worst moment.
 
-    Scratch slots, what arrives in one round to be added, and pieces on their way to others.
+    Scratch slots, what arrives in one round to be added, and pieces only to be passed on.
     """
-    arriving = float(counted.reduced_chunks.max(initial=0.0))
-    return collective.scratch + arriving + _passing(collective)
-
-
-def _passing(collective: Collective) -> float:
-    """The most chunks that a rank holds only to pass them on."""
     kind = collective.pattern
     ranks = collective.ranks
     table = collective.table
+    held = collective.scratch + float(counted.reduced_chunks.max(initial=0.0))
     if kind.reduces or kind.units(ranks) == 1 or kind.name == "all_gather":
-        return 0.0
+        return held
     unit = table.chunk // collective.chunks_per_unit
     root = collective.root
     cell = table.round.astype(np.int64) * ranks
@@ -116,7 +111,7 @@ def _passing(collective: Collective) -> float:
     sent = (cell + table.src)[~kind.begins(table.src, unit, ranks, root)]
     size = len(table) * ranks
     change = np.bincount(received, minlength=size) - np.bincount(sent, minlength=size)
-    return float(np.cumsum(change.reshape(-1, ranks), axis=0).max(initial=0))
+    return held + float(np.cumsum(change.reshape(-1, ranks), axis=0).max(initial=0))
 
 
 @lru_cache(maxsize=512)

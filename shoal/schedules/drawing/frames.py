@@ -85,23 +85,19 @@ def _sentence(collective: Collective, transfers: Sequence[Transfer]) -> str:
     moves = [t for t in transfers if t.src != t.dst]
     if not moves:
         return "Every rank works on what it has; nothing is sent."
-    adds = {t.reduce for t in moves}
-    how = {
-        frozenset({True}): "adds it to its own data",
-        frozenset({False}): "keeps it",
-    }.get(frozenset(adds), "adds it (solid arrow) or keeps it (dashed)")
-    return f"{_who(moves, collective.ranks)}; who receives it {how}."
-
-
-def _who(moves: list[Transfer], ranks: int) -> str:
     chunks = Counter(t.src for t in moves)
-    messages = {(t.src, t.dst) for t in moves}
     most = max(chunks.values())
     amount = "1 chunk" if most == 1 else f"up to {most} chunks"
+    receivers = len({t.dst for t in moves})
     if len(chunks) == 1:
-        receivers = len({dst for _, dst in messages})
         to = f"rank {moves[0].dst}" if receivers == 1 else f"{receivers} ranks"
-        return f"Rank {moves[0].src} sends {amount} to {to}"
-    if len(chunks) == ranks:
-        return f"Every rank sends {amount}"
-    return f"{len(chunks)} ranks send {amount} each"
+        who = f"Rank {moves[0].src} sends {amount} to {to}"
+    elif len(chunks) == collective.ranks:
+        who = f"Every rank sends {amount}"
+    else:
+        who = f"{len(chunks)} ranks send {amount} each"
+    adds = {t.reduce for t in moves}
+    how = "adds it (solid arrow) or keeps it (dashed)"
+    if len(adds) == 1:
+        how = "adds it to its own data" if True in adds else "keeps it"
+    return f"{who}; who receives it {how}."

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
+from shoal.schedules.pipelines import one_f_one_b as made
 from shoal.schedules.pipelines.actions import (
     Action,
     LoopedSchedule,
     Pipeline,
     Schedule,
     check_sizes,
-)
-from shoal.schedules.pipelines.one_f_one_b import (
-    bfs,
-    gpipe,
-    inter_op,
-    interleaved,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
 )
 from shoal.schedules.pipelines.proof import prove
 from shoal.schedules.user import is_user_function, load_pipeline
@@ -60,20 +51,16 @@ class PipelineSchedule:
         return cast(Schedule, self.make)(stages, stage, microbatches)
 
 
-def _looped(name: str, make: LoopedSchedule) -> PipelineSchedule:
-    return PipelineSchedule(name, make, looped=True, default_chunks=DEFAULT_CHUNKS)
-
-
 CATALOG: dict[str, PipelineSchedule] = {
     entry.name: entry
     for entry in (
-        PipelineSchedule("inter-op", inter_op),
-        PipelineSchedule("gpipe", gpipe),
-        PipelineSchedule("1f1b", one_f_one_b),
-        _looped("interleaved", interleaved),
-        PipelineSchedule("zb-h1", zb_h1),
-        PipelineSchedule("zb-h2", zb_h2),
-        _looped("bfs", bfs),
+        PipelineSchedule("inter-op", made.inter_op),
+        PipelineSchedule("gpipe", made.gpipe),
+        PipelineSchedule("1f1b", made.one_f_one_b),
+        PipelineSchedule("interleaved", made.interleaved, True, DEFAULT_CHUNKS),
+        PipelineSchedule("zb-h1", made.zb_h1),
+        PipelineSchedule("zb-h2", made.zb_h2),
+        PipelineSchedule("bfs", made.bfs, True, DEFAULT_CHUNKS),
     )
 }
 
@@ -105,20 +92,14 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
 
 
 def _of_user(name: str) -> PipelineSchedule:
+    """A function of four numbers takes chunks; the default of the fourth is their number."""
     make = load_pipeline(name)
-    function_name = name.rpartition(":")[2]
-    chunks = _chunks_of(make)
-    return PipelineSchedule(function_name, make, chunks is not None, chunks or 1)
-
-
-def _chunks_of(function: Callable[..., list[Action]]) -> int | None:
-    """The default number of chunks; None if the function does not take a number of chunks."""
     by_position = [
         parameter
-        for parameter in inspect.signature(function).parameters.values()
+        for parameter in inspect.signature(make).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    if len(by_position) < 4:
-        return None
-    default = by_position[3].default
-    return default if isinstance(default, int) else DEFAULT_CHUNKS
+    looped = len(by_position) > 3
+    given = by_position[3].default if looped else 1
+    chunks = given if isinstance(given, int) else DEFAULT_CHUNKS
+    return PipelineSchedule(name.rpartition(":")[2], make, looped, chunks)
