@@ -41,15 +41,15 @@ _ANY_PORT = 9  # nothing is sent: the kernel chooses the interface
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """What a rank knows of the network; without `config` all ranks are reached at loopback."""
+    """What a rank knows of the network; the default is one where all are reached at loopback."""
 
-    config: RunConfig | None = None
+    config: RunConfig = field(default_factory=RunConfig)
     is_one_host: bool = False
     master: str | None = None  # a host that all ranks reach
 
     @property
     def between(self) -> str:
-        asked = None if self.config is None else self.config.between
+        asked = self.config.between
         if asked is not None and asked not in BETWEEN:
             raise BadInput(f"SHOAL_BETWEEN is tcp or gloo, not {asked!r}")
 
@@ -62,39 +62,18 @@ class HostNetwork:
     @property
     def address(self) -> str:
         """Where this rank listens."""
-        if self.config is None or self.is_one_host:
+        if self.is_one_host:
             return LOOPBACK
-        if self.config.hostname:
-            return self.config.hostname
-        return _address_towards(self.master) if self.master else LOOPBACK
+        if self.config.hostname or not self.master:
+            return self.config.hostname or LOOPBACK
+        return _address_towards(self.master)
 
     @property
     def is_local(self) -> bool:
         return is_loopback(self.address)
 
-    @property
-    def host_name(self) -> str:
-        named = None if self.config is None else self.config.hostname
-        return named or socket.gethostname()
-
-    @property
-    def host_order(self) -> tuple[str, ...]:
-        return () if self.config is None else self.config.host_order
-
-    @property
-    def rack(self) -> str:
-        """Of this host, where SHOAL_RACK says it."""
-        return (self.config.rack or "") if self.config is not None else ""
-
-    @property
-    def hosts_per_rack(self) -> int:
-        """0 where it is not known."""
-        return (self.config.hosts_per_rack or 0) if self.config is not None else 0
-
     def key(self, rank: int) -> bytes:
         """The secret of the run; BadInput where strangers could reach a rank and there is none."""
-        if self.config is None:
-            return b""
         if self.is_local:
             return self.config.read_secret() or b""
         return require_protected(self.config, "the data plane", says=rank == 0) or b""
@@ -108,12 +87,12 @@ class HostNetwork:
             )
 
     def check_gloo(self, rank: int) -> None:
-        if self.config is not None and not self.is_local:
+        if not self.is_local:
             require_trusted_network(self.config, "Gloo between hosts", says=rank == 0)
 
     @property
     def tls(self) -> TlsConfig:
-        return TlsConfig() if self.config is None or self.is_local else self.config.tls
+        return TlsConfig() if self.is_local else self.config.tls
 
 
 @dataclass(frozen=True)
@@ -225,9 +204,10 @@ class _HostWords(NamedTuple):
 
 def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) -> Topology:
     """Hosts in order, racks one after the other; all ranks call it."""
-    order = ",".join(network.host_order)
-    rack = " ".join(network.rack.split())
-    own = (network.host_name, rack, str(network.hosts_per_rack), order)
+    config = network.config
+    rack = " ".join((config.rack or "").split())
+    order = ",".join(config.host_order)
+    own = (config.hostname or socket.gethostname(), rack, str(config.hosts_per_rack or 0), order)
     said = [_read(text) for text in exchange("\n".join(own).encode())]
     for name, texts in (
         (variable_name("host_order"), {words.order for words in said}),
@@ -235,7 +215,7 @@ def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) 
     ):
         if len(texts) > 1:
             raise BadInput(f"{name} differs between ranks: give all of them the same")
-    return ordered(topology, [said[ranks[0]] for ranks in topology.hosts], network.host_order)
+    return ordered(topology, [said[ranks[0]] for ranks in topology.hosts], config.host_order)
 
 
 def ordered(topology: Topology, hosts: list[_HostWords], order: tuple[str, ...] = ()) -> Topology:

@@ -69,7 +69,7 @@ class GroupSpec:
     run_dir: RunDir | None = None  # where the last operations are written after a failure
     secret: bytes | None = field(default=None, repr=False)  # proves what is in the store
     is_one_host: bool = False  # all ranks are: nothing then listens beyond loopback
-    config: RunConfig | None = field(default=None, repr=False)  # how hosts reach each other
+    config: RunConfig = field(default_factory=RunConfig, repr=False)  # how hosts reach each other
     hostname: str | None = None  # by which other ranks reach this one
     store: Store | None = field(default=None, repr=False)  # in which ranks have met already
 
@@ -85,15 +85,17 @@ class GroupSpec:
 
     @property
     def network(self) -> HostNetwork:
-        master = master_of(self.init_method, self.config)
+        """The host of the rendezvous is one that all ranks reach."""
+        master = self.config.environ.get("MASTER_ADDR")
+        if self.init_method.startswith("tcp://"):
+            master = urlsplit(self.init_method).hostname
         return HostNetwork(self.config, self.is_one_host, master)
 
     @property
     def is_gloo_unused(self) -> bool:
         """Whether hosts are joined over TCP, and Gloo could not tell strangers from ranks."""
-        if self.config is None or self.is_one_host or self.backend != "gloo":
-            return False
-        return not self.config.tls.trusted_network and self.network.between == "tcp"
+        is_open = self.is_one_host or self.backend != "gloo" or self.config.tls.trusted_network
+        return not is_open and self.network.between == "tcp"
 
 
 @contextmanager
@@ -207,7 +209,7 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
     from shoal.transport.tcp.transport import TcpTransport
     from shoal.transport.transport import TorchTransport
 
-    if spec.config is None or spec.is_one_host or spec.backend != "gloo":
+    if spec.is_one_host or spec.backend != "gloo":
         return TorchTransport(world), tuple(range(spec.size))
     common = PrefixStore(f"transport of {spec.name}", world.get_group_store())
     exchange = exchange_over(own_generation(common, spec.rank, spec.size), spec.rank, spec.size)
@@ -223,13 +225,6 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
 
 
 # ---------------------------------------------------------------------- shared memory
-
-
-def master_of(init_method: str, config: RunConfig | None) -> str | None:
-    """The host of the rendezvous, which all ranks reach; None where it is a file."""
-    if init_method.startswith("tcp://"):
-        return urlsplit(init_method).hostname
-    return None if config is None else config.environ.get("MASTER_ADDR")
 
 
 def exchange_over(store: Store, rank: int, size: int) -> Exchange:

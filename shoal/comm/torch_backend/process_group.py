@@ -8,8 +8,9 @@ and installations without the native part, get Gloo instead; a message says so o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,10 +245,8 @@ class ShoalProcessGroup(dist.ProcessGroup):
     abort = shutdown
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> BackendWork:
-        op = op_of(opts)
-        group = self._for(opts)
-        works = [_all_reduce(group, tensor, op) for tensor in tensors]
-        return BackendWork(works, list(tensors))
+        op, group = op_of(opts), self._for(opts)
+        return BackendWork([_all_reduce(group, t, op) for t in tensors], list(tensors))
 
     allreduce_coalesced = allreduce
 
@@ -257,19 +256,13 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return BackendWork([group.broadcast(t, root) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Tensors, opts: Any) -> BackendWork:
-        op = op_of(opts)
-        root = opts.rootRank
-        group = self._for(opts)
-        works = [group.reduce(tensor, root, op) for tensor in tensors]
-        return BackendWork(works, list(tensors))
+        op, group = op_of(opts), self._for(opts)
+        return BackendWork([group.reduce(t, opts.rootRank, op) for t in tensors], list(tensors))
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        pairs = zip(outputs, inputs, strict=True)
-        group = self._for(opts)
-        works = [group.all_gather(list(outs), data) for outs, data in pairs]
-        return BackendWork(works, outputs)
+        return _each(self._for(opts).all_gather, map(list, outputs), inputs, outputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -279,37 +272,30 @@ class ShoalProcessGroup(dist.ProcessGroup):
         return self.allgather(columns, inputs, opts)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
-        return BackendWork([self._for(opts).all_gather(output, data)], output)
+        return _each(self._for(opts).all_gather, [output], [data], output)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        pairs = zip(outputs, inputs, strict=True)
-        group = self._for(opts)
-        return BackendWork([group.all_gather(out, data) for out, data in pairs], outputs)
+        return _each(self._for(opts).all_gather, outputs, inputs, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> BackendWork:
         outs = list(outputs[0]) if outputs else None
-        work = self._for(opts).gather(outs, inputs[0], opts.rootRank)
-        return BackendWork([work], outputs)
+        return _each(self._for(opts).gather, [outs], inputs, outputs, opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> BackendWork:
         given = list(inputs[0]) if inputs else None
-        work = self._for(opts).scatter(outputs[0], given, opts.rootRank)
-        return BackendWork([work], outputs)
+        return _each(self._for(opts).scatter, outputs, [given], outputs, opts.rootRank)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
     ) -> BackendWork:
-        op = op_of(opts)
-        pairs = zip(outputs, inputs, strict=True)
-        group = self._for(opts)
-        works = [reduce_scatter_lists(group, out, list(given), op) for out, given in pairs]
-        return BackendWork(works, outputs)
+        call = partial(reduce_scatter_lists, self._for(opts))
+        return _each(call, outputs, map(list, inputs), outputs, op_of(opts))
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> BackendWork:
         return self.reduce_scatter_single_coalesced([output], [data], opts)
@@ -319,11 +305,7 @@ class ShoalProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> BackendWork:
-        op = op_of(opts)
-        pairs = zip(outputs, inputs, strict=True)
-        group = self._for(opts)
-        works = [group.reduce_scatter(out, data, op) for out, data in pairs]
-        return BackendWork(works, outputs)
+        return _each(self._for(opts).reduce_scatter, outputs, inputs, outputs, op_of(opts))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -372,6 +354,14 @@ class ShoalProcessGroup(dist.ProcessGroup):
         monitored_barrier(self.executor, self._barriers, limit_s, wait_all_ranks)
 
     monitoredBarrier: Callable[..., None] = monitored_barrier
+
+
+def _each(
+    call: Callable[..., Work], outs: Iterable[Any], given: Iterable[Any], kept: Any, *options: Any
+) -> BackendWork:
+    """`call` for each output with its input; `kept` is the result of the work."""
+    works = [call(out, data, *options) for out, data in zip(outs, given, strict=True)]
+    return BackendWork(works, kept)
 
 
 def _all_reduce(group: Group, data: Tensor, op: Op) -> Work:
