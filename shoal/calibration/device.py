@@ -12,7 +12,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device, LinkSpec, MeasuredCalls
@@ -21,29 +21,21 @@ from shoal.plan.step.stragglers import queue_cycle_s
 _HALVINGS = 50
 
 
-class ServerCost(NamedTuple):
-    """Fields of a device."""
-
-    step_s: float = 0.0
-    request_s: float = 0.0
-    bytes_per_s: float | None = None
-    efficiency: Curve = Curve()
-
-
-def served(found: Found) -> ServerCost:
-    """`found` is what one worker has written, while so many measured at the same time."""
+def _serving(found: Found) -> dict[str, Any]:
+    """Fields of a device, from steps whose weights a server held."""
     if "served" not in found:
-        return ServerCost()
+        return {}
     own_s = found["step"]["median_s"]
     cycle_s = found["served"]["async"]["median_s"]
     lockstep_s = found["served"]["lockstep"]["median_s"]
     request_s = max(0.0, min(cycle_s / found["workers"], cycle_s - own_s))
+    fields = {"served_step_s": max(0.0, lockstep_s - own_s), "request_s": request_s}
     rates = _rates(found, own_s, request_s)
-    peak, curve = None, Curve()
-    if rates:
-        peak = max(rates.values())
-        curve = Curve(tuple((size, rate / peak) for size, rate in sorted(rates.items())))
-    return ServerCost(max(0.0, lockstep_s - own_s), request_s, peak, curve)
+    if not rates:
+        return fields
+    peak = max(rates.values())
+    curve = Curve(tuple((size, rate / peak) for size, rate in sorted(rates.items())))
+    return {**fields, "served_bytes_per_s": peak, "served_efficiency": curve}
 
 
 def _rates(found: Found, own_s: float, request_s: float) -> dict[float, float]:
@@ -74,6 +66,7 @@ def _request_s(found: Found, away_s: float, cycle_s: float) -> float:
 
 Found = Mapping[str, Any]
 Pair = tuple[float, float]
+Measured = tuple[float, float, Pair]  # an amount, its rate, and the quartiles of that
 _LEAST = 0.1  # of a call's time is left for the kernel, however noisy the launch was
 _ADAM_BYTES = 28  # read and written for each number, as the price of an update counts them
 _MOMENTUM_BYTES = 20
@@ -87,12 +80,12 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     rates = {dtype: _product_rates(rows, synchronous) for dtype, rows in products.items()}
     peaks = {dtype: max(rate for _, rate, _ in rows) for dtype, rows in rates.items()}
     widest = max(peaks, key=lambda dtype: peaks[dtype])
-    moved = _memory_rates(found["memory"], synchronous)
+    copies = found["memory"]
+    moved = _all_rates(copies, [row["bytes"] for row in copies], synchronous)
     bandwidth = max(rate for _, rate, _ in moved)
     (adam, adam_spread), (momentum, momentum_spread), tensor_s = _update(found["updates"])
     forward = [row for row in products[widest] if row["way"] == "forward"]
     backward = [row for row in products[widest] if row["way"] != "forward"]
-    serving = served(found)
     device = Device(
         name=_name(found),
         memory_bytes=memory_bytes,
@@ -110,10 +103,7 @@ def device_of(found: Found, memory_bytes: float) -> Device:
         wait_s=_handover_s(found, "hand over", "send"),
         meet_s=_handover_s(found, "meet", "all_reduce"),
         step_s=_step_s(found, tensor_s),
-        served_step_s=serving.step_s,
-        request_s=serving.request_s,
-        served_bytes_per_s=serving.bytes_per_s,
-        served_efficiency=serving.efficiency,
+        **_serving(found),
         threads=found["threads"] if synchronous else None,
         source="measured",
         spread={
@@ -157,24 +147,15 @@ def _name(found: Found) -> str:
     return f"{threads} {cores}, {found['workers']} such workers at the same time"
 
 
-def _product_rates(rows: list[Found], synchronous: bool) -> list[tuple[float, float, Pair]]:
-    taken_s = _launch_of(rows) if synchronous else 0.0
-    rates = []
-    for row in rows:
-        flops = 2.0 * row["m"] * row["n"] * row["k"]
-        rates.append((flops, *_rate(flops, row, taken_s)))
-    return sorted(rates)
+def _all_rates(rows: list[Found], amounts: list[float], synchronous: bool) -> list[Measured]:
+    """Without the part of the smallest call that is not its kernel: no modules and autograd."""
+    launch_s = (1 - _LEAST) * min(row["median_s"] for row in rows) if synchronous else 0.0
+    pairs = zip(amounts, rows, strict=True)
+    return sorted((amount, *_rate(amount, row, launch_s)) for amount, row in pairs)
 
 
-def _memory_rates(rows: list[Found], synchronous: bool) -> list[tuple[float, float, Pair]]:
-    taken_s = _launch_of(rows) if synchronous else 0.0
-    return [(row["bytes"], *_rate(row["bytes"], row, taken_s)) for row in rows]
-
-
-def _launch_of(rows: list[Found]) -> float:
-    """The part of the smallest call that is not its kernel, without modules and autograd."""
-    smallest: float = min(row["median_s"] for row in rows)
-    return (1 - _LEAST) * smallest
+def _product_rates(rows: list[Found], synchronous: bool) -> list[Measured]:
+    return _all_rates(rows, [2.0 * row["m"] * row["n"] * row["k"] for row in rows], synchronous)
 
 
 def _rate(amount: float, row: Found, taken_s: float) -> tuple[float, Pair]:
@@ -185,7 +166,7 @@ def _rate(amount: float, row: Found, taken_s: float) -> tuple[float, Pair]:
     return amount / seconds[0], (amount / seconds[1], amount / seconds[2])
 
 
-def _curve(rows: Iterable[tuple[float, float, Pair]], peak: float) -> Curve:
+def _curve(rows: Iterable[Measured], peak: float) -> Curve:
     groups: dict[int, list[tuple[float, float]]] = {}
     for size, rate, _ in rows:
         groups.setdefault(round(2 * math.log10(size)), []).append((size, rate / peak))
@@ -196,7 +177,7 @@ def _curve(rows: Iterable[tuple[float, float, Pair]], peak: float) -> Curve:
     return Curve(tuple(points))
 
 
-def _spread_of_best(rows: Iterable[tuple[float, float, Pair]]) -> Pair:
+def _spread_of_best(rows: Iterable[Measured]) -> Pair:
     return max(rows, key=lambda row: row[1])[2]
 
 

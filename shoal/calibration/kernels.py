@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ COLUMNS = 256
 _HEADS, _POSITIONS, _HEAD_SIZE = 64, 64, 32
 
 
-@dataclass(frozen=True)
-class NamedCase:
+class NamedCase(NamedTuple):
     """A call, its names in forward and backward, and the amounts that a workload counts."""
 
     names: tuple[str, str]
@@ -27,15 +25,6 @@ class NamedCase:
     inputs: list[Tensor]
     bytes: tuple[float, float]
     flops: tuple[float, float] = (0.0, 0.0)
-
-    def document(self, forward: Sample, backward: Sample) -> dict[str, Any]:
-        return {
-            "names": self.names,
-            "bytes": self.bytes,
-            "flops": self.flops,
-            "forward": forward._asdict(),
-            "backward": backward._asdict(),
-        }
 
 
 def named_cases(device: torch.device) -> list[NamedCase]:
@@ -141,11 +130,14 @@ class KernelBench:
         found = []
         for case in cases:
             out = case.call()
-            gradient = torch.ones_like(out)
-            backward = partial(_gradient, out, case.inputs, gradient)
-            forward_s = self._sample(case.call, seconds / 2 / len(cases))
-            backward_s = self._sample(backward, seconds / 2 / len(cases))
-            found.append(case.document(forward_s, backward_s))
+            backward = partial(_gradient, out, case.inputs, torch.ones_like(out))
+            calls = {"forward": case.call, "backward": backward}
+            times = {
+                way: self._sample(call, seconds / 2 / len(cases))._asdict()
+                for way, call in calls.items()
+            }
+            amounts = {"names": case.names, "bytes": case.bytes, "flops": case.flops}
+            found.append({**amounts, **times})
         return found
 
     def memory(self, seconds: float) -> list[dict[str, Any]]:
@@ -181,26 +173,22 @@ class KernelBench:
 
     def updates(self, seconds: float) -> list[dict[str, Any]]:
         """The update of one tensor by its size, as torch.optim does it on this device."""
-        makers: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-            "adam": lambda params: torch.optim.AdamW(params, lr=1e-3),
-            "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+        makers = {
+            "adam": partial(torch.optim.AdamW, lr=1e-3),
+            "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
         }
-        found = []
-        for name, make in makers.items():
-            for numel in UPDATE_NUMEL:
-                took = self._update(make, numel, seconds / 4)
-                found.append({"optimizer": name, "numel": numel, **took._asdict()})
-        return found
+        return [
+            {"optimizer": name, "numel": numel, **self._update(make, numel, seconds / 4)._asdict()}
+            for name, make in makers.items()
+            for numel in UPDATE_NUMEL
+        ]
 
-    def _update(
-        self, make: Callable[[list[Tensor]], torch.optim.Optimizer], numel: int, seconds: float
-    ) -> Sample:
+    def _update(self, make: Callable[..., Any], numel: int, seconds: float) -> Sample:
         tensors = 8
         params = [torch.ones(numel, device=self.device) for _ in range(tensors)]
         for param in params:
             param.grad = torch.ones_like(param)
-        optimizer = make(params)
-        took = self._sample(optimizer.step, seconds)
+        took = self._sample(make(params).step, seconds)
         return Sample(*(value / tensors for value in took))
 
     def _sample(self, call: Callable[[], Any], seconds: float) -> Sample:

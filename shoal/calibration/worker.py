@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.calibration.kernels import KernelBench
-from shoal.calibration.sampling import Sample, sample_rounds
+from shoal.calibration.sampling import sample_rounds
 from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
@@ -44,22 +44,18 @@ class CallBench:
         self._executor = "nccl" if job.device.type == "cuda" else "shm"
         self._round_s = seconds / (len(KINDS) + 1) / len(SIZES) / _ROUNDS
 
-    def measure(self) -> list[dict[str, Any]]:
-        return list(self._calls())
-
-    def _calls(self) -> Iterator[dict[str, Any]]:
+    def calls(self) -> Iterator[dict[str, Any]]:
         for kind in KINDS:
             yield self._measure(self._executor, kind, partial(self._native, kind))
         if self._device.type == "cpu" and dist.is_gloo_available():
-            yield self._measure("gloo", "all_reduce", self._gloo)
+            yield self._measure(
+                "gloo", "all_reduce", lambda size: partial(dist.all_reduce, torch.zeros(size // 4))
+            )
 
     def _measure(
         self, executor: str, kind: str, make: Callable[[int], Callable[[], Any]]
     ) -> dict[str, Any]:
-        points = []
-        for num_bytes in SIZES:
-            took = self._sample(make(num_bytes))
-            points.append({"bytes": num_bytes, **took._asdict()})
+        points = [{"bytes": size, **self._sample(make(size))} for size in SIZES]
         ranks = self._group.size
         return {"executor": executor, "kind": kind, "ranks": ranks, "points": points}
 
@@ -81,18 +77,19 @@ class CallBench:
         }
         return calls[kind]
 
-    def _gloo(self, num_bytes: int) -> Callable[[], Any]:
-        data = torch.zeros(num_bytes // 4)
-        return lambda: dist.all_reduce(data)
-
-    def _sample(self, call: Callable[[], Any]) -> Sample:
+    def _sample(self, call: Callable[[], Any]) -> dict[str, float]:
         call()
         start_s = time.perf_counter()
         call()
         calls = torch.tensor([self._round_s / (time.perf_counter() - start_s)])
         self._group.broadcast(calls).wait()
         number = int(min(1000, max(1, float(calls))))
-        return sample_rounds(call, number, _ROUNDS, lambda: self._group.barrier().wait())
+        return _rounds(self._group, call, number)
+
+
+def _rounds(group: Group, call: Callable[[], Any], calls: int) -> dict[str, float]:
+    """Seconds of one call, of which all ranks make as many in a round."""
+    return sample_rounds(call, calls, _ROUNDS, lambda: group.barrier().wait())._asdict()
 
 
 def _exchange(group: Group, mine: Tensor, theirs: Tensor) -> None:
@@ -129,25 +126,16 @@ class HandoverBench:
 
     def measure(self) -> dict[str, Any]:
         """Seconds of one piece of work, and of one with a call behind it."""
-        self._products = self._agree(self._products_of_work())
-        ways = {"work": self._work, "meet": self._meet, "hand over": self._hand_over}
-        return {name: self._sample(way) for name, way in ways.items()}
-
-    def _products_of_work(self) -> float:
         self._work()
         start_s = time.perf_counter()
         for _ in range(_CALLS):
             self._work()
-        return _WORK_S / max(1e-9, (time.perf_counter() - start_s) / _CALLS)
-
-    def _agree(self, number: float) -> int:
-        numbers = torch.tensor([number])
-        self._group.broadcast(numbers).wait()
-        return max(1, round(float(numbers)))
-
-    def _sample(self, way: Callable[[], None]) -> dict[str, float]:
-        took = sample_rounds(way, _CALLS, _ROUNDS, lambda: self._group.barrier().wait())
-        return took._asdict()
+        products = _WORK_S / max(1e-9, (time.perf_counter() - start_s) / _CALLS)
+        agreed = torch.tensor([products])
+        self._group.broadcast(agreed).wait()
+        self._products = max(1, round(float(agreed)))
+        ways = {"work": self._work, "meet": self._meet, "hand over": self._hand_over}
+        return {name: _rounds(self._group, way, _CALLS) for name, way in ways.items()}
 
     def _work(self) -> None:
         for _ in range(self._products):
@@ -209,9 +197,9 @@ def served(job: shoal.Job) -> dict[str, Any]:
 def _push(job: shoal.Job, num_bytes: int) -> dict[str, Any]:
     model = Wide(num_bytes)
     compute = partial(_compute, model)
-    computed = sample_rounds(compute, _PUSHES, _ROUNDS, lambda: job.group.barrier().wait())
+    computed = _rounds(job.group, compute, _PUSHES)
     taken = _served(job, _ASYNC, model, _PUSHES)
-    return {"bytes": num_bytes, "computed": computed._asdict(), "async": taken}
+    return {"bytes": num_bytes, "computed": computed, "async": taken}
 
 
 def _compute(model: nn.Module) -> None:
@@ -222,17 +210,16 @@ def _compute(model: nn.Module) -> None:
 def _served(job: shoal.Job, strategy: str, model: nn.Module, steps: int) -> dict[str, float]:
     with_server = Job(as_strategy(strategy), job.group, device=job.device)
     try:
-        return _step(with_server, model.to(job.device), steps, _ROUNDS)
+        return _step(with_server, model.to(job.device), steps)
     finally:
         with_server.close()
 
 
-def _step(job: shoal.Job, model: nn.Module, steps: int, rounds: int) -> dict[str, float]:
+def _step(job: shoal.Job, model: nn.Module, steps: int) -> dict[str, float]:
     step = job.step(model, _loss, optimizer=MOMENTUM)
     data = torch.ones(8 * job.size, 4)
     batch = next(iter(job.batches([(data, data)])))
-    took = sample_rounds(lambda: step(batch), steps, rounds, lambda: job.group.barrier().wait())
-    return took._asdict()
+    return _rounds(job.group, lambda: step(batch), steps)
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -267,9 +254,9 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
     }
     for name in ("memory", "named", "launches", "updates"):
         found[name] = _together(job, getattr(bench, name), _SHARES[name] * scale * seconds)
-    found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS, _ROUNDS)
+    found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS)
     if not alone:
-        found["calls"] = CallBench(job, _SHARES["calls"] * seconds).measure()
+        found["calls"] = list(CallBench(job, _SHARES["calls"] * seconds).calls())
         if job.device.type == "cpu":
             found["handover"] = HandoverBench(job.group).measure()
         found["served"] = served(job)

@@ -18,6 +18,7 @@ transformer), unless that holds experts, which run side by side.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,12 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from shoal.errors import BadInput
-from shoal.plan.tracing.recorder import Recorded, Splits, TraceRecorder
+from shoal.plan.tracing.recorder import Recorded, RecordedLayer, Splits, TraceRecorder
 from shoal.plan.workloads.traced_workload import (
     Line,
-    TracedKernel,
     TracedLayer,
-    TracedMessage,
     TracedWorkload,
     group_equal,
 )
@@ -219,32 +218,38 @@ def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> torch.auto
 # ------------------------------------------------------------------------------ two traces
 
 
+_LINES = ("flops", "activations", "divided_activations", "input_bytes", "output_bytes")
+_NUMBERS = ("parameters", "divided_parameters", "expert_parameters", "shared_parameters")
+
+
 def _merge(name: str, small: Recorded, large: Recorded, rows: tuple[int, int]) -> TracedLayer:
     """One layer of both traces; what only one of them has grows in proportion to the batch."""
     one, other = small.layers.get(name), large.layers[name]
-    share = rows[0] / rows[1]
-    is_equal = one is not None and [k.name for k in one.kernels] == [k.name for k in other.kernels]
-    if one is None or not is_equal:
-        one = other.scaled(share)
-    kernels = tuple(
-        TracedKernel(a.kernel, b.kernel, b.phase, b.divided)
-        for a, b in zip(one.kernels, other.kernels, strict=True)
-    )
-    messages = tuple(
-        TracedMessage(b.kind, b.axis, Line(a.bytes, b.bytes), b.phase)
-        for a, b in zip(one.messages, other.messages, strict=True)
-    )
+    names = [kernel.large.name for kernel in other.kernels]
+    if one is None or [kernel.large.name for kernel in one.kernels] != names:
+        one = _scaled(other, rows[0] / rows[1])
     return TracedLayer(
         name or "model",
-        kernels,
-        messages,
-        Line(one.flops, other.flops),
-        parameters=other.parameters,
-        divided_parameters=other.divided_parameters,
-        expert_parameters=other.expert_parameters,
-        shared_parameters=other.shared_parameters,
-        activations=Line(one.activations, other.activations),
-        divided_activations=Line(one.divided_activations, other.divided_activations),
-        input_bytes=Line(one.input_bytes, other.input_bytes),
-        output_bytes=Line(one.output_bytes, other.output_bytes),
+        tuple(b._replace(small=a.small) for a, b in zip(one.kernels, other.kernels, strict=True)),
+        tuple(
+            b._replace(bytes=Line(a.bytes.small, b.bytes.large))
+            for a, b in zip(one.messages, other.messages, strict=True)
+        ),
+        **{key: Line(one.sizes[key], other.sizes[key]) for key in _LINES},
+        **{key: other.sizes[key] for key in _NUMBERS},
     )
+
+
+def _scaled(layer: RecordedLayer, share: float) -> RecordedLayer:
+    """As it would be if all of it grew with the batch."""
+    kernels = []
+    for traced in layer.kernels:
+        kernel = traced.large
+        rows = max(1, round(kernel.m * share)) if kernel.flops else 0
+        shrunk = kernel._replace(flops=kernel.flops * share, bytes=kernel.bytes * share, m=rows)
+        kernels.append(traced._replace(small=shrunk))
+    messages = [
+        one._replace(bytes=Line(one.bytes.large * share, one.bytes.large)) for one in layer.messages
+    ]
+    sizes = defaultdict(float, {key: size * share for key, size in layer.sizes.items()})
+    return RecordedLayer(kernels, messages, sizes)

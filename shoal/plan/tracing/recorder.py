@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,8 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.plan.tracing.ops import bytes_of, cost_of, grouped_shape, named_arguments
-from shoal.plan.workloads.traced_workload import Divided, Phase
-from shoal.plan.workloads.workload import HeldTensor, Kernel
+from shoal.plan.workloads.traced_workload import (
+    Divided,
+    Line,
+    Phase,
+    TracedKernel,
+    TracedMessage,
+)
+from shoal.plan.workloads.workload import HeldTensor
 from shoal.pytree import tensors_of
 
 
@@ -61,49 +68,13 @@ _VIEWS = (
 )
 
 
-class RecordedKernel(NamedTuple):
-    kernel: Kernel
-    phase: Phase
-    divided: Divided
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-
-class RecordedMessage(NamedTuple):
-    kind: str
-    axis: str
-    bytes: float
-    phase: Phase
-
-
 @dataclass
 class RecordedLayer:
-    kernels: list[RecordedKernel] = field(default_factory=list)
-    messages: list[RecordedMessage] = field(default_factory=list)
-    flops: float = 0.0
-    parameters: float = 0.0
-    divided_parameters: float = 0.0
-    expert_parameters: float = 0.0
-    shared_parameters: float = 0.0
-    activations: float = 0.0
-    divided_activations: float = 0.0
-    input_bytes: float = 0.0
-    output_bytes: float = 0.0
+    """One layer of one trace; `sizes` are those of a `TracedLayer` by name."""
 
-    def scaled(self, share: float) -> RecordedLayer:
-        """As it would be if all of it grew with the batch."""
-        names = ("flops", "activations", "divided_activations", "input_bytes", "output_bytes")
-        kernels = [one._replace(kernel=_scaled(one.kernel, share)) for one in self.kernels]
-        messages = [one._replace(bytes=one.bytes * share) for one in self.messages]
-        sizes = {name: share * getattr(self, name) for name in names}
-        return replace(self, kernels=kernels, messages=messages, **sizes)
-
-
-def _scaled(kernel: Kernel, share: float) -> Kernel:
-    rows = max(1, round(kernel.m * share)) if kernel.flops else 0
-    return kernel._replace(flops=kernel.flops * share, bytes=kernel.bytes * share, m=rows)
+    kernels: list[TracedKernel] = field(default_factory=list)
+    messages: list[TracedMessage] = field(default_factory=list)
+    sizes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Recorded(NamedTuple):
@@ -175,8 +146,8 @@ class TraceRecorder:
             self._layers[""] = RecordedLayer()
         first = next(iter(self._layers.values()))
         first.kernels[:0] = self._before_first.kernels
-        first.flops += self._before_first.flops
-        first.activations += self._before_first.activations
+        for name, size in self._before_first.sizes.items():
+            first.sizes[name] += size
         self._count_parameters()
         return Recorded(self._layers, self._held_tensors())
 
@@ -210,10 +181,10 @@ class TraceRecorder:
 
     def _enter_layer(self, name: str, num_bytes: float) -> None:
         if self._layer is not None and num_bytes and not self._is_backward:
-            self._layers[self._layer].output_bytes = num_bytes
+            self._layers[self._layer].sizes["output_bytes"] = num_bytes
         self._layer = name
-        layer = self._layers.setdefault(name, RecordedLayer())
-        layer.input_bytes = layer.input_bytes or num_bytes
+        sizes = self._layers.setdefault(name, RecordedLayer()).sizes
+        sizes["input_bytes"] = sizes["input_bytes"] or num_bytes
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
@@ -228,12 +199,12 @@ class TraceRecorder:
             self._is_between = role == "column"
         if name in self._units:
             outputs = [t for t in _tensors(output) if t.requires_grad]
-            self._layers[name].output_bytes = bytes_of(outputs[:1])
+            self._layers[name].sizes["output_bytes"] = bytes_of(outputs[:1])
         self._mark()
 
     def _send(self, kind: str, num_bytes: float, phase: Phase, axis: str = "tp") -> None:
         if self._layer is not None:
-            message = RecordedMessage(kind, axis, num_bytes, phase)
+            message = TracedMessage(kind, axis, Line(num_bytes, num_bytes), phase)
             self._layers[self._layer].messages.append(message)
 
     def _mark(self) -> None:
@@ -260,12 +231,12 @@ class TraceRecorder:
             return
         position, phase = self._place(args)
         layer = self._layers[position.layer] if position.layer is not None else self._before_first
-        layer.flops += cost.flops
+        layer.sizes["flops"] += cost.flops
         for kernel in cost.kernels:
             name = f"{position.module} {kernel.name}".strip()
             chosen: Phase = "weight" if kernel.name.endswith("weight gradient") else phase
             named = kernel._replace(name=name)
-            layer.kernels.append(RecordedKernel(named, chosen, position.divided))
+            layer.kernels.append(TracedKernel(named, named, chosen, position.divided))
 
     def _place(self, args: Sequence[Any]) -> tuple[_Position, Phase]:
         if not self._is_backward:
@@ -289,10 +260,8 @@ class TraceRecorder:
         fresh = self._saved.add(tensor)
         position = self._here()
         layer = self._layers[position.layer] if position.layer is not None else self._before_first
-        if position.divided in ("row", "all"):
-            layer.divided_activations += fresh
-        else:
-            layer.activations += fresh
+        is_divided = position.divided in ("row", "all")
+        layer.sizes["divided_activations" if is_divided else "activations"] += fresh
         return tensor
 
     # -------------------------------------------------------------------------- parameters
@@ -303,18 +272,18 @@ class TraceRecorder:
         first = next(iter(self._layers))
         for name, module in self._in_order():
             layer_name = self._layer_of(name) or first
-            layer = self._layers[layer_name]
+            sizes = self._layers[layer_name].sizes
             for own, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in homes:
                     is_shared = homes[id(parameter)] != layer_name
-                    layer.shared_parameters += parameter.numel() if is_shared else 0
+                    sizes["shared_parameters"] += parameter.numel() if is_shared else 0
                     continue
                 homes[id(parameter)] = layer_name
                 is_whole = self._divides(name, own) == ""
                 kind = "parameters" if is_whole else "divided_parameters"
-                setattr(layer, kind, getattr(layer, kind) + parameter.numel())
+                sizes[kind] += parameter.numel()
                 if f"{name}.{own}".strip(".") in of_experts:
-                    layer.expert_parameters += parameter.numel()
+                    sizes["expert_parameters"] += parameter.numel()
 
     def _held_tensors(self) -> tuple[HeldTensor, ...]:
         """Every layer that uses a tensor has it; each layer is a unit of zero(3)."""
