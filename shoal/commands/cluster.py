@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import typer
 from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
 from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.discover import Discovery
 from shoal.cluster.discover import discover as discover_host
 from shoal.cluster.drawing import draw_cluster, host_lines, levels, narrowest, narrowest_cut
 from shoal.cluster.hardware import Device, MeasuredCalls
@@ -77,16 +75,12 @@ def _between(cluster: Cluster) -> Iterator[Part]:
     sizes = sorted({size for calls in cluster.between for size, _ in calls.points})
     heads = ["all-reduce", *map(show_bytes, sizes)]
     title = f"{cluster.name}: between {cluster.between[0].ranks} hosts, medians (quartiles)"
-    rows = [
-        [
-            calls.executor,
-            *(
-                _spread(seconds, quartiles, show_seconds)
-                for (_, seconds), quartiles in zip(calls.points, calls.spread, strict=True)
-            ),
-        ]
-        for calls in cluster.between
-    ]
+    rows = []
+    for calls in cluster.between:
+        times = zip(calls.points, calls.spread, strict=True)
+        rows.append(
+            [calls.executor, *(_spread(s, around, show_seconds) for (_, s), around in times)]
+        )
     yield plain_table(title, heads, rows, left=1)
     choice = choose_between(cluster.between)
     if choice is not None:
@@ -153,22 +147,16 @@ def calibrate_command(
         return
     if cluster is not None:
         raise BadInput("--cluster is the file that figures between hosts are added to: give --on")
-    _calibrate_here(output, workers, seconds, device, as_json)
-
-
-def _calibrate_here(
-    output: Path | None, workers: int | None, seconds: float, device: str | None, as_json: bool
-) -> None:
-    cluster = calibrate(CalibrationOptions(workers, seconds, device), say)
-    text = cluster_text(cluster)
-    kept = keep(cluster, device) if workers is None else None
+    measured = calibrate(CalibrationOptions(workers, seconds, device), say)
+    text = cluster_text(measured)
+    kept = keep(measured, device) if workers is None else None
     if output is not None:
         write_text(output, text)
     if kept is None and output is None and not as_json:
         raise BadInput("the cache folder cannot be written: name a file with -o")
     written = [str(path) for path in (output, kept) if path is not None]
     document = {"files": written, "cluster": msgspec.toml.decode(text)}
-    show_parts(document, [*_figures(cluster), f"written to {' and '.join(written)}"], as_json)
+    show_parts(document, [*_figures(measured), f"written to {' and '.join(written)}"], as_json)
 
 
 def _figures(cluster: Cluster) -> Iterator[Part]:
@@ -275,7 +263,9 @@ def discover(
     """
     found = discover_host()
     if output is not None:
-        write_text(output, _file_text(found))
+        comments = ["Read by `shoal cluster discover`, not measured.", *found.notes]
+        head = "".join(f"# {line}\n" for line in comments)
+        write_text(output, head + cluster_text(found.cluster))
     if not as_json:
         show_parts(None, [*host_lines(found.host), ""], as_json)
         draw_cluster(found.cluster, wide_console())
@@ -285,13 +275,6 @@ def discover(
     show_parts({**found_document, "notes": notes}, [*notes, *written], as_json)
 
 
-def _file_text(found: Discovery) -> str:
-    comments = "".join(f"# {note}\n" for note in found.notes)
-    return f"# Read by `shoal cluster discover`, not measured.\n{comments}" + cluster_text(
-        found.cluster
-    )
-
-
 def resized(
     cluster: Cluster, nodes: int | None, racks: int | None, oversubscription: float | None
 ) -> Cluster:
@@ -299,8 +282,6 @@ def resized(
     total = nodes or max(cluster.nodes, racks or 1)
     if total > 1 and cluster.node.nic is None:
         raise BadInput(f"--nodes {total}: a node of {cluster.name} has no nic to reach another")
-    if racks is not None and racks > total:
-        raise BadInput(f"--racks {racks}: give at least as many --nodes as racks, not {total}")
     if racks is not None and total % racks:
         raise BadInput(f"--racks {racks}: {total} nodes do not fill {racks} racks evenly")
     per_rack = cluster.nodes_per_rack if racks is None else total // racks
@@ -309,8 +290,6 @@ def resized(
     resized = replace(cluster, nodes=total, nodes_per_rack=per_rack)
     if oversubscription is None:
         return resized
-    if not math.isfinite(oversubscription):
-        raise BadInput("--oversubscription: a number is expected, such as 4 for 1:4")
     if resized.racks == 1:
         raise BadInput("--oversubscription is between racks, and there is one rack: give --racks 2")
     return replace(resized, oversubscription=oversubscription)

@@ -13,8 +13,7 @@ from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
-from shoal.plan.gantt import draw
-from shoal.plan.gantt_svg import gantt_svg
+from shoal.plan.gantt import draw, gantt_svg
 from shoal.plan.timeline import Time, Timeline, Times, simulate
 from shoal.schedules.pipelines.actions import check_sizes
 from shoal.schedules.pipelines.catalog import CATALOG, build

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster.cluster import Cluster
@@ -52,20 +52,15 @@ def merge(found: Iterable[Priced]) -> list[Priced]:
     kept: dict[Layout, list[Priced]] = {}
     for one in plainest_first(found):
         same = kept.setdefault(one.layout, [])
-        place = _dominating(same, one)
+        needs = one.prediction.memory.total
+        smaller = (n for n, other in enumerate(same) if other.prediction.memory.total <= needs)
+        place = next(smaller, None)
         if place is None:
             same.append(one)
         else:
             names = (*same[place].merged, one.prediction.strategy)
             same[place] = replace(same[place], merged=names)
     return plainest_first(one for group in kept.values() for one in group)
-
-
-def _dominating(kept: Sequence[Priced], one: Priced) -> int | None:
-    for place, other in enumerate(kept):
-        if other.prediction.memory.total <= one.prediction.memory.total:
-            return place
-    return None
 
 
 def plainest_first(found: Iterable[Priced]) -> list[Priced]:
@@ -106,7 +101,6 @@ class SearchOptions:
     top: int = 10
     include_async: bool = False
     notation_only: bool = False  # only what `-s` can say: no recompute or micro-batches without pp
-    recomputes: tuple[Recompute, ...] = _LADDER
 
 
 @dataclass(frozen=True)
@@ -138,10 +132,11 @@ def search(
         )
     priced = run.priced
     ranked = merge(exact.fits.values())[: options.top]
-    best_s = ranked[0].seconds if ranked else math.inf
+    best_s = ranked[0].seconds if ranked else 0.0
+    faster = sorted((one for one in exact.larger.values() if one.seconds < best_s), key=order)
     return SearchResult(
         tuple(ranked),
-        tuple(_faster(exact.larger.values(), best_s)[:3]) if ranked else (),
+        tuple(faster[:3]),
         tuple(merge(relaxed.fits.values())[: options.top]),
         None if ranked else run.least(workers),
         None if ranked else run.fewest_workers(),
@@ -195,19 +190,16 @@ class _Search:
             on_priced(done, len(bounded))
             if bound_s > found.limit_s:
                 break
-            for sync in self._syncs(shape.layout, equals_single):
+            for sync in syncs(shape.layout, self.cluster, self.workers, equals_single):
                 self._try(found, shape, sync)
         on_priced(len(bounded), len(bounded))
         return found
-
-    def _syncs(self, layout: Layout, equals_single: bool) -> list[SyncTerm | None]:
-        return syncs(layout, self.cluster, self.workers, equals_single)
 
     def _bounded(self, equals_single: bool) -> list[tuple[float, int, Shape]]:
         """Every shape with the time that none of its variants is below, in its order."""
         bounded = []
         for number, shape in enumerate(self._shapes()):
-            ways = self._syncs(shape.layout, equals_single)
+            ways = syncs(shape.layout, self.cluster, self.workers, equals_single)
             self.variants += len(ways) * len(list(pipelines(shape, self.layers))) * len(_LADDER)
             if ways and (first := self._price(shape, ways[0], ("1f1b", 1), "none")) is not None:
                 parts = first.prediction.parts
@@ -252,7 +244,7 @@ class _Search:
     def _ladder(self, shape: Shape) -> Iterable[Recompute]:
         if not self.options.notation_only:
             knows = self.workload.limits.selective_recompute
-            return [one for one in self.options.recomputes if knows or one != "selective"]
+            return [one for one in _LADDER if knows or one != "selective"]
         return ("none", "full") if shape.layout.pp > 1 else ("none",)
 
     def _price(
@@ -286,7 +278,8 @@ class _Search:
             last = [shape for shape in tried if shape.microbatch == smallest][-1:]
             for shape in last:
                 ways = syncs(layout, self.cluster, workers, True)
-                sharding = [sync for sync in ways if layout.replicas == 1 or _shards(sync)]
+                is_alone = layout.replicas == 1
+                sharding = [s for s in ways if is_alone or (s is not None and s.shards_state)]
                 recompute = tuple(self._ladder(shape))[-1]
                 found += [
                     self._price(shape, sync, ("1f1b", 1), recompute, workers) for sync in sharding
@@ -307,15 +300,6 @@ class _Search:
         return None
 
 
-def _shards(sync: SyncTerm | None) -> bool:
-    return sync is not None and sync.shards_state
-
-
-def _faster(found: Iterable[Priced], limit_s: float) -> list[Priced]:
-    return sorted((one for one in found if one.seconds < limit_s), key=order)
-
-
 def _without_bubble(one: Priced) -> float:
-    bubble = sum(part.seconds for part in one.prediction.parts if part.name in ("bubble", "pp"))
-    recompute = sum(part.seconds for part in one.prediction.parts if part.name == "recompute")
-    return one.seconds - bubble - recompute
+    left_out = ("bubble", "pp", "recompute")
+    return one.seconds - sum(p.seconds for p in one.prediction.parts if p.name in left_out)

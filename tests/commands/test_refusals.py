@@ -204,7 +204,7 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("cluster show dgx-a10", "did you mean dgx-a100?"),
         ("cluster show none.toml", "cannot read none.toml: No such file or directory"),
         ("cluster show dgx-a100 --nodes 3 --racks 2", "3 nodes do not fill 2 racks evenly"),
-        ("cluster show dgx-a100 --nodes 1 --racks 2", "at least as many --nodes as racks, not 1"),
+        ("cluster show dgx-a100 --nodes 1 --racks 2", "1 nodes do not fill 2 racks evenly"),
         ("cluster show dgx-a100 --oversubscription 4", "give --racks 2"),
         ("cluster show laptop --nodes 2", "a node of laptop has no nic"),
         ("cluster show h200 --svg /none/c.svg", "cannot write /none/c.svg"),

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.errors import BadInput
-from shoal.plan.gantt_svg import gantt_svg
+from shoal.plan.gantt import gantt_svg
 from shoal.plan.timeline import Times, simulate
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
