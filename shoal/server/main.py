@@ -121,19 +121,17 @@ def _chain_settings(config: RunConfig, run_dir: RunDir) -> ChainSettings | None:
         return None
     consistency: ChainConsistency = "eventual" if of_server.consistency == "eventual" else "strong"
     place = ChainPlace(of_server.shard, of_server.replica, of_server.replicas, consistency)
-    addresses: list[str] = []
-    leaders: list[str] = []
+    known: dict[int, str] = {}
     if of_server.listen is None and of_server.beyond is None:  # all are in this run directory
-        first = place.shard * place.copies
-        addresses = [run_dir.socket(first + replica) for replica in range(place.copies)]
-        leaders = [run_dir.socket(replica) for replica in range(place.copies)]
+        known = {
+            process: run_dir.socket(process) for process in range(place.process + place.copies)
+        }
     coordinator, leases = (open_coordinator(config, place.in_words()) for _ in range(2))
     return ChainSettings(
         place,
-        addresses,
+        known,
         coordinator,
         lease_ttl_s(config),
-        leaders,
         leases,
         host_id(config.host_id).decode(),
         config.hostname or socket.gethostname(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
@@ -12,9 +11,62 @@ import msgspec
 from shoal.server.chain.config import NO_CONFIG, ChainConfig
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.read_lease import ReadLease
 
-NOTHING: Mapping[int, Collection[int]] = MappingProxyType({})
+_OF_TTL = 0.9  # clocks run at rates that differ by less
+
+
+class ReadLease:
+    """A copy's lease at the coordinator, and the epoch from which on it counts.
+
+    A member is removed when the coordinator says that its lease has ended. So while it holds one,
+    it is a member of the latest configuration, and everything committed is in its log. The value
+    is read first and the lease is checked after: a pause at any moment is then harmless.
+
+    A removal may be under way that was decided before this lease began. It fails once there is a
+    later epoch than the one that was current after the lease had begun: the lease counts from then.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # of the present lease
+        self.is_held = False
+        self._until_s = float("-inf")
+        self._settled_s = float("inf")
+        self._after_epoch: int | None = None  # None: not known yet
+
+    def granted(self, asked_s: float, ttl_s: float) -> None:
+        """There is a new lease, asked for at `asked_s`, and alive/<process> is bound to it."""
+        self.number += 1
+        self._after_epoch = None  # first: another thread may ask for `is_valid`
+        self.is_held = True
+        self._until_s = asked_s + _OF_TTL * ttl_s
+        self._settled_s = asked_s + ttl_s
+
+    def renewed(self, asked_s: float, left_s: float) -> None:
+        if self.is_held:
+            self._until_s = max(self._until_s, asked_s + _OF_TTL * left_s)
+
+    def lost(self) -> None:
+        self.is_held = False
+        self._until_s = float("-inf")
+        self._settled_s = float("inf")
+        self._after_epoch = None
+
+    def saw(self, epoch: int, number: int) -> None:
+        """This epoch was current at the coordinator, asked for when lease `number` had begun."""
+        if self.is_held and number == self.number and self._after_epoch is None:
+            self._after_epoch = epoch
+
+    def needs_epoch(self, epoch: int) -> bool:
+        """Whether the lease would count if there were a later epoch than this one."""
+        return self._after_epoch is not None and epoch <= self._after_epoch
+
+    def is_valid(self, epoch: int, now_s: float) -> bool:
+        """Whether a member in this epoch may answer what it has read before `now_s`."""
+        return now_s < self._until_s and self._after_epoch is not None and epoch > self._after_epoch
+
+    def is_settled(self, now_s: float) -> bool:
+        """Whether others have had time to get a lease, too, if all had lost theirs."""
+        return now_s >= self._settled_s
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -34,22 +86,14 @@ CoordinatorRequest: TypeAlias = Fetch | Swap
 
 
 class ChainManager:
-    """Decides for one copy. The process around it asks `next_request`, carries the request out
-    (one at a time), and reports the answer; where there is none it calls nothing and asks again
-    after a while. The methods that report return effects of the node.
-
-        look()                      something may have changed: a watch, a broken connection,
-                                    `Refetch`, `ChangeConfig`, a tick
-        fetched(…) swapped(…)       answers
-        conflicted()                the compare-and-set was refused
-        lease.granted(…) …          see ReadLease
+    """Decides for one copy. The process around it asks `next_request`, carries it out and reports
+    the answer (`fetched`, `swapped`, `conflicted`), or asks again after a while; it calls `look`
+    when something may have changed. The methods that report return effects of the node.
 
     Members whose lease has ended are removed by the first member that is alive. A tail that has
     asked for one more member repeats that until some later epoch is known. Where two neighbours are
     alive and do not reach each other, one leaves: it gives up its lease first, so it answers no
-    read alone, and comes back behind the tail. `alive` has the incarnation of each copy with a
-    lease, by copy number; `unreachable`, whom each does not reach. `founders` make up the first
-    configuration, as soon as all are alive.
+    read alone, and comes back behind the tail. `founders` make up the first configuration.
     """
 
     def __init__(self, node: ChainNode, founders: tuple[int, ...], lease: ReadLease | None = None):
@@ -81,14 +125,14 @@ class ChainManager:
         config: ChainConfig | None,
         version: int,
         alive: dict[int, int],
-        unreachable: Mapping[int, Collection[int]] = NOTHING,
+        unreachable: Mapping[int, Collection[int]] | None = None,
     ) -> list[Effect]:
         config = config or NO_CONFIG
         self.lease.saw(config.epoch, request.lease)
         effects = self._know(config, version)
         if config.epoch == self.node.epoch:
             self._alive = alive
-            self._unreachable = unreachable
+            self._unreachable = unreachable or {}
             self._must_look = False
         return effects
 
@@ -116,18 +160,14 @@ class ChainManager:
             return None
         alive = [m for m in config.members if self._is_alive(config, m)]
         lost = set(config.members) - {*alive, self.node.me}
-        if self.node.asked is not None:
-            return self._asked_or_renewed(self.node.asked)
+        if (asked := self.node.asked) is not None:
+            # either ends the epoch, so that the tail knows where it is
+            return asked if self._is_alive(asked, asked.members[-1]) else config.renewed()
         if lost and alive[:1] == [self.node.me] and self.lease.is_settled(now_s):
             return config.without(lost)
         if not lost and who_leaves(config.members, self._unreachable) == self.node.me:
             return config.without({self.node.me})
         return config.renewed() if self.lease.needs_epoch(config.epoch) else None
-
-    def _asked_or_renewed(self, asked: ChainConfig) -> ChainConfig:
-        """Either ends the epoch, so that the tail knows where it is."""
-        is_there = self._is_alive(asked, asked.members[-1])
-        return asked if is_there else self.node.config.renewed()
 
     def _first(self) -> ChainConfig | None:
         alive = self._alive or {}
@@ -143,11 +183,9 @@ class ChainManager:
 
 
 def who_leaves(members: Sequence[int], unreachable: Mapping[int, Collection[int]]) -> int | None:
-    """The one that most others do not reach, the later in the chain of two alike; None if pushes
-    get through.
+    """The one that most others do not reach, the later of two alike; None if pushes get through.
 
-    `unreachable` is what each member says of the others. Two are apart when both say so: one that
-    has died says nothing.
+    Two are apart when both say so: one that has died says nothing.
     """
     apart = {
         frozenset((a, b))

@@ -9,20 +9,24 @@ for one of them.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+import torch
 
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import Header, Refused
+from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.runtime.failpoints import failpoint
 from shoal.server.chain.config import Entry, take
-from shoal.server.chain.manager import ChainManager
+from shoal.server.chain.manager import ChainManager, ReadLease
 from shoal.server.chain.messages import (
     WHILE_APPLYING,
     Acked,
@@ -39,7 +43,7 @@ from shoal.server.chain.messages import (
     Teach,
 )
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.read_lease import ReadLease
+from shoal.server.consistency import Count
 from shoal.server.member.operations import (
     OnCommitted,
     Operation,
@@ -51,10 +55,65 @@ from shoal.server.member.operations import (
 )
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace, Elsewhere
-from shoal.server.member.snapshots import install_images, read_snapshot, snapshot_sender
+from shoal.server.messages import WireMessage
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel
-from shoal.server.process.model_host import ModelHost
+from shoal.server.model.shard import DTYPES
+from shoal.server.model.snapshot import ModelImage, image_of, install
+from shoal.server.process.model_host import MAX_MODELS, ModelHost
+from shoal.server.shared_memory import bytes_of
+
+
+class Snapshot(WireMessage, frozen=True):
+    """Their tensors are the payload, in the same order."""
+
+    incarnation: Count
+    position: Count
+    images: Annotated[tuple[ModelImage, ...], msgspec.Meta(max_length=MAX_MODELS)]
+
+
+def snapshot_sender(
+    host: ModelHost, incarnation: int, position: int
+) -> Callable[[Connection, Header], None]:
+    """Copy the state now; the function that is returned sends it."""
+    failpoint("snapshot.begin")
+    found = [image_of(number, model) for number, model in sorted(host.models.items())]
+    meta = encode(Snapshot(incarnation, position, tuple(image for image, _ in found)))
+    views = [bytes_of(tensor) for _, tensors in found for tensor in tensors]
+
+    def send(connection: Connection, header: Header) -> None:
+        connection.send(header._replace(kind=FrameKind.SNAPSHOT), meta, *views)
+
+    return send
+
+
+def read_snapshot(
+    meta: bytes, connection: Connection, num_bytes: int, max_bytes: int
+) -> tuple[Snapshot, list[torch.Tensor]]:
+    """Refused, before anything is allocated, where the lengths do not fit."""
+    snapshot = decode(meta, Snapshot)
+    forms = [form for image in snapshot.images for form in image.tensors]
+    expected = sum(math.prod(form.shape) * DTYPES[form.dtype].itemsize for form in forms)
+    if num_bytes != expected or expected > max_bytes:
+        raise Refused(f"a snapshot of {num_bytes} bytes, expected {expected}")
+    tensors = [torch.empty(form.shape, dtype=DTYPES[form.dtype]) for form in forms]
+    for tensor in tensors:
+        connection.read_into(bytes_of(tensor))
+    return snapshot, tensors
+
+
+def install_images(host: ModelHost, snapshot: Snapshot, tensors: list[torch.Tensor]) -> None:
+    """Hold the models in this state; Refused if tensors and description do not fit."""
+    source = iter(tensors)
+    for image in snapshot.images:
+        model = host.hold(image.number, image.saved.spec)
+        try:
+            with model.lock:
+                install(model, image, source)
+                model.lock.notify_all()
+        except (StopIteration, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise Refused(f"the state of another replica does not fit: {error}") from error
+
 
 MAX_KEPT_BYTES = 1 << 30  # of pushes, for a copy that catches up; at least 4 of them
 _OPERATION_BYTES = 512  # about, without a payload
@@ -135,7 +194,7 @@ class ChainCore:
     def _new_node(self, incarnation: int) -> None:
         place = self.place
         self.node = ChainNode(place.copy, incarnation, place.consistency, place.copies)
-        self.node.weigh = _kept_bytes
+        self.node.weigh = lambda op: min(op.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
         self.node.max_weight = MAX_KEPT_BYTES
         founders = tuple(range(place.copies))
         self.manager = ChainManager(self.node, founders, self.lease)
@@ -250,15 +309,11 @@ class ChainCore:
         except ShoalError as error:
             outcome.error = Refused(str(error))
         except Exception as error:  # of an optimizer: the same in all copies
-            outcome.error = self._failed(proposed.operation, error)
+            reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
+            outcome.error = ModelFailure(reason)
+            if (model := self.host.models.get(proposed.operation.model)) is not None:
+                model.fail(reason)
         return outcome
-
-    def _failed(self, operation: Operation, error: Exception) -> Exception:
-        reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
-        model = self.host.models.get(operation.model)
-        if model is not None:
-            model.fail(reason)
-        return ModelFailure(reason)
 
     def _reset(self) -> None:
         """It has lost its place: begin again without state, as a learner."""
@@ -355,10 +410,6 @@ def pass_push(name: str, operation: Operation) -> None:
     """A failpoint of pushes."""
     if isinstance(operation, Pushed):
         failpoint(name)
-
-
-def _kept_bytes(proposed: Proposed) -> int:
-    return min(proposed.payload.nbytes + _OPERATION_BYTES, MAX_KEPT_BYTES // 4)
 
 
 def _pass_message(name: str, message: ChainMessage) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.endpoint import PLAIN, expect_answers
+from shoal.protocol.endpoint import expect_answers
 from shoal.protocol.frames import FrameKind, Header
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
@@ -42,7 +42,7 @@ class PeerLink:
         address: Callable[[], str | None],
         secret: bytes,
         header: Header,
-        tls: TlsConfig = PLAIN,
+        tls: TlsConfig,
     ):
         """`header` says which copy this is, for the handshake."""
         self.peer = peer
@@ -112,8 +112,6 @@ class PeerLink:
     def join(self, timeout_s: float) -> None:
         for thread in self._threads:
             thread.join(timeout_s)
-
-    # ------------------------------------------------------------------ threads
 
     def _dial(self) -> None:
         while not self._closed.is_set():

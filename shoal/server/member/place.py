@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shoal.coordinator.interface import Alive
@@ -45,19 +44,18 @@ class AddressBook:
     """Of all processes of a run, by their number."""
 
     host: str = ""
-    known: Mapping[int, str] = field(default_factory=dict)  # before the coordinator is asked
-    _seen: dict[int, str] = field(default_factory=dict)
+    known: dict[int, str] = field(default_factory=dict)
 
     def saw(self, process: int, alive: Alive) -> None:
         """What alive/<process> holds now."""
         is_of_its_host = alive.address.startswith("unix:") and alive.host != self.host
         address = alive.remote if is_of_its_host else alive.address
         if address:
-            self._seen[process] = address
+            self.known[process] = address
 
     def of(self, process: int) -> str | None:
         """None where it is not known yet."""
-        return self._seen.get(process) or self.known.get(process)
+        return self.known.get(process)
 
 
 def own_address(local: str, remote: str, host: str, hostname: str) -> Alive:

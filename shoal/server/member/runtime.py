@@ -49,8 +49,6 @@ class ChainRuntime(ChainCore):
         for link in self.links.values():
             link.join(join_s)
 
-    # ------------------------------------------------------------------ its place in the chain
-
     @property
     def is_head(self) -> bool:
         return self.node.is_head
@@ -66,8 +64,6 @@ class ChainRuntime(ChainCore):
             raise self.elsewhere("is no member of its chain")
         if epoch != node.epoch:
             raise self.elsewhere(f"is in epoch {node.epoch}, and the request in epoch {epoch}")
-
-    # ------------------------------------------------------------------ operations, at the head
 
     def execute(
         self,
@@ -107,8 +103,6 @@ class ChainRuntime(ChainCore):
         pass_push("push.logged", proposed.operation)
         self.run(effects)
         return waiter
-
-    # ------------------------------------------------------------------ reads, at any member
 
     def read(self, action: Callable[[], T]) -> T:
         """What a member reads, with all that was logged at this moment; it is committed.
@@ -156,8 +150,6 @@ class ChainRuntime(ChainCore):
                 self._await_change(lambda: node.is_confirmed(number), node, again)
             except Fenced as error:
                 raise self.elsewhere("was removed from its chain") from error
-
-    # ------------------------------------------------------------------ waiting for the chain
 
     def _await_outcome(self, waiter: Waiter) -> Outcome:
         """Without the lock; Elsewhere if this member loses its place meanwhile."""

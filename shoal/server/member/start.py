@@ -1,42 +1,340 @@
-"""A server as one copy of its shard: the parts that take part in the chain."""
+"""A server as one copy of its shard: the parts that take part in the chain.
+
+Keeper    its lease and the configuration of the chain, at the coordinator. One thread renews the
+          lease over a connection of its own: it waits for no operation that is being applied, and
+          for no other request. While the coordinator is down the chain goes on as it is.
+Leading   the head closes steps that wait for norms, follows the leader's log, and reports lost
+          workers. A copy that becomes the head finds the work that the head before it has left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 
-from shoal.coordinator.interface import Coordinator
-from shoal.protocol.endpoint import PLAIN
+from shoal.coordinator.interface import (
+    Alive,
+    Conflict,
+    Coordinator,
+    CoordinatorError,
+    Lease,
+    LeaseLost,
+    alive_key,
+)
+from shoal.errors import ShoalError
 from shoal.protocol.frames import FrameKind, Header
 from shoal.runtime.config import TlsConfig
-from shoal.server.member.duties import Keeper, Leading
+from shoal.runtime.decoders import msgpack_decoder
+from shoal.runtime.failpoints import failpoint
+from shoal.server.chain.config import ChainConfig
+from shoal.server.chain.manager import Fetch, Swap
+from shoal.server.member.operations import Decided, Lost, StepClosed
 from shoal.server.member.peer_link import PeerLink
-from shoal.server.member.place import AddressBook, ChainPlace, own_address
+from shoal.server.member.place import AddressBook, ChainPlace, Elsewhere, own_address
 from shoal.server.member.runtime import ChainRuntime
+from shoal.server.messages import LogEntry
+from shoal.server.model.membership import ModelFailure
+from shoal.server.model.served_model import ServedModel
+from shoal.server.process.log_stream import Follower
 from shoal.server.process.model_host import ModelHost
+
+_OF_TTL = 5  # renewals, and looks, in the time of a lease
+_MAX_REQUESTS = 8  # of one look
+_APART_OF_TTL = 2  # a copy without a connection for so many leases is said to be unreachable
+_POLL_S = 0.25
+ABSENT_S = 10.0  # a worker that has not come to a new head after so long is lost
+
+
+class Periodic:
+    """A thread that acts at regular intervals, and when it is poked."""
+
+    def __init__(self, name: str, period_s: float, act: Callable[[], None]):
+        self._period_s = period_s
+        self._act = act
+        self._is_over = False
+        self._poked = threading.Event()
+        self.poke = self._poked.set
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.start = self._thread.start
+
+    def close(self, join_s: float) -> None:
+        self._is_over = True
+        self.poke()
+        self._thread.join(join_s)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._act()
+            self._poked.wait(self._period_s)
+            self._poked.clear()
+
+
+class Keeper:
+    """What one copy asks of the coordinator, and says to it."""
+
+    def __init__(
+        self,
+        runtime: ChainRuntime,
+        coordinator: Coordinator,
+        leases: Coordinator,
+        ttl_s: float,
+        own: Alive,
+        book: AddressBook,
+    ):
+        """`leases` is the same coordinator over another connection; addresses go into `book`."""
+        self._runtime = runtime
+        self._coordinator = coordinator
+        self._leases = leases
+        self._ttl_s = ttl_s
+        self._own = own
+        self._book = book
+        self._lease: Lease | None = None
+        self._registered: Alive | None = None  # in alive/<process>
+        self._looks = Periodic("shoal-keeper", ttl_s / _OF_TTL, self._look)
+        self._renewals = Periodic("shoal-keeper", ttl_s / _OF_TTL, self._renew)
+        runtime.poke = self._looks.poke
+        self._registering = threading.Lock()
+        self._chain_key = f"chain/{runtime.place.shard}"
+        self._alive_key = alive_key(runtime.place.process)
+
+    def start(self) -> None:
+        self._renewals.start()
+        self._looks.start()
+
+    def close(self, join_s: float) -> None:
+        self._renewals.close(join_s)
+        self._looks.close(join_s)
+        self._coordinator.close()
+        self._leases.close()
+
+    def _renew(self) -> None:
+        lease = self._runtime.lease
+        asked_s = time.monotonic()
+        with suppress(CoordinatorError):
+            if self._lease is not None and lease.is_held:
+                try:
+                    lease.renewed(asked_s, self._leases.keep_alive(self._lease.id))
+                    return
+                except LeaseLost:
+                    self._lease = None
+                    lease.lost()
+            self._grant()
+
+    def _grant(self) -> None:
+        asked_s = time.monotonic()
+        lease = self._leases.grant(self._ttl_s, self._runtime.place.in_words())
+        self._register(lease, self._leases)
+        self._runtime.lease.granted(asked_s, lease.ttl_s)
+        self._lease = lease
+        self._looks.poke()
+
+    def _register(self, lease: Lease, coordinator: Coordinator) -> None:
+        """Say that this life of the replica is there, in the place of an earlier one."""
+        with self._registering:
+            alive = self._alive_now()
+            known = coordinator.get(self._alive_key)
+            version = 0 if known is None else known.version
+            coordinator.put_if(self._alive_key, msgspec.msgpack.encode(alive), version, lease.id)
+            self._registered = alive
+
+    def _alive_now(self) -> Alive:
+        runtime = self._runtime
+        apart_s = _APART_OF_TTL * self._ttl_s
+        unreachable = tuple(peer for peer, link in runtime.links.items() if link.down_s > apart_s)
+        incarnation = runtime.node.incarnation
+        return msgspec.structs.replace(
+            self._own, incarnation=incarnation, pid=os.getpid(), unreachable=unreachable
+        )
+
+    def _look(self) -> None:
+        runtime = self._runtime
+        with runtime.changed:
+            runtime.manager.look()
+        with suppress(CoordinatorError):
+            for _ in range(_MAX_REQUESTS):
+                lease = self._lease
+                if lease is None:
+                    return
+                if self._registered != self._alive_now():
+                    self._register(lease, self._coordinator)
+                with runtime.changed:
+                    request = runtime.manager.next_request(time.monotonic())
+                if isinstance(request, Fetch):
+                    self._fetch(request)
+                elif request is not None:
+                    self._swap(request)
+                else:
+                    return
+
+    def _fetch(self, request: Fetch) -> None:
+        stored = self._coordinator.get(self._chain_key)
+        config = None if stored is None else msgpack_decoder(ChainConfig).decode(stored.value)
+        version = 0 if stored is None else stored.version
+        found = self._alive()
+        alive = {replica: each.incarnation for replica, each in found.items()}
+        unreachable = {replica: each.unreachable for replica, each in found.items()}
+        self._runtime.reconfigure(
+            lambda manager: manager.fetched(request, config, version, alive, unreachable)
+        )
+
+    def _alive(self) -> dict[int, Alive]:
+        """What each copy of this shard that has a lease says of itself."""
+        place = self._runtime.place
+        found = {}
+        for key, stored in self._coordinator.live("alive/").items():
+            number = key.removeprefix("alive/")
+            if not number.isdigit():
+                continue
+            with suppress(msgspec.MsgspecError):
+                alive = msgpack_decoder(Alive).decode(stored.value)
+                self._book.saw(int(number), alive)
+                if int(number) // place.copies == place.shard:
+                    found[int(number) % place.copies] = alive
+        return found
+
+    def _swap(self, request: Swap) -> None:
+        failpoint("election.before")
+        value = msgspec.msgpack.encode(request.config)
+        try:
+            stored = self._coordinator.put_if(self._chain_key, value, request.version)
+        except Conflict:
+            with self._runtime.changed:
+                self._runtime.manager.conflicted()
+            return
+        failpoint("election.after")
+        self._runtime.reconfigure(lambda manager: manager.swapped(request, stored.version))
+
+
+class Leading:
+    """One thread, and one more for each model that is followed, or whose step is being closed."""
+
+    def __init__(
+        self,
+        runtime: ChainRuntime,
+        address: Callable[[int], str | None],
+        secret: bytes,
+        tls: TlsConfig,
+    ):
+        """`address` of a process; those of shard 0 come first."""
+        self._runtime = runtime
+        self._address = address
+        self._secret = secret
+        self._tls = tls
+        self._following: dict[int, tuple[ServedModel, Follower]] = {}
+        self._closing: dict[int, threading.Thread] = {}
+        self._absent: dict[tuple[int, int], float] = {}  # (model, worker) -> since when
+        self._looks = Periodic("shoal-leading", _POLL_S, self._look)
+        self.start = self._looks.start
+        runtime.on_applied = self._note_applied
+        runtime.on_loss = self._looks.poke
+
+    def close(self, join_s: float) -> None:
+        self._looks.close(join_s)
+        for _, follower in self._following.values():
+            follower.close()
+        for _, follower in self._following.values():
+            follower.join(join_s)
+        for thread in self._closing.values():
+            thread.join(join_s)
+
+    def _look(self) -> None:
+        runtime = self._runtime
+        self._note_absent()
+        for number, model in list(runtime.host.models.items()) if runtime.is_head else ():
+            if not model.is_leader:
+                self._follow(number, model)
+            elif model.state.open_step is not None:
+                closing = self._closing.get(number)
+                if closing is None or not closing.is_alive():
+                    closing = threading.Thread(target=self._close_step, args=(number, model))
+                    closing.daemon = True
+                    closing.start()
+                    self._closing[number] = closing
+        for lost, reason in list(runtime.losses.items()):
+            with suppress(Elsewhere, ModelFailure, ShoalError):
+                if runtime.is_head:
+                    runtime.execute(Lost(*lost, reason))
+            runtime.losses.pop(lost, None)
+
+    def _note_absent(self) -> None:
+        """Workers that do not connect to a head that is new to them."""
+        runtime = self._runtime
+        absent = {
+            (number, worker)
+            for number, model in list(runtime.host.models.items() if runtime.is_head else ())
+            for worker, member in list(model.membership.members.items())
+            if not member.channels and worker not in model.membership.departed
+        }
+        now_s = time.monotonic()
+        self._absent = {key: self._absent.get(key, now_s) for key in absent}
+        for (number, worker), since_s in self._absent.items():
+            if now_s - since_s > ABSENT_S:
+                reason = f"worker {worker} was lost: it has not come to the new head"
+                runtime.losses.setdefault((number, worker), reason)
+
+    def _note_applied(self) -> None:
+        """Called after every operation: the thread is woken only where it has something to do."""
+        for number, model in self._runtime.host.models.items():
+            is_new = not model.is_leader and number not in self._following
+            if is_new or model.state.open_step is not None:
+                self._looks.poke()
+
+    def _close_step(self, number: int, model: ServedModel) -> None:
+        with suppress(ShoalError, ModelFailure, Elsewhere):
+            while True:
+                with model.lock:
+                    step = model.log.open_step()
+                if step is None:
+                    return
+                self._runtime.execute(StepClosed(number, step))
+
+    def _follow(self, number: int, model: ServedModel) -> None:
+        known = self._following.get(number)
+        if known is not None and known[0] is model and known[1].is_alive:
+            return
+        if known is not None:
+            known[1].close()
+        runtime = self._runtime
+
+        def replay(entry: LogEntry) -> None:
+            if entry.position > model.log.position:
+                runtime.execute(Decided(number, entry))
+
+        follower = Follower(
+            model,
+            number,
+            self._secret,
+            self._tls,
+            replay,
+            lambda attempt: self._address(attempt % runtime.place.copies),
+            lambda: runtime.is_head and runtime.host.models.get(number) is model,
+        )
+        self._following[number] = (model, follower)
 
 
 @dataclass(frozen=True)
 class ChainSettings:
-    """Where the copies of the shard listen (else the coordinator says it), and who they are."""
+    """Who a copy is, and where others listen, as far as that is known before the coordinator says
+    it: by the number of the process."""
 
     place: ChainPlace
-    addresses: Sequence[str]
+    known: Mapping[int, str]
     coordinator: Coordinator
     ttl_s: float
-    leaders: Sequence[str] = ()  # the copies of shard 0; default: this is shard 0
     leases: Coordinator | None = None  # the same coordinator over another connection
     host: str = ""  # what tells this host from others
     hostname: str = ""  # by which others reach it
 
     def book(self) -> AddressBook:
-        first = self.place.shard * self.place.copies
-        known = dict(enumerate(self.leaders))
-        known |= {first + replica: address for replica, address in enumerate(self.addresses)}
-        return AddressBook(self.host, known)
+        return AddressBook(self.host, dict(self.known))
 
 
 class ChainParts:
@@ -49,7 +347,7 @@ class ChainParts:
         secret: bytes,
         on_reset: Callable[[], None],
         listens: tuple[str, str],
-        tls: TlsConfig = PLAIN,
+        tls: TlsConfig,
     ):
         """It `listens` at these two addresses; the second, for other hosts, may be empty."""
         place = settings.place

@@ -92,8 +92,6 @@ class HotTable:
         self._asks_at = self._period()
         self._forget()
 
-    # ------------------------------------------------------------------ counts
-
     def note(self, ids: Ids, copies: int = 0, missing: Ids = NO_IDS) -> None:
         """These rows are served; the first of them are copies, but for those that are missing."""
         self.recent.add(ids)
@@ -168,8 +166,6 @@ class HotTable:
             "errors": found.errors.tolist(),
         }
 
-    # ------------------------------------------------------------------ the hot set
-
     def choose(self, number: int, ids: Ids, publish: bool) -> None:
         """Take a newer set, or publish the present one; an older one has no effect."""
         if number > self.number:
@@ -228,8 +224,6 @@ class HotTable:
         self._changed_at = torch.full((len(self._own_ids),), NO_VERSION)
         self._published_at = NO_VERSION
 
-    # ------------------------------------------------------------------ as the owner
-
     def changes(self, sent: tuple[int, int], version: int) -> RowChanges:
         """What a server lacks that has set `sent[0]` as of version `sent[1]`."""
         if self._published_at != version:
@@ -246,8 +240,6 @@ class HotTable:
         self._changed_at[has_changed | is_first] = version
         self._published = rows
         self._published_at = version
-
-    # ------------------------------------------------------------------ as a reader
 
     def serve(self, ids: Ids, copies: int, version: int, target: Rows, places: Ids | None) -> bool:
         """All rows of a pull, the first ones copies, in one native call; False if it cannot."""

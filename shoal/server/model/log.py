@@ -52,6 +52,9 @@ class NoFollowers:
     def receive_norms(self) -> list[float]:
         return []
 
+    def close(self) -> None:
+        pass
+
 
 class Log:
     """Entries with positions from 1 on, and their effect on the state."""
@@ -71,8 +74,6 @@ class Log:
         self._norms: Sequence[float] | None = None  # while the norm of all shards is awaited
         self._total: float | None = None  # that norm
         self._entries: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
-
-    # ------------------------------------------------------------------ the leader
 
     def decide(self, worker: int, sequence: int, commit: Commit) -> Ack:
         """A push is staged on all servers: log the verdict, and the step that it completes."""
@@ -213,8 +214,6 @@ class Log:
             norms = [self._await_total(norms)]
         return clip_factor(norms, bound, DTYPES[spec.dtype])
 
-    # ------------------------------------------------------------------ a norm from the workers
-
     def norms(self, worker: int) -> Sequence[float]:
         """The norm of every parameter slice of all servers, once the step is summed."""
         if not self._state.spec.norm_from_workers or self._state.spec.clip_norm is None:
@@ -250,8 +249,6 @@ class Log:
         entry = LogEntry(self.position + 1, self.epoch, decision)
         self.followers.publish(entry)
         self._apply(entry)
-
-    # ------------------------------------------------------------------ followers
 
     def replay(self, entry: LogEntry) -> None:
         """Apply an entry of the leader."""

@@ -93,7 +93,11 @@ class Membership:
         with self.lock:
             workers = self._rule.workers
             known = self.members.get(member.worker)
-            is_expected = known is None or self._succeeds(member, known)
+            # it was started after the process that is known, which had not finished
+            is_expected = known is None or (
+                not known.has_left
+                and generation_of(member.incarnation) > generation_of(known.incarnation)
+            )
             if member.worker >= workers or not is_expected:
                 raise Refused(f"worker {member.worker} of {workers} is not expected here")
             if known is not None and member.worker not in self.departed:
@@ -280,11 +284,6 @@ class Membership:
 
     def _absent(self) -> set[int]:
         return self._live() - self.members.keys()
-
-    def _succeeds(self, member: Member, known: Member) -> bool:
-        """Whether it was started after the process that is known, which had not finished."""
-        started = generation_of(member.incarnation)
-        return not known.has_left and started > generation_of(known.incarnation)
 
     def _takes_part(self, worker: int, number: int, generations: Sequence[int] | None) -> bool:
         member = self.members.get(worker)

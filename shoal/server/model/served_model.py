@@ -17,7 +17,7 @@ servers hold shards of a split replica, each a model of its own (`ReplicaSplit`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
-from shoal.server.model.state import ModelState, Statistics
+from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables
 from shoal.server.rows.memory import RowTarget
 from shoal.server.shared_memory import attach_weights, file_of
@@ -69,12 +69,14 @@ class ServedModel:
         self.membership = Membership(self.lock, spec.rule)
         self.tables = Tables(self.lock, spec)
         self.state = ModelState(spec, self.tables, device)
-        is_here = self.state.shard.device.type == "cpu"  # where pushes are
-        self.state.uses_pushes = is_here and is_leader and _is_used_at_once(spec)
+        # the leader applies each push when it decides about it, from where its gradients are
+        is_here = is_leader and self.state.shard.device.type == "cpu"
+        is_updated = spec.optimizer is not None and spec.optimizer.is_elementwise
+        is_step = spec.rule.applies_each_push and spec.clip_norm is None
+        self.state.uses_pushes = is_here and is_updated and is_step
         self.log = Log(self.state, self.membership, in_chain)
         if is_leader:
             self.membership.on_departure = self._log_departure
-        self.statistics = Statistics()
         self._weights_file: tuple[int, int] | None = None  # the memory that workers map
 
     @property
@@ -122,7 +124,7 @@ class ServedModel:
                 self.log.followers.wait_connected()
             clock = self.state.ledger.clocks[worker]
             step = self.log.rejoin(worker, member.incarnation)
-            self.statistics.note_return(worker, clock, step)
+            self.state.returns[worker] += step - clock
             self.membership.enter(worker)
             member.entered = Entered(step, clock)
             return member.entered
@@ -187,7 +189,7 @@ class ServedModel:
             pushes.commit(sequence, pushes.take_rows() if rows is None else rows)
             ack = Ack("staged", self.log.position)
             if self.is_leader:
-                self.statistics.note_push(self.version - commit.version)
+                self.state.missed_updates[max(0, self.version - commit.version)] += 1
                 ack = self.log.decide(worker, sequence, commit)
             self.lock.notify_all()
             return ack
@@ -195,7 +197,7 @@ class ServedModel:
     def note_repeat(self) -> None:
         """A push has come again to the server that answers it; other copies do not count it."""
         with self.lock:
-            self.statistics.repeated_pushes += 1
+            self.state.repeated_pushes += 1
 
     def verdict(self, worker: int, sequence: int) -> Ack:
         """The answer to a push; the leader's may have to wait for the norms of a step."""
@@ -319,7 +321,7 @@ class ServedModel:
             return Pulled(self.version, None, None)
         ledger = self.state.ledger
         if request.step is not None:
-            self.statistics.note_pull(request.step - ledger.slowest)
+            self.state.steps_ahead[max(0, request.step - ledger.slowest)] += 1
         return Pulled(self.version, ledger.slowest, ledger.fastest)
 
     # ------------------------------------------------------------------ checkpoints
@@ -340,14 +342,29 @@ class ServedModel:
 
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:
-            ledger = self.state.ledger if self.is_leader else None
-            updates = self.state.ledger.updates
-            counts = self.statistics.report(updates, self.membership, ledger)
-            counts["lost_pushes"] = self.state.lost_pushes
+            state, membership, ledger = self.state, self.membership, self.state.ledger
+            counts: dict[str, Any] = {
+                "updates": ledger.updates,
+                "sent_again": state.repeated_pushes,
+                "lost": membership.lost,
+                "came_back": _by_number(state.returns),
+                "is_complete": state.is_from_start,
+                "lost_pushes": state.lost_pushes,
+            }
+            if self.is_leader:
+                workers = range(ledger.rule.workers)
+                left = {w: ledger.skipped(w, to_the_end=membership.has_left(w)) for w in workers}
+                counts |= {
+                    "workers": {
+                        str(w): {verdict.value: n for verdict, n in ledger.outcomes[w].items()}
+                        for w in workers
+                    },
+                    "left_out": _by_number(left),
+                    "missed_updates": _by_number(state.missed_updates),
+                    "steps_ahead": _by_number(state.steps_ahead),
+                }
             return counts | self.tables.report() if with_tables else counts
 
 
-def _is_used_at_once(spec: ModelSpec) -> bool:
-    """Whether the leader applies each push when it decides about it, with its gradients alone."""
-    is_updated = spec.optimizer is not None and spec.optimizer.is_elementwise
-    return is_updated and spec.rule.applies_each_push and spec.clip_norm is None
+def _by_number(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(number): counts[number] for number in sorted(counts)}

@@ -9,6 +9,7 @@ The value names every tensor, in the order in which they follow.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -55,7 +56,8 @@ def copied(kind: type[T], *sources: object) -> T:
 def put_back(value: msgspec.Struct, *targets: object) -> None:
     for name in value.__struct_fields__:
         owner = next(target for target in targets if hasattr(target, name))
-        setattr(owner, name, copy.deepcopy(getattr(value, name)))
+        own = copy.deepcopy(getattr(value, name))
+        setattr(owner, name, Counter(own) if isinstance(getattr(owner, name), Counter) else own)
 
 
 # ---------------------------------------------------------------------- a checkpoint
@@ -166,7 +168,7 @@ class TensorForm(WireMessage, frozen=True):
 
 
 class ModelNumbers(WireMessage, frozen=True):
-    """Attributes of `ModelState`, `Membership` and `Statistics`: all copies have the same."""
+    """Attributes of `ModelState` and `Membership`: all copies have the same."""
 
     decided: dict[int, int]
     counted: list[PushDecided]
@@ -226,7 +228,7 @@ def image_of(number: int, model: ServedModel) -> tuple[ModelImage, list[Tensor]]
         image = ModelImage(
             number,
             saved,
-            copied(ModelNumbers, state, membership, model.statistics),
+            copied(ModelNumbers, state, membership),
             None if failure is None else (failure.reason, failure.worker),
             tuple(workers),
             tuple(counted),
@@ -272,8 +274,8 @@ def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> 
     counted = [(worker, _rows(batch, source)) for worker, batch in image.counted_rows]
     state.tables.counted = counted
     put_back(document.ledger, state.ledger)
-    put_back(image.numbers, state, model.membership, model.statistics)
-    model.statistics.is_from_start = False
+    put_back(image.numbers, state, model.membership)
+    state.is_from_start = False
     model.membership.failure = None if image.failure is None else ModelFailure(*image.failure)
     model.log.restart(document.position, document.epoch, image.entries)
 

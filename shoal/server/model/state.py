@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,7 +31,6 @@ from shoal.server.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from shoal.server.model.membership import Membership
 from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.model.shard import Shard
 from shoal.server.model.tables import Tables
@@ -70,6 +69,12 @@ class ModelState:
         self.waiting: list[WaitingPush] = []
         self.acks: dict[int, Ack] = {}  # worker -> the answer to its latest push with a verdict
         self.lost_pushes = 0  # were acknowledged by a server that is gone
+        self.missed_updates = Counter[int]()  # between a pull and its push
+        self.returns = Counter[int]()  # worker -> steps that it missed while it was away
+        # what this server has answered itself
+        self.repeated_pushes = 0
+        self.steps_ahead = Counter[int]()  # of the slowest worker, at a pull
+        self.is_from_start = True  # else it has got the state of another copy, without these
         self._latest_save = 0
         self.uses_pushes = False  # each push is a step, applied from where its gradients are
         self.on_applied: Callable[[], None] = lambda: None  # a decision, under the model's lock
@@ -179,53 +184,3 @@ class ModelState:
         if buffer is None or buffer.committed < push.sequence:
             raise Refused(f"push {push.sequence} of worker {push.worker} is not staged here")
         return buffer
-
-
-class Statistics:
-    """What one server has counted for one model; of repeats and pulls, what it answered itself."""
-
-    def __init__(self) -> None:
-        self.repeated_pushes = 0
-        self.is_from_start = True  # else what was before it got the state of another copy lacks
-        self.missed_updates: dict[int, int] = {}  # between a pull and its push
-        self._steps_ahead: Counter[int] = Counter()  # of the slowest worker, at a pull
-        self.returns: dict[int, int] = {}  # worker -> steps that it missed while it was away
-
-    def note_push(self, missed_updates: int) -> None:
-        number = max(0, missed_updates)
-        self.missed_updates[number] = self.missed_updates.get(number, 0) + 1
-
-    def note_pull(self, steps_ahead: int) -> None:
-        self._steps_ahead[max(0, steps_ahead)] += 1
-
-    def note_return(self, worker: int, clock: int, step: int) -> None:
-        self.returns[worker] = self.returns.get(worker, 0) + step - clock
-
-    def report(self, updates: int, membership: Membership, ledger: Ledger | None) -> dict[str, Any]:
-        """The ledger is the leader's; decisions are in the leader's report only."""
-        counts = {
-            "updates": updates,
-            "sent_again": self.repeated_pushes,
-            "lost": membership.lost,
-            "came_back": {str(w): self.returns[w] for w in sorted(self.returns)},
-            "is_complete": self.is_from_start,
-        }
-        return counts if ledger is None else counts | self._decisions(membership, ledger)
-
-    def _decisions(self, membership: Membership, ledger: Ledger) -> dict[str, Any]:
-        workers = range(ledger.rule.workers)
-        return {
-            "workers": {
-                str(w): {verdict.value: n for verdict, n in ledger.outcomes[w].items()}
-                for w in workers
-            },
-            "left_out": {
-                str(w): ledger.skipped(w, to_the_end=membership.has_left(w)) for w in workers
-            },
-            "missed_updates": _by_number(self.missed_updates),
-            "steps_ahead": _by_number(self._steps_ahead),
-        }
-
-
-def _by_number(counts: dict[int, int]) -> dict[str, int]:
-    return {str(number): counts[number] for number in sorted(counts)}

@@ -108,8 +108,6 @@ class Tables:
             table.check(rows.ids, rows.grads)
             buffer.rows.append(rows)
 
-    # ------------------------------------------------------------------ under the lock
-
     def count(self, worker: int, rows: Sequence[RowPush]) -> None:
         """These rows are part of the open step."""
         self.counted += [(worker, push) for push in rows]

@@ -77,8 +77,6 @@ class Followers(NoFollowers):
             for connection in self._connections.values() if self._in_chain else ():
                 connection.abort()
 
-    # ------------------------------------------------------------------ under the lock
-
     def wait_connected(self) -> None:
         """Between two decisions: releases the lock. In a chain, who connects later gets it all."""
         if self._in_chain:
@@ -133,8 +131,6 @@ class Followers(NoFollowers):
     def _failure(self, reason: str) -> ModelFailure:
         self._model.fail(reason, is_loss=True)
         return self._model.membership.failure or ModelFailure(reason, is_loss=True)
-
-    # ------------------------------------------------------------------ in a chain
 
     def _stream(self, index: int, position: int, connection: Connection) -> None:
         model = self._model

@@ -122,7 +122,6 @@ class ModelHost:
         self.changed = threading.Condition()
         self._being_made: set[int] = set()
         self._released: deque[int] = deque(maxlen=MAX_RELEASED)
-        self._followers: dict[int, Followers] = {}  # of the models that are led here
         self._following: list[Follower] = []
         self._copies: dict[int, RowCopies] = {}  # of models with hot rows
 
@@ -207,7 +206,7 @@ class ModelHost:
             if not is_leader and not self.in_chain:
                 self._following.append(follower)
             elif is_leader and spec.servers > 1:
-                self._followers[model_id] = Followers(model)
+                Followers(model)  # of its log
             self.models[model_id] = model
         return model
 
@@ -240,12 +239,11 @@ class ModelHost:
                 return
             del self.models[model_id]
             self._released.append(model_id)
-            followers = self._followers.pop(model_id, None)
             copies = self._copies.pop(model_id, None)
             self.changed.notify_all()
-        for stream in (followers, copies):
-            if stream is not None:
-                stream.close()
+        model.log.followers.close()
+        if copies is not None:
+            copies.close()
 
     def is_released(self, model_id: int) -> bool:
         """Whether all workers of this model have departed before."""
@@ -253,22 +251,20 @@ class ModelHost:
             return model_id in self._released and model_id not in self.models
 
     def followers(self, model_id: int) -> Followers:
-        if model_id not in self._followers:
+        followers = self.model(model_id).log.followers
+        if not isinstance(followers, Followers):
             raise Refused("this server does not lead that model")
-        return self._followers[model_id]
+        return followers
 
     def clear(self, reason: str) -> None:
         """Give up all models; waits for them end."""
         with self.changed:
             models = list(self.models.values())
             self.models.clear()
-            followers = list(self._followers.values())
-            self._followers.clear()
             self.changed.notify_all()
         for model in models:
             model.fail(reason)
-        for each in followers:
-            each.close()
+            model.log.followers.close()
 
     def row_copies(self, model_id: int) -> RowCopies:
         with self.changed:
@@ -280,9 +276,11 @@ class ModelHost:
     def close(self, join_s: float) -> None:
         for model in list(self.models.values()):
             model.fail("the server was stopped", is_loss=True)
-        streams: list[Followers | RowCopies | Follower] = [*self._following]
-        for stream in [*streams, *self._followers.values(), *self._copies.values()]:
-            stream.close()
+            model.log.followers.close()
+        for copies in list(self._copies.values()):
+            copies.close()
+        for follower in self._following:
+            follower.close()
         for follower in self._following:
             follower.join(join_s)
         if self.saver is not None:

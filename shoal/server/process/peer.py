@@ -125,8 +125,6 @@ class Peer:
     def reply_error(self, error: ErrorReply) -> None:
         self.connection.send(Header(FrameKind.ERROR, self.worker, self.model_id), encode(error))
 
-    # ------------------------------------------------------------------ the channel of a worker
-
     def start(self) -> None:
         """Take the channel of a worker that has joined; a control connection may join later."""
         chain = self.host.chain
@@ -225,8 +223,6 @@ class Peer:
 
             model.lock.wait_for(is_decided, RECONNECT_S)
             return self.channel in member.channels
-
-    # ------------------------------------------------------------------ its frames
 
     def run(self) -> None:
         is_broken = False

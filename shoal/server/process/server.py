@@ -44,7 +44,6 @@ class Server(ConnectionService):
         self,
         address: str,
         secret: bytes,
-        max_bytes: int | None = None,
         has_exited: Callable[[int], bool] | None = None,
         remote_address: str = "",
         tls: TlsConfig = PLAIN,
@@ -54,7 +53,7 @@ class Server(ConnectionService):
         if chain is not None:
             remove_left_socket(address)
         super().__init__(secret, [address, *filter(None, [remote_address])], tls)
-        max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        max_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.host = ModelHost(secret, max_bytes, self.report, has_exited, tls)
         self.address = self.listeners[0].address
         self.remote_address = self.listeners[1].address if remote_address else ""

@@ -184,9 +184,9 @@ class BackgroundWriter:
 class ShardSaver:
     """Saves the models of one server."""
 
-    def __init__(self, folder: Path, server: str, say: Callable[[str], None] = _print):
+    def __init__(self, folder: Path, server: str):
         self._folder = folder
-        self._writer = BackgroundWriter(server, folder, say)
+        self._writer = BackgroundWriter(server, folder)
         self._lock = threading.Lock()
 
     def save(

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 
 from shoal.server.chain.config import ChainConfig
-from shoal.server.chain.manager import ChainManager, CoordinatorRequest, Swap
+from shoal.server.chain.manager import ChainManager, CoordinatorRequest, ReadLease, Swap
 from shoal.server.chain.messages import Ask, ChainMessage, Confirm, Effect, Learn, Send
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.read_lease import ReadLease
 from shoal.server.chain.teaching import Teaching
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.replica import Answer, PendingRead, Replica

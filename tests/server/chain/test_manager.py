@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.server.chain.config import ChainConfig
-from shoal.server.chain.manager import ChainManager, Fetch, Swap, who_leaves
+from shoal.server.chain.manager import ChainManager, Fetch, ReadLease, Swap, who_leaves
 from shoal.server.chain.node import ChainNode
-from shoal.server.chain.read_lease import ReadLease
 
 THREE = ChainConfig(5, (0, 1, 2), (1, 1, 1))
 LATER_S = 10.0

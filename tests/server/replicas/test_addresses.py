@@ -51,7 +51,7 @@ def test_one_that_listens_at_all_addresses_is_found_by_the_name_of_its_host() ->
 
 
 def test_a_replica_does_not_listen_beyond_loopback_in_the_clear() -> None:
-    settings = ChainSettings(ChainPlace(0, 0, 2), (), LocalCoordinator(), 0.5)
+    settings = ChainSettings(ChainPlace(0, 0, 2), {}, LocalCoordinator(), 0.5)
     with pytest.raises(BadInput, match="in the clear"):
         Server("tcp:0.0.0.0:0", SECRET, chain=settings)
 

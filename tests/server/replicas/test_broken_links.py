@@ -76,7 +76,7 @@ class ProxiedWorld(World):
 
     def start(self, shard: int, replica: int) -> Server:
         place = ChainPlace(shard, replica, self.replicas, self.consistency)
-        settings = ProxiedSettings(place, (), self.coordinator, TTL_S, proxies=self.proxies)
+        settings = ProxiedSettings(place, {}, self.coordinator, TTL_S, proxies=self.proxies)
         server = Server("tcp:127.0.0.1:0", SECRET, tls=PLAIN, chain=settings)
         self.addresses[shard][replica] = server.address
         self.servers[shard, replica] = server

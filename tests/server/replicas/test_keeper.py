@@ -50,7 +50,8 @@ def test_a_read_that_takes_long_does_not_cost_the_lease(tmp_path: Path) -> None:
     shared = Counted()
     reads = SlowReads(shared)
     address = f"unix:{tmp_path}/server.sock"
-    settings = ChainSettings(ChainPlace(0, 0, 2), [address, address], reads, TTL_S, leases=shared)
+    known = {0: address, 1: address}
+    settings = ChainSettings(ChainPlace(0, 0, 2), known, reads, TTL_S, leases=shared)
     with Server(address, SECRET, chain=settings):
         assert reads.asked.wait(60)
         before = shared.live("alive/")

@@ -21,7 +21,7 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.node import ChainConsistency
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.member import duties
+from shoal.server.member import start
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.messages import Commit
@@ -75,14 +75,13 @@ class World:
 
     def start(self, shard: int, replica: int) -> Server:
         place = ChainPlace(shard, replica, self.replicas, self.consistency)
-        settings = ChainSettings(
-            place, self.addresses[shard], self.coordinator, TTL_S, self.addresses[0]
-        )
         if self.tls is None:
+            known = dict(enumerate(address for row in self.addresses for address in row))
+            settings = ChainSettings(place, known, self.coordinator, TTL_S)
             server = Server(self.addresses[shard][replica], SECRET, chain=settings)
         else:
-            found = ChainSettings(place, (), self.coordinator, TTL_S)
-            server = Server("tcp:127.0.0.1:0", SECRET, tls=self.tls, chain=found)
+            settings = ChainSettings(place, {}, self.coordinator, TTL_S)
+            server = Server("tcp:127.0.0.1:0", SECRET, tls=self.tls, chain=settings)
             self.addresses[shard][replica] = server.address
         self.servers[shard, replica] = server
         return server
@@ -150,7 +149,7 @@ def world(
     consistency: ChainConsistency = "strong",
     tls: TlsConfig | None = None,
 ) -> Iterator[World]:
-    with socket_folder() as folder, patch.object(duties, "_APART_OF_TTL", 1000):
+    with socket_folder() as folder, patch.object(start, "_APART_OF_TTL", 1000):
         made = World(folder, replicas, shards, consistency, tls)
         try:
             yield made
