@@ -33,8 +33,7 @@ from shoal.coordinator.log import LogBroken, StoreLog
 from shoal.coordinator.store import MAX_CLIENTS, Expired, Record, RequestId, Store
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
-from shoal.protocol.frames import FrameKind, Header, Refused, encode
-from shoal.protocol.hello import Hello
+from shoal.protocol.frames import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.service import JOIN_S, ConnectionService
 from shoal.runtime.config import TlsConfig
 

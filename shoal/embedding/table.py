@@ -1,33 +1,247 @@
 """The rows of an embedding table that one shard holds.
 
     id ──shuffle or range──▶ owner (shard), slot (one of its rows)
-    index[slot] ──▶ position, assigned in the order of first use
+    index[slot] ──▶ position + 1, in the order of first use; 0: not used
+                    -(position + 1) of an id that waits for its `min_count`-th sight
     rows[position], optimizer state[position]
 
 Memory for all rows is reserved and not used: a row takes memory from its first use on. A row that
-was never used costs 4 bytes of index. Initial values are a hash of seed, table and id.
+was never used costs 4 bytes of index. Initial values are a hash of seed, table and id. Rows that
+have left (`ttl_steps`) are removed when they are looked for, and all of them from time to time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.embedding.chunks import WAITING, Chunk, RowPool, check_rows, fit_chunks, is_behind
+from shoal.embedding.chunks import (
+    WAITING,
+    Chunk,
+    ReservedArray,
+    RowPool,
+    check_rows,
+    fit_chunks,
+    is_behind,
+    row_columns,
+    waiting_columns,
+)
 from shoal.embedding.hashing import Ids
-from shoal.embedding.held import DirectRows, HeldRows
-from shoal.embedding.row_copy import Rows
+from shoal.embedding.row_copy import Rows, copy_rows, take_rows
 from shoal.embedding.spec import LARGEST_SHARD, RowOptimizer, TableSpec
 from shoal.errors import BadInput
 from shoal.runtime.wording import counted
 
+
+class DirectRows(NamedTuple):
+    """`positions[id - low]` is the position + 1 of a row; 0: it was not used yet."""
+
+    positions: NDArray[np.int32]
+    low: int
+    rows: Rows
+
+
+class HeldRows:
+    """The rows of one shard with their optimizer state, and the ids that wait."""
+
+    def __init__(self, spec: TableSpec, shard: int, shards: int, optimizer: RowOptimizer | None):
+        """MemoryError or ValueError if the system does not reserve the memory."""
+        self.steps = 0  # updates of the table over all shards, as far as this shard knows
+        capacity = spec.rows_of(shard, shards)
+        index = ReservedArray((capacity,), torch.int32, gives_back=False)
+        comes_and_goes = spec.ttl_steps is not None
+        self.spec = spec
+        self.shard = shard
+        self.shards = shards
+        self._index = index.tensor.numpy()
+        self._swept = 0  # the step of the latest sweep
+        self.rows = RowPool(capacity, row_columns(spec, optimizer), comes_and_goes)
+        waiting = capacity if spec.min_count > 1 else 0
+        self.waiting = RowPool(waiting, waiting_columns(spec), gives_back=True)
+        self._rows_array: Rows = self.rows["rows"].numpy()
+        self.direct: DirectRows | None = None  # None if rows come and go, or are placed by hash
+        if spec.keeps_rows and spec.placement == "range":
+            low = shard * -(-spec.num_rows // shards)
+            self.direct = DirectRows(self._index, low, self._rows_array)
+
+    def set_columns(self, optimizer: RowOptimizer | None) -> None:
+        """Begin with the initial state of an optimizer, and at step 0."""
+        wanted = row_columns(self.spec, optimizer)
+        for name in set(self.rows.names) - {"ids", *wanted}:
+            self.rows.drop_column(name)
+        for name in [name for name in wanted if name != "rows"]:
+            self.rows.set_column(name, wanted[name])
+        if self.spec.ttl_steps is not None:
+            self.waiting.set_column("last", wanted["last"])
+        self._swept = self.steps = 0
+
+    def slots(self, ids: Tensor) -> Ids:
+        """Where the index has these rows; BadInput for rows of other shards."""
+        self.spec.check(ids)
+        owners, slots = self.spec.locate(ids, self.shards)
+        is_foreign = owners != self.shard
+        if is_foreign.any():
+            row = int(ids[int(is_foreign.argmax())])
+            raise BadInput(
+                f"row {row} of {self.spec} is not owned by shard {self.shard} of {self.shards}"
+            )
+        return slots
+
+    def owned(self, ids: Tensor) -> Tensor:
+        """Which of these ids are rows of this shard."""
+        return torch.from_numpy(self.spec.locate(ids, self.shards)[0] == self.shard)
+
+    def pull(self, ids: Tensor) -> Tensor:
+        """Copies of rows, [n, dim]; ids may repeat. Rows that all stay take memory from now on."""
+        rows = torch.empty(ids.numel(), self.spec.dim)
+        self.spec.check(ids)
+        self.copy(ids.contiguous().numpy(), rows.numpy())
+        return rows
+
+    def copy(self, numbers: Ids, target: Rows, places: Ids | None = None) -> None:
+        """Rows into `target`, [m, dim], at these places; None: one after the other."""
+        spec = self.spec
+        direct = self.direct
+        if direct is not None and take_rows(
+            direct.positions, direct.low, numbers, direct.rows, target, places
+        ):
+            return
+        ids = torch.from_numpy(numbers)
+        slots = self.slots(ids)
+        if not spec.keeps_rows:
+            rows = self._get_present(ids, slots)
+            copy_rows(rows, None, torch.from_numpy(target), places)
+        elif not take_rows(self._index, 0, slots, self._rows_array, target, places):
+            positions = self.use(ids, slots).numpy()
+            copy_rows(self.rows["rows"], positions, torch.from_numpy(target), places)
+
+    def _get_present(self, ids: Tensor, slots: Ids) -> Tensor:
+        """Rows that have not left; the initial values of others."""
+        positions = torch.from_numpy(self._index[slots]).long() - 1
+        is_held = positions >= 0
+        positions = positions.clamp(min=0)
+        is_held &= ~self._is_idle(self.rows, positions, self.steps)
+        rows = self.rows["rows"].index_select(0, positions)
+        if not is_held.all():
+            rows[~is_held] = self.spec.initial(ids[~is_held])
+        return rows
+
+    # ------------------------------------------------------------------ rows that come
+
+    def see(self, ids: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+        """Step `step` has these rows, in order and each once.
+
+        Returns the positions of rows that are trained, and which they are; None: all.
+        """
+        slots = self.slots(ids)
+        self._remove_idle(slots, step - 1)
+        is_trained = None
+        if self.spec.min_count > 1:
+            is_trained = self._count(ids, slots, step)
+            ids = ids[is_trained]
+            slots = slots[is_trained.numpy()]
+        positions = self.use(ids, slots)
+        if self.spec.ttl_steps is not None:
+            self.rows["last"][positions] = step
+        return positions, is_trained
+
+    def _count(self, ids: Tensor, slots: Ids, step: int) -> Tensor:
+        """Count a sight of each id; whether it is trained."""
+        self.wait(ids[torch.from_numpy(self._index[slots] == 0)])
+        waiting = -torch.from_numpy(self._index[slots]).long() - 1
+        is_waiting = waiting >= 0
+        waiting = waiting[is_waiting]
+        counts = self.waiting["count"][waiting] + 1
+        self.waiting["count"][waiting] = counts
+        if self.spec.ttl_steps is not None:
+            self.waiting["last"][waiting] = step
+        is_enough = counts >= self.spec.min_count
+        self._remove(self.waiting, waiting[is_enough])
+        is_trained = ~is_waiting
+        is_trained[is_waiting] = is_enough
+        return is_trained
+
+    def wait(self, ids: Tensor) -> Tensor:
+        """Positions among the waiting ids for ids that are not held; each comes once."""
+        positions = self.waiting.append(ids)
+        self._index[self.slots(ids)] = -positions.int().numpy() - 1
+        return positions
+
+    def use(self, ids: Tensor, slots: Ids) -> Tensor:
+        """The positions of rows; rows that are used for the first time are initialized."""
+        positions = torch.from_numpy(self._index[slots])
+        is_new = positions <= 0
+        if is_new.any():
+            self._remove(self.waiting, torch.unique(-positions[positions < 0].long() - 1))
+            new = torch.unique(ids[is_new])
+            placed = self.rows.append(new)
+            self.rows["rows"][int(placed[0]) : int(placed[-1]) + 1] = self.spec.initial(new)
+            self._index[self.slots(new)] = placed.int().numpy() + 1
+            positions = torch.from_numpy(self._index[slots])
+        return positions.long() - 1
+
+    def not_held(self, ids: Tensor) -> Tensor:
+        """Which of these ids are neither trained nor waiting."""
+        return torch.from_numpy(self._index[self.slots(ids)] == 0)
+
+    # ------------------------------------------------------------------ rows that go
+
+    def present(self, pool: RowPool) -> Tensor:
+        """Positions of the entries that have not left, in the order of their ids."""
+        positions = torch.argsort(pool["ids"][: pool.size])
+        return positions[~self._is_idle(pool, positions, self.steps)]
+
+    def __len__(self) -> int:
+        """The number of rows that have been used and have not left."""
+        positions = torch.arange(self.rows.size)
+        return int((~self._is_idle(self.rows, positions, self.steps)).sum())
+
+    def sweep(self, at_once: bool = True) -> None:
+        """Remove all that has left; or only if it is worth a look at all rows."""
+        step, ttl_steps = self.steps, self.spec.ttl_steps
+        if ttl_steps is None or (not at_once and step - self._swept <= ttl_steps // 4):
+            return
+        self._swept = step
+        for pool in (self.rows, self.waiting):
+            positions = torch.arange(pool.size)
+            self._remove(pool, positions[self._is_idle(pool, positions, step)])
+
+    def _is_idle(self, pool: RowPool, positions: Tensor, step: int) -> Tensor:
+        """Whether entries at these positions have left after `step`."""
+        if self.spec.ttl_steps is None:
+            return torch.zeros(len(positions), dtype=torch.bool)
+        return step - pool["last"][positions] >= self.spec.ttl_steps
+
+    def _remove_idle(self, slots: Ids, step: int) -> None:
+        """Remove what has left among these."""
+        if self.spec.ttl_steps is None:
+            return
+        found = torch.from_numpy(self._index[slots]).long()
+        for pool, positions in (
+            (self.rows, found[found > 0] - 1),
+            (self.waiting, -found[found < 0] - 1),
+        ):
+            self._remove(pool, positions[self._is_idle(pool, positions, step)])
+
+    def _remove(self, pool: RowPool, positions: Tensor) -> None:
+        if not len(positions):
+            return
+        self._index[self.slots(pool["ids"][positions])] = 0
+        moved = pool.remove(positions)
+        sign = 1 if pool is self.rows else -1
+        self._index[self.slots(moved.ids)] = sign * (moved.positions.int().numpy() + 1)
+
+
 CHUNK_ROWS = 1 << 16  # rows that `state` gives at a time
 
 
-class RowTable:
+class RowTable(HeldRows):
     """One shard of an embedding table. One thread at a time may use it.
 
     `pull` costs a gather, `push` a gather and a scatter for each tensor of the optimizer. Both
@@ -35,51 +249,31 @@ class RowTable:
     """
 
     def __init__(self, spec: TableSpec, shard: int = 0, shards: int = 1):
-        self.spec = spec
-        self.shard = shard
-        self.shards = shards
         if spec.rows_of(shard, shards) > LARGEST_SHARD:
             raise BadInput(
                 f"{spec} has too many rows for {counted(shards, 'server')}: use more servers"
             )
         self.optimizer = spec.optimizer
-        self.clear()
+        self._reserve(spec, shard, shards)
 
-    def __len__(self) -> int:
-        """The number of rows that have been used and have not left."""
-        return self._held.count(self.steps)
+    def _reserve(self, spec: TableSpec, shard: int, shards: int) -> None:
+        try:
+            super().__init__(spec, shard, shards, self.optimizer)
+        except (MemoryError, ValueError) as error:
+            raise BadInput(
+                f"shard {shard} of {spec} does not fit: {spec.rows_of(shard, shards)} rows of "
+                f"{spec.dim} numbers; use more servers"
+            ) from error
 
     def clear(self) -> None:
         """Reset all rows to their initial values, and free their memory."""
-        try:
-            self._held = HeldRows(self.spec, self.shard, self.shards, self.optimizer)
-        except (MemoryError, ValueError) as error:
-            raise BadInput(
-                f"shard {self.shard} of {self.spec} does not fit: "
-                f"{self.spec.rows_of(self.shard, self.shards)} rows of {self.spec.dim} numbers; "
-                "use more servers"
-            ) from error
-        self.steps = 0  # updates of the table over all shards, as far as this shard knows
+        self._reserve(self.spec, self.shard, self.shards)
 
     def set_optimizer(self, optimizer: RowOptimizer | None) -> None:
         """Train with this optimizer from now on, from its initial state."""
-        self._held.sweep(self.steps)
-        self._held.set_optimizer(optimizer)
+        self.sweep()
+        self.set_columns(optimizer)
         self.optimizer = optimizer
-        self.steps = 0
-
-    def pull(self, ids: Tensor) -> Tensor:
-        """Copies of rows, [n, dim]. Ids may repeat."""
-        return self._held.get(ids, self.steps)
-
-    def copy(self, ids: Ids, target: Rows, places: Ids | None = None) -> None:
-        """Rows into `target`, [m, dim], at these places; None: one after the other."""
-        self._held.copy(ids, self.steps, target, places)
-
-    @property
-    def direct(self) -> DirectRows | None:
-        """How to find rows that were used, where they are placed by range and stay."""
-        return self._held.direct
 
     def push(
         self, ids: Tensor, grads: Tensor, lr: float | None = None, step: int | None = None
@@ -100,11 +294,11 @@ class RowTable:
         check_rows(self.spec, "gradients", ids, grads)
         ids, grads = sum_duplicates(ids, grads)
         seen = self.steps + 1 if step is None else max(self.steps, step)
-        positions, is_trained = self._held.see(ids, seen)
+        positions, is_trained = self.see(ids, seen)
         self.steps = seen
         grads = grads if is_trained is None else grads[is_trained]
         self._update(optimizer, positions, grads, lr, step or seen)
-        self._held.sweep(self.steps, at_once=False)
+        self.sweep(at_once=False)
 
     def _update(
         self, optimizer: RowOptimizer, positions: Tensor, grads: Tensor, lr: float, step: int
@@ -115,10 +309,10 @@ class RowTable:
             change, scale = self._adam(optimizer, positions, grads, step)
         elif optimizer.kind == "adagrad":
             change = self._adagrad(optimizer, positions, grads)
-        self._held.rows["rows"].index_add_(0, positions, change, alpha=-lr * scale)
+        self.rows["rows"].index_add_(0, positions, change, alpha=-lr * scale)
 
     def _adagrad(self, optimizer: RowOptimizer, positions: Tensor, grads: Tensor) -> Tensor:
-        sums = self._held.rows["sum"].index_add_(0, positions, grads * grads)
+        sums = self.rows["sum"].index_add_(0, positions, grads * grads)
         return grads / sums.index_select(0, positions).sqrt_().add_(optimizer.eps)
 
     def _adam(
@@ -130,9 +324,9 @@ class RowTable:
             ("exp_avg", grads, optimizer.betas[0]),
             ("exp_avg_sq", grads * grads, optimizer.betas[1]),
         ):
-            old = self._held.rows[name].index_select(0, positions)
+            old = self.rows[name].index_select(0, positions)
             averages.append(old.add_((new - old).mul_(1 - beta)))
-            self._held.rows[name].index_copy_(0, positions, averages[-1])
+            self.rows[name].index_copy_(0, positions, averages[-1])
         correction = math.sqrt(1 - optimizer.betas[1] ** step) / (1 - optimizer.betas[0] ** step)
         return averages[0] / averages[1].sqrt().add_(optimizer.eps), correction
 
@@ -145,8 +339,8 @@ class RowTable:
         from the spec of the table. Ids ascend, so copies of a table give the same chunks; `cursor`
         is where to go on (`chunks.cursor_after`). Changes nothing.
         """
-        for pool, prefix in ((self._held.rows, ""), (self._held.waiting, WAITING)):
-            positions = self._held.present(pool, self.steps)
+        for pool, prefix in ((self.rows, ""), (self.waiting, WAITING)):
+            positions = self.present(pool)
             positions = positions[is_behind(prefix, pool["ids"][positions], cursor)]
             for entries in torch.split(positions, chunk_rows):
                 if len(entries):
@@ -172,19 +366,19 @@ class RowTable:
         for part in fit_chunks(self.spec, self.optimizer, chunk, self.steps):
             prefix = "" if "ids" in part else WAITING
             columns = {name.removeprefix(prefix): tensor for name, tensor in part.items()}
-            columns = _select(columns, self._held.owned(columns["ids"]))
+            columns = _select(columns, self.owned(columns["ids"]))
             if prefix:
-                columns = _select(columns, self._held.not_held(columns["ids"]))
-                _load(self._held.waiting, columns, self._held.wait(columns["ids"]))
+                columns = _select(columns, self.not_held(columns["ids"]))
+                _load(self.waiting, columns, self.wait(columns["ids"]))
             else:
                 ids = columns["ids"]
-                _load(self._held.rows, columns, self._held.use(ids, self._held.slots(ids)))
+                _load(self.rows, columns, self.use(ids, self.slots(ids)))
 
     def check(self, ids: Tensor, grads: Tensor) -> None:
         """Refuse ids of other shards, and gradients of another shape."""
         self.spec.check(ids)
         check_rows(self.spec, "gradients", ids, grads)
-        self._held.slots(ids)
+        self.slots(ids)
 
 
 def _select(columns: Chunk, is_selected: Tensor) -> dict[str, Tensor]:

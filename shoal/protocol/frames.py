@@ -13,9 +13,10 @@ before anything is allocated; metadata is msgpack of a declared type, never pick
 from __future__ import annotations
 
 import enum
+import secrets
 import struct
 import zlib
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -146,3 +147,61 @@ def decode(data: bytes, kind: type[T]) -> T:
         return msgpack_decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
         raise Refused(f"metadata is not a valid {kind.__name__}: {error}") from error
+
+
+Channel = Literal["control", "push", "pull", "rows", "follow", "coordinator", "chain"]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+MAX_HELLO_BYTES = 512
+
+
+class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The base of all metadata."""
+
+
+class Challenge(WireMessage, frozen=True):
+    nonce: Nonce
+
+
+class Hello(WireMessage, frozen=True):
+    nonce: Nonce
+    channel: Channel
+    code: Nonce
+
+
+class Welcome(WireMessage, frozen=True):
+    code: Nonce
+
+
+class Moved(WireMessage, frozen=True):
+    """Another copy of the shard is to be asked: the head, in the chain of `epoch`."""
+
+    epoch: _Count
+    head: _Count | None  # the number of the replica; None where this one does not know it
+    members: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)] = ()  # head first
+
+
+class ErrorReply(WireMessage, frozen=True):
+    """Why a request was refused. `lost` is the worker whose loss is the cause.
+
+    With `is_loss` that is the loss of a server, which `reason` names.
+
+    With `moved` nothing of the request has had an effect here: send it to the head.
+    """
+
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+    lost: int | None = None
+    moved: Moved | None = None
+    is_loss: bool = False
+
+
+_RANDOM_BITS = 48
+MAX_GENERATION = (1 << 15) - 1
+
+
+def new_incarnation(generation: int = 0) -> int:
+    return min(generation, MAX_GENERATION) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+
+
+def generation_of(incarnation: int) -> int:
+    return incarnation >> _RANDOM_BITS

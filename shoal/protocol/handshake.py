@@ -14,8 +14,20 @@ from __future__ import annotations
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import CONNECT_S, connect
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode, pack
-from shoal.protocol.hello import MAX_HELLO_BYTES, Challenge, Channel, ErrorReply, Hello, Welcome
+from shoal.protocol.frames import (
+    MAX_HELLO_BYTES,
+    Challenge,
+    Channel,
+    ErrorReply,
+    FrameKind,
+    Header,
+    Hello,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+    pack,
+)
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
 

@@ -12,9 +12,8 @@ from typing import TypeVar
 
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
-from shoal.protocol.frames import FrameKind, Header, Refused, encode
+from shoal.protocol.frames import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
-from shoal.protocol.hello import ErrorReply, Hello
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.strangers import Strangers
 

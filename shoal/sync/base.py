@@ -33,7 +33,7 @@ from shoal.sync.optimizer_step import GradNorm, OptimizerStep
 if TYPE_CHECKING:
     from shoal.replica.split.shard import ReplicaShard
     from shoal.sync.movable_shards import MovableShards
-    from shoal.sync.ps.saves import ServerSaves
+    from shoal.sync.ps.worker import ServerSaves
 
 
 class Comeback(NamedTuple):

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.connect import open_etcd
+from shoal.coordinator.client import RemoteCoordinator, open_etcd
 from shoal.coordinator.interface import Conflict, Coordinator
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService, Core

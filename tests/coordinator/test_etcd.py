@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.connect import open_etcd
+from shoal.coordinator.client import open_etcd
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.gateway import (
     Endpoint,

@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.client import open_coordinator
 from shoal.coordinator.interface import Alive, Coordinator
 from shoal.errors import BadInput
 from shoal.launch.here.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
@@ -47,7 +47,7 @@ def embedded(
 
 def test_it_starts_without_torch() -> None:
     hidden = "import sys; sys.modules['torch'] = None\n"
-    program = "import shoal.coordinator.main, shoal.coordinator.connect"
+    program = "import shoal.coordinator.main, shoal.coordinator.client"
     subprocess.run([sys.executable, "-c", hidden + program], check=True)
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.client import RemoteCoordinator, open_coordinator
 from shoal.coordinator.interface import Conflict, Unavailable, Versioned
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store

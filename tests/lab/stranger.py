@@ -28,9 +28,8 @@ from shoal.comm.store.link import StoreLink
 from shoal.comm.store.session import BadFrame, StoreRequest
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import FrameKind, Header, pack
+from shoal.protocol.frames import Channel, FrameKind, Header, pack
 from shoal.protocol.handshake import authenticate
-from shoal.protocol.hello import Channel
 from shoal.transport.tcp.connect import StreamName, prove
 
 Address = tuple[str, int]

@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import Listener
-from shoal.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused, encode
+from shoal.protocol.frames import (
+    MAX_META_BYTES,
+    ErrorReply,
+    FrameKind,
+    Header,
+    Moved,
+    Refused,
+    encode,
+)
 from shoal.protocol.handshake import authenticate_peer
-from shoal.protocol.hello import ErrorReply, Moved
 from shoal.server.messages import Ack, LowestSurvivor, Pulled, SetUp
 from tests.folders import socket_folder
 from tests.server.helpers import SECRET

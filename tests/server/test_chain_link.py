@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from shoal.errors import PeerLost
-from shoal.protocol.frames import FrameKind, encode
-from shoal.protocol.hello import Moved
+from shoal.protocol.frames import FrameKind, Moved, encode
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.chain_view import ChainView
 from shoal.server.client.client import Client

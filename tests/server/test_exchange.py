@@ -14,7 +14,7 @@ import torch
 from shoal.embedding.spec import TableSpec
 from shoal.errors import PeerLost, ShoalError
 from shoal.protocol.frames import FrameKind, Header, Refused, encode, pack
-from shoal.server.client import exchange
+from shoal.server.client import link as link_module
 from shoal.server.client.client import Client
 from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
@@ -23,10 +23,10 @@ from shoal.server.process import peer
 from shoal.server.rows.client import ServerStore, ServerTable
 from tests.server.helpers import client_of, servers
 
-if exchange._native is None:
+if link_module._native is None:
     pytest.skip("the native part is not built", allow_module_level=True)
 
-native = exchange._native
+native = link_module._native
 OK = pack(Header(FrameKind.OK), b"meta")
 SPEC = TableSpec("t", 40, 2, placement="range")
 
@@ -170,7 +170,7 @@ def test_rows_are_the_same_with_and_without_the_native_call(
         table = table_of(client)
         rows = table.pull(IDS)
         assert torch.equal(rows, SPEC.initial(IDS))
-        monkeypatch.setattr(exchange, "_native", None)
+        monkeypatch.setattr(link_module, "_native", None)
         assert torch.equal(table.pull(IDS), rows)
 
 
@@ -218,8 +218,8 @@ def test_an_exchange_that_is_abandoned_leaves_its_queues() -> None:
         table_of(client)
         link = client.links[0]
         request = Request(FrameKind.TABLE_HEAT, encode(RowBatch("t", 0)))
-        begun = exchange.begin([(link, request)], "rows")
-        assert begun is not None and exchange.begin([(link, request)], "rows") is None
+        begun = link_module.begin_exchange([(link, request)], "rows")
+        assert begun is not None and link_module.begin_exchange([(link, request)], "rows") is None
         begun.abandon(KeyboardInterrupt())
         begun.abandon(KeyboardInterrupt())
         assert link.take("rows") is not None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.client import open_coordinator
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.etcd.gateway import is_etcd
 from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing, forget

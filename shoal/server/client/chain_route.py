@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from shoal.errors import PeerLost
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import FrameKind, Refused, decode, encode
-from shoal.protocol.hello import Channel, Moved
+from shoal.protocol.frames import Channel, FrameKind, Moved, Refused, decode, encode
 from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
 from shoal.server.client.route import (
     RETRY_S,
@@ -92,7 +91,7 @@ class ChainRoute(Route):
         self._ensure_head(0, START_TIMEOUT_S)
         self._use_fresh_control()
         if not self._answer.is_over:
-            self._interruptions.begin()
+            self._interruptions = Interruptions(self.view)
             self._watch.attach_members(LONGEST_ASK_S)
             self._watch.start()
         return self._answer

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.client import open_coordinator
 from shoal.coordinator.interface import Alive, Coordinator, CoordinatorError, alive_key
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Connection
-from shoal.protocol.hello import Channel, Moved
+from shoal.protocol.frames import Channel, Moved
 from shoal.runtime.config import RunConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.server.client.route import MovedAway
@@ -74,16 +74,10 @@ class Interruptions:
     def __init__(self, view: ChainView):
         self._view = view
         self._lock = threading.Lock()
-        self._epoch = 0
+        self._epoch = view.epoch
         self._longest_s = 0.0
         self._broken_s: dict[Channel, float] = {}
         self._found_s: list[float] = []
-
-    def begin(self) -> None:
-        """The worker has joined."""
-        self._epoch = self._view.epoch
-        self._longest_s = 0.0
-        self._broken_s.clear()
 
     def broken(self, channel: Channel) -> None:
         """A request was not answered, and is sent again."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RunOver
-from shoal.protocol.frames import FrameKind, Header, decode, encode
-from shoal.protocol.hello import new_incarnation
+from shoal.protocol.frames import FrameKind, Header, decode, encode, new_incarnation
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import OFF, Tracer
 from shoal.server import device_memory
@@ -255,15 +254,9 @@ class Client:
     def commit(
         self, commit: Commit, loss_flags: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> Ack:
-        """The push is complete: stage it with all followers, then let the leader decide.
-
-        `meanwhile` runs before the leader has answered, and may give it what it needs.
-        """
+        """The push is complete: stage it with all followers, then let the leader decide."""
         self.stage(commit, loss_flags)
-        decision = self._post_commit(self.links[0], commit, loss_flags)
-        if meanwhile is not None:
-            meanwhile()
-        return decode(decision.result().meta, Ack)
+        return self.decide(commit, loss_flags, meanwhile)
 
     def stage(self, commit: Commit, loss_flags: Tensor) -> None:
         """The push is complete: all followers have it when this returns."""
@@ -274,9 +267,17 @@ class Client:
         for reply in staged:
             reply.result()
 
-    def decide(self, commit: Commit, loss_flags: Tensor) -> Ack:
-        """The leader's decision about the push that was staged."""
-        return decode(self._post_commit(self.links[0], commit, loss_flags).result().meta, Ack)
+    def decide(
+        self, commit: Commit, loss_flags: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> Ack:
+        """The leader's decision about the push that was staged.
+
+        `meanwhile` runs before the leader has answered, and may give it what it needs.
+        """
+        decision = self._post_commit(self.links[0], commit, loss_flags)
+        if meanwhile is not None:
+            meanwhile()
+        return decode(decision.result().meta, Ack)
 
     @property
     def includes_leader(self) -> bool:

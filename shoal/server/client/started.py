@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.coordinator.connect import open_coordinator
+from shoal.coordinator.client import open_coordinator
 from shoal.coordinator.etcd.coordinator import EtcdCoordinator
 from shoal.coordinator.interface import CoordinatorError
 from shoal.errors import BadInput

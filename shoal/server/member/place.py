@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.coordinator.interface import Alive
-from shoal.protocol.hello import ErrorReply, Moved
+from shoal.protocol.frames import ErrorReply, Moved
 from shoal.server.chain.config import ChainConfig
 from shoal.server.chain.node import ChainConsistency
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.embedding.row_copy import Rows
-from shoal.protocol.frames import Refused
-from shoal.protocol.hello import generation_of
+from shoal.protocol.frames import Refused, generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.messages import Channel, Entered

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shoal.protocol.connection import Closed
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
-from shoal.protocol.hello import generation_of
+from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode, generation_of
 from shoal.server.device_memory import offer
 from shoal.server.member.operations import BarrierReached, Joined, Left, Resumed, Returned
 from shoal.server.messages import (

@@ -15,8 +15,12 @@ from shoal.embedding.hashing import IdMap, Ids
 from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.protocol.frames import FrameKind, decode, encode
-from shoal.server.client import exchange
-from shoal.server.client.link import PostedRequest, ServerLink
+from shoal.server.client.link import (
+    PostedRequest,
+    ServerExchange,
+    ServerLink,
+    begin_exchange,
+)
 from shoal.server.client.route import Request
 from shoal.server.messages import RowBatch, RowsPulled
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
@@ -177,7 +181,7 @@ class RowRequests:
             copy_rows(self._room, None, self._pulled.rows, self._routed.places)
         return self._answered(metas)
 
-    def _exchanged(self, begun: exchange.ServerExchange) -> list[bytes]:
+    def _exchanged(self, begun: ServerExchange) -> list[bytes]:
         """The answers, with all rows in their places; asks again where a connection broke."""
         rows = self._pulled.rows
         places = [self._routed.places[part.start : part.stop] for part in self._parts]
@@ -214,8 +218,8 @@ class RowRequests:
             self._room = torch.from_numpy(self._pulled.buffer.rows(*size))
         return self._room
 
-    def _begin(self) -> exchange.ServerExchange | None:
-        return exchange.begin([(part.link, self._request(part)) for part in self._parts], "rows")
+    def _begin(self) -> ServerExchange | None:
+        return begin_exchange([(part.link, self._request(part)) for part in self._parts], "rows")
 
     def _post(self, part: _Part) -> PostedRequest:
         request = self._request(part)

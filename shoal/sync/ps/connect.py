@@ -40,8 +40,7 @@ from shoal.sync.ps.push import (
     UpdateOnWorkers,
     Updates,
 )
-from shoal.sync.ps.saves import ServerSaves
-from shoal.sync.ps.worker import PsContext, PsWorker
+from shoal.sync.ps.worker import PsContext, PsWorker, ServerSaves
 
 
 def join_servers(term: Ps, replica: Replica) -> PsWorker:

@@ -59,7 +59,6 @@ class GradientPush:
 
     def begin(self) -> None:
         """A step begins."""
-        return None
 
     def finish(self) -> Tensor:
         """All buckets have been reported; returns the headers of the sums that were pushed."""
@@ -67,11 +66,9 @@ class GradientPush:
 
     def withdraw(self) -> None:
         """The push was dropped as late."""
-        return None
 
     def deposit(self) -> None:
         """Give the state of this worker to the servers, for the worker that saves."""
-        return None
 
     def collect(self) -> dict[str, Tensor]:
         """The state that all live workers have deposited."""
@@ -79,7 +76,6 @@ class GradientPush:
 
     def check_state(self, tensors: dict[str, Tensor]) -> None:
         """Raise CheckpointError for what `load_state` could not take."""
-        return None
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         return None

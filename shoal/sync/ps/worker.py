@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
-from shoal.errors import ShoalError
+from shoal.errors import BadInput, ShoalError
 from shoal.replica.flat.params import FlatParams
+from shoal.runtime.checkpoint_folders import WORKER_FILE, version_of
+from shoal.runtime.config import ServerCheckpointConfig
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client, PullResult
 from shoal.server.client.discovery import ServerSet
@@ -37,14 +39,76 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Ack, Commit, ModelSpec, ParameterSlice, ShardState, StateTensor
 from shoal.server.model.named_optimizer import Option, options_of
 from shoal.server.model.shard import NAMES
+from shoal.server.process.shard_file import BackgroundWriter, write_tensors
 from shoal.server.rows.client import RowRules, ServerStore
 from shoal.sync.base import Comeback, Sync
 from shoal.sync.lasting import KeptStatistics
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.push import GradientPush, Updates
-from shoal.sync.ps.saves import ServerSaves
 from shoal.sync.ps.summary import counts_of_shards, load_sentences, summarize, table_loads
+
+if TYPE_CHECKING:
+    from shoal.server.client.client import PendingPull
+    from shoal.sync.ps.consistency import SharedLeader, SharedPull
+
+    Leader: TypeAlias = Client | SharedLeader  # the server that decides
+    Pending: TypeAlias = PendingPull | SharedPull  # a pull that is under way
+
+
+_PATIENCE = 4  # times `every` steps, for a checkpoint that is being written
+
+
+class ServerSaves:
+    """Checkpoints that one worker asks the servers of one model for."""
+
+    def __init__(self, config: ServerCheckpointConfig, model: int, rank: int):
+        if config.folder is None:
+            raise BadInput("periodic checkpoints of servers need a folder")
+        self.folder = config.folder
+        self.model = model
+        self.accepted: int | None = None  # this worker writes the part of the workers of it
+        self._every = config.every
+        self._latest = 0  # that was asked for
+        self._writer = BackgroundWriter(f"worker {rank}", self.folder)
+
+    def may_ask(self, number: int) -> bool:
+        """Whether a worker may ask for a checkpoint of step `number`, this one or another."""
+        return number % self._every == 0
+
+    def due(self, number: int) -> int | None:
+        """The checkpoint to ask for with the push that completes step `number`."""
+        if not self.may_ask(number):
+            return None
+        is_awaited = self._latest > number - _PATIENCE * self._every
+        if self._latest and is_awaited and self._is_being_written():
+            return None  # the disk is slower than training: this one is left out
+        self._latest = number
+        return number
+
+    def _is_being_written(self) -> bool:
+        latest = version_of(self.folder, self._latest, self.model)
+        return self._writer.is_busy or (latest.path.exists() and not latest.is_complete)
+
+    def write(self, number: int, describe: Callable[[], tuple[dict[str, Tensor], Any]]) -> None:
+        """Write the part of the workers in the background: what `describe()` returns now."""
+        if self._writer.is_busy:
+            return
+        tensors, document = describe()
+        version = version_of(self.folder, number, self.model)
+
+        self._writer.start(
+            lambda: version.write(WORKER_FILE, lambda file: write_tensors(file, tensors, document))
+        )
+
+    def take_accepted(self) -> int | None:
+        accepted = self.accepted
+        self.accepted = None
+        return accepted
+
+    def close(self) -> None:
+        self._writer.close()
+
 
 StateAndTensors = tuple[ShardState, list[Tensor]]
 
@@ -121,12 +185,6 @@ def _options(optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Option]
 
 
 T = TypeVar("T")
-if TYPE_CHECKING:
-    from shoal.server.client.client import PendingPull
-    from shoal.sync.ps.consistency import SharedLeader, SharedPull
-
-    Leader: TypeAlias = Client | SharedLeader  # the server that decides
-    Pending: TypeAlias = PendingPull | SharedPull  # a pull that is under way
 
 
 @dataclass(frozen=True)
