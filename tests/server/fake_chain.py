@@ -24,9 +24,6 @@ from shoal.server.messages import Ack, LowestSurvivor, Pulled, SetUp
 from tests.folders import socket_folder
 from tests.server.helpers import SECRET
 
-ANSWER_WITHOUT_EFFECT = "dies before it counts"
-EFFECT_WITHOUT_ANSWER = "dies before it answers"
-
 
 @dataclass
 class FakeChain:
@@ -36,11 +33,9 @@ class FakeChain:
     members: tuple[int, ...] = (0, 1, 2)
     pull_bytes: int = 0
     counted: list[int] = field(default_factory=list)  # sequences, in order
-    repeated: list[int] = field(default_factory=list)
     pulls: list[int] = field(default_factory=list)  # the replica that served each
     set_ups: list[tuple[int, int]] = field(default_factory=list)  # replica, epoch
     descriptors: dict[int, int] = field(default_factory=dict)  # replica to how many
-    sequences: list[int] = field(default_factory=list)  # that SETUP said were acknowledged
     replicas: list[FakeReplica] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -59,16 +54,11 @@ class FakeReplica:
         self.chain = chain
         self.number = number
         self.address = address
-        self.then_members: tuple[int, ...] | None = None  # of the chain after its death
-        self.dies_at: tuple[FrameKind, str] | None = None
         self.stopped = threading.Event()  # as after SIGSTOP: takes connections, answers nothing
         self.goes_on = threading.Event()
         self.believes: Moved | None = None  # that it is still the head of this epoch
         self.held = threading.Event()  # a request came while it was stopped
         self._connections: list[Connection] = []
-        self.start()
-
-    def start(self) -> None:
         self._listener = Listener(self.address)
         self.is_dead = False
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
@@ -78,9 +68,6 @@ class FakeReplica:
         self._listener.close()
         for connection in self._connections:
             connection.abort()
-        if self.then_members is not None:
-            self.chain.move(*self.then_members)
-            self.then_members = None
 
     def close(self) -> None:
         self.goes_on.set()
@@ -109,21 +96,13 @@ class FakeReplica:
             self.goes_on.wait(60)
 
     def _answer(self, connection: Connection, header: Header) -> None:
-        kind = header.kind
-        dies = self.dies_at is not None and self.dies_at[0] is kind
-        if dies and self.dies_at == (kind, ANSWER_WITHOUT_EFFECT):
-            self.die()
-            return
         now = self.believes or self.chain.moved()
         if not self._takes(header, now):
             error = ErrorReply("not the head", moved=now)
             connection.send(Header(FrameKind.ERROR), encode(error))
             return
         answer = self._carried_out(connection, header)
-        if dies:
-            self.die()
-            return
-        if kind is not FrameKind.BUCKET:
+        if header.kind is not FrameKind.BUCKET:
             connection.send(Header(FrameKind.OK), *answer)
 
     def _takes(self, header: Header, now: Moved) -> bool:
@@ -137,9 +116,8 @@ class FakeReplica:
         nothing = memoryview(b"")
         with chain.lock:
             if header.kind is FrameKind.COMMIT and self.believes is None:
-                known = header.sequence in chain.counted
-                (chain.repeated if known else chain.counted).append(header.sequence)
-                return encode(Ack("again" if known else "admitted", header.sequence)), nothing
+                chain.counted.append(header.sequence)
+                return encode(Ack("admitted", header.sequence)), nothing
             if header.kind is FrameKind.PULL:
                 chain.pulls.append(self.number)
                 payload = bytes(chain.pull_bytes)
@@ -158,7 +136,6 @@ class FakeReplica:
             taken = self.chain.descriptors
             taken[self.number] = taken.get(self.number, 0) + 1
         self.chain.set_ups.append((self.number, header.epoch))
-        self.chain.sequences.append(header.sequence)
 
 
 @contextmanager
