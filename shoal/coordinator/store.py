@@ -174,7 +174,10 @@ class Store:
         self.index = record.index
         outcome = self._apply(record.change, now_s)
         if record.by is not None:
-            self._remember(record.by, outcome)
+            self._outcomes.pop(record.by.client, None)
+            self._outcomes[record.by.client] = (record.by.sequence, outcome)
+            if len(self._outcomes) > MAX_CLIENTS:
+                self._outcomes.popitem(last=False)
         return outcome
 
     def _apply(self, change: Mutation | Expired, now_s: float) -> Outcome:
@@ -230,12 +233,6 @@ class Store:
             oldest = self._history.popleft()
             self._history_bytes -= _entry_bytes(oldest.key, oldest.value or b"")
             self._forgotten = oldest.revision
-
-    def _remember(self, by: RequestId, outcome: Outcome) -> None:
-        self._outcomes.pop(by.client, None)
-        self._outcomes[by.client] = (by.sequence, outcome)
-        if len(self._outcomes) > MAX_CLIENTS:
-            self._outcomes.popitem(last=False)
 
     # ------------------------------------------------------------------ to and from disk
 

@@ -186,10 +186,6 @@ class HeldRows:
             positions = torch.from_numpy(self._index[slots])
         return positions.long() - 1
 
-    def not_held(self, ids: Tensor) -> Tensor:
-        """Which of these ids are neither trained nor waiting."""
-        return torch.from_numpy(self._index[self.slots(ids)] == 0)
-
     # ------------------------------------------------------------------ rows that go
 
     def present(self, pool: RowPool) -> Tensor:
@@ -308,12 +304,9 @@ class RowTable(HeldRows):
         if optimizer.kind == "adam":
             change, scale = self._adam(optimizer, positions, grads, step)
         elif optimizer.kind == "adagrad":
-            change = self._adagrad(optimizer, positions, grads)
+            sums = self.rows["sum"].index_add_(0, positions, grads * grads)
+            change = grads / sums.index_select(0, positions).sqrt_().add_(optimizer.eps)
         self.rows["rows"].index_add_(0, positions, change, alpha=-lr * scale)
-
-    def _adagrad(self, optimizer: RowOptimizer, positions: Tensor, grads: Tensor) -> Tensor:
-        sums = self.rows["sum"].index_add_(0, positions, grads * grads)
-        return grads / sums.index_select(0, positions).sqrt_().add_(optimizer.eps)
 
     def _adam(
         self, optimizer: RowOptimizer, positions: Tensor, grads: Tensor, step: int
@@ -368,7 +361,8 @@ class RowTable(HeldRows):
             columns = {name.removeprefix(prefix): tensor for name, tensor in part.items()}
             columns = _select(columns, self.owned(columns["ids"]))
             if prefix:
-                columns = _select(columns, self.not_held(columns["ids"]))
+                is_new = torch.from_numpy(self._index[self.slots(columns["ids"])] == 0)
+                columns = _select(columns, is_new)
                 _load(self.waiting, columns, self.wait(columns["ids"]))
             else:
                 ids = columns["ids"]

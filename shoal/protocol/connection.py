@@ -169,7 +169,10 @@ class Connection:
         while done < size:
             try:
                 if self._deadline_s is not None:
-                    self._limit_wait(self._deadline_s)
+                    left_s = self._deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError("timed out")
+                    self.sock.settimeout(left_s)
                 if size - done < self._buffer.nbytes:
                     self._left = self._buffer[: self._receive(self._buffer)]
                     count = self._take(view[done:])
@@ -191,12 +194,6 @@ class Connection:
         view[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
-
-    def _limit_wait(self, deadline_s: float) -> None:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self.sock.settimeout(left_s)
 
     def skip(self, count: int) -> None:
         """Read and discard a payload."""

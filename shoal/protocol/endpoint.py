@@ -35,7 +35,8 @@ def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) 
     else:
         sock = _connect_tcp(address, tls, timeout_s)
     sock.settimeout(None)
-    return Connection(sock, _certificate_of(sock))
+    shown = sock.getpeercert(binary_form=True) if isinstance(sock, ssl.SSLSocket) else None
+    return Connection(sock, shown or b"")
 
 
 def _connect_unix(path: str, timeout_s: float) -> socket.socket:
@@ -168,13 +169,6 @@ class Listener:
         if isinstance(sock, ssl.SSLSocket):
             sock.do_handshake()
         return Connection(sock, self._certificate)
-
-
-def _certificate_of(sock: socket.socket) -> bytes:
-    """The server's, as a worker sees it under TLS."""
-    if not isinstance(sock, ssl.SSLSocket):
-        return b""
-    return sock.getpeercert(binary_form=True) or b""
 
 
 def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:

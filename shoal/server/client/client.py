@@ -280,13 +280,9 @@ class Client:
         return decode(decision.result().meta, Ack)
 
     @property
-    def includes_leader(self) -> bool:
-        """Whether the first of these servers is the leader; else it follows another shard's."""
-        return self.specs[0].index == 0
-
-    @property
     def _followers(self) -> list[ServerLink]:
-        return self.links[1:] if self.includes_leader else self.links
+        """All but the leader, which may be that of another shard."""
+        return self.links[1:] if self.specs[0].index == 0 else self.links
 
     def settle(self, position: int) -> None:
         """Ask followers to answer when they have applied the log up to `position`."""

@@ -159,7 +159,8 @@ def _start(
 
     if term.replicas > 1:
         own = started.start_coordinator() if group.rank == 0 else None
-        started.use_coordinator(announced("the coordinator", 0, own).seen_from(met.host))
+        address = announced("the coordinator", 0, own).seen_from(met.host)
+        started.config = replace(started.config, coordinator=address)
     is_process = term.placement == "servers"
     count = group.size if term.placement == "workers" else term.servers * term.replicas
     starters = [_starter(term, met.topology, index) for index in range(count)]

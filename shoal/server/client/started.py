@@ -106,10 +106,6 @@ class StartedServers:
         self._popen(None, "shoal.coordinator.main", config.to_environment())
         return self._announced(None, folder.coordinator, folder.coordinator_address)
 
-    def use_coordinator(self, address: str) -> None:
-        """For the servers that are launched from now on."""
-        self.config = replace(self.config, coordinator=address)
-
     def _clear_keys(self) -> None:
         """A run before this one, with the same secret, may have left some."""
         config = replace(self.config, secret=self.secret)

@@ -29,7 +29,6 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import WAIT
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.client.client import Client, PullResult
-from shoal.server.client.link import PostedRequest
 from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
@@ -202,7 +201,12 @@ class CompressedPush(GradientPush):
     # ------------------------------------------------------------------ checkpoints
 
     def deposit(self) -> None:
-        for reply in [self._deposit_slice(index) for index in range(len(self.packings))]:
+        replies = []
+        for index, packing in enumerate(self.packings):
+            tensors = [self.residual[self._slice(index)].cpu(), packing.basis.cpu()]
+            request = Request(FrameKind.RESIDUAL_SET, payload=tuple(map(bytes_of, tensors)))
+            replies.append(self.client.links[index].post("push", request))
+        for reply in replies:
             reply.result()
 
     def collect(self) -> dict[str, Tensor]:
@@ -226,27 +230,20 @@ class CompressedPush(GradientPush):
             if basis is not None and is_alike(basis, packing.basis):
                 packing.basis = basis.to(self.flat.device)
 
-    def _deposit_slice(self, index: int) -> PostedRequest:
-        tensors = [self.residual[self._slice(index)].cpu(), self.packings[index].basis.cpu()]
-        request = Request(FrameKind.RESIDUAL_SET, payload=tuple(map(bytes_of, tensors)))
-        return self.client.links[index].post("push", request)
-
     def _state_of(self, worker: int) -> dict[str, Tensor]:
         """What a worker has deposited with the servers; empty if it was lost."""
         residual = torch.zeros(self.flat.size, dtype=self.residual.dtype)
         bases = {}
         for index, packing in enumerate(self.packings):
             basis = torch.empty_like(packing.basis, device="cpu")
-            if not self._fetch_slice(index, worker, (residual[self._slice(index)], basis)):
+            into = (bytes_of(residual[self._slice(index)]), bytes_of(basis))
+            request = Request(FrameKind.RESIDUAL_GET, into=into, argument=worker)
+            reply = self.client.links[index].post("pull", request).result()
+            if not decode(reply.meta, SavedResidual).is_saved:
                 return {}
             if basis.numel():
                 bases[f"worker/{worker}/basis/{index}"] = basis
         return {f"worker/{worker}/residual": residual, **bases}
-
-    def _fetch_slice(self, index: int, worker: int, into: tuple[Tensor, Tensor]) -> bool:
-        request = Request(FrameKind.RESIDUAL_GET, into=tuple(map(bytes_of, into)), argument=worker)
-        reply = self.client.links[index].post("pull", request).result()
-        return decode(reply.meta, SavedResidual).is_saved
 
     # ------------------------------------------------------------------ the end of a run
 
@@ -257,15 +254,12 @@ class CompressedPush(GradientPush):
         if not self.pushed_bytes:
             return []
         num_bytes = self.pushed_bytes / self.pushes
-        plain_bytes = self._plain_bytes()
+        size = sum(spec.stop - spec.start for spec in self.client.specs)
+        plain_bytes = size * self.flat.data.element_size()
         return [
             f"each worker pushed {num_bytes:,.0f} bytes a step, which are {plain_bytes:,} in full: "
             f"{plain_bytes / num_bytes:.1f} times less"
         ]
-
-    def _plain_bytes(self) -> int:
-        size = sum(spec.stop - spec.start for spec in self.client.specs)
-        return size * self.flat.data.element_size()
 
 
 Tell = Callable[[str], list[str]]

@@ -81,14 +81,12 @@ class ServerSaves:
         if not self.may_ask(number):
             return None
         is_awaited = self._latest > number - _PATIENCE * self._every
-        if self._latest and is_awaited and self._is_being_written():
+        latest = version_of(self.folder, self._latest, self.model)
+        is_written = latest.path.exists() and not latest.is_complete
+        if self._latest and is_awaited and (self._writer.is_busy or is_written):
             return None  # the disk is slower than training: this one is left out
         self._latest = number
         return number
-
-    def _is_being_written(self) -> bool:
-        latest = version_of(self.folder, self._latest, self.model)
-        return self._writer.is_busy or (latest.path.exists() and not latest.is_complete)
 
     def write(self, number: int, describe: Callable[[], tuple[dict[str, Tensor], Any]]) -> None:
         """Write the part of the workers in the background: what `describe()` returns now."""
@@ -277,7 +275,7 @@ class PsWorker(Sync):
     def full_weights(self, optimizer: bool = False) -> Iterator[None]:
         self._take_latest()
         served = self._updates.served_optimizer if optimizer else None
-        self._on_lowest_survivor(self._fetch_state if served is not None else _do_nothing)
+        self._on_lowest_survivor(self._fetch_state if served is not None else lambda: None)
         try:
             with nullcontext() if self._rows is None else self._rows.latest():
                 yield
@@ -405,7 +403,3 @@ class PsWorker(Sync):
     def _leave(self) -> None:
         self._leader.leave()
         self.lowest_survivor = self._leader.lowest_survivor
-
-
-def _do_nothing() -> None:
-    return None
