@@ -199,7 +199,7 @@ def open_etcd(
     context = client_context(config.etcd, "SHOAL_ETCD") if address.startswith("etcds:") else None
     if context is None:
         check_trusted(endpoints, config.tls.trusted_network)
-    return EtcdCoordinator(endpoints, RunKeys.of_secret(secret), who, context, call_s)
+    return EtcdCoordinator(endpoints, RunKeys(secret), who, context, call_s)
 
 
 def lease_ttl_s(config: RunConfig) -> float:

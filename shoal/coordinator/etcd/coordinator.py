@@ -301,14 +301,14 @@ class _Transactions:
         self.lock = threading.Lock()
         self._gateway = gateway
         self._keys = keys
-        self._marker = text_of(keys.marker(secrets.token_hex(8)))
+        self._marker = keys.marker(secrets.token_hex(8))
         self._marker_revision = 0
         self._number = 0
         self._is_unsettled = False  # the latest change may still be made
 
     def make(self, request: PutIf | DeleteIf, deadline_s: float) -> int:
         """The revision of the change; Conflict, LeaseLost."""
-        name = text_of(self._keys.key(request.key))
+        name = self._keys.key(request.key)
         change: dict[str, Any] = {"request_delete_range": {"key": name}}
         if isinstance(request, PutIf):
             lease = str(request.lease_id or 0)

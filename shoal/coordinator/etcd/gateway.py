@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -283,39 +282,32 @@ def text_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def end_of(prefix: bytes) -> bytes:
-    """The first key after all that begin with this prefix."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])
+def _all_under(folder: str) -> dict[str, str]:
+    """The range of all keys that begin with this, which ends with a slash."""
+    end = folder[:-1] + chr(ord("/") + 1)
+    return {"key": text_of(folder.encode()), "range_end": text_of(end.encode())}
 
 
-@dataclass(frozen=True)
 class RunKeys:
-    """`run` is the same for all processes of a run, and for no other run."""
+    """Keys in etcd, as text: the same for all processes of a run, and for no other run."""
 
-    run: str
+    def __init__(self, secret: bytes):
+        run = hashlib.sha256(b"shoal run in etcd" + secret).hexdigest()[:32]
+        self._run = f"shoal/{run}/"
+        self.everything = _all_under(self._run)
 
-    @classmethod
-    def of_secret(cls, secret: bytes) -> RunKeys:
-        return cls(hashlib.sha256(b"shoal run in etcd" + secret).hexdigest()[:32])
+    def key(self, key: str) -> str:
+        return text_of(f"{self._run}k/{key}".encode())
 
-    @property
-    def everything(self) -> dict[str, str]:
-        prefix = f"shoal/{self.run}/".encode()
-        return {"key": text_of(prefix), "range_end": text_of(end_of(prefix))}
-
-    def key(self, key: str) -> bytes:
-        return f"shoal/{self.run}/k/{key}".encode()
-
-    def marker(self, client: str) -> bytes:
+    def marker(self, client: str) -> str:
         """Holds the number of the latest change that a client has made."""
-        return f"shoal/{self.run}/r/{client}".encode()
+        return text_of(f"{self._run}r/{client}".encode())
 
     def name_of(self, key: bytes) -> str:
-        return key.decode(errors="replace").removeprefix(f"shoal/{self.run}/k/")
+        return key.decode(errors="replace").removeprefix(f"{self._run}k/")
 
     def selection(self, name: str) -> dict[str, str]:
         """A key, or a range of keys where the name stands for all that begin with it."""
-        key = self.key(name)
         if name and not name.endswith("/"):
-            return {"key": text_of(key)}
-        return {"key": text_of(key), "range_end": text_of(end_of(key))}
+            return {"key": self.key(name)}
+        return _all_under(f"{self._run}k/{name}")
