@@ -86,6 +86,7 @@ def test_what_a_stranger_writes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("second", "said"),
     [(None, r"rank 1 has no secret.* SHOAL_SECRET"), (new_secret(), "rank 1 with another key")],
+    ids=["none", "another"],
 )
 def test_a_rank_without_the_secret_is_named(met: Meet, second: bytes | None, said: str) -> None:
     with pytest.raises(BadInput, match=said):
