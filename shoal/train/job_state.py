@@ -82,15 +82,17 @@ class JobState:
         self,
         document: dict[str, Any],
         averages: Averages,
-        states: list[dict[str, Tensor]] | None = None,
+        states: list[dict[str, Tensor]],
+        untrained: Averages | None = None,
     ) -> files.Checkpoint:
-        """The state of this replica; `states` of the syncs, if all ranks have computed them."""
-        from shoal.train.checkpoints.state import snapshot
+        """The state of this replica; `states` are those of the syncs."""
+        from shoal.train.checkpoints.state import OTHERS, snapshot
 
-        document = {**document, "averages": [tied for _, tied in averages]}
-        saved = snapshot(self.models, states or [{} for _ in self.models], document)
-        for i, (tensors, _) in enumerate(averages):
-            saved.model |= {f"ema{i}:{name}": tensor for name, tensor in tensors.items()}
+        saved = snapshot(self.models, states, document)
+        for kind, others in (("ema", averages), ("untrained", untrained or [])):
+            saved.document[OTHERS[kind]] = [tied for _, tied in others]
+            for i, (tensors, _) in enumerate(others):
+                saved.model |= {f"{kind}{i}:{name}": tensor for name, tensor in tensors.items()}
         return saved
 
     def fit_averages(self, saved: files.Checkpoint, where: Path) -> list[dict[str, Tensor]]:

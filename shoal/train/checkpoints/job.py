@@ -72,18 +72,18 @@ class JobCheckpoints:
         """See `Job.load`."""
         if not self._state.models:
             raise BadInput("job.load comes after job.step: there is no model yet to load into")
-        before = self._loaded
-        document = self._meetings.hold(
+        document = self._hold(
             lambda: self._install(*self._agreement.load(path, lambda: self._read(path)), path)
         )
-        if self._loaded == before:  # the others have loaded it, before this worker came back
-            self._skip(document)
         about = document["about"]
         return about if isinstance(about, dict) else {}
 
-    def _skip(self, document: dict[str, Any]) -> None:
-        """Go on from the checkpoint that the others have loaded."""
-        self._state.stream.resume(document["batches"], document["position"], document["steps"])
+    def _hold(self, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        before = self._loaded
+        found = self._meetings.hold(load)
+        if found and self._loaded == before:  # others have loaded it, before this worker came back
+            self._state.stream.resume(found["batches"], found["position"], found["steps"])
+        return found
 
     def _install(
         self, saved: files.Checkpoint, states: list[FittingState], path: Path
@@ -129,6 +129,8 @@ class JobCheckpoints:
 
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
+        from shoal.train.checkpoints.optimizer_state import model_tensors
+
         for optimizer in self._loop.optimizers:
             optimizer.give_settings()
         averages = [ema.gather(self._is_of_lowest) for ema in self._state.emas]
@@ -138,26 +140,14 @@ class JobCheckpoints:
             states = [step.sync.state() for step in self._state.models]
             if not self._is_of_lowest:  # asked again: another replica may be lost by now
                 return ""
-            saved = self._state.snapshot(self._state.description(about), averages, states)
-            self._gather_untrained(saved)
+            # models that no optimizer updates, such as target networks
+            untrained = [(model_tensors(m.model), m.shard) for m in self._loop.untrained]
+            others = [(shard.gather_full(tensors), tied) for (tensors, tied), shard in untrained]
+            document = self._state.description(about)
+            saved = self._state.snapshot(document, averages, states, others)
             if self._is_first():
                 files.write(path, saved)
             return saved.digest
-
-    def _gather_untrained(self, saved: files.Checkpoint) -> None:
-        """Add models that no optimizer updates, such as target networks, to what is saved.
-
-        All workers of the replica that saves call it.
-        """
-        from shoal.train.checkpoints.optimizer_state import model_tensors
-
-        ties = []
-        for i, prepared in enumerate(self._loop.untrained):
-            tensors, tied = model_tensors(prepared.model)
-            whole = prepared.shard.gather_full(tensors)
-            saved.model |= {f"untrained{i}:{name}": tensor for name, tensor in whole.items()}
-            ties.append(tied)
-        saved.document["untrained"] = ties
 
     @property
     def _is_of_lowest(self) -> bool:
@@ -182,7 +172,11 @@ class JobCheckpoints:
             return
         self._has_continued = True
         if own is not None:
-            self._resume(own, lambda: None if read_manifest_bytes(own) is None else files.read(own))
+
+            def read_own() -> files.Checkpoint | None:
+                return None if read_manifest_bytes(own) is None else files.read(own)
+
+            self._hold(lambda: self._load_latest(own, read_own))
         self._saved_itself = self._state.steps
         if asked.folder is None:
             return
@@ -193,13 +187,7 @@ class JobCheckpoints:
                 require_unused([v for v in versions if v.model != saves.model], asked.folder)
             return
         folder = asked.folder
-        self._resume(folder, lambda: _read_servers(folder, self._say))
-
-    def _resume(self, folder: Path, find: FindCheckpoint) -> None:
-        before = self._loaded
-        document = self._meetings.hold(lambda: self._load_latest(folder, find))
-        if document and self._loaded == before:
-            self._skip(document)
+        self._hold(lambda: self._load_latest(folder, lambda: _read_servers(folder, self._say)))
 
     def _load_latest(self, folder: Path, find: FindCheckpoint) -> dict[str, Any]:
         def read() -> tuple[files.Checkpoint | None, str]:
