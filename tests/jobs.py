@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
@@ -16,6 +16,7 @@ from shoal.comm.group import Group
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import mlp, samples
 
@@ -84,6 +85,18 @@ def after_training(
             job.close()
 
     return world(size, body)
+
+
+def weights_of(job: Job, step: Step, losses: list[float]) -> Tensor:
+    return step.flat.data.clone()
+
+
+def model_of(job: Job, step: Step, losses: list[float]) -> Any:
+    return step.model
+
+
+def report_of(job: Job, step: Step, losses: list[float]) -> dict[str, Any]:
+    return step.sync.report()
 
 
 class Shown:

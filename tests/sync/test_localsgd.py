@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group, Op
 from shoal.errors import StrategyError
 from shoal.strategy.strategy import parse
@@ -20,7 +19,9 @@ from shoal.train.checkpoints.files import read
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
+from tests.jobs import after_training, model_of, report_of, weights_of
 from tests.models import Partly, convnet, mlp, samples
+from tests.sync.compressing import signs
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -37,12 +38,7 @@ def start(
     return job, step, step.sync
 
 
-def train(
-    group: Group, text: str, model: nn.Module, steps: int, **options: Any
-) -> tuple[Job, Step, LocalSgdSync, list[float]]:
-    job, step, sync = start(group, text, model, **options)
-    batches = job.batches(samples(64), 8, epochs=9, steps=steps)
-    return job, step, sync, [float(step(batch)) for batch in batches]
+after = partial(after_training, data=samples(64), batch_size=8, epochs=9, optimizer=SGD)
 
 
 def mean(group: Group, tensor: Tensor) -> Tensor:
@@ -51,91 +47,58 @@ def mean(group: Group, tensor: Tensor) -> Tensor:
     return found
 
 
-def halves(n: int = 2) -> list[nn.Module]:
-    return [mlp() for _ in range(n)]
-
-
 # ------------------------------------------------------------------------------ averages
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_replicas_are_apart_between_averages_and_the_same_after(world: World, size: int) -> None:
-    models = halves(size)
-
-    def body(group: Group) -> list[Tensor]:
-        job, step, _ = start(group, "localsgd(every=3)", models[group.rank])
-        return [step(b) and step.flat.data.clone() for b in job.batches(samples(60), 10)]
-
-    found = world(size, body)
-    for i in range(6):
-        same = all(torch.equal(rank[i], found[0][i]) for rank in found)
-        assert same == (i % 3 == 2)
+    for steps in range(1, 7):
+        found = after(world, size, "localsgd(every=3)", weights_of, steps=steps)
+        assert all(torch.equal(data, found[0]) for data in found) == (steps % 3 == 0)
 
 
 def test_the_average_is_that_of_replicas_that_trained_alone(world: World) -> None:
     """Three steps on the halves of batches, by hand; the gradient is that of a replica's mean."""
     x, y = samples(24).tensors
-    models = halves()
-
-    def body(group: Group) -> None:
-        job, step, _ = start(group, "localsgd(every=3)", models[group.rank])
-        for batch in job.batches(list(zip(x.split(8), y.split(8), strict=True))):
-            step(batch)
-
+    batches = list(zip(x.split(8), y.split(8), strict=True))
+    options: Any = {"data": batches, "batch_size": None, "optimizer": SGD}
+    model, _ = after_training(world, 2, "localsgd(every=3)", model_of, **options)
     wanted = []
     for rank in range(2):
         alone = mlp()
         optimizer = SGD(alone.parameters())
-        for inputs, targets in zip(x.split(8), y.split(8), strict=True):
+        for inputs, targets in batches:
             rows = slice(rank * 4, rank * 4 + 4)
             optimizer.zero_grad()
             F.cross_entropy(alone(inputs[rows]), targets[rows]).backward()
             optimizer.step()
         wanted.append([p.detach() for p in alone.parameters()])
-    world(2, body)
-    for p, a, b in zip(models[0].parameters(), *wanted, strict=True):
+    for p, a, b in zip(model.parameters(), *wanted, strict=True):
         torch.testing.assert_close(p.detach(), (a + b) / 2)
 
 
 def test_loss_is_the_global_one_at_averages_and_the_own_one_between(world: World) -> None:
-    models = halves()
-
-    def body(group: Group) -> list[float]:
-        return train(group, "localsgd(every=2)", models[group.rank], 4)[3]
-
-    first, second = world(2, body)
+    first, second = after(world, 2, "localsgd(every=2)", steps=4)
     assert first[0] != second[0] and first[2] != second[2]
     assert first[1] == second[1] and first[3] == second[3]
-    alone = Job(parse("single"), solo_group(), device=CPU, seed=3)
-    step = alone.step(mlp(), F.cross_entropy, optimizer=SGD)
-    for batch in alone.batches(samples(64), 8, steps=1):
-        loss = float(step(batch))
-    assert (first[0] + second[0]) / 2 == pytest.approx(loss, abs=1e-6)
+    alone = after(world, 1, "single", steps=1)[0][0]
+    assert (first[0] + second[0]) / 2 == pytest.approx(alone, abs=1e-6)
 
 
 def test_every_16_sends_a_sixteenth(world: World) -> None:
-    models = halves(4)
-    reports = {
-        every: world(
-            4,
-            lambda g, every=every: train(g, f"localsgd(every={every})", models[g.rank], 32)[
-                2
-            ].report(),
-        )[0]
-        for every in (1, 16)
-    }
-    assert reports[1]["bytes_per_step"] == reports[1]["ddp_bytes_per_step"]
-    assert reports[16]["bytes_sent"] * 16 == reports[1]["bytes_sent"]
+    one, sixteen = (
+        after(world, 4, f"localsgd(every={every})", report_of, steps=32)[0] for every in (1, 16)
+    )
+    assert one["bytes_per_step"] == one["ddp_bytes_per_step"]
+    assert sixteen["bytes_sent"] * 16 == one["bytes_sent"]
 
 
 def test_evaluating_sees_the_average_and_leaves_training_as_it_was(world: World) -> None:
-    models = halves()
-
-    def body(group: Group) -> None:
-        _, step, sync, _ = train(group, "localsgd(every=4)", models[group.rank], 6)
+    def look(job: Job, step: Any, losses: Any) -> None:
+        sync = step.sync
         sent = sync.report()["bytes_sent"]
         own = step.flat.data.clone()
-        wanted = mean(group, own)
+        wanted = mean(job.group, own)
         assert not torch.equal(own, wanted)
         with sync.full_weights():
             torch.testing.assert_close(step.flat.data, wanted)
@@ -143,7 +106,7 @@ def test_evaluating_sees_the_average_and_leaves_training_as_it_was(world: World)
         assert sync.report()["bytes_sent"] == sent
         assert sync.since == 2
 
-    world(2, body)
+    after(world, 2, "localsgd(every=4)", look, steps=6)
 
 
 def test_saving_leaves_training_as_it_was(world: World, tmp_path: Path) -> None:
@@ -157,46 +120,34 @@ def test_saving_leaves_training_as_it_was(world: World, tmp_path: Path) -> None:
         return losses
 
     # made before the threads start: they share torch's seed
-    one = halves()
-    other = halves()
+    one = [mlp(), mlp()]
+    other = [mlp(), mlp()]
     assert world(2, lambda g: body(g, one, True)) == world(2, lambda g: body(g, other, False))
 
 
 def test_batchnorm_is_local_and_its_running_statistics_are_averaged(world: World) -> None:
-    models = [convnet() for _ in range(2)]
-    data = samples(48, (1, 4, 4))
+    def look(job: Job, step: Any, losses: Any) -> bool:
+        own = step.model[1].running_mean
+        return torch.allclose(own, mean(job.group, own), atol=1e-8)
 
-    def body(group: Group) -> list[bool]:
-        job, step, _ = start(group, "localsgd(every=3)", models[group.rank])
-        same = []
-        for batch in job.batches(data, 12):
-            step(batch)
-            own = step.model[1].running_mean  # type: ignore[index]
-            same.append(torch.allclose(own, mean(group, own), atol=1e-8))
-        return same
-
-    assert world(2, body) == [[False, False, True, False]] * 2
+    options: Any = {"make": convnet, "data": samples(48, (1, 4, 4))}
+    for steps in range(1, 5):
+        found = after(world, 2, "localsgd(every=3)", look, steps=steps, **options)
+        assert found == [steps == 3] * 2
 
 
 def test_without_a_gradient_a_parameter_keeps_its_bits(world: World) -> None:
-    models = [Partly() for _ in range(3)]
-    world(3, lambda g: train(g, "localsgd(every=2)", models[g.rank], 4) and None)
-    assert torch.equal(models[0].unused.weight, Partly().unused.weight)
+    found = after(world, 3, "localsgd(every=2)", model_of, make=Partly, steps=4)
+    assert torch.equal(found[0].unused.weight, Partly().unused.weight)
 
 
 @pytest.mark.parametrize("method", ["int8", "onebit", "topk(0.1)", "powersgd(rank=2)"])
 def test_compressed_differences_keep_replicas_the_same(world: World, method: str) -> None:
-    models = halves(3)
+    def look(job: Job, step: Step, losses: list[float]) -> Any:
+        return losses[1::2], step.flat.data.clone(), step.sync.report()
 
-    def body(group: Group) -> tuple[list[float], Tensor, dict[str, Any]]:
-        text = f'localsgd(every=2, compress="{method}")'
-        job, step, sync = start(group, text, models[group.rank])
-        x = samples(48).tensors[0]
-        data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
-        losses = [float(step(b)) for b in job.batches(data, 12, epochs=10)]
-        return losses[1::2], step.flat.data.clone(), sync.report()
-
-    found = world(3, body)
+    text = f'localsgd(every=2, compress="{method}")'
+    found = after(world, 3, text, look, data=signs(), batch_size=12, epochs=10)
     for losses, data, report in found:
         assert losses == found[0][0]
         assert torch.equal(data, found[0][1])
@@ -218,7 +169,7 @@ def test_compressed_differences_keep_replicas_the_same(world: World, method: str
 def test_nesterov_by_hand(world: World, settings: str, momenta: list[float]) -> None:
     """v = m·v + d;  w = w - 0.7·(d + m·v), with d = agreed - average, m by the round."""
     text = f'localsgd(every=2, outer="nesterov(lr=0.7, {settings})")'
-    models = halves()
+    models = [mlp(), mlp()]
 
     def body(group: Group) -> None:
         job, step, sync = start(group, text, models[group.rank], optimizer=PLAIN)
@@ -308,14 +259,12 @@ def test_between_averages_a_checkpoint_keeps_what_the_next_outer_step_needs(
     world: World, tmp_path: Path
 ) -> None:
     text = 'localsgd(every=4, outer="nesterov(lr=0.7)")'
-    models = halves()
 
-    def save(group: Group) -> tuple[Tensor, Tensor]:
-        job, step, sync, _ = train(group, text, models[group.rank], 6)
+    def save(job: Job, step: Any, losses: Any) -> tuple[Tensor, Tensor]:
         job.save(tmp_path)
-        return sync.agreed.data.clone(), mean(group, step.flat.data)
+        return step.sync.agreed.data.clone(), mean(job.group, step.flat.data)
 
-    agreed, average = world(2, save)[0]
+    agreed, average = after(world, 2, text, save, steps=6)[0]
     more = [mlp(9) for _ in range(3)]
 
     def load(group: Group) -> None:
@@ -331,14 +280,11 @@ def test_between_averages_a_checkpoint_keeps_what_the_next_outer_step_needs(
 
 
 def test_the_saved_momentum_is_the_mean_over_replicas(world: World, tmp_path: Path) -> None:
-    models = halves()
-
-    def body(group: Group) -> Tensor:
-        job, step, _, _ = train(group, "localsgd(every=4)", models[group.rank], 6)
+    def look(job: Job, step: Step, losses: Any) -> Tensor:
         job.save(tmp_path)
         buffer = step.update.optimizer.state[step.flat.params[0]]["momentum_buffer"]
-        return mean(group, buffer)
+        return mean(job.group, buffer)
 
-    wanted = world(2, body)[0]
+    wanted = after(world, 2, "localsgd(every=4)", look, steps=6)[0]
     saved = read(tmp_path).optimizer["0:0.weight/momentum_buffer"]
     torch.testing.assert_close(saved, wanted)
