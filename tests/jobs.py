@@ -66,6 +66,7 @@ def after_training(
     epochs: int = 1,
     steps: int | None = None,
     load: Path | None = None,
+    shuffle: bool = True,
     **options: Any,
 ) -> list[Any]:
     """What `look` returns on each worker when it has trained."""
@@ -79,7 +80,7 @@ def after_training(
             step = job.step(models[group.rank], F.cross_entropy, **options)
             if load is not None:
                 job.load(load)
-            batches = job.batches(data, batch_size, epochs=epochs, steps=steps)
+            batches = job.batches(data, batch_size, epochs=epochs, steps=steps, shuffle=shuffle)
             return look(job, step, [float(step(batch)) for batch in batches])
         finally:
             job.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from shoal.train.checkpoints import files
 from shoal.train.job import Job
 from shoal.transport.shm.rank_memory import RankMemory
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import convnet, mlp, samples
 from tests.scripts import shoal
 from tests.sync.test_gossip import accuracies
@@ -135,21 +137,15 @@ def test_neither_a_count_nor_batches_of_the_script_need_the_others(world: World)
 
 
 def test_buffers_are_averaged_for_an_evaluation(world: World) -> None:
-    models = [convnet() for _ in range(4)]
-
-    def body(group: Group) -> tuple[Tensor, Tensor]:
-        job = Job(RING, group, device=CPU)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(48, (1, 4, 4)), 16):
-            step(batch)
-        [own, *_] = [b.clone() for b in step.model.buffers()]
+    def look(job: Job, step: Any, losses: Any) -> tuple[Tensor, Tensor]:
+        own = next(step.model.buffers()).clone()
         with step.sync.full_weights():
-            [mean, *_] = [b.clone() for b in step.model.buffers()]
+            mean = next(step.model.buffers()).clone()
         assert torch.equal(next(step.model.buffers()), own)
-        job.close()
         return own, mean
 
-    found = world(4, body)
+    options: Any = {"make": convnet, "data": samples(48, (1, 4, 4))}
+    found = after_training(world, 4, str(RING), look, **options)
     expected = torch.stack([own for own, _ in found]).mean(0)
     for _, mean in found:
         torch.testing.assert_close(mean, expected)

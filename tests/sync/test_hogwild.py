@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shoal.strategy.strategy import parse
 from shoal.sync.hogwild import HogwildSync
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import convnet, mlp, samples
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -65,35 +67,28 @@ def test_workers_one_by_one_make_the_updates_of_one_worker(world: World, optimiz
 
 
 def test_a_batch_that_is_left_over_is_shared_and_its_loss_is_a_mean(world: World) -> None:
-    models = [mlp(), mlp()]
     data = samples(24)
-
-    def body(group: Group) -> list[float]:
-        job = job_of(group)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=partial(SGD, lr=1e-9))
-        return [float(step(batch)) for batch in job.batches(data, 8, shuffle=False)]
-
     x, y = data.tensors
-    for rank, losses in enumerate(world(2, body)):
+    options: Any = {"data": data, "batch_size": 8, "shuffle": False}
+    found = after_training(world, 2, "hogwild", optimizer=partial(SGD, lr=1e-9), **options)
+    for rank, losses in enumerate(found):
         own = [slice(8 * rank, 8 * rank + 8), slice(16 + 4 * rank, 20 + 4 * rank)]
         expected = [float(F.cross_entropy(mlp()(x[rows]), y[rows]).detach()) for rows in own]
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_weights_of_all_workers_are_the_same_memory(world: World) -> None:
-    models = [convnet(), convnet()]
-
-    def body(group: Group) -> float:
-        step = job_of(group).step(models[group.rank], F.cross_entropy, optimizer=SGD)
+    def look(job: Job, step: Any, losses: Any) -> float:
         statistics = step.model[1].running_mean
-        group.barrier().wait()
-        if group.rank == 0:
+        job.barrier()
+        if job.rank == 0:
             step.flat.data.fill_(7.0)
             statistics.fill_(5.0)
-        group.barrier().wait()
+        job.barrier()
         return float(step.flat.params[0].detach().flatten()[0]) + float(statistics[0])
 
-    assert world(2, body) == [12.0, 12.0]
+    options: Any = {"make": convnet, "data": samples(32, (1, 4, 4))}
+    assert after_training(world, 2, "hogwild", look, **options) == [12.0, 12.0]
 
 
 class Rows(nn.Module):
@@ -133,18 +128,15 @@ def test_sparse_gradients_write_the_rows_that_they_name_and_no_others(world: Wor
 @pytest.mark.parametrize("strategy", ["hogwild", "hogwild(momentum=True)"])
 def test_momentum_is_off_by_default(world: World, capsys: Any, strategy: str) -> None:
     kept = "momentum=True" in strategy
-    models = [mlp(), mlp()]
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
 
-    def body(group: Group) -> tuple[dict[str, Any], dict[str, Any]]:
-        step = job_of(group, strategy).step(models[group.rank], F.cross_entropy, optimizer=sgd)
+    def look(job: Job, step: Any, losses: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         groups = step.update.optimizer.param_groups
         during = dict(groups[0])
         with step.sync.full_weights(optimizer=True):  # as a checkpoint sees it
-            saved = dict(groups[0])
-        return during, saved
+            return during, dict(groups[0])
 
-    for during, saved in world(2, body):
+    for during, saved in after_training(world, 2, strategy, look, optimizer=sgd):
         assert during["momentum"] == (0.9 if kept else 0.0)
         assert during["nesterov"] is kept
         assert (saved["momentum"], saved["nesterov"]) == (0.9, True)
@@ -152,96 +144,70 @@ def test_momentum_is_off_by_default(world: World, capsys: Any, strategy: str) ->
 
 
 def test_adam_needs_momentum(world: World) -> None:
-    models = [mlp(), mlp()]
     adam = partial(torch.optim.AdamW, lr=0.01)
-
-    def body(group: Group, strategy: str) -> float:
-        step = job_of(group, strategy).step(models[group.rank], F.cross_entropy, optimizer=adam)
-        return float(step.update.optimizer.param_groups[0]["lr"])
-
     with pytest.raises(BadInput, match="AdamW has no form without it"):
-        world(2, lambda g: body(g, "hogwild"))
-    assert world(2, lambda g: body(g, "hogwild(momentum=True)")) == [0.01, 0.01]
+        after_training(world, 2, "hogwild", optimizer=adam)
+    after_training(world, 2, "hogwild(momentum=True)", optimizer=adam)
 
 
 def test_the_learning_rate_is_that_of_the_batch(world: World) -> None:
-    models = [mlp(), mlp()]
+    asked: dict[int, list[int]] = {}
 
-    def body(group: Group) -> list[int]:
-        asked: list[int] = []
+    def lr(step: int) -> float:
+        asked.setdefault(threading.get_ident(), []).append(step)
+        return 0.1
 
-        def lr(step: int) -> float:
-            asked.append(step)
-            return 0.1
-
-        job = job_of(group)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, lr=lr)
-        for batch in job.batches(samples(56), 8):
-            step(batch)
-        return asked
-
-    assert world(2, body) == [[0, 2, 4, 6]] * 2  # the seventh batch is shared
+    after_training(world, 2, "hogwild", data=samples(56), batch_size=8, lr=lr)
+    assert list(asked.values()) == [[0, 2, 4, 6]] * 2  # the seventh batch is shared
 
 
 def test_evaluating_waits_for_workers_that_are_behind(world: World) -> None:
-    models = [mlp(), mlp(), mlp()]
     data = samples(60)
 
-    def body(group: Group) -> tuple[int, float]:
-        job = job_of(group)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(data, 12, epochs=2):
-            step(batch)
+    def look(job: Job, step: Any, losses: Any) -> tuple[int, float]:
         sync = step.sync
         assert isinstance(sync, HogwildSync)
         with sync.full_weights():
             steps = int(sync.shared_steps.min())
         return steps, job.evaluate(F.cross_entropy, data)
 
-    found = world(3, body)
+    found = after_training(world, 3, "hogwild", look, data=data, batch_size=12, epochs=2)
     assert [steps for steps, _ in found] == [6, 6, 6]  # 2 epochs of 1 batch each and 2 parts
     assert len({loss for _, loss in found}) == 1
-    assert found[0][1] < float(F.cross_entropy(mlp()(data.tensors[0]), data.tensors[1]))
+    before = F.cross_entropy(mlp()(data.tensors[0]), data.tensors[1]).detach()
+    assert found[0][1] < float(before)
 
 
 def test_a_checkpoint_loads_into_the_shared_weights_and_sums(world: World, tmp_path: Path) -> None:
-    models = [mlp(), mlp()]
-    others = [mlp(1), mlp(1)]
-
-    def train(group: Group) -> list[Tensor]:
-        job = job_of(group)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=ADAGRAD)
-        for batch in job.batches(samples(24), 8):
-            step(batch)
+    def train(job: Job, step: Any, losses: Any) -> list[Tensor]:
         job.save(tmp_path / "saved")
-        group.barrier().wait()
+        job.barrier()
         return state_of(step)
 
-    def go_on(group: Group) -> tuple[list[Tensor], int]:
-        job = job_of(group)
-        step = job.step(others[group.rank], F.cross_entropy, optimizer=ADAGRAD)
-        job.load(tmp_path / "saved")
+    def go_on(job: Job, step: Any, losses: Any) -> tuple[list[Tensor], int]:
         found = state_of(step)
-        group.barrier().wait()
-        step.update.optimizer.state[step.flat.params[0]]["sum"].add_(group.rank)
-        group.barrier().wait()
+        job.barrier()
+        step.update.optimizer.state[step.flat.params[0]]["sum"].add_(job.rank)
+        job.barrier()
         return found, round(float(state_of(step)[-1].flatten()[0] - found[-1].flatten()[0]))
 
     def state_of(step: Any) -> list[Tensor]:
         sums = step.update.optimizer.state[step.flat.params[0]]["sum"]
         return [*(p.detach().clone() for p in step.model.parameters()), sums.clone()]
 
-    saved = world(2, train)[0]
-    for found, added in world(2, go_on):
+    after = partial(after_training, world, 2, "hogwild", optimizer=ADAGRAD, batch_size=8)
+    saved = after(train, data=samples(24))[0]
+    for found, added in after(
+        go_on, data=samples(24), make=lambda: mlp(1), load=tmp_path / "saved"
+    ):
         assert added == 1  # what the other rank has added is seen here
         for tensor, expected in zip(found, saved, strict=True):
             assert torch.equal(tensor, expected)
 
 
 def test_alone_it_is_single(world: World) -> None:
-    def body(group: Group, strategy: str) -> list[float]:
-        job = job_of(group, strategy)
-        step = job.step(mlp(), F.cross_entropy, optimizer=partial(SGD, momentum=0.9))
-        return [float(step(batch)) for batch in job.batches(samples(40), 8)]
-
-    assert body(solo_group(), "hogwild") == body(solo_group(), "single")
+    one, other = (
+        after_training(world, 1, strategy, optimizer=partial(SGD, momentum=0.9))
+        for strategy in ("hogwild", "single")
+    )
+    assert one == other

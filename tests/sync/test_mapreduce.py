@@ -18,6 +18,7 @@ from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import convnet, mlp, samples
 from tests.splitting import SGD, assert_same, train
 
@@ -84,17 +85,12 @@ def test_no_more_than_a_piece_is_fetched_at_a_time(world: World) -> None:
 def test_only_the_master_has_an_optimizer_state_and_each_sends_its_gradients_once(
     world: World,
 ) -> None:
-    models = [mlp() for _ in range(3)]
-
-    def body(group: Group) -> tuple[int, float, int]:
-        job = job_of(group, 'mapreduce(batch="mini")')
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=ADAM)
-        for batch in job.batches(samples(40), 20):
-            step(batch)
+    def look(job: Job, step: Any, losses: Any) -> tuple[int, float, int]:
         report = job.report()["sync"][0]
         return len(step.update.optimizer.state), report["bytes_per_step"], step.flat.data.nbytes
 
-    found = world(3, body)
+    options: Any = {"data": samples(40), "batch_size": 20, "optimizer": ADAM}
+    found = after_training(world, 3, 'mapreduce(batch="mini")', look, **options)
     num_bytes = found[0][2]
     assert [state for state, _, _ in found] == [6, 0, 0]
     # the master sends weights; rank 1 passes them on and sends gradients; rank 2 gradients alone
@@ -102,19 +98,15 @@ def test_only_the_master_has_an_optimizer_state_and_each_sends_its_gradients_onc
 
 
 def test_a_checkpoint_continues_the_run(world: World, tmp_path: Path) -> None:
-    def body(group: Group, model: Any, epochs: int, load: bool) -> list[float]:
-        job = job_of(group)
-        step = job.step(model, F.cross_entropy, optimizer=ADAM)
-        if load:
-            job.load(tmp_path / "saved")
-        losses = [float(step(b)) for b in job.batches(samples(30), 10, epochs=epochs)]
+    def save(job: Job, step: Any, losses: list[float]) -> list[float]:
         job.save(tmp_path / "saved")
         return losses
 
-    models = [mlp() for _ in range(6)]
-    whole = body(solo_group(), mlp(), 4, False)
-    first = world(2, lambda g: body(g, models[g.rank], 2, False))[0]
-    second = world(2, lambda g: body(g, models[2 + g.rank], 4, True))[0]
+    options: Any = {"data": samples(30), "batch_size": 10, "optimizer": ADAM}
+    train = partial(after_training, world, strategy="mapreduce", look=save, **options)
+    whole = train(size=1, epochs=4)[0]
+    first = train(size=2, epochs=2)[0]
+    second = train(size=2, epochs=4, load=tmp_path / "saved")[0]
     assert first + second == pytest.approx(whole, abs=1e-5)
 
 

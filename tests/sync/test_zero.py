@@ -19,6 +19,7 @@ from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import mlp, samples
 from tests.splitting import assert_equal, gpt, texts
 from tests.test_equal import ADAMW, SGD, assert_equal_to_single, assert_same_bits
@@ -80,17 +81,8 @@ class Repeated(nn.Module):
 def test_equals_single_with_clipping_and_accumulation(
     world: World, strategy: str, size: int, optimizer: Any
 ) -> None:
-    assert_equal_to_single(
-        world,
-        size,
-        strategy,
-        mlp,
-        samples(44),
-        12,
-        optimizer=optimizer,
-        accumulate=2,
-        clip_norm=0.1,
-    )
+    options: Any = {"optimizer": optimizer, "accumulate": 2, "clip_norm": 0.1}
+    assert_equal_to_single(world, size, strategy, mlp, samples(44), 12, **options)
 
 
 @pytest.mark.parametrize("strategy", STAGES)
@@ -243,13 +235,8 @@ def test_all_workers_together_send_what_the_stage_moves(
 
     zero(3) gathers parameters twice, but for those that backward begins with.
     """
-    models = [mlp() for _ in range(3)]
 
-    def body(group: Group) -> tuple[float, int, int]:
-        job = Job(parse(stage), group, device=torch.device("cpu"), seed=3)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(36), 12):
-            step(batch)
+    def look(job: Job, step: Step, losses: Any) -> tuple[float, int, int]:
         job.evaluate(F.cross_entropy, samples(8))  # no part of training
         report = step.sync.report()
         assert report["steps"] == 3
@@ -257,7 +244,7 @@ def test_all_workers_together_send_what_the_stage_moves(
         body_bytes = (flat.size - flat.offset) * flat.dtype.itemsize
         return report["bytes_per_step"], body_bytes, flat.grads.header.nbytes
 
-    found = world(3, body)
+    found = after_training(world, 3, stage, look, data=samples(36), batch_size=12)
     _, moved, head = found[0]
     least, most = (count * 2 * moved + 2 * 2 * head for count in passes)
     total = sum(each for each, _, _ in found)
