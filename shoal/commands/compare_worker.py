@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +34,15 @@ from shoal.train.progress import open_progress
 from shoal.train.step.step import Step
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What `shoal compare` has written for its workers, and their configuration."""
-
-    entries: tuple[ComparedRun, ...]
-    steps: int | None
-    cores: int
-    config: RunConfig
-
-    @classmethod
-    def read(cls, path: Path) -> _Plan:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        entries = tuple(ComparedRun(**fields) for fields in document["entries"])
-        return cls(entries, document["steps"], document["cores"], RunConfig.from_environment())
-
-
 class ComparisonWorker(Worker):
     """One of many runs of a process: writes its report to a folder of its own."""
 
-    def __init__(self, entry: ComparedRun, placement: Placement, plan: _Plan, models: set[Any]):
-        config = replace(plan.config, trace_dir=Path(entry.folder) if entry.traced else None)
+    def __init__(self, entry: ComparedRun, placement: Placement, steps: Any, models: set[Any]):
+        folder = Path(entry.folder)
+        config = replace(RunConfig.from_environment(), trace_dir=folder if entry.traced else None)
         super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
-        self.reports = RunDir(Path(entry.folder))
-        self.steps = entry.steps or plan.steps
+        self.reports = RunDir(folder)
+        self.steps = entry.steps or steps
         self.losses: list[Tensor] = []
         self._models = models
 
@@ -89,47 +74,49 @@ class ComparisonWorker(Worker):
         self._models.add(step.model)
 
 
-def compare(train: Train, plan: _Plan) -> None:
-    placement = detect(plan.config)
+def compare(train: Train, plan: dict[str, Any]) -> None:
+    """`plan` is what `shoal compare` has written for its workers."""
+    config = RunConfig.from_environment()
+    placement = detect(config)
     assert placement is not None
-    send = open_progress(plan.config.progress_fd)
+    send = open_progress(config.progress_fd)
     models: set[nn.Module] = set()
     num_threads = torch.get_num_threads()
-    for number, entry in enumerate(plan.entries):
+    for number, entry in enumerate(ComparedRun(**fields) for fields in plan["entries"]):
         if placement.rank >= entry.workers:
             continue
         if placement.rank == 0:
             RunDir(Path(entry.folder)).begun.touch()
             if send is not None:
                 send({"entry": entry.number})
-        torch.set_num_threads(plan.cores if entry.workers == 1 else num_threads)
+        torch.set_num_threads(plan["cores"] if entry.workers == 1 else num_threads)
         narrowed = replace(placement, size=entry.workers, local_size=entry.workers)
         if entry.workers < placement.size:  # the other workers do not join this run
             narrowed = replace(narrowed, rendezvous=f"{placement.rendezvous}-{number}")
         try:
-            ComparisonWorker(entry, narrowed, plan, models).run(train)
+            ComparisonWorker(entry, narrowed, plan["steps"], models).run(train)
         except BadInput as error:
             run_dir = RunDir(Path(entry.folder))
             run_dir.write_report(placement.rank, {"refused": str(error)})
 
 
 def main(argv: list[str]) -> None:
-    plan = _Plan.read(Path(argv[0]))
+    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     script = argv[1]
     sys.argv = argv[1:]
     shoal.__dict__["run"] = run  # the import above has put the module under the name
-    with replaced_run(lambda train: _compare_and_exit(train, plan)):
+
+    def compare_and_exit(train: Train) -> None:
+        compare(train, plan)
+        sys.exit(0)  # the rest of the script is not part of the comparison
+
+    with replaced_run(compare_and_exit):
         if script.startswith("shoal.examples."):
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
     raise BadInput("the script has ended without a call of shoal.run(train)")
-
-
-def _compare_and_exit(train: Train, plan: _Plan) -> None:
-    compare(train, plan)
-    sys.exit(0)  # the rest of the script is not part of the comparison
 
 
 if __name__ == "__main__":

@@ -58,10 +58,8 @@ def train(job: shoal.Job, options: Options | None = None) -> None:
 def evaluate(job: shoal.Job, checkpoint: str, about: dict[str, Any]) -> dict[str, float]:
     """Test a checkpoint of this script."""
     options = about["options"]
-    lifetime: RowOptions = {
-        "min_count": options.get("min_count", 1),
-        "ttl_steps": options.get("ttl_steps"),
-    }
+    counts = (options.get("min_count", 1), options.get("ttl_steps"))
+    lifetime: RowOptions = {"min_count": counts[0], "ttl_steps": counts[1]}
     job.step(
         ClicksNet(options["rows"], options["dim"], options["dense"], lifetime),
         F.binary_cross_entropy_with_logits,
