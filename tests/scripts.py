@@ -133,8 +133,6 @@ def train(job):
     print("mean", found, flush=True)
 """)
 
-TINY_BATCH = PLAIN.replace("batch_size=20", "batch_size=1")
-
 
 def shoal(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""

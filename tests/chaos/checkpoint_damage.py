@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.train.job import Job
@@ -90,37 +89,20 @@ def reshape(path: Path, chance: random.Random) -> None:
     part = chance.choice(["model", "optimizer"])
     tensors = {name: tensor.clone() for name, tensor in load_file(file_of(path, part)).items()}
     name = chance.choice(sorted(tensors))
-    change = chance.choice(CHANGES)
-    change(tensors, name)
+    tensor = tensors.pop(name)
+    match chance.choice(["shorter", "longer", "other type", "renamed", "removed"]):
+        case "shorter":
+            tensors[name] = tensor.flatten()[:-1].clone()
+        case "longer":
+            tensors[name] = torch.cat([tensor.flatten(), torch.ones(5)])
+        case "other type":
+            tensors[name] = tensor.to(torch.int16)
+        case "renamed":
+            tensors[f"{name}x"] = tensor
     file = file_of(path, part)
     file.unlink()
     save_file(tensors, file)
     resign(path, part)
-
-
-def _shorter(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name] = tensors[name].flatten()[:-1].clone()
-
-
-def _longer(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name] = torch.cat([tensors[name].flatten(), torch.ones(5)])
-
-
-def _other_type(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name] = tensors[name].to(torch.int16)
-
-
-def _renamed(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[f"{name}x"] = tensors.pop(name)
-
-
-def _removed(tensors: dict[str, Tensor], name: str) -> None:
-    del tensors[name]
-
-
-CHANGES: list[Callable[[dict[str, Tensor], str], None]] = [
-    *(_shorter, _longer, _other_type, _renamed, _removed)
-]
 
 
 def break_header(path: Path, chance: random.Random) -> None:

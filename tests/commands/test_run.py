@@ -163,16 +163,6 @@ def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         job.stdout.close()
 
 
-def test_a_batch_smaller_than_the_replicas_is_one_sentence_and_exit_status_2(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "train.py").write_text(scripts.TINY_BATCH)
-    done = shoal("run", "train.py", "-n", "2", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "a batch of 1 samples cannot be shared by 2 replicas" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     done = shoal("run", "train.py", "-n", "2", "--trace", "trace.json", cwd=tmp_path)
@@ -181,14 +171,6 @@ def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1}
     assert {"forward", "backward", "reduce", "wait", "update"} <= {e["name"] for e in spans}
-
-
-def test_a_killed_worker_of_a_synchronous_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    done = shoal("run", "train.py", "-n", "3", "--kill", "1@4", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("worker 1 was killed by SIGKILL")
-    assert [step for step, _ in losses(done.stdout)][-1:] == ["3/12"]
 
 
 def test_a_report_tells_what_happened_on_every_rank(tmp_path: Path) -> None:

@@ -73,33 +73,3 @@ def test_fewer_steps_than_asked_for_are_explained(tmp_path: Path) -> None:
     equal = "equal: train.py under mapreduce on 2 workers"
     steps = "2 steps over the whole dataset each (the script takes no more)"
     assert done.stdout.endswith(f"{equal}, {steps}\n")
-
-
-TOKENS = """
-import torch, shoal
-from torch import nn
-from torch.nn import functional as F
-
-def train(job):
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    y = torch.tensor([-100, 1, -100, -100, 1, 0, 1, 0])
-    step = job.step(nn.Linear(4, 2), F.cross_entropy, optimizer=torch.optim.SGD)
-    for batch in job.batches([(x, y)] * 2):
-        step(batch)
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("counts", [False, True])
-def test_a_mean_over_tokens_without_count_is_refused_with_what_it_needs(
-    tmp_path: Path, counts: bool
-) -> None:
-    counted = "optimizer=torch.optim.SGD, count=lambda b: (b[1] != -100).sum()"
-    script = TOKENS.replace("optimizer=torch.optim.SGD", counted) if counts else TOKENS
-    (tmp_path / "train.py").write_text(script)
-    done = shoal("verify", "train.py", "-n", "2", "--steps", "2", cwd=tmp_path)
-    assert done.returncode == (0 if counts else 1), done.stdout + done.stderr
-    assert ("needs `count`" in done.stdout) is not counts

@@ -30,57 +30,36 @@ def test_every_root_is_proven(kind: str) -> None:
             prove(build(kind, name, ranks, root=root))
 
 
-def refusal(collective: Collective) -> ProofFailed:
+T = Transfer
+TWICE = [[T(0, 1, 0, True)], [T(0, 1, 0, True)]]
+BOTH = [[T(0, 2, 0, False), T(1, 2, 0, True)]]
+RING = [list(transfers) for transfers in build("all_reduce", "ring", 3).rounds]
+WRONG = {  # with the round and the rank that are named
+    "lacks the contribution of ranks 1, 2 in chunk 0": (
+        *(None, 0, Collective("mine", 3, 1, [[T(0, 1, 0, True)]])),
+    ),
+    "adds the contribution of rank 0 to chunk 0 twice": (1, 1, Collective("mine", 2, 1, TWICE)),
+    "sends chunk 0 to rank 2 before it has it": (
+        *(0, 1, Collective("mine", 3, 1, [[T(1, 2, 0, False)]], "broadcast")),
+    ),
+    "while something else is written": (0, 2, Collective("mine", 3, 1, BOTH)),
+    "receives from ranks 1 and 2, and claims one port": (
+        *(0, 0, replace(build("all_reduce", "star", 4), one_port=True)),
+    ),
+    "into slot 1, which does not fit it": (
+        *(0, 0, Collective("mine", 3, 3, [[T(0, 1, 2, True, into=1)], *RING[1:]])),
+    ),
+    "takes part": (1, 7, Collective("mine", 3, 3, [RING[0], [T(0, 7, 0, True)], *RING[2:]])),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named_with_its_round_and_rank(what: str) -> None:
+    round_, rank, collective = WRONG[what]
     with pytest.raises(ProofFailed) as caught:
         prove(collective)
-    return caught.value
-
-
-def ring_with(change: dict[int, list[Transfer]], **fields: object) -> Collective:
-    rounds = [list(transfers) for transfers in build("all_reduce", "ring", 3).rounds]
-    for number, transfers in change.items():
-        rounds[number] = transfers
-    return Collective("mine", 3, 3, rounds, **fields)  # type: ignore[arg-type]
-
-
-def test_a_missing_contribution_is_named() -> None:
-    refused = refusal(Collective("mine", 3, 1, [[Transfer(0, 1, 0, True)]]))
-    assert (refused.round, refused.rank) == (None, 0)
-    assert "rank 0 lacks the contribution of ranks 1, 2 in chunk 0" in str(refused)
-
-
-def test_a_doubled_contribution_is_named() -> None:
-    twice = [[Transfer(0, 1, 0, True)], [Transfer(0, 1, 0, True)]]
-    refused = refusal(Collective("mine", 2, 1, twice))
-    assert (refused.round, refused.rank) == (1, 1)
-    assert "adds the contribution of rank 0 to chunk 0 twice" in str(refused)
-
-
-def test_reading_what_one_has_not_got_is_refused() -> None:
-    refused = refusal(Collective("mine", 3, 1, [[Transfer(1, 2, 0, False)]], "broadcast"))
-    assert (refused.round, refused.rank) == (0, 1)
-    assert "sends chunk 0 to rank 2 before it has it" in str(refused)
-
-
-def test_two_writes_to_one_slot_are_refused() -> None:
-    both = [[Transfer(0, 2, 0, False), Transfer(1, 2, 0, True)]]
-    assert "while something else is written" in str(refusal(Collective("mine", 3, 1, both)))
-
-
-def test_a_false_claim_of_one_port_is_refused() -> None:
-    star = build("all_reduce", "star", 4)
-    refused = refusal(replace(star, one_port=True))
-    assert (refused.round, refused.rank) == (0, 0)
-    assert "receives from ranks 1 and 2, and claims one port" in str(refused)
-
-
-def test_a_chunk_in_the_wrong_place_is_refused() -> None:
-    wrong = ring_with({0: [Transfer(0, 1, 2, True, into=1)]})
-    assert "into slot 1, which does not fit it" in str(refusal(wrong))
-
-
-def test_a_rank_that_does_not_exist_is_refused() -> None:
-    assert "rank 7 takes part" in str(refusal(ring_with({1: [Transfer(0, 7, 0, True)]})))
+    assert (caught.value.round, caught.value.rank) == (round_, rank)
+    assert what in str(caught.value)
 
 
 def drop(rounds: Rounds, dice: random.Random) -> str:

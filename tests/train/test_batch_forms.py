@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -231,3 +231,5 @@ def test_verify_names_a_sum() -> None:
     assert "1/2 of that of one worker, so it is probably a sum over samples" in reason
     assert not list(_reasons(captured(2.5), captured(2.4), 2))
     assert not list(_reasons(captured(0.0), captured(0.0), 2))
+    (reason,) = _reasons(replace(captured(1.0), ignored_targets="batch[1]"), captured(1.0), 2)
+    assert "needs `count`, such as job.step(..., count=lambda batch: (batch[1] != -100)" in reason
