@@ -14,8 +14,8 @@ from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
 from shoal.protocol.frames import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
+from shoal.runtime.acceptor import Strangers
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.strangers import Strangers
 
 MAX_REASONS = 64
 JOIN_S = 5.0

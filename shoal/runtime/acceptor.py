@@ -16,8 +16,11 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple, TypeVar
 
 from shoal.runtime.wording import say
 
@@ -102,3 +105,108 @@ class Acceptor:
                 f"({os.strerror(error.errno or 0)}), until others end: raise the limit with "
                 "ulimit -n"
             )
+
+
+T = TypeVar("T")
+MAX_UNAUTHENTICATED = 64
+_MAX_ENDING = 64  # evicted ones, until their threads have closed them
+_MAX_WAIT_S = 5.0
+_FLOOD = 0.75  # of all places, for connections of one host
+
+
+def oldest_of_most(hosts: Mapping[T, str]) -> tuple[T, int]:
+    """The first connection of the host that has most of them, and how many it has."""
+    counts = Counter(hosts.values())
+    worst = max(hosts, key=lambda one: counts[hosts[one]])  # the first of equals
+    return worst, counts[hosts[worst]]
+
+
+class _Arrival(NamedTuple):
+    host: str
+    at_s: float
+
+
+class Strangers:
+    """The oldest ones first. One too many ends the oldest of the host that has most of them.
+
+    So a flood from one host does not keep others out, and silence ends when others arrive. With
+    `grace_s` each has so long before it is ended for another, and newcomers wait: many that come
+    at once, and prove the secret, do not end each other. A host that has almost all places has no
+    grace: ranks do not come in such numbers, and others would wait for it.
+    """
+
+    def __init__(self, most: int = MAX_UNAUTHENTICATED, grace_s: float = 0.0) -> None:
+        self._most = most
+        self._grace_s = grace_s
+        self._changed = threading.Condition()
+        self._hosts: dict[socket.socket, _Arrival] = {}
+        self._ending: set[socket.socket] = set()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def add(self, sock: socket.socket) -> int:
+        """Returns how many were ended for it. Waits where too many have not been closed yet."""
+        with self._changed:
+            evicted = 0
+            while len(self._hosts) >= self._most:
+                worst, left_s = self._worst()
+                if left_s > 0 and self._changed.wait(left_s):
+                    continue
+                if worst in self._hosts:
+                    self._end(worst)
+                    evicted += 1
+            self._changed.wait_for(lambda: len(self._ending) < _MAX_ENDING, _MAX_WAIT_S)
+            self._hosts[sock] = _Arrival(host_of(sock), time.monotonic())
+            return evicted
+
+    def make_room(self) -> bool:
+        """End the one that a newcomer would end, and wait until its descriptor is free.
+
+        False where there is none. One that has proven the secret meanwhile is not ended.
+        """
+        with self._changed:
+            if not self._hosts:
+                return False
+            worst, left_s = self._worst()
+            self._changed.wait_for(lambda: worst not in self._hosts, max(0.0, left_s))
+            if worst in self._hosts:
+                self._end(worst)
+            return self._changed.wait_for(lambda: worst not in self._ending, _MAX_WAIT_S)
+
+    def remove(self, sock: socket.socket) -> bool:
+        """It has proven the secret, or has ended. False if it was to end."""
+        with self._changed:
+            is_here = self._hosts.pop(sock, None) is not None
+            self._ending.discard(sock)
+            self._changed.notify_all()
+            return is_here
+
+    def end_all(self) -> None:
+        with self._changed:
+            for sock in list(self._hosts):
+                self._end(sock)
+            self._changed.notify_all()
+
+    def _worst(self) -> tuple[socket.socket, float]:
+        """The one to end next, and in how many seconds."""
+        worst, count = oldest_of_most({sock: at.host for sock, at in self._hosts.items()})
+        if count > _FLOOD * self._most:
+            return worst, 0.0
+        return worst, self._hosts[worst].at_s + self._grace_s - time.monotonic()
+
+    def _end(self, sock: socket.socket) -> None:
+        """Its thread closes it. SSLSocket.shutdown would turn it into a plain socket."""
+        del self._hosts[sock]
+        self._ending.add(sock)
+        with suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def host_of(sock: socket.socket) -> str:
+    """Empty for sockets of this host, and where the connection has ended already."""
+    with suppress(OSError):
+        name = sock.getpeername()
+        if isinstance(name, tuple):
+            return str(name[0])
+    return ""

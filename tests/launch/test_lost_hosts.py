@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from shoal.launch.hosts.remote_workers import LostHosts
+from shoal.launch.hosts.remote import LostHosts
 
 
 def test_where_a_worker_gave_up_the_launcher_waits_until_it_notices_that_its_host_is_cut_off() -> (

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.runtime.acceptor import Acceptor
-from shoal.runtime.strangers import Strangers
+from shoal.runtime.acceptor import Acceptor, Strangers
 
 SCARCE = [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM]
 OF_ONE_CONNECTION = [errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN, errno.EPERM]

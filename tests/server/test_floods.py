@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shoal.protocol.endpoint import PLAIN, Listener
+from shoal.runtime.acceptor import MAX_UNAUTHENTICATED, Strangers
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.strangers import MAX_UNAUTHENTICATED, Strangers
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
 from tests.coordinator.helpers import until
@@ -68,7 +68,7 @@ def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None
     honest = [ours for ours, _ in pairs[:2]]
     hosts = {ours: f"host {min(i, 2)}" for i, (ours, _) in enumerate(pairs)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.runtime.strangers.host_of", hosts.__getitem__)
+        patch.setattr("shoal.runtime.acceptor.host_of", hosts.__getitem__)
         evicted = sum(strangers.add(ours) for ours, _ in pairs)
     assert evicted == 5
     assert [strangers.remove(ours) for ours in honest] == [True, True]

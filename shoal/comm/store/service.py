@@ -30,9 +30,8 @@ from shoal.comm.store.session import (
     notice_silence,
 )
 from shoal.errors import BadInput
-from shoal.runtime.acceptor import Acceptor
+from shoal.runtime.acceptor import Acceptor, host_of, oldest_of_most
 from shoal.runtime.greeting import CODE_BYTES, Greeting
-from shoal.runtime.strangers import host_of, oldest_of_most
 from shoal.runtime.trust import is_loopback, without_key
 from shoal.runtime.wording import say
 

@@ -39,8 +39,8 @@ from shoal.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from shoal.launch.here.local import LocalServers, LocalWorkers
+    from shoal.launch.hosts.remote import RemoteWorkers
     from shoal.launch.hosts.remote_servers import RemoteServers
-    from shoal.launch.hosts.remote_workers import RemoteWorkers
 
     Supervised: TypeAlias = LocalServers | LocalWorkers | RemoteServers | RemoteWorkers
 

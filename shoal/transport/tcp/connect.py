@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.errors import BadInput, PeerLost, ShoalError
-from shoal.runtime.acceptor import Acceptor
+from shoal.runtime.acceptor import Acceptor, Strangers
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
-from shoal.runtime.strangers import Strangers
 from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
 
