@@ -89,10 +89,21 @@ def test_kernels_that_are_slower_than_their_bytes_have_a_factor() -> None:
 
 
 def test_the_file_of_a_machine_reads_back() -> None:
-    again = parse_cluster(cluster_text(MACHINE), "file", "other")
-    assert cluster_text(again) == cluster_text(MACHINE)
-    assert again.device_of(1).kernel_factors["gelu"] == pytest.approx(7, rel=0.01)
-    assert again.node.calls("all_reduce", 2) is not None
+    text = cluster_text(MACHINE)
+    again = parse_cluster(text, "file", "other")
+    assert cluster_text(again) == text
+    assert [workers for workers, _ in again.node.crowded] == [1, 2]
+    core = again.device_of(1)
+    assert core.kernel_factors["gelu"] == pytest.approx(7, rel=0.01)
+    assert core.synchronous and core.threads == 1
+    assert core.backward_launch_s == pytest.approx(8e-6)
+    assert core.spread["launch_s"] == pytest.approx((4.5e-6, 5.5e-6))
+    calls = again.node.calls("all_reduce", 2)
+    assert calls is not None and calls.seconds(1 << 24) == pytest.approx(1e-2)
+    assert calls.spread[0] == pytest.approx((0.9e-5, 1.1e-5))
+    wrong = text.replace("points = [[256", "points = [[9e9")
+    with pytest.raises(BadInput, match=r"m\.toml: the calls of all_reduce need .*increasing"):
+        parse_cluster(wrong, "m.toml", "other")
 
 
 def test_quartiles_make_a_machine_faster_and_slower() -> None:

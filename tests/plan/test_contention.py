@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import math
 import re
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
+from shoal.plan.price import price
+from shoal.plan.simulator.collectives import simulate_collective
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, explain_racks, hierarchical
-from shoal.schedules.collectives.catalog import build
+from shoal.plan.simulator.messages import FlowNetwork, Longs, max_min_rates
+from shoal.schedules.collectives.catalog import CATALOG, build
 from shoal.schedules.collectives.proof import prove
+from tests.plan.sync_questions import by_rank, ports
+from tests.products import few_or_all
 
 GB = 1_000_000_000
 
@@ -81,3 +90,121 @@ def test_algorithms_with_a_path_for_every_pair_of_many_ranks_are_left_out(
     names = {one.algorithm for one in network.price_all("all_reduce", GB)}
     assert {"ring", "hierarchical", "tree"} <= names
     assert not names & {"naive", "sequential", "direct"}
+
+
+ALPHA_S = 1e-5
+RATE = 1e10
+ALGORITHMS = [(kind, name) for kind, family in CATALOG.items() for name in family]
+UNEVEN = ("sequential", "naive", "double_tree", "hierarchical")  # a rank may be ahead of others
+
+
+def check_equal(kind: str, name: str, ranks: int, num_bytes: int) -> None:
+    collective = build(kind, name, ranks)
+    wires = ports(ranks, RATE, ALPHA_S)
+    closed_s = price(collective, num_bytes, ALPHA_S, 1 / RATE).time_s
+    assert simulate_collective(collective, num_bytes, wires) == pytest.approx(closed_s, rel=1e-6)
+    if len(collective.table.src) <= 20_000:
+        own_pace_s = by_rank(collective, num_bytes, wires)
+        assert own_pace_s <= closed_s * (1 + 1e-6)
+        if name not in UNEVEN:
+            assert own_pace_s == pytest.approx(closed_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_bytes", few_or_all([100_000_000], [1000, 100_000_000]))
+@pytest.mark.parametrize(
+    "ranks", few_or_all([2, 5, 8], [*range(2, 9), 12, 16, 24, 31, 32, 33, 48, 63, 64])
+)
+def test_simulation_equals_the_closed_form_without_contention(ranks: int, num_bytes: int) -> None:
+    for kind, name in ALGORITHMS:
+        check_equal(kind, name, ranks, num_bytes)
+
+
+def test_the_worked_example_of_an_uplink() -> None:
+    """Two servers at 10 Gb/s behind one 10 Gb/s uplink take twice as long as one alone."""
+    star = build("broadcast", "star", 2)
+    assert simulate_collective(star, 1e9, ports(2, 1.25e9)) == pytest.approx(0.8)
+    racks = ports(4, 1.25e9, per_rack=2, oversubscription=2)
+    # rounds of shift 1, 2, 3: one of two flows leaves a rack, then both, then one
+    both = build("all_to_all", "shift", 4)
+    assert simulate_collective(both, 4e9, racks) == pytest.approx(0.8 + 1.6 + 0.8)
+
+
+def paths_of(*links: list[int]) -> Longs:
+    width = max(1, *map(len, links))
+    return np.array([[*path, *[-1] * (width - len(path))] for path in links], np.int64)
+
+
+def test_a_flow_without_links_is_not_limited() -> None:
+    assert max_min_rates(paths_of([], [0]), np.array([2.0])).tolist() == [math.inf, 2.0]
+    assert max_min_rates(np.empty((0, 1), np.int64), np.ones(1)).size == 0
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[Longs, list[float]]:
+    capacities = draw(st.lists(st.floats(0.5, 20), min_size=1, max_size=6))
+    links = st.sets(st.integers(0, len(capacities) - 1), min_size=1, max_size=4)
+    flows = draw(st.lists(links, min_size=1, max_size=12))
+    return paths_of(*map(sorted, flows)), capacities
+
+
+@settings(deadline=None, max_examples=60)
+@given(networks())
+def test_every_flow_has_a_full_link_on_which_it_is_among_the_fastest(
+    network: tuple[Longs, list[float]],
+) -> None:
+    """What defines max-min fairness: no flow can rise without lowering one that is not faster."""
+    paths, capacities = network
+    rates = max_min_rates(paths, np.array(capacities))
+    on = {link: rates[(paths == link).any(axis=1)] for link in range(len(capacities))}
+    for link, capacity in enumerate(capacities):
+        assert on[link].sum() <= capacity * (1 + 1e-6)
+    for path, rate in zip(paths.tolist(), rates, strict=True):
+        assert any(
+            on[link].sum() >= capacities[link] * (1 - 1e-6) and rate >= on[link].max() * (1 - 1e-6)
+            for link in path
+            if link >= 0
+        )
+
+
+@settings(deadline=None, max_examples=30)
+@given(networks(), st.lists(st.floats(0.1, 5), min_size=12, max_size=12))
+def test_flows_that_come_and_go_have_the_rates_of_those_that_are_there(
+    network: tuple[Longs, list[float]], sizes: list[float]
+) -> None:
+    """New rates for what is connected with a change are the rates of a whole computation."""
+    paths, capacities = network
+    flows = FlowNetwork(np.array(capacities))
+    there: dict[int, float] = {}
+    for tag in range(len(paths)):
+        flows.start(paths[[tag]], np.array([sizes[tag]]), np.array([tag]))
+        there[tag] = sizes[tag]
+        if tag % 2 and there:
+            _check_next_end(flows, there, paths, np.array(capacities))
+    while there:
+        _check_next_end(flows, there, paths, np.array(capacities))
+    assert len(flows) == 0 and flows.next_end_s() == math.inf
+
+
+def _check_next_end(
+    flows: FlowNetwork, there: dict[int, float], paths: Longs, capacities: np.ndarray
+) -> None:
+    rates = max_min_rates(paths[list(there)], capacities)
+    took = min(left / rate for left, rate in zip(there.values(), rates, strict=True))
+    began = flows.now_s
+    assert flows.next_end_s() - began == pytest.approx(took, rel=1e-6, abs=1e-9)
+    ended = flows.advance(flows.next_end_s()).tolist()
+    for tag, rate in zip(list(there), rates, strict=True):
+        there[tag] -= rate * took
+    assert ended
+    for tag in ended:
+        assert there.pop(tag) == pytest.approx(0, abs=1e-6)
+
+
+def test_links_count_what_they_carry() -> None:
+    flows = FlowNetwork(np.array([1.0, 2.0, 4.0]))
+    flows.start(paths_of([0, 1], [1]), np.array([3.0, 5.0]), np.array([7, 8]))
+    assert flows.carried_bytes.tolist() == [3.0, 8.0, 0.0]
+    assert flows.advance(flows.next_end_s()).tolist() == [7]  # both have rate 1
+    assert flows.now_s == pytest.approx(3.0)
+    assert flows.advance(flows.next_end_s()).tolist() == [8]  # 2 left, and the link alone
+    assert flows.now_s == pytest.approx(4.0)

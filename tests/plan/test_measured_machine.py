@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster.cluster import Cluster, Node
+from benchmarks.spread import SpreadPredictor
+from shoal.cluster.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
-from shoal.errors import BadInput
+from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.prediction import Prediction
+from shoal.plan.profile import ModelProfile, profiled
 from shoal.plan.step.collective_time import RankGroup, collective_time
 from shoal.plan.step.layer_time import KernelModel
+from shoal.plan.step.stragglers import expected_max
 from shoal.plan.workloads.workload import Kernel
+from shoal.strategy.strategy import as_strategy
+from tests.plan.test_search import MODEL, cluster
 
 CORE = Device("core", 1e9, 1e10, {"fp32": 1e10}, launch_s=5e-6, synchronous=True)
 CALLS = MeasuredCalls("shm", "all_reduce", "", 2, ((1e3, 1e-5), (1e6, 1e-3)))
@@ -22,11 +28,6 @@ def test_calls_are_linear_between_points_and_go_on_at_the_last_rate() -> None:
     assert CALLS.seconds(1e6) == pytest.approx(1e-3)
     assert CALLS.seconds(500_500) == pytest.approx((1e-5 + 1e-3) / 2)
     assert CALLS.seconds(2e6) == pytest.approx(1e-3 + (1e-3 - 1e-5) / (1e6 - 1e3) * 1e6)
-
-
-def test_calls_without_increasing_sizes_are_refused() -> None:
-    with pytest.raises(BadInput, match="increasing sizes"):
-        replace(CALLS, points=((2.0, 1.0), (1.0, 1.0)))
 
 
 def test_measured_calls_inside_a_node_scale_with_the_ranks() -> None:
@@ -54,3 +55,83 @@ def test_on_a_cpu_launches_add_to_kernels() -> None:
     slower = replace(CORE, backward_launch_s=2e-5)
     backward = KernelModel(slower, "fp32").time([kernel], backward=True)
     assert backward.launch_s == pytest.approx(2e-5)
+
+
+SETTINGS = PlanSettings(8)
+
+
+def predicted(hardware: object, text: str, workers: int) -> Prediction:
+    return Predictor(MODEL, hardware).predict(as_strategy(text), workers, SETTINGS)  # type: ignore[arg-type]
+
+
+def seconds(prediction: Prediction, name: str) -> float:
+    return sum(part.seconds for part in prediction.parts if part.name == name)
+
+
+def test_a_step_on_one_worker_takes_what_its_passes_took() -> None:
+    passes = ModelProfile(1, 8, forward_s=0.25, backward_s=0.5, update_s=0.125)
+    single = predicted(profiled(cluster(80), MODEL, [passes]), "single", 1)
+    assert seconds(single, "forward") == pytest.approx(0.25)
+    assert seconds(single, "backward") == pytest.approx(0.5)
+    assert seconds(single, "update") == pytest.approx(0.125)
+
+
+def test_a_profile_at_twice_the_predicted_time_doubles_every_split() -> None:
+    hardware = cluster(80)
+    plain = predicted(hardware, "single", 1)
+    passes = ModelProfile(
+        1, 8, *(2 * seconds(plain, name) for name in ("forward", "backward", "update"))
+    )
+    paced = profiled(hardware, MODEL, [passes])
+    for text in ("tp(2)", "ddp", "pp(2)"):
+        before, after = (predicted(one, text, 2) for one in (hardware, paced))
+        for name in ("forward", "backward"):
+            assert seconds(after, name) == pytest.approx(2 * seconds(before, name))
+
+
+def test_quartiles_of_the_passes_are_the_spread() -> None:
+    quartiles = {"forward_s": (0.2, 0.3), "backward_s": (0.4, 0.6), "update_s": (0.1, 0.2)}
+    passes = ModelProfile(1, 8, 0.25, 0.5, 0.125, quartiles)
+    paced = profiled(cluster(80), MODEL, [passes])
+    found = SpreadPredictor(MODEL, paced).predict(as_strategy("single"), 1, SETTINGS)
+    assert found.low_s == pytest.approx(found.step_s - 0.05 - 0.1 - 0.025)
+    assert found.high_s == pytest.approx(found.step_s + 0.05 + 0.1 + 0.075)
+
+
+def test_the_slowest_worker_of_a_profile_is_as_slow_in_the_price() -> None:
+    passes = ModelProfile(4, 2, 0.25, 0.5, 0.125, slowest=1.2)
+    noise = profiled(cluster(80), MODEL, [passes]).noise
+    assert expected_max(noise, 4) == pytest.approx(1.2, rel=1e-3)
+
+
+def test_calls_take_as_long_as_the_sum_of_gradients_did() -> None:
+    calls = MeasuredCalls("shm", "all_reduce", "", 4, ((1e3, 1e-5), (1e9, 1.0)))
+    hardware = cluster(80)
+    hardware = replace(hardware, node=replace(hardware.node, devices=4, measured=(calls,)))
+    passes = ModelProfile(4, 2, 0.25, 0.5, 0.125, gradients_s=3.0)
+    paced = profiled(hardware, MODEL, [passes])
+    slower = [
+        after / before
+        for (_, before), (_, after) in zip(calls.points, paced.node.measured[0].points, strict=True)
+    ]
+    assert slower[0] == pytest.approx(slower[1])
+    again = profiled(paced, MODEL, [passes]).node.measured[0]
+    assert again.points[0][1] == pytest.approx(paced.node.measured[0].points[0][1])
+
+
+def test_a_device_behind_its_host_hides_waits_and_the_host() -> None:
+    hardware = cluster(80)
+    hardware = replace(hardware, device=replace(hardware.device, step_s=0.1))
+    passes = ModelProfile(1, 8, 0.25, 0.5, 0.25, whole_s=0.8, host_s=0.5)
+    found = predicted(profiled(hardware, MODEL, [passes]), "single", 1)
+    assert found.step_s == pytest.approx(0.8)
+    bound = replace(passes, whole_s=0.8, host_s=0.75)
+    found = predicted(profiled(hardware, MODEL, [bound]), "single", 1)
+    assert found.step_s == pytest.approx(0.85)
+
+
+def test_workers_that_meet_in_every_layer_wait_more_often() -> None:
+    core = replace(cluster(80).device, synchronous=True)
+    host = replace(cluster(80), device=core, noise=Noise(jitter=0.05))
+    in_layers, once = (seconds(predicted(host, text, 2), "stragglers") for text in ("tp(2)", "ddp"))
+    assert in_layers > 2 * once > 0

@@ -11,7 +11,7 @@ from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
-from shoal.plan.explain import in_script, nothing_fits, options_of, smaller_micro_batches, why
+from shoal.plan.explain import in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.search import Priced, SearchOptions, SearchResult, plainest_first, search
 from shoal.plan.step.collective_time import RankGroup
@@ -114,11 +114,6 @@ def test_every_ranked_strategy_has_a_sentence() -> None:
     assert "of the step is forward and backward" in why(ranked[0], ranked[0])
     for one in ranked[1:]:
         assert why(one, ranked[0])
-
-
-def test_what_is_not_in_the_notation_is_an_option() -> None:
-    settings = PlanSettings(16, microbatch=2, recompute="selective")
-    assert options_of(settings) == "--microbatch 2 --recompute selective"
 
 
 def test_micro_batches_without_a_pipeline_keep_activations_of_one_and_synchronize_once() -> None:

@@ -9,7 +9,7 @@ from benchmarks.segments import simulate_in_segments
 from shoal.cluster.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.schedules.collectives.catalog import build
-from tests.plan.wires import by_rank, ports
+from tests.plan.sync_questions import by_rank, ports
 
 BYTES = 48e6
 RATE = 100e6

@@ -1,17 +1,62 @@
+"""The closed forms of bubbles against the timeline, action by action."""
+
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
+from shoal.plan.predict import PlanSettings, Predictor
+from shoal.plan.step.stages import by_device, deal_evenly, deal_layers, in_flight
+from shoal.plan.step.step_price import StageTimes, bubble_s
 from shoal.plan.timeline import ActionSpan, Times, simulate
+from shoal.plan.workloads.model_presets import transformer_named
 from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedules
-from shoal.schedules.pipelines.proof import Deadlock
-from tests.plan.zero_bubble import ROWS, Row
+from shoal.schedules.pipelines.proof import Deadlock, prove
+from shoal.strategy.strategy import parse
+from tests.products import few_or_all
+
+
+class Row(NamedTuple):
+    model: str
+    stages: int
+    microbatches: int
+    forward: float
+    backward: float
+    weight: float
+    transfer: float
+    bubbles: dict[str, str]
+
+
+def _row(
+    model: str, p: int, m: int, f: float, b: float, w: float, transfer: float, bubbles: str
+) -> Row:
+    names = ("1f1b", "zb-h1", "zb-h2")
+    return Row(model, p, m, f, b, w, transfer, dict(zip(names, bubbles.split(), strict=True)))
+
+
+ROWS = [
+    _row("1.5B", 8, 24, 18.522, 18.086, 9.337, 0.601, bubbles="0.2431 0.1585 0.1083"),
+    _row("1.5B", 8, 32, 18.513, 18.086, 9.331, 0.626, bubbles="0.1985 0.1242 0.0837"),
+    _row("1.5B", 8, 64, 18.546, 18.097, 9.321, 0.762, bubbles="0.1240 0.0674 0.0444"),
+    _row("6.2B", 8, 24, 29.718, 29.444, 19.927, 0.527, bubbles="0.2347 0.1323 0.0698"),
+    _row("6.2B", 8, 32, 29.802, 29.428, 19.530, 0.577, bubbles="0.1898 0.1045 0.0559"),
+    _row("6.2B", 8, 64, 29.935, 29.621, 19.388, 0.535, bubbles="0.1091 0.0554 0.0294"),
+    _row("14.6B", 16, 48, 11.347, 11.248, 8.132, 0.377, bubbles="0.2552 0.1397 0.0672"),
+    _row("14.6B", 16, 64, 11.307, 11.254, 8.101, 0.379, bubbles="0.2082 0.1088 0.0516"),
+    _row("14.6B", 16, 128, 11.325, 11.308, 8.109, 0.378, bubbles="0.1251 0.0576 0.0266"),
+    _row("28.3B", 32, 96, 10.419, 10.207, 7.715, 0.408, bubbles="0.2646 0.1421 0.0641"),
+    _row("28.3B", 32, 128, 10.408, 10.204, 7.703, 0.408, bubbles="0.2168 0.1106 0.0490"),
+    _row("28.3B", 32, 256, 10.402, 10.248, 7.698, 0.460, bubbles="0.1352 0.0594 0.0257"),
+]  # fmt: skip
+
 
 F = ActionKind.FORWARD
 B = ActionKind.BACKWARD
@@ -127,3 +172,71 @@ def test_a_schedule_that_hangs_is_refused() -> None:
              [Action(F, 0), Action(F, 1), Action(B, 0), Action(B, 1)]]  # fmt: skip
     with pytest.raises(Deadlock):
         simulate(Pipeline("mine", 2, 1, hangs))
+
+
+LOOPED = [("interleaved", 2), ("interleaved", 3), ("bfs", 2)]
+ALL = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("inter-op", 1), *LOOPED]
+KERNELS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.6), (1.0, 0.9, 1.1), (1.0, 2.0, 1.0), (1.0, 1.0, 0.3)]
+
+
+def longest(name: str, chunks: int, p: int, m: int, kernels: tuple[float, float, float]) -> float:
+    return max(simulate(build(name, p, m, chunks), Times(*kernels)).lengths)
+
+
+def priced(name: str, chunks: int, p: int, m: int, kernels: tuple[float, float, float]) -> float:
+    forward, _, weight = kernels
+    stage = sum(kernels)
+    times = StageTimes((p - 1) * stage, (p - 1) * weight, forward, weight)
+    return m * stage + bubble_s(name, p, m, chunks, times)
+
+
+@pytest.mark.parametrize(("name", "chunks"), ALL)
+@pytest.mark.parametrize("kernels", few_or_all(KERNELS[1:2], KERNELS))
+def test_closed_forms_are_the_timeline(
+    name: str, chunks: int, kernels: tuple[float, float, float]
+) -> None:
+    stages = few_or_all([2, 5], list(range(2, 9)))
+    microbatches = few_or_all([1, 2, 4, 5, 7, 10], list(range(1, 17)))
+    for p, m in itertools.product(stages, microbatches):
+        found = priced(name, chunks, p, m, kernels)
+        assert found == pytest.approx(longest(name, chunks, p, m, kernels), rel=0.02), (p, m)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+def test_one_micro_batch_is_in_one_stage_at_a_time(schedule: str) -> None:
+    text = f'pp(8, schedule="{schedule}", microbatches=1)'
+    model = transformer_named("layers=16,hidden=1024,heads=16,vocab=5120,sequence=1024")
+    parts = Predictor(model, load_cluster("dgx-a100")).predict(parse(text), 8, PlanSettings(8))
+    seconds = {part.name: part.seconds for part in parts.parts}
+    assert seconds["bubble"] > 4 * seconds["forward"] + 2 * seconds["backward"]
+
+
+def test_equal_layers_are_dealt_evenly() -> None:
+    assert deal_layers([8], [1.0], 4) == [(2,), (2,), (2,), (2,)]
+
+
+def test_a_heavy_head_gets_fewer_layers_beside_it() -> None:
+    assert deal_layers([1, 10, 1], [0.0, 1.0, 2.0], 3) == [(1, 4, 0), (0, 4, 0), (0, 2, 1)]
+
+
+def test_unequal_layers_have_the_smallest_largest_stage() -> None:
+    stages = deal_layers([1, 1, 1, 1], [5.0, 1.0, 1.0, 5.0], 2)
+    assert stages == [(1, 1, 0, 0), (0, 0, 1, 1)]
+
+
+def test_even_stages_leave_ends_where_they_are() -> None:
+    assert deal_evenly([1, 6, 1], 3) == [(1, 2, 0), (0, 2, 0), (0, 2, 1)]
+    assert by_device(deal_evenly([1, 4, 1], 4), 2) == [(1, 2, 0), (0, 2, 1)]
+
+
+@pytest.mark.parametrize("microbatches", [4, 12])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1)],
+)
+def test_micro_batches_in_flight_are_those_of_the_schedule(
+    name: str, chunks: int, microbatches: int
+) -> None:
+    proof = prove(build(name, 4, microbatches, chunks))
+    live = [kept * chunks for kept in in_flight(name, 4, microbatches, chunks)]
+    assert live == list(proof.peak_live)
