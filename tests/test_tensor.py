@@ -343,8 +343,8 @@ class PatchTransformer(nn.Module):
     ("make", "told"),
     [
         (convnet, "splits nothing of Sequential"),
-        (WordLstm, "whole (recurrent layers,"),
-        (PatchTransformer, "whole: convolutions,"),
+        (WordLstm, "whole (LSTM,"),
+        (PatchTransformer, "whole: Conv2d,"),
     ],
 )
 def test_convolutions_and_lstms_stay_whole(

@@ -69,7 +69,8 @@ class ParallelAttention(TensorParallelLayer):
         else:
             causal = is_causal and mask is None
             attended = F.scaled_dot_product_attention(q, k, v, mask, drop, is_causal=causal)
-        out = self.out_proj(self._as_query(attended.transpose(1, 2).flatten(2), is_batched))
+        features = attended.transpose(1, 2).flatten(2)
+        out = self.out_proj(self._batched(features, is_batched) if is_batched else features[0])
         return out, self._returned_weights(weights, average_attn_weights, is_batched)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, is_batched: bool) -> list[Tensor]:
@@ -99,15 +100,9 @@ class ParallelAttention(TensorParallelLayer):
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def _batched(self, x: Tensor, is_batched: bool) -> Tensor:
-        """(batch, time, features)."""
+        """(batch, time, features), and back where it is batched."""
         if not is_batched:
             return x[None]
-        return x if self.batch_first else x.transpose(0, 1)
-
-    def _as_query(self, x: Tensor, is_batched: bool) -> Tensor:
-        """(batch, time, features) as the query was."""
-        if not is_batched:
-            return x[0]
         return x if self.batch_first else x.transpose(0, 1)
 
     def _mask(
@@ -138,9 +133,8 @@ class ParallelAttention(TensorParallelLayer):
         if average:
             weights = reduce(weights.sum(1), self.group) / self.num_heads
         else:
-            weights = gather(
-                weights, ShardSpec.even(1, self.num_heads, self.group.size), self.group
-            )
+            heads = ShardSpec.even(1, self.num_heads, self.group.size)
+            weights = gather(weights, heads, self.group)
         return weights if is_batched else weights[0]
 
 

@@ -1,9 +1,11 @@
-"""Attentions and MLPs of a model, found by the names and shapes of their layers.
+"""Column layers of a model and the row layers behind them.
 
     attention      q, k, v (or one fused layer) ─ heads ─ output
     MLP            widen ─ elementwise ─ narrow;   gated: two layers that widen
 
-What is found is a guess, which `split_check.py` compares with the model before the first step.
+Known are layers of nn.Sequential and nn.Transformer, of GPT-2 of transformers, and those that a
+module's `split_plan()` or a model's own plan names. What else is found by names and shapes is a
+guess, which `split_check.py` compares with the model before the first step.
 """
 
 from __future__ import annotations
@@ -14,28 +16,41 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn import functional as F
 
 from shoal.replica.deferred_init import full_name
-from shoal.replica.tensor.linear import LinearLike, linear_like
+from shoal.replica.tensor.linear import LinearLike, is_transformers, linear_like
+from shoal.replica.tensor.shard_spec import ShardSpec
 
 _QUERIES = {"q": ("k", "v"), "wq": ("wk", "wv"), "query": ("key", "value"), "Q": ("K", "V")}
 _FUSED = ("qkv", "query_key_value", "Wqkv", "c_attn", "qkv_proj", "in_proj_qkv", "to_qkv")
 _INTERLEAVED = ("query_key_value",)  # all of one head stands together
 _NARROW = ("down", "w2", "wo", "fc2", "fc_out", "lin2", "c_proj", "linear2", "dense_4h_to_h", "out")
 _NOT_ELEMENTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
+_ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.Tanh, nn.Sigmoid, nn.SiLU, nn.ELU, nn.SELU, nn.CELU),
+    *(nn.LeakyReLU, nn.Mish, nn.Softplus, nn.Hardtanh, nn.Hardswish, nn.Dropout, nn.Identity),
+)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NESTED_MLPS = (("intermediate", "output"), ("ffn", "ffn_output"))
 
 
 @dataclass(frozen=True)
 class SplitBlock:
-    """Column layers and the row layer behind them, by name; `around` is what counts heads."""
+    """Column layers and the row layer behind them, by name; `around` is what counts heads.
+
+    The units are runs of features that stay on one rank. A column layer has as many features as
+    the row layer takes, so many times (`blocks`).
+    """
 
     around: str
     columns: tuple[str, ...]
     row: str
     is_attention: bool = False
     is_interleaved: bool = False  # one fused layer: queries, keys and values of a head together
+    column_unit: int = 1
+    row_unit: int = 1
+    blocks: tuple[int, ...] = (1,)
 
 
 class Layers:
@@ -57,6 +72,54 @@ class Layers:
             if name in self.linear:
                 found[key] = self.linear[name]
         return found
+
+
+def known_blocks(name: str, module: nn.Module) -> Iterator[SplitBlock]:
+    """The pairs among the children of a module of a known class, or that its own plan names."""
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        if module.activation in (F.relu, F.gelu) or isinstance(module.activation, _ELEMENTWISE):
+            yield _pair(name, "linear1", "linear2")
+    elif is_transformers(module, "GPT2MLP"):
+        yield _pair(name, "c_fc", "c_proj")
+    elif is_transformers(module, "GPT2Attention"):
+        if not getattr(module, "is_cross_attention", True):
+            unit = int(module.head_dim)  # type: ignore[arg-type]
+            yield _pair(name, "c_attn", "c_proj", unit, unit, blocks=3)
+    elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        yield from _pairs_of_sequential(name, module)
+    elif callable(getattr(module, "split_plan", None)):
+        column: tuple[str, int] | None = None
+        for key, (kind, unit) in module.split_plan().items():  # type: ignore[operator]
+            if kind == "column":
+                column = (key, unit)
+            elif column is not None:
+                yield _pair(name, column[0], key, column[1], unit)
+
+
+def _pair(
+    name: str, column: str, row: str, column_unit: int = 1, row_unit: int = 1, blocks: int = 1
+) -> SplitBlock:
+    columns = (full_name(name, column),)
+    return SplitBlock(
+        name,
+        columns,
+        full_name(name, row),
+        column_unit=column_unit,
+        row_unit=row_unit,
+        blocks=(blocks,),
+    )
+
+
+def _pairs_of_sequential(name: str, container: nn.Sequential) -> Iterator[SplitBlock]:
+    """Neighbouring nn.Linear with elementwise layers between them, each in one pair."""
+    first: str | None = None
+    for key, module in container.named_children():
+        if linear_like(module) is not None:
+            if first is not None:
+                yield _pair(name, first, key)
+            first = key if first is None else None
+        elif type(module) not in _ELEMENTWISE:
+            first = None
 
 
 def find_blocks(modules: Mapping[str, nn.Module]) -> Iterator[SplitBlock]:
@@ -157,7 +220,8 @@ def _mlp_in(layers: Layers, name: str) -> SplitBlock | None:
         if (widens or _is_narrow(down)) and is_last and not _has_norm(layers, name, narrow.inputs):
             if _has_layer_between(module, ups[0], down):
                 continue
-            return SplitBlock(name, tuple(full_name(name, k) for k in ups), full_name(name, down))
+            columns = tuple(full_name(name, k) for k in ups)
+            return SplitBlock(name, columns, full_name(name, down), blocks=(1, 2))
     return None
 
 
@@ -261,4 +325,34 @@ def carried_blocks(styles: Mapping[str, str]) -> Iterator[SplitBlock]:
         if columns and len(rows) == 1:
             keys = [n.rpartition(".")[2] for n in columns]
             is_attention = any(_HEADS & set(key.lower().split("_")) for key in keys)
-            yield SplitBlock(parent, columns, rows[0], is_attention, len(columns) == 1)
+            fused = len(columns) == 1
+            yield SplitBlock(parent, columns, rows[0], is_attention, fused, blocks=(1, 2))
+
+
+def expert_shards(module: nn.Module, ranks: int) -> dict[str, ShardSpec] | None:
+    """Experts as one tensor per layer: (experts, features, features).
+
+    Kernels for groups of matrices want rows of a multiple of 16 bytes.
+    """
+    up = module._parameters.get("gate_up_proj")
+    blocks = 2
+    if up is None:
+        up = module._parameters.get("up_proj")
+        blocks = 1
+    down = module._parameters.get("down_proj")
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3 or len(up) != len(down):
+        return None
+    if sum(p is not None for p in module._parameters.values()) != 2:
+        return None
+    transposed = bool(getattr(module, "is_transposed", up.shape[1] == down.shape[2]))
+    width = down.shape[1 if transposed else 2]
+    if up.shape[2 if transposed else 1] != blocks * width or width < ranks:
+        return None
+    if blocks == 2 and not getattr(module, "is_concatenated", True):
+        return None
+    name = "gate_up_proj" if blocks == 2 else "up_proj"
+    unit = next(u for u in (8, 4, 2, 1) if width % u == 0 and width // u >= ranks)
+    return {
+        name: ShardSpec.of_blocks(2 if transposed else 1, blocks, width, ranks, unit),
+        "down_proj": ShardSpec.even(1 if transposed else 2, width, ranks, unit),
+    }

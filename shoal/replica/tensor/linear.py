@@ -114,8 +114,7 @@ class TensorParallelLinear(TensorParallelLayer):
         linear = linear_like(original)
         assert linear is not None
         self.linear: LinearLike = linear
-        self.in_features = linear.inputs
-        self.out_features = linear.outputs
+        self.in_features, self.out_features = linear.inputs, linear.outputs
 
 
 class ColumnLinear(TensorParallelLinear):
@@ -214,7 +213,7 @@ class VocabularyEmbedding(TensorParallelLayer):
         self.register("weight", original.weight, self.spec)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.reduce_output(look_up(self, self.spec, self.group, ids))
+        return self.reduce_output(look_up(self, ids))
 
 
 class PartialEmbedding(nn.Embedding):
@@ -223,25 +222,15 @@ class PartialEmbedding(nn.Embedding):
     group: Group
     spec: ShardSpec
 
-    @classmethod
-    def convert(cls, module: nn.Embedding, group: Group, spec: ShardSpec) -> None:
-        original = type(module)
-        module.__class__ = type(original.__name__, (original, cls), {})
-        assert isinstance(module, PartialEmbedding)
-        module.group = group
-        module.spec = spec
-
     def forward(self, ids: Tensor) -> Tensor:
-        return reduce(look_up(self, self.spec, self.group, ids), self.group)
+        return reduce(look_up(self, ids), self.group)
 
 
-def look_up(
-    table: VocabularyEmbedding | PartialEmbedding, spec: ShardSpec, group: Group, ids: Tensor
-) -> Tensor:
+def look_up(table: VocabularyEmbedding | PartialEmbedding, ids: Tensor) -> Tensor:
     """The rows of the ids that are on this rank; 0 for the others."""
     if ids.device.type == "cpu" and ((ids < 0) | (ids >= table.num_embeddings)).any():
         raise IndexError(f"an id is outside of the {table.num_embeddings} of the embedding")
-    local_ids = spec.ranges[group.rank][0]
+    local_ids = table.spec.ranges[table.group.rank][0]
     is_local = (ids >= local_ids.start) & (ids < local_ids.stop)
     rows = F.embedding((ids - local_ids.start).where(is_local, 0), table.weight)
     kept = rows.where(is_local[..., None], 0)

@@ -7,21 +7,26 @@ their gradients and weights stay the same without any exchange.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from copy import copy as shallow_copy
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.func import functional_call
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import Tree
+from shoal.pytree import Tree, map_tensors
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.split.attributes import copy_structure
+from shoal.replica.split.mapping import copy, reduce
+from shoal.replica.split.sharded_tensor import full_activations
 from shoal.replica.split.token_axes import apply_flat
 from shoal.replica.tensor.activations import pack, unpack
-from shoal.replica.tensor.adapters import adapt, change_in_place
 from shoal.replica.tensor.attention import ParallelAttention
 from shoal.replica.tensor.linear import (
     ColumnLinear,
@@ -30,6 +35,7 @@ from shoal.replica.tensor.linear import (
     SelectedColumns,
     TensorParallelLayer,
     VocabularyEmbedding,
+    is_transformers,
     linear_like,
 )
 from shoal.replica.tensor.rng import TensorParallelRng
@@ -70,7 +76,7 @@ class TensorSplit(SlicedTensors):
         self._slices: set[nn.Parameter] = set()
         self._slice_parameters(layers.values(), filled)
         self._replace(layers)
-        adapt(model, group)
+        _adapt(model, group)
         for layer in _parallel_layers(model.modules()):
             layer.is_sequence_parallel = sequence
         self.specs = self._specs_by_name()
@@ -132,7 +138,7 @@ class TensorSplit(SlicedTensors):
         group = self.group
         rng = self.rng
         if role.kind in IN_PLACE:
-            change_in_place(original, role, group, rng)
+            _change_in_place(original, role, group, rng)
             self._in_place.append((original, role.shards or {}))
             return None
         if isinstance(original, nn.Embedding):
@@ -152,7 +158,10 @@ class TensorSplit(SlicedTensors):
         if type(table).forward is nn.Embedding.forward:
             return VocabularyEmbedding(table, self.group, self.rng)
         spec = ShardSpec.even(0, table.num_embeddings, self.group.size)
-        PartialEmbedding.convert(table, self.group, spec)
+        kind = type(table)
+        table.__class__ = type(kind.__name__, (kind, PartialEmbedding), {})
+        assert isinstance(table, PartialEmbedding)
+        table.group, table.spec = self.group, spec
         self._in_place.append((table, {"weight": spec}))
         return None
 
@@ -223,56 +232,118 @@ def has_dropout(model: nn.Module) -> bool:
     )
 
 
-_KINDS = {
-    "norms": r"norm|(^|\.)ln_?\w*\.|layer_?scale|\.gamma$|\.beta$",
-    "position embeddings": r"pos(ition)?(s|al)?_?(embed|enc)\w*|wpe|embed_positions|rel_pos",
-    "token type embeddings": r"token_type|segment_emb",
-    "routers": r"router|\.gate\.weight$",
-    "shared key and value heads": r"(^|\.)w?[kv](_proj|_lin)?\.(weight|bias)$|\.(key|value)\.",
-    "biases": r"bias$",
-}
-_FEW = 3
+def _adapt(model: nn.Module, group: Group) -> None:
+    """Change what modules around split layers would get wrong."""
+    for module in model.modules():
+        if is_transformers(module, "GPT2Attention"):
+            layer = getattr(module, "c_attn", None)
+            if isinstance(layer, ColumnLinear):  # it splits by a number that it keeps
+                module.split_size = layer.spec.length(group.rank) // 3  # type: ignore[assignment]
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # no fast path in evaluation
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+            module.enable_nested_tensor = False
+
+
+_EXPERT_WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "ffn_dim")
+
+
+def _change_in_place(module: nn.Module, role: Role, group: Group, rng: TensorParallelRng) -> None:
+    """Before its parameters are sliced."""
+    if role.heads is not None:
+        role.heads.set_local_counts(module, group.rank)
+    if role.kind == "experts":
+        _set_expert_width(module, role, group.rank)
+        _wrap_forward(module, partial(_add_up, group=group, rng=rng))
+    elif role.kind in ("summed", "heads"):
+        names = [name for name in module._parameters if name not in (role.shards or {})]
+        if any(module._parameters[name] is not None for name in names):
+            _wrap_forward(module, partial(_with_summed_gradients, module, names, group))
+
+
+def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    module.forward = partial(around, module.forward)
+
+
+def _add_up(
+    forward: Callable[..., Any], *args: Any, group: Group, rng: TensorParallelRng, **kwargs: Any
+) -> Any:
+    """Every rank computes a part of each expert; inputs have gradients of all ranks."""
+    inputs, named = map_tensors(lambda x: _copied(x, group), (full_activations(args), kwargs))
+    first = next(x for x in (*inputs, *named.values()) if isinstance(x, Tensor))
+    with rng.forked(first) if rng.active else nullcontext():
+        partial_sum = forward(*inputs, **named)
+    return reduce(partial_sum, group)
+
+
+def _copied(x: Tensor, group: Group) -> Tensor:
+    return copy(x, group) if x.is_floating_point() and x.requires_grad else x
+
+
+def _with_summed_gradients(
+    module: nn.Module,
+    names: list[str],
+    group: Group,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Its own parameters are used on the shards that the ranks have of an activation."""
+    own = {name: p for name in names if (p := module._parameters[name]) is not None}
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in own.values()):
+        return forward(*args, **kwargs)
+    shared = {f"module.{name}": copy(p, group) for name, p in own.items()}
+    return functional_call(_Call(module, forward), shared, args, kwargs)
+
+
+class _Call(nn.Module):
+    """A module that is called by its original forward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _set_expert_width(module: nn.Module, role: Role, rank: int) -> None:
+    down = (role.shards or {}).get("down_proj")
+    if down is None:
+        return
+    for name in _EXPERT_WIDTHS:
+        if getattr(module, name, None) == down.size:
+            setattr(module, name, down.length(rank))
+    config = getattr(module, "config", None)
+    is_aligned = all(down.length(r) % 8 == 0 for r in range(len(down.ranges)))
+    if hasattr(config, "_experts_implementation") and not is_aligned:
+        own: Any = shallow_copy(config)  # kernels for groups want multiples of 16 bytes
+        own._experts_implementation = "eager"
+        module.config = own
+
+
+_MOST_KINDS = 4
 
 
 def summary(split: TensorSplit) -> str:
-    """Such as: tp(2) splits 34 of 52 tensors, 93% of the parameters; whole: norms, biases."""
+    """Such as: tp(2) splits 34 of 52 tensors, 93% of the parameters; whole: LayerNorm, Conv2d."""
     sizes = split.full_sizes()
-    cut = {name for name in sizes if name in split.specs}
-    share = sum(sizes[name] for name in cut) / max(1, sum(sizes.values()))
-    if not cut:
+    whole = {name: size for name, size in sizes.items() if name not in split.specs}
+    share = 1 - sum(whole.values()) / max(1, sum(sizes.values()))
+    kinds: Counter[str] = Counter()
+    for name, size in whole.items():
+        kinds[type(split.model.get_submodule(name.rpartition(".")[0])).__name__] += size
+    largest = [kind for kind, _ in kinds.most_common(_MOST_KINDS)]
+    listed = ", ".join(largest) + (", …" if len(kinds) > _MOST_KINDS else "")
+    label = f"tp({split.group.size})"
+    if len(whole) == len(sizes):
         return (
-            f"tp({split.group.size}) splits nothing of {type(split.model).__name__}, which every "
-            f"worker holds whole ({', '.join(_kinds(sizes, split.model))}); name layers, as in "
+            f"{label} splits nothing of {type(split.model).__name__}, which every worker holds "
+            f"whole ({listed}); name layers, as in "
             f'tp({split.group.size}, plan={{"blocks.*.up": "column", "blocks.*.down": "row"}})'
         )
-    text = (
-        f"tp({split.group.size}) splits {len(cut)} of {len(sizes)} tensors, {share:.0%} of the "
-        "parameters"
-    )
-    if share < 0.5:
-        text += ", which is less than half of them"
-    kept = {name: size for name, size in sizes.items() if name not in cut}
-    return f"{text}; whole: {', '.join(_kinds(kept, split.model))}" if kept else text
-
-
-def _kinds(sizes: dict[str, int], model: nn.Module) -> list[str]:
-    """What tensors are, the largest kinds first."""
-    totals: dict[str, int] = {}
-    for name, size in sizes.items():
-        kind = _kind(name, model.get_submodule(name.rpartition(".")[0]))
-        totals[kind] = totals.get(kind, 0) + size
-    ordered = sorted(totals, key=lambda kind: -totals[kind])
-    others = ordered[_FEW + 1 :]
-    return [*ordered[: _FEW + 1], *([f"{len(others)} more"] if others else [])]
-
-
-def _kind(name: str, module: nn.Module) -> str:
-    if isinstance(module, _ConvNd):
-        return "convolutions"
-    if isinstance(module, nn.RNNBase):
-        return "recurrent layers"
-    for kind, pattern in _KINDS.items():
-        if re.search(pattern, name, re.IGNORECASE):
-            return kind
-    owner = name.rpartition(".")[0] or name
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", owner)
+    text = f"{label} splits {len(sizes) - len(whole)} of {len(sizes)} tensors, {share:.0%} of the"
+    text += " parameters" + (", which is less than half of them" if share < 0.5 else "")
+    return f"{text}; whole: {listed}" if whole else text

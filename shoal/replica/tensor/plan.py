@@ -1,9 +1,8 @@
 """Which layers of a model tp splits, and how.
 
-Without a plan: Linear–activation–Linear in an nn.Sequential, nn.MultiheadAttention, an
-nn.Embedding whose weight is also that of an nn.Linear (the head), the layers of `adapters.py`,
-attentions and MLPs (`transformer_plan.py`), and the children that a module's own `split_plan()`
-names:
+Without a plan: the layers of `blocks.py`, nn.MultiheadAttention, experts in one tensor, an
+nn.Embedding whose weight is also that of an nn.Linear (the head), and what a model of Hugging Face
+calls its embeddings. A module's own `split_plan()` says
 
     {"qkv": ("column", 3 * head_width), "out": ("row", head_width)}
 
@@ -14,20 +13,37 @@ Other layers, such as convolutions and nn.LSTM, are complete on every rank.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from shoal.errors import BadInput
+from shoal.pytree import tensors_of
 from shoal.replica.deferred_init import full_name, is_in
-from shoal.replica.tensor.adapters import ELEMENTWISE, LayerPair, known_pairs
-from shoal.replica.tensor.linear import linear_like
-from shoal.replica.tensor.roles import Role, Roles
-from shoal.replica.tensor.transformer_plan import TransformerPlan, is_lookup
+from shoal.replica.split.attributes import attributes_kept, copy_structure
+from shoal.replica.tensor.blocks import (
+    GATHERED_COLUMN,
+    SCATTERED_ROW,
+    VOCABULARY,
+    SplitBlock,
+    carried_blocks,
+    carried_styles,
+    expert_shards,
+    find_blocks,
+    known_blocks,
+)
+from shoal.replica.tensor.linear import LinearLike, linear_like
+from shoal.replica.tensor.roles import HeadSplit, Role, Roles, read_heads
+from shoal.replica.tensor.shard_spec import ShardSpec
 from shoal.strategy.split_terms import Tp
+
+_LEADING = ((2, 3), (2, 4, 4), (2, 2, 4, 4))  # (batch, time), (batch, height, width), videos
 
 
 def plan_of(model: nn.Module, tp: Tp) -> Roles:
@@ -39,16 +55,28 @@ class _Planner:
     def __init__(self, model: nn.Module, tp: Tp):
         self.model = model
         self.tp = tp
+        self.ranks = tp.size
         self.roles = Roles()
         self.modules = dict(model.named_modules())
         self._holders = Counter(
             id(p) for m in self.modules.values() for p in m._parameters.values() if p is not None
         )
         self._apply_plan(tp.plan or {})
+        styles = carried_styles(self.modules)
         for name, module in self.modules.items():
-            self._plan_module(name, module)
-        found = TransformerPlan(self.modules, tp.size, self._is_free)
-        self.roles.update(found.roles)
+            if type(module) is nn.MultiheadAttention:
+                self._plan_attention(name, module)
+            for block in known_blocks(name, module):
+                self._plan_block(block)
+        for block in [*carried_blocks(styles), *find_blocks(self.modules)]:
+            self._plan_block(block)
+        for name, module in self.modules.items():
+            shards = expert_shards(module, self.ranks)
+            if shards is not None:
+                self._add({name: Role("experts", shards=shards)})
+        for name, style in styles.items():
+            self._plan_style(name, style)
+        self._plan_embeddings()
         self._plan_tied_heads()
 
     # ------------------------------------------------------------------ the user's plan
@@ -129,39 +157,145 @@ class _Planner:
 
     # ------------------------------------------------------------------ without a plan
 
-    def _plan_module(self, name: str, module: nn.Module) -> None:
-        if type(module) is nn.MultiheadAttention:
-            self._plan_attention(name, module)
-            return
-        for pair in _pairs_in(module):
-            self._plan_pair(name, pair)
+    def _add(self, roles: Roles | None) -> None:
+        if roles is not None and all(map(self._is_free, roles)):
+            self.roles.update(roles)
 
     def _plan_attention(self, name: str, module: nn.MultiheadAttention) -> None:
         is_plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
         is_plain = is_plain and linear_like(module.out_proj) is not None
-        is_free = not any(is_in(role, name) for role in self.roles) and not self._is_whole(name)
-        if is_plain and is_free and module.num_heads >= self.tp.size and not self._is_shared(name):
-            self.roles[name] = Role("attention")
+        has_role_inside = any(is_in(role, name) for role in self.roles)
+        if is_plain and not has_role_inside and module.num_heads >= self.ranks:
+            self._add({name: Role("attention")})
 
-    def _plan_pair(self, name: str, pair: LayerPair) -> None:
-        """Split a pair of children of the module `name`, if it can be split."""
-        column = full_name(name, pair.column)
-        row = full_name(name, pair.row)
-        up = linear_like(self.modules.get(column))
-        down = linear_like(self.modules.get(row))
-        if up is None or down is None or {column, row} & set(self.roles):
-            return
-        if self._is_whole(column) or self._is_whole(row):
-            return
-        units = down.inputs // pair.row_unit
-        fits = (
-            up.outputs == pair.blocks * units * pair.column_unit
-            and down.inputs == units * pair.row_unit
+    def _plan_block(self, block: SplitBlock) -> None:
+        found = {name: linear_like(self.modules.get(name)) for name in block.columns}
+        columns = {name: linear for name, linear in found.items() if linear is not None}
+        row = linear_like(self.modules.get(block.row))
+        if row is not None and len(columns) == len(found):
+            make = self._heads if block.is_attention else self._pair
+            self._add(make(block, columns, row))
+
+    def _pair(
+        self, block: SplitBlock, columns: dict[str, LinearLike], row: LinearLike
+    ) -> Roles | None:
+        units, rest = divmod(row.inputs, block.row_unit)
+        if rest or units < self.ranks:
+            return None
+        roles = {block.row: Role("row", block.row_unit)}
+        for name, linear in columns.items():
+            blocks, rest = divmod(linear.outputs, units * block.column_unit)
+            if rest or blocks not in block.blocks:
+                return None
+            roles[name] = Role("column", block.column_unit, blocks)
+        return roles
+
+    def _heads(
+        self, block: SplitBlock, columns: dict[str, LinearLike], row: LinearLike
+    ) -> Roles | None:
+        module = self.modules[block.around]
+        counts = read_heads(module, row.inputs)
+        if counts is None or _takes_bias_of_all_heads(module):
+            return None
+        heads, key_heads, head_dim = counts
+        if len(columns) > 1:
+            narrowest = min(linear.outputs for linear in columns.values())
+            key_heads = narrowest // head_dim if narrowest < heads * head_dim else heads
+        split = HeadSplit.of(heads, key_heads, head_dim, self.ranks) if key_heads else None
+        if split is None:
+            return None
+        roles = (
+            self._fused(block, columns, split) if len(columns) == 1 else _separate(columns, split)
         )
-        is_shared = self._is_shared(column) or self._is_shared(row)
-        if fits and units >= self.tp.size and not is_shared:
-            self.roles[column] = Role("column", pair.column_unit, pair.blocks)
-            self.roles[row] = Role("row", pair.row_unit)
+        inside = self._inside(block, split)
+        if roles is None or inside is None:
+            return None
+        roles |= {block.row: Role("row", ranges=split.query_features(row.inputs)), **inside}
+        return roles if self._can_run(block, {**columns, block.row: row}, roles) else None
+
+    def _can_run(self, block: SplitBlock, layers: dict[str, LinearLike], roles: Roles) -> bool:
+        """False if the module runs on an input alone, and the share of rank 0 does not."""
+        if any(role.kind == "sharded" for role in roles.values()):
+            return True  # a table would have to be made smaller, too
+        module = self.modules[block.around]
+        share = copy_structure(module)
+        heads = roles[block.around].heads
+        assert heads is not None
+        heads.set_local_counts(share, 0)
+        for name, linear in layers.items():
+            if is_in(name, block.around):
+                is_row = roles[name].kind == "row"
+                features = linear.inputs if is_row else linear.outputs
+                local = roles[name].spec(features, self.ranks).length(0)
+                sizes = (local, linear.outputs) if is_row else (linear.inputs, local)
+                has_bias = self.modules[name].bias is not None
+                inner = name[len(block.around) + 1 :] if block.around else name
+                parent, _, key = inner.rpartition(".")
+                share.get_submodule(parent)._modules[key] = nn.Linear(
+                    *sizes, bias=has_bias, device="meta"
+                )
+        for leading in _LEADING:
+            x = torch.empty(*leading, next(iter(layers.values())).inputs, device="meta")
+            expected = _shape(module, x)
+            if expected is not None:
+                found = _shape(share, x)
+                has_row = is_in(block.row, block.around)
+                return found == expected if has_row else found is not None
+        return True
+
+    def _fused(
+        self, block: SplitBlock, columns: dict[str, LinearLike], split: HeadSplit
+    ) -> Roles | None:
+        """One layer for queries, keys and values."""
+        ((name, linear),) = columns.items()
+        head = split.head_dim
+        sizes = [split.heads * head, split.key_heads * head, split.key_heads * head]
+        if linear.outputs != sum(sizes) or split.shares_keys:
+            return None
+        if block.is_interleaved:
+            return {name: Role("column", ranges=split.key_features(linear.outputs))}
+        spec = ShardSpec.of_sections(0, sizes, split.key_heads, self.ranks)
+        return {name: Role("column", ranges=spec.ranges)}
+
+    def _inside(self, block: SplitBlock, split: HeadSplit) -> Roles | None:
+        """The module around the layers, and what else is in it; None if that is not understood."""
+        module = self.modules[block.around]
+        shards = _sharded_by_heads(module, split)
+        roles = {block.around: Role("heads", heads=split, shards=shards)}
+        for key, child in module._modules.items():
+            name = full_name(block.around, key)
+            is_split = name in block.columns or is_in(block.row, name)
+            if child is None or is_split or not any(True for _ in child.parameters()):
+                continue
+            role = _role_inside(child, split)
+            if role is None:
+                return None
+            roles[name] = role
+        return roles
+
+    def _plan_style(self, name: str, style: str) -> None:
+        """Layers that a model's plan splits alone."""
+        module = self.modules[name]
+        linear = linear_like(module)
+        if linear is not None and style in GATHERED_COLUMN and linear.outputs >= self.ranks:
+            is_head = name.rpartition(".")[2] in ("lm_head", "embed_out", "head", "score")
+            self._add({name: Role("column", output="logits" if is_head else "full")})
+        elif linear is not None and style in SCATTERED_ROW and linear.inputs >= self.ranks:
+            self._add({name: Role("row", input_is_sharded=False)})
+        elif style in VOCABULARY and is_lookup(module, self.ranks):
+            self._add({name: Role("vocabulary")})
+
+    def _plan_embeddings(self) -> None:
+        """What a Hugging Face model calls its input and output embeddings."""
+        names = {module: name for name, module in self.modules.items()}
+        for module in self.modules.values():
+            table = _called(module, "get_input_embeddings")
+            if table in names and is_lookup(table, self.ranks):
+                self._add({names[table]: Role("vocabulary")})
+            head = _called(module, "get_output_embeddings")
+            linear = linear_like(head)
+            if head in names and linear is not None and linear.outputs >= self.ranks:
+                self._add({names[head]: Role("column", output="logits")})
 
     def _plan_tied_heads(self) -> None:
         """Embeddings and the layer that turns features into logits with the same weight."""
@@ -195,39 +329,86 @@ class _Planner:
         return any(self._holders[id(p)] > 1 for p in self.modules[name].parameters())
 
 
-def _pairs_in(module: nn.Module) -> Iterator[LayerPair]:
-    """The pairs among the children of a module: of an adapter, a Sequential, or its own plan."""
-    adapted = list(known_pairs(module))
-    if adapted:
-        yield from adapted
-    elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        yield from _pairs_of_sequential(module)
-    elif callable(getattr(module, "split_plan", None)):
-        yield from _pairs_of_plan(module.split_plan())  # type: ignore[operator]
+@torch.no_grad()
+def _shape(module: nn.Module, x: Tensor) -> torch.Size | None:
+    """Of the first output; None if it does not run."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    values = {name: torch.empty_like(t, device="meta") for name, t in tensors}
+    try:
+        with attributes_kept(list(module.modules())):
+            outputs = tensors_of(functional_call(module, values, (x,)))
+    except Exception:  # of any kind: it is the module's own code
+        return None
+    return outputs[0].shape if outputs else None
 
 
-def _pairs_of_sequential(container: nn.Sequential) -> Iterator[LayerPair]:
-    """Neighbouring nn.Linear with elementwise layers between them, each in one pair."""
-    first: str | None = None
-    for name, module in container.named_children():
-        if linear_like(module) is not None:
-            if first is None:
-                first = name
-            else:
-                yield LayerPair(first, name)
-                first = None
-        elif type(module) not in ELEMENTWISE:
-            first = None
+def _called(module: nn.Module, method: str) -> nn.Module | None:
+    found = getattr(module, method, None)
+    try:
+        result = found() if callable(found) else None
+    except (NotImplementedError, AttributeError):
+        return None
+    return result if isinstance(result, nn.Module) else None
 
 
-def _pairs_of_plan(plan: Mapping[str, tuple[str, int]]) -> Iterator[LayerPair]:
-    """Every row layer with the column layer before it."""
-    column: tuple[str, int] | None = None
-    for name, (kind, unit) in plan.items():
-        if kind == "column":
-            column = (name, unit)
-        elif column is not None:
-            yield LayerPair(column[0], name, column[1], unit)
+def _separate(columns: dict[str, LinearLike], split: HeadSplit) -> Roles | None:
+    """Layers for queries, keys and values of their own."""
+    roles = Roles()
+    width = split.heads * split.head_dim
+    for name, linear in columns.items():
+        if linear.outputs >= width and linear.outputs % width == 0:
+            roles[name] = Role("column", ranges=split.query_features(linear.outputs))
+        elif linear.outputs == split.key_heads * split.head_dim:
+            kind = "selected" if split.shares_keys else "column"
+            roles[name] = Role(kind, ranges=split.key_features(linear.outputs))  # type: ignore[arg-type]
+        else:
+            return None
+    return roles
+
+
+def _takes_bias_of_all_heads(module: nn.Module) -> bool:
+    """ALiBi, which the model computes for all heads, outside of the attention."""
+    arguments = inspect.signature(module.forward).parameters
+    if "alibi" in arguments:
+        return bool(getattr(getattr(module, "config", None), "alibi", True))
+    return "position_bias" in arguments and not hasattr(module, "has_relative_attention_bias")
+
+
+def _sharded_by_heads(module: nn.Module, split: HeadSplit) -> dict[str, ShardSpec]:
+    """The module's own parameters that have a dimension of heads."""
+    shards = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        dims = [d for d, size in enumerate(parameter.shape) if size == split.heads]
+        if len(dims) == 1:
+            shards[name] = ShardSpec(dims[0], split.query_features(split.heads))
+    return shards
+
+
+def _role_inside(child: nn.Module, split: HeadSplit) -> Role | None:
+    """A table of a bias per head, or a norm of the features of one head."""
+    if type(child) is nn.Embedding and child.embedding_dim == split.heads:
+        return Role("sharded", shards={"weight": ShardSpec(1, split.query_features(split.heads))})
+    own = [p for p in child.parameters(recurse=False)]
+    is_norm = len(own) == len(list(child.parameters())) and "norm" in type(child).__name__.lower()
+    if is_norm and all(p.numel() in (1, split.head_dim) for p in own):
+        return Role("summed")
+    return None
+
+
+def is_lookup(module: nn.Module | None, ranks: int = 1) -> bool:
+    """An nn.Embedding, or a subclass that looks rows up as it does (and scales them, say)."""
+    if not isinstance(module, nn.Embedding) or set(module._parameters) != {"weight"}:
+        return False
+    if module.num_embeddings < ranks:
+        return False
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return False
+    forward = type(module).forward
+    code = forward.__code__
+    calls_super = "__class__" in code.co_freevars and "embedding" not in code.co_names
+    return forward is nn.Embedding.forward or calls_super
 
 
 def _features(module: nn.Module, role: Role) -> int:

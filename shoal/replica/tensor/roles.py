@@ -26,16 +26,8 @@ KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "
 GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "repeats")
 WIDTHS = (
     *("all_head_size", "inner_dim", "embed_dim", "hidden_size", "split_size", "inner_size"),
-    *(
-        "n_embd",
-        "d_model",
-        "dim",
-        "hidden_dim",
-        "embed_size",
-        "attention_dim",
-        "attn_dim",
-        "d_attn",
-    ),
+    *("n_embd", "d_model", "dim", "hidden_dim", "embed_size", "attention_dim"),
+    *("attn_dim", "d_attn"),
 )
 
 
