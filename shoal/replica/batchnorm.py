@@ -166,9 +166,8 @@ class _Normalize(torch.autograd.Function):
         grad_x = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
         if not ctx.real:  # rows that stand in are not in the statistics
             grad_x = grad_x * 0.0  # it stays in the graph: ranks go through it together
-        grad_weight = None if weight is None else grad_weight
-        grad_bias = grad_bias if ctx.has_bias else None
-        return grad_x.to(grads[0].dtype), grad_weight, grad_bias, None, None, None
+        affine = (None if weight is None else grad_weight, grad_bias if ctx.has_bias else None)
+        return grad_x.to(grads[0].dtype), *affine, None, None, None
 
 
 def _normal_of(x: Tensor, ctx: Any) -> tuple[Tensor, Tensor]:
@@ -199,7 +198,7 @@ class _ReplacedNorm(_BatchNorm):
         self._state = state
 
     def forward(self, input: Tensor) -> Tensor:
-        self._kind._check_input_dim(self, input)
+        self._kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
         if not self.training and self.running_mean is not None:
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
@@ -370,7 +369,8 @@ def _replace(
     replaced: dict[int, nn.Module] = {}  # a layer that is used twice stays one
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if type(child) in _PLAIN and "forward" not in child.__dict__:
+            is_plain = type(child) in _PLAIN and "forward" not in child.__dict__
+            if isinstance(child, _BatchNorm) and is_plain:
                 parent._modules[name] = replaced.setdefault(id(child), make(child))
     for module in model.modules():
         if isinstance(module, _BatchNorm) and id(module) not in map(id, replaced.values()):

@@ -248,6 +248,8 @@ class ModuleSplit:
     # ------------------------------------------------------------------ where it is split
 
     def _choose(self, seconds: Mapping[str, float] | None) -> tuple[list[SplitUnit], list[int]]:
+        units: list[SplitUnit] = []
+
         def balanced(deeper: int) -> Choice | None:
             nonlocal units
             units = find_units(self.model, deeper=deeper)
@@ -261,7 +263,6 @@ class ModuleSplit:
             everywhere = self._cost_everywhere(units) if seconds is None else 0.0
             return Choice(largest_cost(costs, points) + everywhere, points, units)
 
-        units: list[SplitUnit] = []
         best = best_depth(balanced)
         if best is None:
             raise BadInput(
