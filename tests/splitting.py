@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -228,3 +228,37 @@ def assert_another_goes_on(
     trained(world, first, make, texts(32), 2, save=path, **options)
     resumed = trained(world, second, make, texts(32), 4, load=path, **options)
     assert_close(resumed, trained(world, "single", make, texts(32), 4, **options))
+
+
+def assert_evaluates_equal(world: World, cases: Sequence[tuple[int, str]], metric: Any) -> None:
+    """After a step, an evaluation gives the numbers of one worker, and training goes on."""
+
+    def body(group: Group, strategy: str, model: nn.Module) -> Any:
+        options = {"loss": next_token_loss, "optimizer": ADAMW}
+        with job_of(group, strategy, model, **options) as (job, step):
+            for batch in job.batches(texts(8), 8):
+                step(batch)
+            found = job.evaluate(metric, texts(11), batch_size=4)
+            assert model.training
+            return found
+
+    alone = body(solo_group(), "single", gpt(2))
+    for size, strategy in cases:
+        models = [gpt(2) for _ in range(size)]
+        for found in world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank])):
+            assert found == pytest.approx(alone, abs=1e-5)
+
+
+def saved_bytes(model: nn.Module, train_step: Callable[[], Any]) -> int:
+    """Of the activations that a forward keeps for its backward, parameters aside."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        train_step()
+    return sum(s.nbytes() for at, s in kept.items() if at not in known)

@@ -6,15 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from tests.conftest import World
+from tests.models import samples
 from tests.seeds import seeded
-from tests.splitting import ADAMW, assert_equal, assert_own_loop_equal, job_of, mlp, texts
+from tests.splitting import (
+    ADAMW,
+    assert_equal,
+    assert_own_loop_equal,
+    job_of,
+    mlp,
+    refused,
+    saved_bytes,
+    texts,
+)
 
 CONTEXT = 24
 OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
@@ -69,21 +78,10 @@ def test_a_loop_of_the_scripts_own(world: World, size: int, strategy: str) -> No
     assert_own_loop_equal(world, size, strategy, gpt, texts(10, CONTEXT), next_token_loss)
 
 
-def saved_bytes(group: Group, strategy: str, model: nn.Module, data: TensorDataset) -> int:
-    """Of the activations that a step keeps for its backward."""
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
+def step_bytes(group: Group, strategy: str, model: nn.Module, data: TensorDataset) -> int:
     with job_of(group, strategy, model, **OPTIONS) as (job, step):
         batch = next(iter(job.batches(data, 2)))
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            step(batch)
-        return sum(s.nbytes() for at, s in kept.items() if at not in weights)
+        return saved_bytes(model, lambda: step(batch))
 
 
 def test_activations_are_halved_at_four_times_the_sequence(world: World) -> None:
@@ -93,28 +91,14 @@ def test_activations_are_halved_at_four_times_the_sequence(world: World) -> None
 
     data = texts(4, 4 * CONTEXT)
     assert_equal(world, 2, "cp(2)", long_gpt, data, 2, **OPTIONS)
-    alone = world(1, lambda g: saved_bytes(g, "single", long_gpt(), data))[0]
+    alone = world(1, lambda g: step_bytes(g, "single", long_gpt(), data))[0]
     models = [long_gpt() for _ in range(2)]
-    for shared in world(2, lambda g: saved_bytes(g, "cp(2)", models[g.rank], data)):
+    for shared in world(2, lambda g: step_bytes(g, "cp(2)", models[g.rank], data)):
         assert 0.45 < shared / alone < 0.55
 
 
-def test_inputs_without_a_sequence_are_refused(world: World) -> None:
-    data = TensorDataset(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))
-
-    def body(group: Group) -> None:
-        with job_of(group, "cp(2)", models[group.rank]) as (job, step):
-            batch = next(iter(job.batches(data, 4)))
-            with pytest.raises(BadInput, match=r"cp\(2\) splits sequences"):
-                step(batch)
-
-    models = [mlp() for _ in range(2)]
-    world(2, body)
-
-
-def test_sequence_parallelism_beside_it_is_refused(world: World) -> None:
-    def body(group: Group) -> None:
-        with pytest.raises(NotBuilt, match="both divide the positions of a sequence"):
-            job_of(group, "tp(2, sequence=True) + cp(2)", gpt(), **OPTIONS).__enter__()
-
-    world(4, body)
+def test_what_has_no_sequence_or_divides_it_twice_is_refused(world: World) -> None:
+    said = refused(world, 2, "cp(2)", mlp, samples(8))
+    assert "cp(2) splits sequences" in said
+    said = refused(world, 4, "tp(2, sequence=True) + cp(2)", gpt, **OPTIONS)
+    assert "both divide the positions of a sequence" in said

@@ -14,29 +14,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.split.stage_shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
-from shoal.train.job import Job
 from shoal.train.step.options import StepOptions
 from tests.conftest import World
 from tests.models import samples
 from tests.seeds import ThreadGenerator, seeded
 from tests.splitting import (
     ADAMW,
-    SGD,
     assert_another_goes_on,
     assert_equal,
+    assert_evaluates_equal,
     gpt,
+    job_of,
     mlp,
     normed,
+    refused,
     texts,
-    train,
 )
 
 
@@ -260,45 +258,30 @@ def uneven() -> nn.Module:
 
 def test_stages_are_balanced_by_measured_time(world: World) -> None:
     """By weights the cut would be in the middle."""
+    strategy = 'pp(2, balance="measured")'
     example = samples(4).tensors[0]
     models = [uneven(), uneven()]
 
     def body(group: Group) -> tuple[str, ...]:
-        job = Job(parse('pp(2, balance="measured")'), group, device=torch.device("cpu"))
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, example=example)
-        assert isinstance(step.shard, StageShard)
-        return step.shard.stages.cuts
+        with job_of(group, strategy, models[group.rank], example=example) as (_, step):
+            assert isinstance(step.shard, StageShard)
+            return step.shard.stages.cuts
 
     assert Stages(uneven(), 2).cuts == ("3",)
     assert world(2, body) == [("1",), ("1",)]
-    strategy = 'pp(2, balance="measured")'
     assert_equal(world, 2, strategy, uneven, samples(16), 8, example=example)
-    said = refused(world, strategy, uneven)
+    said = refused(world, 2, strategy, uneven)
     assert "give job.step(…, example=inputs) the inputs of a batch" in said
 
 
 def test_evaluating(world: World) -> None:
-    def body(group: Group, strategy: str, model: nn.Module) -> Any:
-        job = Job(parse(strategy), group, device=torch.device("cpu"))
-        step = job.step(model, next_token_loss, optimizer=ADAMW)
-        for batch in job.batches(texts(8), 8):
-            step(batch)
-        number = job.evaluate(next_token_loss, texts(11), batch_size=4)
-        several = job.evaluate(
-            lambda out, y: {"loss": next_token_loss(out, y), "first": out[:, 0, 0].mean()},
-            texts(11),
-            batch_size=4,
-        )
-        return number, several, model.training
-
-    alone = body(solo_group(), "single", gpt())
-    for size, strategy in ((2, "pp(2)"), (2, 'pp(2, schedule="bfs")'), (4, "ddp + pp(2)")):
-        models = [gpt() for _ in range(size)]
-        found = world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank]))
-        for number, several, training in found:
-            assert number == pytest.approx(alone[0], abs=1e-5)
-            assert several == pytest.approx(alone[1], abs=1e-5)
-            assert training
+    cases = ((2, "pp(2)"), (2, 'pp(2, schedule="bfs")'), (4, "ddp + pp(2)"))
+    assert_evaluates_equal(world, cases, next_token_loss)
+    assert_evaluates_equal(
+        world,
+        cases,
+        lambda out, y: {"loss": next_token_loss(out, y), "first": out[:, 0, 0].mean()},
+    )
 
 
 @pytest.mark.product
@@ -310,29 +293,17 @@ def test_what_one_strategy_saved_another_loads(
     assert_another_goes_on(world, tmp_path / "saved", first, second, gpt)
 
 
-def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:
-    models = [make(), make()]
-
-    def body(group: Group) -> None:
-        job = Job(parse(strategy), group, device=torch.device("cpu"))
-        job.step(models[group.rank], F.cross_entropy, optimizer=SGD, **options)
-
-    with pytest.raises(BadInput) as caught:
-        world(2, body)
-    return str(caught.value)
-
-
 def test_what_cannot_be_split_is_refused(world: World) -> None:
-    one = refused(world, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3)))
+    one = refused(world, 2, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3)))
     assert "Sequential cannot be split into 2 stages: its forward calls 1 modules with some" in one
     assert "stage 1 has no parameter to train" in refused(
-        world, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+        world, 2, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
     )
 
 
 def test_options_that_contradict_each_other_are_refused(world: World) -> None:
-    assert "omit them in pp" in refused(world, "pp(2, microbatches=4)", mlp, exact=True)
-    assert "1f1b has one chunk a stage, not 3" in refused(world, "pp(2, chunks=3)", mlp)
+    assert "omit them in pp" in refused(world, 2, "pp(2, microbatches=4)", mlp, exact=True)
+    assert "1f1b has one chunk a stage, not 3" in refused(world, 2, "pp(2, chunks=3)", mlp)
 
 
 class Counting(nn.Module):
@@ -386,17 +357,13 @@ class LossInTraining(nn.Module):
 
 
 def test_a_model_that_fails_in_evaluation_mode_is_refused(world: World) -> None:
-    models = [LossInTraining(), LossInTraining()]
-    with pytest.raises(BadInput, match="LossInTraining fails in evaluation mode"):
-        world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+    said = refused(world, 2, "pp(2)", LossInTraining, samples(8))
+    assert "LossInTraining fails in evaluation mode" in said
 
 
 def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World) -> None:
-    models = [Counting(), Counting()]
-    with pytest.raises(
-        BadInput, match=r"the stages of Counting, split at layers\.1, do not compute"
-    ):
-        world(2, lambda g: train(g, "pp(2)", models[g.rank], samples(8), 8))
+    said = refused(world, 2, "pp(2)", Counting, samples(8))
+    assert "the stages of Counting, split at layers.1, do not compute" in said
 
 
 @pytest.mark.parametrize(

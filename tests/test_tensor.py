@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.errors import BadInput, NotBuilt
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -28,8 +26,11 @@ from tests.splitting import (
     SGD,
     assert_another_goes_on,
     assert_equal,
+    assert_evaluates_equal,
     gpt,
     mlp,
+    refused,
+    saved_bytes,
     texts,
 )
 
@@ -231,21 +232,6 @@ def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> No
             assert torch.equal(tensor, other[name]), name
 
 
-def saved_bytes(model: nn.Module, tokens: Tensor) -> int:
-    """What backward needs of a forward, but for the parameters."""
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, tuple[int, Tensor]] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        found[memory.data_ptr()] = memory.nbytes(), tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        next_token_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-    return sum(size for place, (size, _) in found.items() if place not in known)
-
-
 def test_less_is_kept_of_a_sequence_that_is_shared_out(world: World) -> None:
     tokens = texts(8, 32).tensors[0]
 
@@ -253,11 +239,15 @@ def test_less_is_kept_of_a_sequence_that_is_shared_out(world: World) -> None:
         torch.manual_seed(0)
         return GPT(Size(4, 32, 2, 32, 1e-2), dropout=0.1)
 
+    def backward(model: nn.Module) -> None:
+        next_token_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+
     def body(group: Group, strategy: str, model: nn.Module) -> int:
         build(group, strategy, model)
-        return saved_bytes(model, tokens)
+        return saved_bytes(model, lambda: backward(model))
 
-    alone = saved_bytes(make(), tokens)
+    whole = make()
+    alone = saved_bytes(whole, lambda: backward(whole))
     for strategy, share in (("tp(2)", 0.7), ("tp(2, sequence=True)", 0.5)):
         models = [make(), make()]
         found = world(2, lambda g, s=strategy, m=models: body(g, s, m[g.rank]))
@@ -272,17 +262,8 @@ def test_evaluating(world: World) -> None:
             "first": out[:, 0, 0].mean(),
         }
 
-    def body(group: Group, strategy: str, model: nn.Module) -> Any:
-        job, step = build(group, strategy, model)
-        for batch in job.batches(texts(8), 8):
-            step(batch)
-        return job.evaluate(metrics, texts(11), batch_size=4)
-
-    alone = body(solo_group(), "single", gpt(2))
-    for size, strategy in ((2, "tp(2)"), (4, "tp(2) + pp(2)"), (2, "tp(2, sequence=True)")):
-        models = [gpt(2) for _ in range(size)]
-        for found in world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank])):
-            assert found == pytest.approx(alone, abs=1e-5)
+    cases = ((2, "tp(2)"), (4, "tp(2) + pp(2)"), (2, "tp(2, sequence=True)"))
+    assert_evaluates_equal(world, cases, metrics)
 
 
 @pytest.mark.parametrize(
@@ -359,31 +340,31 @@ def test_convolutions_and_lstms_stay_whole(
     assert told in capsys.readouterr().err
 
 
-def refused(world: World, strategy: str, make: Callable[[], nn.Module], **options: Any) -> str:
-    models = [make(), make()]
-    with pytest.raises((BadInput, NotBuilt)) as caught:
-        world(2, lambda g: build(g, strategy, models[g.rank], **options))
-    return str(caught.value)
+PLAN = 'tp(2, plan={{"{}": "{}"}})'.format
 
 
-def test_what_cannot_be_split_is_refused_by_name(world: World) -> None:
-    plan = 'tp(2, plan={{"{}": "{}"}})'.format
-    assert "'blocks.*.no', and GPT has no such module" in refused(
-        world, plan("blocks.*.no", "row"), gpt
-    )
-    assert 'splits norm by "row", and it is a LayerNorm' in refused(world, plan("norm", "row"), gpt)
-    assert 'an nn.Embedding is split by "row"' in refused(world, plan("tokens", "column"), gpt)
-    narrow = partial(nn.Sequential, nn.Linear(6, 1))
-    assert "cannot split 0: it has 1 features for 2 ranks" in refused(
-        world, plan("0", "column"), narrow
-    )
-    attention = partial(nn.Sequential, nn.MultiheadAttention(4, 2))
-    assert "belongs to an nn.MultiheadAttention: leave it out" in refused(
-        world, plan("0.out_proj", "row"), attention
-    )
-    assert "exact=True adds in the order of one worker" in refused(world, "tp(2)", gpt, exact=True)
-    message = refused(world, 'gossip(mode="async") + tp(2)', gpt)
-    assert 'gossip(mode="async") + tp(2) is not built yet' in message
+@pytest.mark.parametrize(
+    ("strategy", "make", "options", "said"),
+    [
+        (PLAN("blocks.*.no", "row"), gpt, {}, "'blocks.*.no', and GPT has no such module"),
+        (PLAN("norm", "row"), gpt, {}, 'splits norm by "row", and it is a LayerNorm'),
+        (PLAN("tokens", "column"), gpt, {}, 'an nn.Embedding is split by "row"'),
+        (
+            *(PLAN("0", "column"), lambda: nn.Sequential(nn.Linear(6, 1)), {}),
+            "cannot split 0: it has 1 features for 2 ranks",
+        ),
+        (
+            *(PLAN("0.out_proj", "row"), lambda: nn.Sequential(nn.MultiheadAttention(4, 2)), {}),
+            "belongs to an nn.MultiheadAttention: leave it out",
+        ),
+        ("tp(2)", gpt, {"exact": True}, "exact=True adds in the order of one worker"),
+        ('gossip(mode="async") + tp(2)', gpt, {}, 'gossip(mode="async") + tp(2) is not built yet'),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(
+    world: World, strategy: str, make: Any, options: dict[str, Any], said: str
+) -> None:
+    assert said in refused(world, 2, strategy, make, **options)
 
 
 class MaskedLanguageModel(nn.Module):

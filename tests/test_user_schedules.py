@@ -18,7 +18,7 @@ from shoal.transport.threads import ThreadTransport
 from tests.comm.threads import on_threads
 from tests.conftest import World
 from tests.models import samples
-from tests.splitting import assert_equal, gpt, job_of, mlp, next_token_loss, texts, train
+from tests.splitting import assert_equal, gpt, job_of, mlp, next_token_loss, refused, texts
 from tests.user_schedules import broken, collectives, pipelines
 
 __all__ = ["broken", "collectives", "pipelines"]  # fixtures
@@ -61,22 +61,11 @@ def test_ddp_over_a_collective_of_the_user_trains_as_one_worker(
     assert_equal(world, size, strategy, mlp, samples(24), clip_norm=0.1)
 
 
-def refused(world: World, size: int, strategy: str) -> str:
-    models = [mlp() for _ in range(size)]
-
-    def body(group: Group) -> None:
-        train(group, strategy, models[group.rank], samples(16), 8)
-
-    with pytest.raises(BadInput) as caught:
-        world(size, body)
-    return str(caught.value)
-
-
 def test_wrong_pipelines_are_refused_before_the_first_step(
     world: World, pipelines: Path, broken: Path
 ) -> None:
     def of(schedule: str) -> str:
-        return refused(world, 2, f'pp(2, schedule="{schedule}")')
+        return refused(world, 2, f'pp(2, schedule="{schedule}")', mlp, samples(16))
 
     assert "stage 0 never does B0" in of(f"{pipelines}:forgetful")
     assert "hangs: stage 0 before B0 waits for stage 1" in of(f"{pipelines}:stuck")

@@ -40,8 +40,7 @@ class AttentionBlock:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return _computed_in(self.q)
 
     def tiles(self) -> list[slice]:
         """Ranges of queries."""
@@ -113,6 +112,10 @@ def block_backward(
     return torch.cat(dqs, -2), dk, dv
 
 
+def _computed_in(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _finite(lse: Tensor) -> Tensor:
     """A query without any key has no normalizer: its probabilities are 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
@@ -143,8 +146,11 @@ class AttentionPlan:
     def schedule(self) -> RingAttention:
         return RingAttention(self.group.size, self.causal)
 
-    def lengths(self, rank: int) -> list[int]:
-        return [len(r) for r in self.spec.ranges(rank)]
+    def _chunks(self, rank: int) -> dict[int, slice]:
+        """The two chunks of a rank, and where each lies in what it has."""
+        first, last = (len(r) for r in self.spec.ranges(rank))
+        numbers = self.schedule.chunks(rank)
+        return {numbers[0]: slice(0, first), numbers[1]: slice(first, first + last)}
 
     def blocks(self, q: Tensor, k: Tensor, v: Tensor, owner: int) -> Iterator[tuple[Any, ...]]:
         """What this rank computes with the keys of a rank: rows, columns, and the block."""
@@ -163,8 +169,8 @@ class AttentionPlan:
         if not self.causal:
             yield slice(0, self.spec.count(rank)), slice(0, self.spec.count(owner)), False
             return
-        queries = _slices(self.schedule.chunks(rank), self.lengths(rank))
-        keys = _slices(self.schedule.chunks(owner), self.lengths(owner))
+        queries = self._chunks(rank)
+        keys = self._chunks(owner)
         for pair in self.schedule.pairs(rank, owner):
             rows = queries[pair.query]
             columns = keys[pair.key]
@@ -198,11 +204,13 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tens
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        out: Tensor | None = None
-        lse: Tensor | None = None
+        dtype = _computed_in(q)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
         for owner, keys, values in _round_the_ring(k, v, plan):
-            out, lse = _attend(q, keys, values, owner, plan, out, lse)
-        assert out is not None and lse is not None
+            for rows, _, block in plan.blocks(q, keys, values, owner):
+                merged = merge_blocks(out[..., rows, :], lse[..., rows], *block_forward(block))
+                out[..., rows, :], lse[..., rows] = merged
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.plan = plan
@@ -210,14 +218,20 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """dK and dV of blocks go round the ring; each rank adds what it has computed."""
         q, k, v, out, lse = ctx.saved_tensors
-        plan = ctx.plan
+        plan: AttentionPlan = ctx.plan
+        rank = plan.group.rank
         grad = grads[0].to(lse.dtype)
         delta = (grad * out.to(lse.dtype)).sum(-1)
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        travelling = _Gradients(k, v, plan)
+        own: list[Tensor] = []
+        incoming: Tensor | None = None
+        works: list[Work] = []
+        hops = iter(plan.schedule.hops(rank, plan.schedule.gradients))
         for owner, keys, values in _round_the_ring(k, v, plan):
-            dk, dv = travelling.zeros(owner)
+            shapes = _shapes(k, v, plan, owner)
+            dk, dv = (k.new_zeros(shape, dtype=_computed_in(k)) for shape in shapes)
             for rows, columns, block in plan.blocks(q, keys, values, owner):
                 of_block = block_backward(
                     block, grad[..., rows, :], lse[..., rows], delta[..., rows]
@@ -225,31 +239,22 @@ class _RingAttention(torch.autograd.Function):
                 dq[..., rows, :] += of_block[0]
                 dk[..., columns, :] += of_block[1]
                 dv[..., columns, :] += of_block[2]
-            travelling.add(owner, dk, dv)
-        dk, dv = travelling.finish()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    owner: int,
-    plan: AttentionPlan,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Merge what this rank's queries find among the keys of a rank."""
-    if out is None or lse is None:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
-    for rows, _, block in plan.blocks(q, k, v, owner):
-        more, more_lse = block_forward(block)
-        merged, total = merge_blocks(out[..., rows, :], lse[..., rows], more, more_lse)
-        out[..., rows, :] = merged
-        lse[..., rows] = total
-    return out, lse
+            if owner == rank:
+                own = [dk, dv]
+                continue
+            message = torch.cat([dk.reshape(-1), dv.reshape(-1)])
+            if incoming is not None:
+                _wait(works)
+                message += incoming
+            hop = next(hops)
+            shapes = _shapes(k, v, plan, hop.received)
+            incoming = message.new_empty(sum(shape.numel() for shape in shapes))
+            works = _exchange(plan.group, hop, message, incoming, _GRADIENTS_TAG)
+        if incoming is not None:
+            _wait(works)
+            more = _unpack(incoming, _shapes(k, v, plan, rank))
+            own = [mine + theirs for mine, theirs in zip(own, more, strict=True)]
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None
 
 
 def _round_the_ring(
@@ -265,62 +270,16 @@ def _round_the_ring(
         incoming = message.new_empty(sum(shape.numel() for shape in shapes))
         works = _exchange(group, hop, message, incoming, _KEYS_TAG)
         yield owner, keys, values
-        for work in works:
-            work.wait()
+        _wait(works)
         message = incoming
         owner = hop.received
         keys, values = _unpack(message, shapes)
     yield owner, keys, values
 
 
-class _Gradients:
-    """dK and dV of blocks that go round the ring; each rank adds what it has computed."""
-
-    def __init__(self, k: Tensor, v: Tensor, plan: AttentionPlan):
-        self._like = (k, v)
-        self._plan = plan
-        self._dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
-        schedule = plan.schedule
-        self._hops = schedule.hops(plan.group.rank, schedule.gradients)
-        self._own: tuple[Tensor, Tensor] | None = None
-        self._works: list[Work] = []
-        self._incoming: Tensor | None = None
-        self._round = 0
-
-    def zeros(self, owner: int) -> list[Tensor]:
-        k = self._like[0]
-        shapes = _shapes(*self._like, self._plan, owner)
-        return [k.new_zeros(shape, dtype=self._dtype) for shape in shapes]
-
-    def add(self, owner: int, dk: Tensor, dv: Tensor) -> None:
-        """Own ones stay here; others are added to what has come, and go on."""
-        if owner == self._plan.group.rank:
-            self._own = dk, dv
-            return
-        hop = self._hops[self._round]
-        assert hop.sent == owner
-        message = torch.cat([dk.reshape(-1), dv.reshape(-1)])
-        if self._incoming is not None:
-            self._wait()
-            message += self._incoming
-        shapes = _shapes(*self._like, self._plan, hop.received)
-        self._incoming = message.new_empty(sum(shape.numel() for shape in shapes))
-        self._works = _exchange(self._plan.group, hop, message, self._incoming, _GRADIENTS_TAG)
-        self._round += 1
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's own keys and values, from all ranks."""
-        assert self._own is not None
-        dk, dv = self._own
-        if self._incoming is None:
-            return dk, dv
-        self._wait()
-        more = _unpack(self._incoming, _shapes(*self._like, self._plan, self._plan.group.rank))
-        return dk + more[0], dv + more[1]
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
+def _wait(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _exchange(group: Group, hop: Hop, message: Tensor, incoming: Tensor, tag: int) -> list[Work]:
@@ -336,8 +295,3 @@ def _shapes(k: Tensor, v: Tensor, plan: AttentionPlan, owner: int) -> list[torch
 def _unpack(message: Tensor, shapes: list[torch.Size]) -> tuple[Tensor, Tensor]:
     k, v = torch.split(message, [shape.numel() for shape in shapes])
     return k.view(shapes[0]), v.view(shapes[1])
-
-
-def _slices(chunks: tuple[int, int], lengths: list[int]) -> dict[int, slice]:
-    first, last = lengths
-    return {chunks[0]: slice(0, first), chunks[1]: slice(first, first + last)}

@@ -69,35 +69,30 @@ class GradBuckets:
         `memory` of the same size, shared with another process, replaces the buffer's own.
         With `allocate` there is no `buffer`: it is called for the memory of each full bucket.
         """
+        layout = self.layout
         self._allocate = allocate
         if allocate is None:
-            self._make_buffer(memory)
+            if memory is None:
+                memory = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
+            self.buffer = memory
+            if layout.header_fits:
+                self.header = memory[: layout.header_size]
+            self._views = [layout.view(i, memory, 0) for i in range(len(layout.params))]
         self.records_loss = True
         self.buckets = list(buckets)
-        self._members = [self.layout.params_in(bucket) for bucket in self.buckets]
+        self._members = [layout.params_in(bucket) for bucket in self.buckets]
         self._bucket_of = {i: b for b, members in enumerate(self._members) for i in members}
-        self._in_place = self._larger_than(in_place_bytes)
+        self._in_place = set()
+        if in_place_bytes is not None:
+            params = enumerate(layout.params)
+            large = [i for i, p in params if p.nbytes >= in_place_bytes and not p.is_complex()]
+            self._in_place.update(large)
         if allocate is None:
             self._list_tensors()
         if not self._has_hooks:  # it is called again when a group has changed
             self._has_hooks = True
-            for i, p in enumerate(self.layout.params):
+            for i, p in enumerate(layout.params):
                 p.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
-
-    def _make_buffer(self, memory: Tensor | None) -> None:
-        layout = self.layout
-        if memory is None:
-            memory = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
-        self.buffer = memory
-        if layout.header_fits:
-            self.header = memory[: layout.header_size]
-        self._views = [layout.view(i, memory, 0) for i in range(len(layout.params))]
-
-    def _larger_than(self, num_bytes: int | None) -> set[int]:
-        if num_bytes is None:
-            return set()
-        params = enumerate(self.layout.params)
-        return {i for i, p in params if p.nbytes >= num_bytes and not p.is_complex()}
 
     def _list_tensors(self) -> None:
         self.tensors = {}

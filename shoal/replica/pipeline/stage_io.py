@@ -95,16 +95,11 @@ class StageMessages:
 
     def _position_at(self, other: VirtualStage, action: Action) -> int:
         """Where the action of that stage for this micro-batch, in this direction, stands."""
-        kinds = (
-            [ActionKind.FORWARD]
-            if action.kind is ActionKind.FORWARD
-            else [ActionKind.BACKWARD, ActionKind.INPUT]
-        )
-        for kind in kinds:
-            counterpart = Action(kind, action.microbatch, other.chunk)
-            if (other.stage, counterpart) in self._position:
-                return self._position[other.stage, counterpart]
-        raise AssertionError(f"stage {other.stage} has no counterpart of {action}")
+        kinds = [ActionKind.FORWARD]
+        if action.kind is not ActionKind.FORWARD:
+            kinds = [ActionKind.BACKWARD, ActionKind.INPUT]
+        found = [(other.stage, Action(kind, action.microbatch, other.chunk)) for kind in kinds]
+        return next(self._position[key] for key in found if key in self._position)
 
 
 class PipelineStage(Stage):
@@ -147,8 +142,8 @@ class PipelineStage(Stage):
 
     def send_outputs(self, action: Action, outputs: Tree) -> None:
         if self._carries_rng:
-            states = [generator.get_state() for generator in self._generators()]
-            outputs = (outputs, states)
+            generators = default_generators(self._flat.device)
+            outputs = (outputs, [generator.get_state() for generator in generators])
         self.messages.send(action, outputs)
 
     def recv_grads(self, action: Action) -> Sequence[Tensor | None]:
@@ -184,11 +179,9 @@ class PipelineStage(Stage):
         seed_forward(self._flat.device, seed + virtual)
         states = self._rng_states.get(_key(action))
         if states is not None:
-            for generator, state in zip(self._generators(), states, strict=True):
+            generators = default_generators(self._flat.device)
+            for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state.cpu())
-
-    def _generators(self) -> list[Any]:
-        return list(default_generators(self._flat.device))
 
 
 def _key(action: Action) -> tuple[int, int]:
