@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from shoal.coordinator.client import RemoteCoordinator, open_etcd
-from shoal.coordinator.interface import Conflict, Coordinator
+from shoal.coordinator.interface import Answer, Conflict, Coordinator, Request
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService, Core
+from shoal.coordinator.store import Store
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import new_secret
-from tests.coordinator.local import LocalCoordinator
 from tests.folders import socket_folder
 
 SECRET = new_secret()
@@ -141,6 +141,26 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+def changed(coordinator: Coordinator, times: int, leases: bool = False) -> list[int]:
+    """Versions of a key that is written so often, and deleted after every tenth time."""
+    seen: list[int] = []
+    version = 0
+    for number in range(times):
+        lease = coordinator.grant(60.0, "x").id if leases else None
+        version = coordinator.put_if("a", b"%d" % number, version, lease).version
+        seen.append(version)
+        if number % 10 == 9:
+            coordinator.delete_if("a", version)
+            version = 0
+    return seen
+
+
+def assert_changed_once(coordinator: Coordinator, seen: list[int]) -> None:
+    changes = coordinator.watch("a", 0, 1.0).changes
+    assert [change.revision for change in changes if change.value is not None] == seen
+    assert len(changes) == len(seen) * 11 // 10
+
+
 def count(coordinator: Coordinator) -> int:
     found = coordinator.get("counter")
     return 0 if found is None else int(found.value[:20])
@@ -161,3 +181,16 @@ def incremented(
         except Conflict:
             continue
     return versions
+
+
+class LocalCoordinator(Coordinator):
+    """Threads of one process share it. `clock_s` is what leases count in."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic):
+        self._core = Core(Store(), clock_s=clock_s)
+
+    def _ask(self, request: Request) -> Answer:
+        return self._core.answer(request)
+
+    def close(self) -> None:
+        self._core.close()

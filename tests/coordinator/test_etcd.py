@@ -20,12 +20,12 @@ from shoal.coordinator.etcd.gateway import (
     parse,
     parse_endpoints,
 )
-from shoal.coordinator.interface import Unavailable, Versioned
+from shoal.coordinator.interface import Unavailable
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, RunConfig
 from shoal.runtime.secret import new_secret
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, EtcdCluster, etcd_cluster
-from tests.coordinator.helpers import count, incremented
+from tests.coordinator.helpers import assert_changed_once, changed, count, incremented
 from tests.server.cutting import proxied
 from tests.server.test_tls import certificate, needs_openssl
 
@@ -176,19 +176,10 @@ def test_each_change_is_made_once_however_often_connections_break(seed: int) -> 
         cluster.leader()
         with proxied([f"tcp:{cluster.hosts}"], seed, 30, 3_000) as (proxy,):
             with opened(proxy.address.removeprefix("tcp:")) as client:
-                entry = Versioned(b"", 0)
-                seen = []
-                for number in range(40):
-                    entry = client.put_if("a", b"%d" % number, entry.version)
-                    seen.append(entry.version)
-                    if number % 10 == 9:
-                        client.delete_if("a", entry.version)
-                        entry = Versioned(b"", 0)
+                seen = changed(client, 40)
             assert proxy.cut > 5
         with opened(cluster.hosts) as direct:
-            changes = direct.watch("a", 0, 1.0).changes
-        assert [change.revision for change in changes if change.value is not None] == seen
-        assert len(changes) == 44
+            assert_changed_once(direct, seen)
 
 
 @pytest.mark.whole

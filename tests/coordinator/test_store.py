@@ -26,7 +26,7 @@ from shoal.coordinator.interface import (
 )
 from shoal.coordinator.service import LONGEST_TICK_S, Core, LeaseClock
 from shoal.coordinator.store import Record, RequestId, Store
-from tests.coordinator.local import LocalCoordinator
+from tests.coordinator.helpers import LocalCoordinator
 
 KEYS = st.sampled_from(["a", "chain/0", "chain/1", "alive/1"])
 LEASES = st.integers(1, 4)

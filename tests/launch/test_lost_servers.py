@@ -31,7 +31,7 @@ from shoal.server.chain.config import ChainConfig
 from shoal.server.consistency import Rule
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.summary import summarize
-from tests.coordinator.local import LocalCoordinator
+from tests.coordinator.helpers import LocalCoordinator
 from tests.launch.helpers import HOLD, Rope, Screen
 from tests.launch.test_servers import READY, WAIT_FOR_SERVERS, run_with
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
-from shoal.errors import PeerLost
+from shoal.errors import PeerLost, ShoalError
 from shoal.server.consistency import Rule
 from shoal.server.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
@@ -27,6 +28,7 @@ from tests import forked
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.server.helpers import MODEL, client_of, launched, servers
+from tests.splitting import job_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -228,3 +230,34 @@ def test_a_worker_that_exited_before_it_joined_is_not_waited_for(rule: Rule) -> 
         client.close()
         if not rule.is_synchronous:
             assert all(server.wait_idle(60) for server in found)
+
+
+class _Mine(Exception):
+    pass
+
+
+@pytest.mark.parametrize("strategy", ['ps(placement="rank0")', 'ps(placement="rank0", quorum=1)'])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_a_worker_is_what_is_seen(world: World, strategy: str, failing: int) -> None:
+    def train(group: Group) -> None:
+        with job_of(group, strategy, mlp()) as (job, step):
+            for number, batch in enumerate(job.batches(samples(32), 8)):
+                if number == 1 and group.rank == failing:
+                    raise _Mine
+                step(batch)
+
+    with pytest.raises(_Mine):
+        world(2, train)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_worker_that_takes_fewer_steps_is_named(world: World, early: int) -> None:
+    def train(group: Group) -> Any:
+        with job_of(group, 'ps(placement="rank0")', mlp()) as (job, step):
+            for number, batch in enumerate(job.batches(samples(32), 8)):
+                if number == 2 and group.rank == early:
+                    break
+                step(batch)
+
+    with pytest.raises(ShoalError, match=f"worker {early} has ended its training after 2 steps"):
+        world(2, train)

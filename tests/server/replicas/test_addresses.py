@@ -21,8 +21,7 @@ from shoal.server.consistency import Rule
 from shoal.server.member.place import AddressBook, ChainPlace, own_address
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
-from tests.coordinator.helpers import until
-from tests.coordinator.local import LocalCoordinator
+from tests.coordinator.helpers import LocalCoordinator, until
 from tests.server.helpers import SECRET, client_at
 from tests.server.replicas.world import World, pulled, push_one_hot, world
 from tests.server.test_tls import certificate, needs_openssl

@@ -9,7 +9,7 @@ from shoal.coordinator.interface import Answer, KeepAlive, List, Request
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
-from tests.coordinator.local import LocalCoordinator
+from tests.coordinator.helpers import LocalCoordinator
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, SharedCoordinator
 

@@ -26,7 +26,7 @@ from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.messages import Commit
 from shoal.server.process.server import Server
-from tests.coordinator.local import LocalCoordinator
+from tests.coordinator.helpers import LocalCoordinator
 from tests.folders import socket_folder
 from tests.server.helpers import MODEL, SECRET, client_at
 
