@@ -88,17 +88,19 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def start(self, port: int, strategy: str = "ps(servers=2)") -> list[subprocess.Popen[str]]:
+    def start(
+        self, port: int, strategy: str = "ps(servers=2)", per_host: int = 1, **changes: str
+    ) -> list[subprocess.Popen[str]]:
         """As docs/parameter-server.md says: torchrun on each host."""
         return [
             host.run(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-                    *("--node-rank", str(rank), "--nproc-per-node", "1"),
+                    *("--node-rank", str(rank), "--nproc-per-node", str(per_host)),
                     *("--master-addr", self.hosts[0].address, "--master-port", str(port)),
                     str(self.script),
                 ],
-                self.environment(host, port, strategy),
+                {**self.environment(host, port, strategy), **changes},
             )
             for rank, host in enumerate(self.hosts)
         ]
