@@ -6,12 +6,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.protocol.frames import Challenge as Challenge
-from shoal.protocol.frames import Channel as Channel
-from shoal.protocol.frames import ErrorReply as ErrorReply
-from shoal.protocol.frames import Hello as Hello
-from shoal.protocol.frames import Moved as Moved
-from shoal.protocol.frames import Welcome as Welcome
 from shoal.protocol.frames import WireMessage as WireMessage
 from shoal.server.consistency import Count, Rule
 from shoal.server.model.named_optimizer import NamedOptimizer, Option

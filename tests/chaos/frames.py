@@ -24,16 +24,15 @@ import msgspec
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN, connect
-from shoal.protocol.frames import FrameKind, Header, Refused, encode, pack
+from shoal.protocol.frames import Channel, FrameKind, Header, Hello, Refused, encode, pack
 from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import fresh_nonce
-from shoal.server.messages import Channel, Hello
 from tests.chaos import read_numbers
 from tests.server.attacked import DESCRIPTORS, PATIENCE_S, Attacked, Training, server
 from tests.server.floods import dripping_flood, hasty_flood, silent_flood
 from tests.server.helpers import SECRET
-from tests.server.test_hostile import ATTACKS, NO_UTF8, damaged
+from tests.server.test_hostile import ATTACKS, NO_UTF8, attack_of, damaged
 from tests.server.test_tls import certificate
 
 MAX_GROWTH_MB = 60.0
@@ -148,7 +147,7 @@ def _as_member(attacked: Attacked, chance: random.Random, number: int) -> str:
             control.send(header._replace(kind=FrameKind.SETUP), encode(attacked.specs[0]))
             control.receive(1 << 16)
         name = chance.choice(list(ATTACKS))
-        channel, attack = ATTACKS[name]
+        channel = ATTACKS[name][0]
         if number % 2:
             channel = chance.choice(CHANNELS)
         if not joins or channel != "control":
@@ -158,7 +157,7 @@ def _as_member(attacked: Attacked, chance: random.Random, number: int) -> str:
                 frame = hostile_frame(chance, attacked.specs[0], header)
                 control.sock.sendall(frame)
             else:
-                attack(control, header, None)  # type: ignore[arg-type]
+                control.sock.sendall(attack_of(name, header))
             control.sock.shutdown(socket.SHUT_WR)
         control.sock.settimeout(MAX_WAIT_S)
         try:

@@ -19,8 +19,11 @@ from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import connect
 from shoal.protocol.frames import (
     HEADER_BYTES,
+    Challenge,
+    Channel,
     FrameKind,
     Header,
+    Hello,
     Refused,
     encode,
     pack,
@@ -35,10 +38,7 @@ from shoal.server import shared_memory as segment
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import (
-    Challenge,
-    Channel,
     Commit,
-    Hello,
     ModelSpec,
     Pull,
 )
@@ -235,6 +235,11 @@ ATTACKS: dict[str, tuple[Channel, FrameKind, bytes, dict[str, int]]] = {
 }
 
 
+def attack_of(name: str, header: Header) -> bytes:
+    _, kind, meta, fields = ATTACKS[name]
+    return pack(header._replace(**{"kind": kind, "sequence": 1, **fields}), meta)
+
+
 def assert_attack_is_refused(channel: Channel, data: Callable[[Header], bytes]) -> None:
     with victim() as (server, client):
         before = resident_mb()
@@ -248,9 +253,7 @@ def assert_attack_is_refused(channel: Channel, data: Callable[[Header], bytes]) 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_worker_that_means_harm_is_refused(name: str) -> None:
-    channel, kind, meta, fields = ATTACKS[name]
-    said = {"kind": kind, "sequence": 1, **fields}
-    assert_attack_is_refused(channel, lambda header: pack(header._replace(**said), meta))
+    assert_attack_is_refused(ATTACKS[name][0], lambda header: attack_of(name, header))
 
 
 def test_metadata_of_2_to_the_31_bytes_is_refused() -> None:

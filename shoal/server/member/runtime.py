@@ -49,14 +49,6 @@ class ChainRuntime(ChainCore):
         for link in self.links.values():
             link.join(join_s)
 
-    @property
-    def is_head(self) -> bool:
-        return self.node.is_head
-
-    def check_head(self) -> None:
-        if not self.node.is_head:
-            raise self.elsewhere("is not the head of its chain")
-
     def check_epoch(self, epoch: int) -> None:
         """Elsewhere if a worker's epoch is not the present one, or this is no member."""
         node = self.node
@@ -125,12 +117,9 @@ class ChainRuntime(ChainCore):
     def await_committed(self) -> None:
         """Wait until all that has been applied here is committed."""
         with self.changed:
-            self._await_committed(self.node)
-
-    def _await_committed(self, node: ChainNode) -> None:
-        if not self.is_eventual:
-            upto = node.position
-            self._await_change(lambda: node.committed >= upto, node)
+            node, upto = self.node, self.node.position
+            if not self.is_eventual:
+                self._await_change(lambda: node.committed >= upto, node)
 
     def confirm(self, node: ChainNode) -> None:
         """What was read under this node was no old value: by the lease, or by asking all members.
@@ -140,7 +129,7 @@ class ChainRuntime(ChainCore):
         with self.changed:
             if node is not self.node:
                 raise self.elsewhere("was removed from its chain")
-            self._await_committed(node)
+            self.await_committed()
             if self.lease.is_valid(node.epoch, time.monotonic()) and node.is_member:
                 return
             try:

@@ -248,7 +248,7 @@ class Leading:
     def _look(self) -> None:
         runtime = self._runtime
         self._note_absent()
-        for number, model in list(runtime.host.models.items()) if runtime.is_head else ():
+        for number, model in list(runtime.host.models.items()) if runtime.node.is_head else ():
             if not model.is_leader:
                 self._follow(number, model)
             elif model.state.open_step is not None:
@@ -260,7 +260,7 @@ class Leading:
                     self._closing[number] = closing
         for lost, reason in list(runtime.losses.items()):
             with suppress(Elsewhere, ModelFailure, ShoalError):
-                if runtime.is_head:
+                if runtime.node.is_head:
                     runtime.execute(Lost(*lost, reason))
             runtime.losses.pop(lost, None)
 
@@ -269,7 +269,7 @@ class Leading:
         runtime = self._runtime
         absent = {
             (number, worker)
-            for number, model in list(runtime.host.models.items() if runtime.is_head else ())
+            for number, model in list(runtime.host.models.items() if runtime.node.is_head else ())
             for worker, member in list(model.membership.members.items())
             if not member.channels and worker not in model.membership.departed
         }
@@ -315,7 +315,7 @@ class Leading:
             self._tls,
             replay,
             lambda attempt: self._address(attempt % runtime.place.copies),
-            lambda: runtime.is_head and runtime.host.models.get(number) is model,
+            lambda: runtime.node.is_head and runtime.host.models.get(number) is model,
         )
         self._following[number] = (model, follower)
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.embedding.row_copy import Rows
-from shoal.protocol.frames import Refused, generation_of
+from shoal.protocol.frames import Channel, Refused, generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
-from shoal.server.messages import Channel, Entered
+from shoal.server.messages import Entered
 from shoal.server.model.push_buffer import PullBuffer, PushBuffer
 from shoal.server.shared_memory import WorkerSegment
 

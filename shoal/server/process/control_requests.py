@@ -65,7 +65,7 @@ def _resume(peer: Peer, header: Header) -> None:
     _, member = peer.joined()
     chain = peer.host.chain
     missing = header.sequence - member.pushes.committed
-    if chain is None or not chain.is_head or missing <= 0:
+    if chain is None or not chain.node.is_head or missing <= 0:
         return
     if not peer.host.may_lose or missing > MAX_LOST_PUSHES:
         raise Refused(f"the last {missing} pushes of worker {peer.worker} are not here")

@@ -21,11 +21,11 @@ from contextlib import suppress
 from shoal.errors import ShoalError
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import CONNECT_S
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
+from shoal.protocol.frames import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.place import Elsewhere
-from shoal.server.messages import ErrorReply, LogEntry, Norms, Scalar, WorkerLeft
+from shoal.server.messages import LogEntry, Norms, Scalar, WorkerLeft
 from shoal.server.model.log import NoFollowers
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.served_model import ServedModel

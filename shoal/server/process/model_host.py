@@ -211,7 +211,7 @@ class ModelHost:
         return model
 
     def _save(self, model_id: int, model: ServedModel, number: int) -> None:
-        is_copy = self.chain is not None and not self.chain.is_head  # the head writes for all
+        is_copy = self.chain is not None and not self.chain.node.is_head  # the head writes for all
         if self.saver is not None and not is_copy:
             stays = partial(self._stays, model_id, model)
             self.saver.save(model_id, model, number, stays)

@@ -14,11 +14,18 @@ from typing import NamedTuple, TypeVar
 
 from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.frames import MAX_META_BYTES, FrameKind, Header, Refused, encode
+from shoal.protocol.frames import (
+    MAX_META_BYTES,
+    Channel,
+    ErrorReply,
+    FrameKind,
+    Header,
+    Refused,
+    encode,
+)
 from shoal.protocol.handshake import RECONNECT_S
 from shoal.server.member.operations import Operation, Payload
 from shoal.server.member.place import Elsewhere
-from shoal.server.messages import Channel, ErrorReply
 from shoal.server.model.membership import ActiveConnection, Member, ModelFailure
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.tables import TableReader
@@ -163,7 +170,7 @@ class Peer:
         """In a chain: whether this is the head, and none of the worker's connections is left."""
         chain = self.host.chain
         is_here = self.host.models.get(self.model_id) is self.model
-        return chain is None or (is_here and chain.is_head and not member.channels)
+        return chain is None or (is_here and chain.node.is_head and not member.channels)
 
     def read(self, action: Callable[[], T]) -> T:
         """What the state holds, with everything that was acknowledged before."""
@@ -279,8 +286,8 @@ class Peer:
             chain.check_epoch(header.epoch)
         if self._moved is not None:
             raise self._moved
-        if header.kind not in _OF_ANY_MEMBER:
-            chain.check_head()
+        if header.kind not in _OF_ANY_MEMBER and not chain.node.is_head:
+            raise chain.elsewhere("is not the head of its chain")
 
     def _check(self, header: Header) -> Registered:
         registered = HANDLERS.get(header.kind)
