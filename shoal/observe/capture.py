@@ -255,11 +255,10 @@ def used_rows(step: Step) -> dict[str, Tensor]:
     """The rows of each shoal.Embedding that the steps have looked up, in the order of their ids."""
     rows = {}
     for embedding in step.embeddings:
-        state = embedding.state()
+        state, name = embedding.state(), embedding.spec.name
         if "ids" in state:
-            ids, order = state["ids"].sort()
-            rows[f"{embedding.spec.name}/ids"] = ids
-            rows[f"{embedding.spec.name}/rows"] = state["rows"][order]
+            rows[f"{name}/ids"], order = state["ids"].sort()
+            rows[f"{name}/rows"] = state["rows"][order]
     return rows
 
 
@@ -271,5 +270,4 @@ def additions_in(step: Step) -> int:
     if isinstance(batch, FullDatasetBatch):
         return batch.total
     tensors = [t for t in tensors_of(batch) if t.dim() > 0 and len(t)]
-    positions = max(t.numel() // len(t) for t in tensors)
-    return batch.total * positions
+    return batch.total * max(t.numel() // len(t) for t in tensors)

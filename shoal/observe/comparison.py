@@ -114,15 +114,6 @@ def outcome_of(
         return RunOutcome(run.strategy, run.workers, refused=str(refused))
     if len(reports) < run.workers:
         return RunOutcome(run.strategy, run.workers, failed="it wrote no report")
-    return _measured(run, reports, base, base_losses)
-
-
-def _measured(
-    run: ComparedRun,
-    reports: Sequence[dict[str, Any]],
-    base: RunOutcome | None,
-    base_losses: Sequence[float],
-) -> RunOutcome:
     strategy = as_strategy(run.strategy)
     batches = strategy.sync_for(run.workers).batches
     evaluated = reports[0]["evaluated"]

@@ -50,48 +50,37 @@ def draw(collective: Collective, console: Console) -> None:
 
 
 def _grid(collective: Collective, state: State, before: State | None) -> Grid:
-    slots = list(range(collective.slots))
-    if len(slots) > _WIDEST:
-        return _lists(collective, state, before)
-    grid = Grid(box=None, padding=(0, 2, 0, 0))
+    """A column for each slot; for many of them a line of what each rank holds."""
+    labels = [slot_label(collective, slot) for slot in range(collective.slots)]
+    is_wide = len(labels) > _WIDEST
+    grid = Grid(box=None, padding=(0, 2, 0, 0), show_header=not is_wide)
     grid.add_column("")
-    for slot in slots:
-        grid.add_column(slot_label(collective, slot), style="dim", header_style="dim")
+    for label in [] if is_wide else labels:
+        grid.add_column(label, style="dim", header_style="dim")
     for rank, held in enumerate(state):
-        cells = [_cell(collective, held.get(slot), _old(before, rank, slot)) for slot in slots]
-        grid.add_row(f"rank {rank}", *cells)
-    return grid
-
-
-def _lists(collective: Collective, state: State, before: State | None) -> Grid:
-    """For many chunks: a line of what each rank holds."""
-    grid = Grid(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for rank, held in enumerate(state):
+        old = held if before is None else before[rank]
+        if not is_wide:
+            cells = [_cell(collective, held.get(s), old.get(s)) for s in range(len(labels))]
+            grid.add_row(f"rank {rank}", *cells)
+            continue
         line = Text()
         for slot in sorted(held)[:_WIDEST]:
-            value = _cell(collective, held[slot], _old(before, rank, slot))
-            line.append(f"{slot_label(collective, slot)}:", "dim").append_text(value).append(" ")
+            value = _cell(collective, held[slot], old.get(slot))
+            line.append(f"{labels[slot]}:", "dim").append_text(value).append(" ")
         if len(held) > _WIDEST:
             line.append(f"… {len(held) - _WIDEST} more", "dim")
         grid.add_row(f"rank {rank}", line)
     return grid
 
 
-def _old(before: State | None, rank: int, slot: int) -> int | None:
-    return -1 if before is None else before[rank].get(slot)
-
-
 def _cell(collective: Collective, bits: int | None, old: int | None) -> Text:
+    """The ranks whose contributions are in a slot."""
     if bits is None:
         return Text("·", style="dim")
-    ranks = [rank for rank in range(collective.ranks) if bits >> rank & 1]
+    ranks = [str(rank) for rank in range(collective.ranks) if bits >> rank & 1]
     full = len(ranks) == collective.ranks and collective.pattern.reduces
-    text = "all" if full else _listed(ranks, collective.ranks)
-    changed = old != -1 and old != bits
-    return Text(text, style="bold reverse" if changed else ("green" if full else ""))
-
-
-def _listed(ranks: list[int], size: int) -> str:
-    if size <= 10:
-        return "".join(map(str, ranks))
-    return f"{len(ranks)}/{size}" if len(ranks) > 2 else "+".join(map(str, ranks))
+    text = "".join(ranks)
+    if collective.ranks > 10:
+        text = f"{len(ranks)}/{collective.ranks}" if len(ranks) > 2 else "+".join(ranks)
+    style = "bold reverse" if old != bits else "green" if full else ""
+    return Text("all" if full else text, style=style)

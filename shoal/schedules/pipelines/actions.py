@@ -17,7 +17,7 @@ one stage. Sends and receives are not actions: they follow from `producer` and `
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,13 +57,6 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         """`F3`, and `F3.1` on chunk 1."""
         return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
-
-
-Schedule = Callable[[int, int, int], list[Action]]
-"""(stages, stage, microbatches) -> the actions of that stage."""
-
-LoopedSchedule = Callable[[int, int, int, int], list[Action]]
-"""(stages, stage, microbatches, chunks) -> the actions of that stage."""
 
 
 class VirtualStage(NamedTuple):

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
 from shoal.schedules.pipelines import one_f_one_b as made
-from shoal.schedules.pipelines.actions import (
-    Action,
-    LoopedSchedule,
-    Pipeline,
-    Schedule,
-    check_sizes,
-)
+from shoal.schedules.pipelines.actions import Action, Pipeline, check_sizes
 from shoal.schedules.pipelines.proof import prove
 from shoal.schedules.user import is_user_function, load_pipeline
 
@@ -27,7 +21,7 @@ class PipelineSchedule:
     """A schedule. `looped`: a stage has several chunks, and `make` takes their number."""
 
     name: str
-    make: Schedule | LoopedSchedule
+    make: Callable[..., list[Action]]
     looped: bool = False
     default_chunks: int = 1
 
@@ -37,18 +31,10 @@ class PipelineSchedule:
 
     def num_chunks(self, chunks: int | None) -> int:
         """The chunks of a stage: those given, or the default."""
-        if chunks is None:
-            return self.default_chunks
-        if chunks > 1 and not self.looped:
+        if (chunks or 1) > 1 and not self.looped:
             looped = " and ".join(one.name for one in CATALOG.values() if one.looped)
             raise BadInput(f"{self.name} has one chunk a stage, not {chunks}: {looped} take chunks")
-        return chunks
-
-    def actions(self, stages: int, stage: int, microbatches: int, chunks: int) -> list[Action]:
-        """The actions of one stage; the numbers have been checked."""
-        if self.looped:
-            return cast(LoopedSchedule, self.make)(stages, stage, microbatches, chunks)
-        return cast(Schedule, self.make)(stages, stage, microbatches)
+        return self.default_chunks if chunks is None else chunks
 
 
 CATALOG: dict[str, PipelineSchedule] = {
@@ -84,7 +70,8 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
     entry = schedule(name)
     chunks = entry.num_chunks(chunks)
     check_sizes(stages, microbatches, chunks)
-    actions = [entry.actions(stages, stage, microbatches, chunks) for stage in range(stages)]
+    more = (chunks,) if entry.looped else ()
+    actions = [entry.make(stages, stage, microbatches, *more) for stage in range(stages)]
     pipeline = Pipeline(entry.name, microbatches, chunks, actions)
     if is_user_function(name):
         prove(pipeline)
