@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shoal.errors import BadInput, PeerLost, StrategyError, WorkersFailed
 from shoal.launch.losses.failures import (
     FailureReport,
     ProcessFailure,
+    end_with_sentence,
     first_failure,
     launch_error,
     read_failure,
@@ -136,3 +140,19 @@ def test_texts() -> None:
     assert text(crash) == (139, "worker 0 was killed by SIGSEGV:\nFatal Python error")
     assert text(ended(1, 0, 3, "oh")) == (3, "worker 1 failed (exit status 3):\noh")
     assert text(ended(1, 0, 3))[1].endswith("it wrote nothing to stderr")
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_the_sentence_is_printed_also_around_a_process_group_of_torch(
+    has_group: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Torch has a hook around ours then, which forgets what was written before an exit."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    end_with_sentence()
+    if has_group:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(BadInput, BadInput("no key"), None)
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "shoal: no key\n"

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.commands.launching import WorkersOptions
 from shoal.coordinator.interface import Alive, forget
-from shoal.errors import BadInput, ShardLost
+from shoal.errors import ShardLost
 from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.lost_servers import (
@@ -25,7 +25,7 @@ from shoal.launch.losses.lost_servers import (
 )
 from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
-from shoal.runtime.faults import check_faults, faults_of, read_kills, read_slow
+from shoal.runtime.faults import faults_of
 from shoal.runtime.run_dir import RunDir
 from shoal.server.chain.config import ChainConfig
 from shoal.server.consistency import Rule
@@ -161,23 +161,6 @@ def test_a_worker_that_begins_the_step_kills_the_server_once(
             steps.append(step)
             compute()
             assert killed == ([4711] if rank or step >= 3 else [])
-
-
-def test_texts_about_servers_are_checked() -> None:
-    kills = read_kills(["2@5", "server:1@50", "server:1@90"], 2, "server")
-    assert kills == ((1, 50), (1, 90))
-    assert read_slow(["1:4x", "server:0:2.5x"], 2, "server") == {0: 2.5}
-    for kill, servers, says in [
-        ("server:2@5", 2, "the last of 2 servers is 1"),
-        ("server:0@5", 0, "this strategy starts no servers"),
-        ("server:x@5", 2, "a text such as"),
-    ]:
-        with pytest.raises(BadInput, match=says):
-            check_faults(RunConfig(kill=(kill,)), 2, servers)
-    with pytest.raises(BadInput, match="twice"):
-        read_kills(["server:1@5", "server:1@5"], 2, "server")
-    with pytest.raises(BadInput, match="1 to 1000 times slower"):
-        read_slow(["server:1:2000x"], 2, "server")
 
 
 # ------------------------------------------------------------------------------- the new head

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import forked
+from tests.chaos import kills
 from tests.chaos.returns import STRATEGIES, attack
 from tests.launch.helpers import ROOT
 
@@ -52,3 +54,10 @@ def test_the_first_worker_may_be_killed_before_the_others_have_come(
     ended = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert "worker 0 was killed by SIGKILL" in ended.stderr
+
+
+@pytest.mark.whole
+def test_runs_that_are_hit_end_name_whom_they_lost_and_leave_nothing() -> None:
+    chance = random.Random(7)
+    assert kills.attack("kills", signal.SIGKILL, 2, chance) == 0
+    assert kills.attack("stops", signal.SIGSTOP, 1, chance) == 0

@@ -187,7 +187,7 @@ def test_a_full_disk_ends_a_log_and_not_the_run(
 
 def test_logs_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BadInput, match=r"--logs takes a folder, and .*/file is a file$"):
+    with pytest.raises(BadInput, match=r"--logs: cannot make the folder .*/file: File exists$"):
         LogFiles(tmp_path / "file")
     with pytest.raises(BadInput, match=r"cannot make the folder .*/file/logs: Not a directory$"):
         LogFiles(tmp_path / "file" / "logs")

@@ -1,12 +1,19 @@
-"""A worker or a server is stopped (SIGSTOP): the others say so, and --timeout ends the run."""
+"""A worker or a server is stopped (SIGSTOP): the others say so, and --timeout ends the run.
+
+And a start that takes long says what is started.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
+
+from shoal.launch.here.watches import start_notice
 from tests import forked
 from tests.scripts import HEAD
 
@@ -58,3 +65,28 @@ def test_servers_name_the_worker_that_they_wait_for(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "[server 0] shoal: worker 0 has waited for worker 1 in an update for" in done.stderr
     assert "[0] shoal: rank 0 has waited for server 0 in PULL for" in done.stderr
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_silent_start_is_said_once(has_started: bool) -> None:
+    said: list[str] = []
+    is_over = threading.Event()
+
+    def ask() -> bool:
+        is_over.set()
+        return has_started
+
+    def say(line: str) -> None:
+        said.append(line)
+
+    with start_notice("starting 1 server", say, threading.Event(), ask, silent_s=0.01):
+        assert is_over.wait(60)
+    assert said == ([] if has_started else ["starting 1 server"])
+
+
+def test_nothing_is_said_after_output() -> None:
+    said: list[str] = []
+    is_heard = threading.Event()
+    with start_notice("starting", said.append, is_heard, lambda: False, silent_s=600.0):
+        is_heard.set()
+    assert said == []

@@ -47,6 +47,17 @@ def test_nonsense_is_refused(read: Callable[..., object], texts: list[str], says
         read(texts, 4)
 
 
+def test_texts_about_servers_are_read_apart() -> None:
+    kills = ["2@5", "server:1@50", "server:1@90"]
+    assert read_kills(kills, 3) == ((2, 5),)
+    assert read_kills(kills, 2, "server") == ((1, 50), (1, 90))
+    assert read_slow(["1:4x", "server:0:2.5x"], 2, "server") == {0: 2.5}
+    with pytest.raises(BadInput, match="this strategy starts no servers"):
+        check_faults(RunConfig(kill=("server:0@5",)), 2, 0)
+    with pytest.raises(BadInput, match="server 1 at step 5 twice"):
+        read_kills(["server:1@5", "server:1@5"], 2, "server")
+
+
 def test_a_slow_worker_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)

@@ -1,14 +1,18 @@
-"""The limits of a machine and of a container, from files as the kernel writes them."""
+"""The limits of a machine and of a container: memory, open files, cores."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
+from shoal.errors import BadInput
 from shoal.runtime import memory_limit
+from shoal.runtime.cores import most_server_threads, server_threads, threads_of
 from shoal.runtime.memory_limit import MemoryLeft, memory_left
 from shoal.transport.shm import memfd
+from shoal.transport.tcp.connect import require_open_files
 
 GB = 1 << 30
 TWO = {
@@ -52,3 +56,27 @@ def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
     assert memfd.make("weights", 3 * GB) == -1
     sentence = "3.22 GB of shared memory (weights) do not fit: this container has 2.15 GB left"
     assert sentence in capsys.readouterr().err
+
+
+def test_the_soft_limit_is_raised_and_the_hard_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    require_open_files(400)
+    assert not raised
+    require_open_files(1020)
+    assert raised == [(1532, 4096)]
+    with pytest.raises(BadInput, match=r"may have 4096: .* ulimit -n 4592"):
+        require_open_files(4080)
+
+
+def test_a_small_slice_is_left_to_one_core() -> None:
+    assert server_threads(1 << 20, most=16) == 1
+    assert server_threads(64 << 20, most=16) == 8
+    assert server_threads(1 << 40, most=16) == 16
+
+
+def test_servers_share_the_cores_of_their_host() -> None:
+    assert most_server_threads(16, servers=2) == 8
+    assert most_server_threads(2, servers=4) == 1
+    assert int(threads_of(1)["OMP_NUM_THREADS"]) >= 1

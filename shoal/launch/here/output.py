@@ -40,11 +40,9 @@ class LogFiles:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-            except FileExistsError as error:
-                raise BadInput(f"--logs takes a folder, and {folder} is a file") from error
             except OSError as error:
-                why = error.strerror
-                raise BadInput(f"--logs: cannot make the folder {folder}: {why}") from error
+                why = f"cannot make the folder {folder}: {error.strerror}"
+                raise BadInput(f"--logs: {why}") from error
 
     def of(self, role: str, number: int | None = None) -> Log:
         """Where the lines of one process go, also when it is started again."""

@@ -40,11 +40,7 @@ class SampleShares:
 
 
 SPLIT = SampleShares()
-_NOT_SHOWN: dict[Away, tuple[str, ...]] = {  # in the report
-    "lost": ("away_s", "step"),
-    "returned": ("came_too_late",),
-    "joined": ("how", "after_s", "away_s"),
-}
+_NOT_SHOWN = ("away", "shares", "incarnation")  # in the report
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,7 @@ class LostWorker:
 
     def document(self, steps: int = 0) -> dict[str, Any]:
         """For the report of a run of so many steps."""
-        hidden = ("away", "shares", "incarnation", *_NOT_SHOWN[self.away])
-        document = {name: value for name, value in asdict(self).items() if name not in hidden}
+        document = {name: value for name, value in asdict(self).items() if name not in _NOT_SHOWN}
         missed = self.not_trained(steps)
         return document | {"is_covered": self.shares.is_covered, "not_trained": missed}
 

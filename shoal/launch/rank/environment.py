@@ -32,11 +32,7 @@ _PORTS = range(20000, 60000)
 
 
 def tasks_on_node(name: str, counts: str, node: int) -> int:
-    """How many tasks the node with this index has; `name` is the variable, for the error.
-
-    >>> [tasks_on_node("", "4(x2),3", node) for node in range(3)]
-    [4, 4, 3]
-    """
+    """How many tasks a node has in 4(x2),3; `name` is the variable, for the error."""
     matches = [_COUNT.fullmatch(item) for item in counts.split(",")]
     remaining = node
     for match in matches:
@@ -49,11 +45,7 @@ def tasks_on_node(name: str, counts: str, node: int) -> int:
 
 
 def first_host(name: str, hosts: str) -> str:
-    """The first host of a list; `name` is the variable, for the error.
-
-    >>> first_host("", "node[01-03,07],gpu5")
-    'node01'
-    """
+    """The first host of node[01-03,07],gpu5; `name` is the variable, for the error."""
     first = _BRACKETS.sub(r"\1", hosts).split(",")[0]
     if not _HOST.fullmatch(first):
         raise BadInput(
@@ -134,7 +126,10 @@ def _torchrun(environ: Environ) -> Placement:
     if is_served:
         return _placement("torchrun", environ, names, there)
     if is_loopback(host):  # all ranks are on this host
-        given = {**_missing(environ, names[2], "RANK"), **_missing(environ, names[3], "WORLD_SIZE")}
+        given = {
+            name: environ.get(name) or environ[instead]
+            for name, instead in zip(LOCAL_NAMES, ("RANK", "WORLD_SIZE"), strict=True)
+        }
         placement = _placement("torchrun", {**environ, **given}, names, there)
         repeats = placement.local_size < placement.size  # agents of one host: a LOCAL_RANK, a GPU
         return replace(placement, has_gpu_each=False if repeats else None)
@@ -143,10 +138,6 @@ def _torchrun(environ: Environ) -> Placement:
         return replace(_placement("torchrun", alone, names, there), knows_hosts=False)
     placement = _placement("torchrun", environ, names, there)
     return replace(placement, knows_hosts=placement.local_size == placement.size)
-
-
-def _missing(environ: Environ, name: str, instead: str) -> dict[str, str]:
-    return {} if environ.get(name) else {name: environ[instead]}
 
 
 # --- Open MPI ------------------------------------------------------------------------------

@@ -159,21 +159,16 @@ def _launch_self(
         write = print_lines if is_shown else discard_lines
         launch(replace(spec, command=command, shows_name=shows_name), write)
         return
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if config.restarts or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BadInput(
-            "workers of an interactive session are forks of it, and it has used CUDA already: "
-            "restart it, or put the training function into a file"
+            "workers of an interactive session are forks of it: they are not started again "
+            "(SHOAL_RESTART), nor where it has used CUDA; put the training function into a file"
         )
 
     def body(worker_config: RunConfig) -> None:
         torch.set_num_threads(1)
         Worker(strategy, detect(worker_config), worker_config, _calls).run(train)
 
-    if config.restarts:
-        raise BadInput(
-            "workers of an interactive session are forks of it and are not started again: put the "
-            "training function into a file, or leave out SHOAL_RESTART"
-        )
     launch(replace(spec, body=body, shows_name=True))
 
 
