@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,12 +17,6 @@ from shoal.comm.call import Call
 from shoal.comm.executor import Executor
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
 from shoal.transport.transport import Work
-
-
-@runtime_checkable
-class _Timed(Protocol):
-    @property
-    def times(self) -> tuple[int, int] | None: ...
 
 
 class TracedWork:
@@ -55,7 +48,7 @@ class TracedWork:
             self._tracer.add(WAIT, wait_ns, time.monotonic_ns(), "main", detail)
 
     def _record(self, detail: str) -> None:
-        times = self._work.times if isinstance(self._work, _Timed) else None
+        times: tuple[int, int] | None = getattr(self._work, "times", None)
         if times is None and self._start_ns:
             times = (self._start_ns, time.monotonic_ns())
         if times is not None:

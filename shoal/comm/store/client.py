@@ -34,7 +34,7 @@ class GuardedStore(Store):
         self._free = [connect(self._address, secret, timeout_s)]
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", [key], _bytes(value))
+        self._ask("set", [key], value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         return self._wait("get", [key], self.timeout).value
@@ -48,14 +48,8 @@ class GuardedStore(Store):
     def add(self, key: str, value: int) -> int:
         return self._ask("add", [key], number=value).number
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask("compare_set", [key], _bytes(desired), _bytes(expected)).value
-
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", [key]).number)
-
-    def num_keys(self) -> int:
-        return self._ask("count", []).number
 
     def clone(self) -> Store:
         seconds = self.timeout.total_seconds()
@@ -79,14 +73,9 @@ class GuardedStore(Store):
             ) from error
 
     def _ask(
-        self,
-        operation: Operation,
-        keys: list[str],
-        value: bytes = b"",
-        expected: bytes = b"",
-        number: int = 0,
+        self, operation: Operation, keys: list[str], value: bytes = b"", number: int = 0
     ) -> StoreReply:
-        request = StoreRequest(operation, keys, value, expected, number)
+        request = StoreRequest(operation, keys, value, number)
         return self._send(request, self.timeout.total_seconds())
 
     def _send(self, request: StoreRequest, limit_s: float) -> StoreReply:
@@ -119,10 +108,6 @@ class GuardedStore(Store):
     @property
     def _name(self) -> str:
         return f"{self._address[0]}:{self._address[1]}"
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 _LOOPBACK = "127.0.0.1"

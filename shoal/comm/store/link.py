@@ -17,7 +17,6 @@ from shoal.comm.store.session import (
     notice_silence,
 )
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.greeting import CODE_BYTES
 from shoal.runtime.waits import Backoff
 
 _HANDSHAKE_S = 5.0
@@ -37,7 +36,7 @@ class StoreLink:
         self._sock.settimeout(limit_s)
         self._sock.sendall(self._session.pack(request))
         frame = self._receive(frame_bytes(self._receive(LENGTH_BYTES)))
-        return self._session.unpack_reply(frame[:-CODE_BYTES], frame[-CODE_BYTES:])
+        return self._session.unpack(StoreReply, frame)
 
     def notice_silence(self) -> None:
         """From now on the connection breaks when the other host is silent for a few seconds."""

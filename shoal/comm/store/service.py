@@ -31,7 +31,7 @@ from shoal.comm.store.session import (
 )
 from shoal.errors import BadInput
 from shoal.runtime.acceptor import Acceptor, host_of, oldest_of_most
-from shoal.runtime.greeting import CODE_BYTES, Greeting
+from shoal.runtime.greeting import Greeting
 from shoal.runtime.trust import is_loopback, without_key
 from shoal.runtime.wording import say
 
@@ -48,8 +48,6 @@ class StoreTable:
     def answer(self, request: StoreRequest) -> StoreReply | None:
         """None as long as a key is not there that the request waits for."""
         keys = request.keys
-        if request.operation == "count":
-            return StoreReply(number=len(self._values))
         if request.operation == "check":
             return StoreReply(number=int(all(key in self._values for key in keys)))
         if request.operation == "wait":
@@ -69,8 +67,6 @@ class StoreTable:
             return StoreReply(number=int(self._values.pop(key, None) is not None))
         if request.operation == "add":
             return self._add(key, request.number)
-        if request.operation == "compare_set":
-            return self._compare_set(key, request.expected, request.value)
         self._values[key] = request.value
         return StoreReply()
 
@@ -82,15 +78,6 @@ class StoreTable:
             return StoreReply(refusal=f"{key!r} is not a counter")
         self._values[key] = b"%d" % total
         return StoreReply(number=total)
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> StoreReply:
-        """As TCPStore: a key that is not there is set where nothing is expected."""
-        now = self._values.get(key)
-        if now is None and expected:
-            return StoreReply(expected)
-        if now is None or now == expected:
-            self._values[key] = desired
-        return StoreReply(self._values[key])
 
     def _append(self, key: str, request: StoreRequest) -> StoreReply:
         """-1 where the log has another length than the one who appends has seen."""
@@ -284,7 +271,7 @@ class StoreService:
             self._waiting[client] = request
             return
         self._reply(client, reply)
-        if request.operation in ("set", "add", "compare_set", "append"):
+        if request.operation in ("set", "add", "append"):
             self._wake_waiting(request.keys)
 
     def _wake_waiting(self, changed: list[str]) -> None:
@@ -359,7 +346,7 @@ class _Client:
             return None
         frame = bytes(self.inbox[LENGTH_BYTES:end])
         del self.inbox[:end]
-        return self.session.unpack_request(frame[:-CODE_BYTES], frame[-CODE_BYTES:])
+        return self.session.unpack(StoreRequest, frame)
 
 
 def _listen(host: str, port: int, is_keyed: bool) -> socket.socket:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -26,10 +26,9 @@ ANSWER_BYTES = NONCE_BYTES + CODE_BYTES
 REFUSED = bytes(CODE_BYTES)
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
-MAX_KEYS = 4096
 NO_KEY = b""  # at loopback, where a run without a key meets
 
-KeyOperation = Literal["set", "get", "wait", "check", "add", "delete", "count", "compare_set"]
+KeyOperation = Literal["set", "get", "wait", "check", "add", "delete"]
 LogOperation = Literal["append", "read"]
 Operation = KeyOperation | LogOperation | Literal["present"]
 AT_THE_END = -1  # for `append`: wherever the end of the log is
@@ -39,9 +38,8 @@ class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
     """What a rank asks of the store."""
 
     operation: Operation
-    keys: list[str] = []
+    keys: Annotated[list[str], msgspec.Meta(max_length=4096)] = []
     value: bytes = b""
-    expected: bytes = b""
     number: int = 0
 
 
@@ -52,6 +50,9 @@ class StoreReply(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     refusal: str = ""
     values: list[bytes] = []
+
+
+Message = TypeVar("Message", StoreRequest, StoreReply)
 
 
 class BadFrame(Exception):
@@ -93,28 +94,17 @@ class FrameSession:
         self._sent += 1
         return len(body).to_bytes(LENGTH_BYTES, "little") + body + code
 
-    def unpack_request(self, body: bytes, code: bytes) -> StoreRequest:
-        self._check(body, code)
-        try:
-            request = msgpack_decoder(StoreRequest).decode(body)
-        except msgspec.DecodeError as error:
-            raise BadFrame(str(error)) from error
-        if len(request.keys) > MAX_KEYS:
-            raise BadFrame(f"{len(request.keys)} keys are too many")
-        return request
-
-    def unpack_reply(self, body: bytes, code: bytes) -> StoreReply:
-        self._check(body, code)
-        try:
-            return msgpack_decoder(StoreReply).decode(body)
-        except msgspec.DecodeError as error:
-            raise BadFrame(str(error)) from error
-
-    def _check(self, body: bytes, code: bytes) -> None:
+    def unpack(self, kind: type[Message], frame: bytes) -> Message:
+        """`frame` is what follows its length."""
+        body, code = frame[:-CODE_BYTES], frame[-CODE_BYTES:]
         number = self._received.to_bytes(8, "little")
         if not is_code(code, self._key, self._other, number, body):
             raise BadFrame("a frame is not of the other side of this connection")
         self._received += 1
+        try:
+            return msgpack_decoder(kind).decode(body)
+        except msgspec.DecodeError as error:
+            raise BadFrame(str(error)) from error
 
 
 def frame_bytes(length: bytes) -> int:

@@ -61,19 +61,14 @@ class LastingMemory:
         """
         folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(folder):
-            offers = _offers(folder)
-            found = {path: _open(_read(path), num_bytes) for path in offers}
-            usable = [descriptor for descriptor in found.values() if descriptor is not None]
-            for unneeded in usable[1:]:
-                os.close(unneeded)
+            found = _found(folder, num_bytes)
             was_used = not is_kept or (folder / _KEPT).exists()
-            if offers and not usable and was_used:
+            if found is None and was_used and _offers(folder):
                 raise MemoryGone
-            is_left = bool(usable) and all(found[path] is None for path in offers[:-1])
-            is_left = is_left and offers[-1].name == _KEPT
-            descriptor = usable[0] if usable else _make(num_bytes)
+            is_left = found is not None and found[0].name == _KEPT
+            descriptor = _make(num_bytes) if found is None else found[1]
             memory = memfd.map_all(descriptor, num_bytes)
-            if not usable:
+            if found is None:
                 fill(memory)
             _write_offer(folder / str(rank), descriptor)
         if is_kept:
@@ -92,13 +87,17 @@ def keep(folder: Path) -> int | None:
     if (folder / _KEPT).exists():
         return None
     with suppress(OSError), _locked(folder, fcntl.LOCK_NB):
-        found = [_open(_read(path)) for path in _offers(folder)]
-        usable = [descriptor for descriptor in found if descriptor is not None]
-        for unneeded in usable[1:]:
-            os.close(unneeded)
-        if usable:
-            _write_offer(folder / _KEPT, usable[0])
-            return usable[0]
+        if (found := _found(folder)) is not None:
+            _write_offer(folder / _KEPT, found[1])
+            return found[1]
+    return None
+
+
+def _found(folder: Path, num_bytes: int | None = None) -> tuple[Path, int] | None:
+    """The first offer that is alive, and a descriptor of its memory; the launcher's comes last."""
+    for path in _offers(folder):
+        with suppress(OSError, ValueError):
+            return path, Offer.parse(path.read_bytes()[:_MAX_OFFER_BYTES]).open_checked(num_bytes)
     return None
 
 
@@ -136,18 +135,6 @@ def _make(num_bytes: int) -> int:
             "workers on a Linux host with more memory"
         )
     return descriptor
-
-
-def _open(offer: Offer | None, num_bytes: int | None = None) -> int | None:
-    with suppress(OSError, ValueError):
-        return None if offer is None else offer.open_checked(num_bytes)
-    return None
-
-
-def _read(path: Path) -> Offer | None:
-    with suppress(OSError, ValueError), path.open("rb") as file:
-        return Offer.parse(file.read(_MAX_OFFER_BYTES))
-    return None
 
 
 @contextmanager
