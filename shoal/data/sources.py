@@ -106,14 +106,6 @@ class Feed:
     skipped: Callable[[LoopPosition, int], None]
     check_same: Callable[[Any, int], None]
 
-    @property
-    def is_full_dataset(self) -> bool:
-        return self.kind is Batches.WHOLE_DATASET
-
-    @property
-    def is_in_turns(self) -> bool:
-        return self.kind is Batches.IN_TURNS
-
 
 class Source:
     """The global batches of every epoch, of which a replica gets its rows."""
@@ -179,7 +171,9 @@ class DatasetSource(Source):
         if start == num_batches:
             return []
         batches = self._batches_from(start)
-        return [FullDatasetBatch.over(batches)] if self.feed.is_full_dataset else batches
+        return (
+            [FullDatasetBatch.over(batches)] if self.feed.kind is Batches.WHOLE_DATASET else batches
+        )
 
     def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
         self.feed = replace(self.feed, split=split)
@@ -197,7 +191,11 @@ class DatasetSource(Source):
 
     def _batches_from(self, start: int) -> DatasetBatches:
         """The rest of the present epoch."""
-        order, split, in_turns = self._present_order, self.feed.split, self.feed.is_in_turns
+        order, split, in_turns = (
+            self._present_order,
+            self.feed.split,
+            self.feed.kind is Batches.IN_TURNS,
+        )
         return DatasetBatches(self.data, order, split, self._seeded(), start, in_turns)
 
     def _seeded(self) -> BatchOptions:
@@ -213,7 +211,9 @@ class DatasetSource(Source):
                 batches -= self._num_batches(len(self._order(0)))
 
     def _num_batches(self, num_samples: int) -> int:
-        return 1 if self.feed.is_full_dataset else self.options.batches_in(num_samples)
+        return (
+            1 if self.feed.kind is Batches.WHOLE_DATASET else self.options.batches_in(num_samples)
+        )
 
     def _order(self, epoch: int) -> Tensor:
         sampler, seed, count = self.options.sampler, self.feed.seed, len(self.data)
@@ -294,7 +294,7 @@ class GlobalBatchSource(Source):
                 else:
                     yield batch
 
-        if self.feed.is_in_turns:
+        if self.feed.kind is Batches.IN_TURNS:
             return round_robin(unseen(), self.feed.split)
         return ((batch, self.feed.split) for batch in unseen())
 

@@ -29,6 +29,7 @@ from shoal.runtime.config import RunConfig
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
+from shoal.sync.traffic import StepTraffic
 
 if TYPE_CHECKING:
     from shoal.replica.split.shard import ReplicaShard
@@ -116,6 +117,7 @@ class Sync(Elastic, Returning, Served):
     batch_fraction: float = 1.0  # of the global batch, which this replica is about to compute
     next_steps: int = 0  # of the job, when the step that begins is done
     collects: bool = True  # `collect` makes the gradients of this rank those of the global batch
+    traffic: StepTraffic | None = None  # where bytes are counted
     updates_here: bool = True  # False: servers update, and `finish` does all of it
 
     def begin(self) -> None:
@@ -181,7 +183,7 @@ class Sync(Elastic, Returning, Served):
 
     def report(self) -> dict[str, Any]:
         """What happened in this run, for machines: JSON-able."""
-        return {}
+        return {} if self.traffic is None else self.traffic.report()
 
     def summary(self) -> list[str]:
         """The same in sentences, shown at the end of a run by rank 0."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +22,8 @@ class DdpSync(Sync):
     Gradients come weighted by their share of the global batch, so the sum is the mean. A step
     exchanges the gradients once, plus one number a parameter and the loss.
     """
+
+    traffic: StepTraffic
 
     def __init__(self, replica: Replica, buckets: list[slice], large_bytes: int | None = None):
         """A gradient of `large_bytes` is exchanged by itself."""
@@ -72,9 +73,6 @@ class DdpSync(Sync):
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()
-
-    def report(self) -> dict[str, Any]:
-        return self.traffic.report()
 
 
 class CompressedReduce(DdpSync):

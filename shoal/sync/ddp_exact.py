@@ -45,17 +45,11 @@ class ExactReduce(Sync):
             sums = self._sums.setdefault((bucket.start, number), {})
             add_leaf(self.root, self.runs[self.group.rank][0], sums, tensor)
 
-    def finish(self) -> None:
+    def collect(self) -> None:
         for bucket in self.flat.grads.buckets:
             for number, tensor in enumerate(self.flat.grads.tensors[bucket.start]):
                 tensor.copy_(self._agree(self._sums[bucket.start, number]))
         self.flat.grads.publish()
-        self.apply()
-
-    def apply(self) -> None:
-        """The gradients are agreed and with the parameters."""
-        self.update.apply()
-        self.flat.zero_grad()
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0].clone()

@@ -111,6 +111,8 @@ class Mixer(Sync):
 
     mixes_gradients: bool
 
+    traffic: StepTraffic
+
     def __init__(self, replica: Replica, mixing: Mixing, graph: str):
         flat = replica.flat
         self.flat = flat

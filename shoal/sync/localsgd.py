@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +113,8 @@ class LocalSgdSync(Sync):
     """
 
     collects = False
+
+    traffic: StepTraffic
 
     def __init__(self, replica: Replica, term: Localsgd):
         flat = replica.flat
@@ -264,9 +265,6 @@ class LocalSgdSync(Sync):
         if self.sums is not None:
             self.sums.load_state(saved)
             self.sums.clear_unused()
-
-    def report(self) -> dict[str, Any]:
-        return self.traffic.report()
 
     def summary(self) -> list[str]:
         return self.traffic.summary()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class ZeroReduce(Sync):
     On a host whose cores all compute, calls do not run beside backward: a bucket is reduced when
     its memory is needed, or when backward has ended.
     """
+
+    traffic: StepTraffic
 
     def __init__(
         self,
@@ -150,9 +152,6 @@ class ZeroReduce(Sync):
 
     def evaluating(self) -> AbstractContextManager[None]:
         return self.traffic.uncounted()
-
-    def report(self) -> dict[str, Any]:
-        return self.traffic.report()
 
     def _room(self, bucket: slice) -> Tensor:
         """Memory for the gradients of a bucket: kept, or lent until they are with their owner."""

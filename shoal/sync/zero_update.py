@@ -72,9 +72,6 @@ class ShardedUpdate:
         finally:
             self.update.optimizer = sharded
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
 
 class ElasticUpdate(ShardedUpdate):
     """Each shard is updated by its owner and by the ranks that hold a copy of it."""
@@ -131,7 +128,8 @@ class ExactZero(ExactReduce):
         if not self._is_even:
             self._gathered.enter_context(self.flat.full_params())
 
-    def apply(self) -> None:
+    def finish(self) -> None:
+        self.collect()
         self._gathered.close()
         self.sharded.apply()
 
@@ -139,4 +137,4 @@ class ExactZero(ExactReduce):
         return self.sharded.full_weights(optimizer)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        return self.sharded.evaluating()
+        return nullcontext()

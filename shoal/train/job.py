@@ -415,7 +415,7 @@ class Job(LoopMethods):
     def _after_step(self, step: Step, loss: Tensor) -> None:
         if step.steps > self.steps:  # one step of a job may train several models
             if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
-                self._throughput.remove_samples(sum(step.latest.microbatch_sizes))
+                self._throughput.recount_samples(sum(step.latest.microbatch_sizes), 0)
             self._loss_watch.note(step.steps, loss)
             self._throughput.end_step(step.steps - self.steps)
             self._state.count(step.steps)

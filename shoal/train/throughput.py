@@ -51,10 +51,6 @@ class Throughput:
         self._job_samples += job * self.present
         self._rank_samples += rank
 
-    def remove_samples(self, rank: int) -> None:
-        """This rank has skipped the step."""
-        self._rank_samples -= rank
-
     def recount_samples(self, before: int, now: int) -> None:
         """A batch was split again: `now` of its samples are on this rank, not `before`."""
         self._rank_samples += now - before

@@ -80,7 +80,7 @@ def test_progress_is_measured_from_the_end_of_the_first_step(
 def test_a_skipped_step_has_no_samples() -> None:
     meter = Throughput()
     meter.add_samples(job=16, rank=8)
-    meter.remove_samples(rank=8)
+    meter.recount_samples(8, 0)
     assert meter.report()["samples"] == 0
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.objects import all_gather_bytes
+from shoal.comm.objects import all_equal
 from shoal.errors import BadInput, NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import (
@@ -65,15 +65,11 @@ def check_user_schedules(
 
 
 def check_same(world: Group, name: str, schedule_digest: bytes, device: torch.device) -> None:
-    """Compare the digests of all ranks; one small all-gather."""
-    digests = all_gather_bytes(world, schedule_digest, device=device)
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if others:
-        ranks = " and ".join(map(str, others))
-        plural = "s" if len(others) > 1 else ""
+    """Compare the digests of all ranks."""
+    if not all_equal(world, schedule_digest, device):
         raise BadInput(
-            f"{name} is another schedule on rank{plural} {ranks} than on rank 0: give every "
-            "worker the same file, with a function that depends on its arguments only"
+            f"{name} is not the same schedule on all ranks: give every worker the same file, with "
+            "a function that depends on its arguments only"
         )
 
 
