@@ -106,9 +106,10 @@ def positions_of(document: Any) -> Positions:
         or sum(row[0] for row in loops) > _MAX_LOOPS
     ):
         raise CheckpointError("its position in the data is none")
-    rows = [row[1:] for row in loops for _ in range(row[0])]
-    known = [LoopPosition(*row, is_over=len(row) == 1) for row in rows]
-    for i, loop in enumerate(known):
+    known = [LoopPosition(*row[1:]) for row in loops for _ in range(row[0])]
+    lengths = [len(row) for row in loops for _ in range(row[0])]
+    for i, (loop, length) in enumerate(zip(known, lengths, strict=True)):
+        loop.is_over = length == 2
         loop.state = states.get(str(i))
     return Positions(document["epochs"], _known=known)
 
