@@ -89,6 +89,7 @@ def test_trial_runs_neither_save_nor_load(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     job.dry = True
     assert len(losses_of(job)) == 12
+    job.save(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 

@@ -92,13 +92,6 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
     assert model.head.weight.data_ptr() == step_again.flat.data[step_again.flat.offset :].data_ptr()
 
 
-def test_a_trial_run_saves_nothing(tmp_path: Path) -> None:
-    job, _ = start()
-    job.dry = True
-    job.save(tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
 def test_the_manifest_tells_where_it_comes_from(saved: Path) -> None:
     document = manifest_of(saved)
     assert document["format"] == files.FORMAT
@@ -178,20 +171,14 @@ def test_another_models_tensor_is_named(saved: Path) -> None:
     refuse(nn.Sequential(*list(mlp())[:3]), "this one has no tensor '4.bias'")
 
 
-def test_another_optimizers_state_is_refused(saved: Path) -> None:
+def test_another_optimizer_number_of_models_or_none_at_all_is_refused(saved: Path) -> None:
     job, _ = start(optimizer=ADAM)
     with pytest.raises(CheckpointError, match="has the state of SGD, and the script now trains"):
         job.load(saved)
-
-
-def test_another_number_of_models_is_refused(saved: Path) -> None:
     job, _ = start()
     job.step(mlp(), F.cross_entropy, optimizer=SGD)
     with pytest.raises(CheckpointError, match="holds 1 models, and this one trains 2"):
         job.load(saved)
-
-
-def test_there_has_to_be_a_model_to_load_into(saved: Path) -> None:
     job = Job(parse("single"), solo_group(), device=CPU)
     with pytest.raises(ShoalError, match=r"job\.load comes after job\.step"):
         job.load(saved)

@@ -97,25 +97,6 @@ def check(workers: Workers, each: float = EPOCHS, model: int = 0) -> None:
     torch.testing.assert_close(counts, torch.full_like(counts, each), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank", "call", "when"),
-    [
-        (LOCALSGD, 1, 6, "before"),
-        (LOCALSGD, 0, 6, "after"),
-        (COMPLETE, 2, 31, "before"),
-        (RING, 1, 24, "after"),
-        (RING, 0, 23, "before"),
-    ],
-)
-def test_each_sample_counts_once_when_a_worker_is_lost(
-    tmp_path: Path, strategy: str, rank: int, call: int, when: str
-) -> None:
-    workers = Workers(tmp_path, 3, train, strategy, dies={GroupMember(rank, 0): (call, when)})
-    workers.run()
-    assert sorted(workers.results) == [r for r in range(3) if r != rank]
-    check(workers)
-
-
 def test_a_worker_that_is_lost_between_two_averages_is_noticed_in_the_next_step(
     tmp_path: Path,
 ) -> None:
@@ -136,26 +117,6 @@ def test_a_worker_that_is_lost_between_two_averages_is_noticed_in_the_next_step(
     assert steps_when_noticed == [2]
 
 
-@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", LOCALSGD])
-def test_a_batch_that_was_fetched_before_an_evaluation_loses_no_sample(
-    tmp_path: Path, strategy: str
-) -> None:
-    """The worker is lost in the evaluation, after the others have fetched their rows."""
-    call = 7 if strategy == LOCALSGD else 14
-    script = partial(train, evaluates=True)
-    workers = Workers(tmp_path, 3, script, strategy, dies={GroupMember(1, 0): (call, "before")})
-    workers.run()
-    check(workers)
-
-
-def test_a_script_that_changes_its_rows_gets_a_lost_batch_again(tmp_path: Path) -> None:
-    script = partial(train, changes=True)
-    dies = {GroupMember(1, 0): (13, "before")}
-    workers = Workers(tmp_path, 4, script, "ddp(elastic=True)", dies=dies)
-    workers.run()
-    check(workers)
-
-
 def loader_of(data: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=BATCH)
 
@@ -171,19 +132,6 @@ def train_on_global_batches(workers: Workers, job: Job) -> Any:
     return job.steps
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank", "call"), [(LOCALSGD, 1, 4), (LOCALSGD, 2, 6), ("ddp(elastic=True)", 0, 9)]
-)
-def test_streams_and_loaders_of_the_script_are_split_again(
-    tmp_path: Path, strategy: str, rank: int, call: int
-) -> None:
-    """The period that is undone has batches of both loops."""
-    dies = {GroupMember(rank, 0): (call, "after")}
-    workers = Workers(tmp_path, 3, train_on_global_batches, strategy, dies=dies)
-    workers.run()
-    check(workers)
-
-
 def train_two_models(workers: Workers, job: Job) -> Any:
     first, second = tally_step(job), tally_step(job)
     for batch in job.batches(one_hot(), BATCH, epochs=EPOCHS):
@@ -193,23 +141,40 @@ def train_two_models(workers: Workers, job: Job) -> Any:
     return job.steps
 
 
-@pytest.mark.parametrize(
-    ("strategy", "call", "when"),
-    [
-        ("ddp(elastic=True)", 9, "before"),
-        ("ddp(elastic=True)", 12, "after"),
-        (LOCALSGD, 5, "before"),
-        (LOCALSGD, 5, "after"),
-    ],
-)
-def test_two_models_are_trained_on_the_same_samples(
-    tmp_path: Path, strategy: str, call: int, when: str
+DDP = "ddp(elastic=True)"
+evaluating = partial(train, evaluates=True)  # the worker is lost after the others fetched rows
+changing = partial(train, changes=True)  # the script gets the lost batch again
+LOSSES: list[tuple[Any, str, int, int, str]] = [
+    (train, LOCALSGD, 1, 6, "before"),
+    (train, LOCALSGD, 0, 6, "after"),
+    (train, COMPLETE, 2, 31, "before"),
+    (train, RING, 1, 24, "after"),
+    (train, RING, 0, 23, "before"),
+    (evaluating, DDP, 1, 14, "before"),
+    (evaluating, LOCALSGD, 1, 7, "before"),
+    (changing, DDP, 1, 13, "before"),
+    # the period that is undone has batches of both loops
+    (train_on_global_batches, LOCALSGD, 1, 4, "after"),
+    (train_on_global_batches, LOCALSGD, 2, 6, "after"),
+    (train_on_global_batches, DDP, 0, 9, "after"),
+    (train_two_models, DDP, 1, 9, "before"),
+    (train_two_models, DDP, 1, 12, "after"),
+    (train_two_models, LOCALSGD, 1, 5, "before"),
+    (train_two_models, LOCALSGD, 1, 5, "after"),
+]
+
+
+@pytest.mark.parametrize(("script", "strategy", "rank", "call", "when"), LOSSES)
+def test_each_sample_counts_once_when_a_worker_is_lost(
+    tmp_path: Path, script: Any, strategy: str, rank: int, call: int, when: str
 ) -> None:
-    dies = {GroupMember(1, 0): (call, when)}
-    workers = Workers(tmp_path, 3, train_two_models, strategy, dies=dies)
+    size = 4 if script is changing else 3
+    workers = Workers(tmp_path, size, script, strategy, dies={GroupMember(rank, 0): (call, when)})
     workers.run()
-    check(workers, model=0)
-    check(workers, model=1)
+    assert sorted(workers.results) == [r for r in range(size) if r != rank]
+    check(workers)
+    if script is train_two_models:
+        check(workers, model=1)
 
 
 def test_other_batches_than_those_of_the_job_are_refused_where_several_steps_are_undone(

@@ -24,7 +24,7 @@ from shoal.train.job import Job
 from shoal.train.progress import ProgressLines
 from shoal.train.step.run_services import RunServices
 from tests.conftest import World
-from tests.jobs import CPU, SGD, Shown, job_of
+from tests.jobs import CPU, SGD, Shown, after_training, job_of
 from tests.models import convnet, mlp, samples
 
 # -------------------------------------------------------------------------- place
@@ -48,34 +48,23 @@ def test_what_has_no_runtime_or_no_sense_is_refused_at_once(world: World) -> Non
 # -------------------------------------------------------------------------- around a step
 
 
-def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None:
-    def body(group: Group) -> dict[str, Any]:
-        job = job_of(group)
-        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(10), batch_size=5, epochs=2):
-            step(batch)
-        job.close()
-        return job.report()
+def reports(world: World, strategy: str) -> list[Any]:
+    options: Any = {"data": samples(10), "batch_size": 5, "epochs": 2}
+    return after_training(world, 2, strategy, lambda job, step, losses: job.report(), **options)
 
-    reports = world(2, body)
-    assert [report["steps"] for report in reports] == [4, 4]
-    assert [report["samples"] for report in reports] == [8, 12]  # 2 and 3 of every 5
-    assert all(report["samples_per_s"] > 0 and report["steps_per_s"] > 0 for report in reports)
+
+def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None:
+    found = reports(world, "ddp")
+    assert [report["steps"] for report in found] == [4, 4]
+    assert [report["samples"] for report in found] == [8, 12]  # 2 and 3 of every 5
+    assert all(report["samples_per_s"] > 0 and report["steps_per_s"] > 0 for report in found)
     sent = {"steps": 4, "bytes_sent": 6400, "bytes_per_step": 1600, "ddp_bytes_per_step": 1600}
-    assert reports[0]["sync"] == [sent] and json.dumps(reports)
+    assert found[0]["sync"] == [sent] and json.dumps(found)
 
 
 @pytest.mark.parametrize("strategy", ["tp(2)", "pp(2)"])
 def test_workers_of_one_replica_share_its_samples(world: World, strategy: str) -> None:
-    def body(group: Group) -> dict[str, Any]:
-        job = Job(parse(strategy), group, device=CPU)
-        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(10), batch_size=5, epochs=2):
-            step(batch)
-        job.close()
-        return job.report()
-
-    for report in world(2, body):
+    for report in reports(world, strategy):
         assert report["samples_per_s"] == pytest.approx(2.5 * report["steps_per_s"])
 
 
@@ -90,13 +79,13 @@ def draws(group: Group, seed: int = 3, epochs: int = 1) -> list[list[float]]:
     return found
 
 
-def test_the_generator_differs_between_replicas_and_batches(world: World) -> None:
-    numbers = [tuple(pair) for rank in world(3, draws) for pair in rank]
+def test_the_generator_differs_between_replicas_and_batches_and_is_reproducible(
+    world: World,
+) -> None:
+    drawn = world(3, draws)
+    numbers = [tuple(pair) for rank in drawn for pair in rank]
     assert len(set(numbers)) == len(numbers) == 12
-
-
-def test_the_generator_is_reproducible(world: World) -> None:
-    assert world(3, draws) == world(3, draws)
+    assert world(3, draws) == drawn
     assert draws(solo_group(), seed=4) != draws(solo_group(), seed=3)
 
 
