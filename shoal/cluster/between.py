@@ -28,37 +28,21 @@ def choose_between(measured: Sequence[MeasuredCalls]) -> BetweenChoice | None:
     known = {calls.executor: calls for calls in measured if calls.kind == "all_reduce"}
     if TCP not in known or GLOO not in known:
         return None
-    tcp, gloo = (_times(known[name]) for name in (TCP, GLOO))
-    sizes = sorted(tcp.keys() & gloo.keys())
+    times = {name: _times(known[name]) for name in (TCP, GLOO)}
+    sizes = sorted(times[TCP].keys() & times[GLOO].keys())
     for size in sizes[-1:] + sizes[:1]:
-        for best, other in ((tcp[size], gloo[size]), (gloo[size], tcp[size])):
-            if best.is_clearly_below(other):
-                return BetweenChoice(best.executor, _why(size, best, other))
+        for best, other in ((TCP, GLOO), (GLOO, TCP)):
+            took_s, _, high_s = times[best][size]
+            other_s, other_low_s, _ = times[other][size]
+            if took_s <= _CLEARLY * other_s and high_s < other_low_s:
+                took, others = show_seconds(took_s), show_seconds(other_s)
+                why = f"an all-reduce of {show_bytes(size)} took {took} over {best}, {others} over "
+                return BetweenChoice(best, f"{why}{other}")
     return BetweenChoice(TCP, "TCP and Gloo take equally long")
 
 
-class _Times(NamedTuple):
-    executor: str
-    median_s: float
-    low_s: float
-    high_s: float
-
-    def is_clearly_below(self, other: _Times) -> bool:
-        return self.median_s <= _CLEARLY * other.median_s and self.high_s < other.low_s
-
-
-def _times(calls: MeasuredCalls) -> dict[float, _Times]:
-    """By bytes."""
+def _times(calls: MeasuredCalls) -> dict[float, tuple[float, float, float]]:
+    """By bytes: the median and the quartiles."""
     spread = calls.spread or tuple((seconds, seconds) for _, seconds in calls.points)
-    return {
-        size: _Times(calls.executor, seconds, low_s, high_s)
-        for (size, seconds), (low_s, high_s) in zip(calls.points, spread, strict=True)
-    }
-
-
-def _why(size: float, best: _Times, other: _Times) -> str:
-    took, others = show_seconds(best.median_s), show_seconds(other.median_s)
-    return (
-        f"an all-reduce of {show_bytes(size)} took {took} over {best.executor}, {others} over "
-        f"{other.executor}"
-    )
+    pairs = zip(calls.points, spread, strict=True)
+    return {size: (seconds, *around) for (size, seconds), around in pairs}

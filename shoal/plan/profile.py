@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 from shoal.cluster.cluster import Cluster, Noise
 from shoal.cluster.hardware import Device, MeasuredCalls
@@ -97,22 +97,18 @@ def _slower(calls: MeasuredCalls, pace: float) -> MeasuredCalls:
     return replace(calls, points=points, spread=spread)
 
 
-class _Pace(NamedTuple):
-    """Measured seconds over predicted ones, with the quartiles of the measured ones."""
-
-    middle: float
-    quartiles: Quartiles | None
+_Pace = tuple[float, Quartiles | None]  # measured seconds over predicted ones, and quartiles
 
 
 def _paces(device: Device, workload: Workload, profile: ModelProfile) -> dict[str, _Pace]:
     """`device` is that of a worker among as many as were profiled."""
-    found = {}
+    found: dict[str, _Pace] = {}
     shorter = _unbroken(profile)
     for name, seconds in _predicted(device, workload, profile.rows).items():
         seconds /= shorter
         measured = profile.quartiles.get(f"{name}_s")
         quartiles = None if measured is None else (measured[0] / seconds, measured[1] / seconds)
-        found[f"{name}_pace"] = _Pace(getattr(profile, f"{name}_s") / seconds, quartiles)
+        found[f"{name}_pace"] = (getattr(profile, f"{name}_s") / seconds, quartiles)
     return found
 
 
@@ -133,10 +129,10 @@ def _beside_device(device: Device, profile: ModelProfile) -> Device:
 
 def _paced(device: Device, paces: Sequence[tuple[int, dict[str, _Pace]]], workers: int) -> Device:
     nearest = min(paces, key=lambda known: abs(math.log(known[0] / workers)))[1]
-    middles = {name: pace.middle for name, pace in nearest.items()}
+    middles: dict[str, Any] = {name: middle for name, (middle, _) in nearest.items()}
     # in place of the spread of the figures, which these passes contain
-    spread = {name: pace.quartiles for name, pace in nearest.items() if pace.quartiles is not None}
-    return replace(device, spread=spread, **middles)  # type: ignore[arg-type]
+    spread = {name: around for name, (_, around) in nearest.items() if around is not None}
+    return replace(device, spread=spread, **middles)
 
 
 def _predicted(device: Device, workload: Workload, rows: int) -> dict[str, float]:

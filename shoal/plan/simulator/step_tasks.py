@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.cluster.cluster import Noise
 from shoal.plan.simulator.messages import Longs
-from shoal.plan.simulator.synchronization import Servers, all_reduce, gossip, half, in_rounds
+from shoal.plan.simulator.synchronization import Servers, by_levels, gossip, in_rounds
 from shoal.plan.simulator.task_graph import Task, TaskGraph
 from shoal.plan.step.collective_time import SHOAL_ORDER, axis_sizes
 from shoal.plan.sync_price.base import Agreeing
@@ -177,12 +177,9 @@ class StepTasks:
                     continue
                 is_forward = action.kind is ActionKind.FORWARD
                 source = made[(*producer, is_forward, action.microbatch)]
-                sent = self._send(column[producer.stage], rank, str(action))
+                src, size = column[producer.stage], self._work.boundary_bytes
+                sent = Task(src, "send", "comm", str(action), src=src, dst=rank, num_bytes=size)
                 self.graph.link(self.graph.add(sent, [source]), first)
-
-    def _send(self, src: int, dst: int, detail: str) -> Task:
-        size = self._work.boundary_bytes
-        return Task(src, "send", "comm", detail, src=src, dst=dst, num_bytes=size)
 
     def _gather_weights(self, group: _Group) -> None:
         """zero(3): weights are gathered for every forward and backward, one of them ahead."""
@@ -195,8 +192,7 @@ class StepTasks:
             after = list(done)
             if number >= 2:
                 after += [one[number - 2][2] for one in uses]
-            inside = self._how.node_devices
-            done = [half(self.graph, group.ranks, group.parameter_bytes, after, inside)]
+            done = [self._sum(group, group.parameter_bytes, after, trips=1)]
             for _, first, _ in now:
                 self.graph.link(done[0], first)
 
@@ -222,7 +218,8 @@ class StepTasks:
 
     def _update(self, rank: int, step: int, after: Sequence[int]) -> int:
         seconds = self._work.update_s * self._uneven.factor(rank, step)
-        task = self.graph.compute(rank, seconds, "update", [*after, self.mains[-1][rank][-1]])
+        update = Task(rank, "update", seconds=seconds, lane=rank)
+        task = self.graph.add(update, [*after, self.mains[-1][rank][-1]])
         self.mains[-1][rank].append(task)
         return task
 
@@ -232,31 +229,25 @@ class StepTasks:
 
     def _reduce(self, group: _Group) -> None:
         """Buckets one after the other; zero reduce-scatters, and gathers weights at the end."""
-        reduce = half if self._how.way == "zero" else self._all_reduce
-        inside = self._how.node_devices
+        is_zero = self._how.way == "zero"
         pieces = [self._gradients(rank) for rank in group.ranks]
         size = group.gradient_bytes / self._buckets
         done: list[int] = []
         for ready in zip(*pieces, strict=True):
-            done = [reduce(self.graph, group.ranks, size, [*done, *ready], inside)]
+            done = [self._sum(group, size, [*done, *ready], trips=1 if is_zero else 2)]
         updates = [self._update(rank, group.step, done) for rank in group.ranks]
-        if self._how.way == "zero" and self._how.stage < 3:
-            gathered = half(self.graph, group.ranks, group.parameter_bytes, updates, inside)
+        if is_zero and self._how.stage < 3:
+            gathered = self._sum(group, group.parameter_bytes, updates, trips=1)
             updates = [gathered] * len(updates)
         for rank, update in zip(group.ranks, updates, strict=True):
             self._ready[rank] = [update]
 
-    def _all_reduce(
-        self,
-        graph: TaskGraph,
-        ranks: Sequence[int],
-        num_bytes: float,
-        after: Sequence[int],
-        inside: int,
-    ) -> int:
-        if self._how.algorithm in ("auto", "ring", "hierarchical"):
-            return all_reduce(graph, ranks, num_bytes, after, inside)
-        schedule = build_collective("all_reduce", self._how.algorithm, len(ranks))
+    def _sum(self, group: _Group, num_bytes: float, after: Sequence[int], trips: int = 2) -> int:
+        """An all-reduce over a group, or half of one."""
+        graph, ranks, algorithm = self.graph, group.ranks, self._how.algorithm
+        if trips == 1 or algorithm in ("auto", "ring", "hierarchical"):
+            return by_levels(graph, ranks, num_bytes, after, self._how.node_devices, trips)
+        schedule = build_collective("all_reduce", algorithm, len(ranks))
         return in_rounds(graph, schedule, ranks, num_bytes, graph.join(after))
 
     def _serve(self, group: _Group) -> None:
@@ -280,8 +271,7 @@ class StepTasks:
     def _average(self, group: _Group) -> None:
         """Local SGD: an all-reduce of the weights."""
         after = [self._ready[rank][0] for rank in group.ranks]
-        inside = self._how.node_devices
-        done = all_reduce(self.graph, group.ranks, group.parameter_bytes, after, inside)
+        done = self._sum(group, group.parameter_bytes, after)
         for rank in group.ranks:
             self._ready[rank] = [done]
 

@@ -17,18 +17,28 @@ from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.mixing import mixing_for
 
 
-def all_reduce(
-    graph: TaskGraph, ranks: Sequence[int], num_bytes: float, after: Sequence[int], inside: int
+def by_levels(
+    graph: TaskGraph,
+    ranks: Sequence[int],
+    num_bytes: float,
+    after: Sequence[int],
+    inside: int,
+    trips: int = 2,
 ) -> int:
-    """Reduce-scatter, then all-gather; inside nodes first where several ranks are in each."""
+    """An all-reduce, or in one trip half of it: a reduce-scatter or an all-gather.
+
+    Inside nodes first where several ranks are in each.
+    """
     nodes = _by_node(ranks, inside)
     if nodes is None:
-        return ring(graph, ranks, num_bytes, after, 2)
-    slices = list(zip(*nodes, strict=True))
+        return ring(graph, ranks, num_bytes, after, trips)
+    slices = zip(*nodes, strict=True)
     share = num_bytes / len(nodes[0])
     done = [ring(graph, node, num_bytes, after, 1) for node in nodes]
-    done = [ring(graph, column, share, done, 2) for column in slices]
-    return graph.join([ring(graph, node, num_bytes, done, 1) for node in nodes])
+    done = [ring(graph, column, share, done, trips) for column in slices]
+    if trips == 2:
+        done = [ring(graph, node, num_bytes, done, 1) for node in nodes]
+    return graph.join(done)
 
 
 def in_rounds(
@@ -56,19 +66,6 @@ def _reduced(src: int, dst: int, num_bytes: float, detail: str, repeats: int) ->
     return Task(
         src, "reduce", "comm", detail, src=src, dst=dst, num_bytes=num_bytes, repeats=repeats
     )
-
-
-def half(
-    graph: TaskGraph, ranks: Sequence[int], num_bytes: float, after: Sequence[int], inside: int
-) -> int:
-    """A reduce-scatter or an all-gather: what an all-reduce does, once."""
-    nodes = _by_node(ranks, inside)
-    if nodes is None:
-        return ring(graph, ranks, num_bytes, after, 1)
-    share = num_bytes / len(nodes[0])
-    done = [ring(graph, node, num_bytes, after, 1) for node in nodes]
-    slices = zip(*nodes, strict=True)
-    return graph.join([ring(graph, column, share, done, 1) for column in slices])
 
 
 def ring(

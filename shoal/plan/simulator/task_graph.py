@@ -57,9 +57,6 @@ class TaskGraph:
         self.followers[before].append(after)
         self.needs[after] += 1
 
-    def compute(self, lane: int, seconds: float, kind: str, after: Iterable[int] = ()) -> int:
-        return self.add(Task(lane, kind, seconds=seconds, lane=lane), after)
-
     def join(self, after: Iterable[int], needs: int | None = None) -> int:
         return self.add(Task(-1), after, needs)
 

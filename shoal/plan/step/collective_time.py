@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.hardware import LinkSpec, MeasuredCalls
+from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 from shoal.strategy.strategy import Layout
@@ -136,20 +136,19 @@ class Network:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._collectives: dict[tuple[str, RankGroup, float], CollectiveTime] = {}
-        self._sends: dict[tuple[RankGroup, float], CollectiveTime] = {}
+        self._known: dict[tuple[str, RankGroup, float], CollectiveTime] = {}
 
     def collective(self, kind: str, group: RankGroup, num_bytes: float) -> CollectiveTime:
         key = (kind, group, num_bytes)
-        if key not in self._collectives:
-            self._collectives[key] = collective_time(self.cluster, kind, group, num_bytes)
-        return self._collectives[key]
+        if key not in self._known:
+            self._known[key] = collective_time(self.cluster, kind, group, num_bytes)
+        return self._known[key]
 
     def send(self, group: RankGroup, num_bytes: float) -> CollectiveTime:
-        key = (group, num_bytes)
-        if key not in self._sends:
-            self._sends[key] = send_time(self.cluster, group, num_bytes)
-        return self._sends[key]
+        key = ("send", group, num_bytes)
+        if key not in self._known:
+            self._known[key] = send_time(self.cluster, group, num_bytes)
+        return self._known[key]
 
 
 def on_nodes(cluster: Cluster, group: RankGroup) -> GroupPlaces:
@@ -218,11 +217,11 @@ def collective_time(
     """The faster of a ring and, for an all-reduce over several nodes, the hierarchical one."""
     if group.size <= 1:
         return CollectiveTime(0.0, "")
-    calls = _measured(cluster, kind, group)
-    if calls is None and kind == "reduce":
-        calls = _measured(cluster, "reduce_scatter", group)
-    if calls is not None:
-        return calls.time(num_bytes)
+    measured = _measured(cluster, kind, group, num_bytes)
+    if measured is None and kind == "reduce":
+        measured = _measured(cluster, "reduce_scatter", group, num_bytes)
+    if measured is not None:
+        return measured
     if kind == "all_to_all":
         return _all_to_all(cluster, group, num_bytes)
     trips = 2 if kind == "all_reduce" else 1
@@ -238,27 +237,20 @@ def collective_time(
     return min(ways)
 
 
-class _Measured(NamedTuple):
-    """Calls with the measured number of ranks; a ring scales with (p-1)/p and has p-1 steps."""
+def _measured(
+    cluster: Cluster, kind: str, group: RankGroup, num_bytes: float
+) -> CollectiveTime | None:
+    """What was measured inside a node, where the whole group is in one.
 
-    calls: MeasuredCalls
-    ranks: int
-
-    def time(self, num_bytes: float) -> CollectiveTime:
-        scale = 1.0
-        if self.calls.kind != "send":
-            scale = (1 - 1 / self.ranks) / (1 - 1 / self.calls.ranks)
-        return CollectiveTime(
-            scale * self.calls.seconds(num_bytes), f"measured {self.calls.executor}"
-        )
-
-
-def _measured(cluster: Cluster, kind: str, group: RankGroup) -> _Measured | None:
-    """What was measured inside a node, where the whole group is in one."""
+    With the measured number of ranks; a ring scales with (p-1)/p and has p-1 steps.
+    """
     if on_nodes(cluster, group).is_apart:
         return None
     calls = cluster.node.calls(kind, group.size)
-    return None if calls is None else _Measured(calls, group.size)
+    if calls is None:
+        return None
+    scale = 1.0 if kind == "send" else (1 - 1 / group.size) / (1 - 1 / calls.ranks)
+    return CollectiveTime(scale * calls.seconds(num_bytes), f"measured {calls.executor}")
 
 
 def _ring(cluster: Cluster, group: RankGroup, num_bytes: float, trips: int) -> CollectiveTime:
@@ -341,8 +333,8 @@ def send_time(cluster: Cluster, group: RankGroup, num_bytes: float) -> Collectiv
     """One message to the next rank of a group, while all ranks of the cluster do the same."""
     if group.size <= 1:
         return CollectiveTime(0.0, "")
-    calls = _measured(cluster, "send", group)
-    if calls is not None:
-        return calls.time(num_bytes)
+    measured = _measured(cluster, "send", group, num_bytes)
+    if measured is not None:
+        return measured
     way = hops(cluster, group)
     return max(_bounded(hop.alpha_s, num_bytes / hop.bytes_per_s, hop.words, 1) for hop in way)

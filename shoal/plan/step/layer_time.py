@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.cluster.hardware import Device
-from shoal.plan.step.collective_time import Network, RankGroup
+from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
 from shoal.plan.workloads.workload import Kernel, LayerCost, LayerMessage, Split, Workload
 
 
@@ -110,11 +110,6 @@ MESSAGE_AXES = ("tp", "cp", "ep")
 AxisGroups = tuple[RankGroup, RankGroup, RankGroup]  # of MESSAGE_AXES
 
 
-class AxisTime(NamedTuple):
-    seconds: float
-    bound: str
-
-
 class LayerTime(NamedTuple):
     """One layer, one micro-batch: seconds by activity, and what bounds them."""
 
@@ -123,7 +118,7 @@ class LayerTime(NamedTuple):
     backward: KernelTime  # of inputs and weights
     weight_s: float  # the part of backward that makes weight gradients
     recompute: KernelTime
-    messages: tuple[AxisTime, ...]  # by MESSAGE_AXES
+    messages: tuple[CollectiveTime, ...]  # by MESSAGE_AXES
     hiding_s: float = 0.0  # of backward, during which blocks of a ring are on their way
     meetings: int = 0  # calls for which the workers of a replica wait for each other
 
@@ -189,16 +184,17 @@ class LayerClock:
         there = self._messages(cost.forward_messages, groups)
         back = self._messages(cost.backward_messages, groups)
         once_more = self._messages(again, groups)
-        forward = self._activity(cost.forward, there, len(cost.forward_messages))
-        backward_kernels = (*cost.backward_input, *cost.backward_weight)
-        backward = self._activity(backward_kernels, back, len(cost.backward_messages), True)
-        recompute = self._activity(cost.recompute, once_more, len(again))
+        kernels = self._kernels
+        forward = kernels.time(cost.forward, False, _sum_s(there), len(cost.forward_messages))
+        both = (*cost.backward_input, *cost.backward_weight)
+        backward = kernels.time(both, True, _sum_s(back), len(cost.backward_messages))
+        recompute = kernels.time(cost.recompute, False, _sum_s(once_more), len(again))
         messages = tuple(
-            AxisTime(a.seconds + b.seconds + c.seconds, a.bound or b.bound or c.bound)
+            CollectiveTime(a.seconds + b.seconds + c.seconds, a.bound or b.bound or c.bound)
             for a, b, c in zip(there, back, once_more, strict=True)
         )
         computing = forward.seconds + backward.seconds + recompute.seconds
-        total = computing + sum(one.seconds for one in messages)
+        total = computing + _sum_s(messages)
         weight_s = backward.seconds * self._weight_share(cost)
         hiding_s = sum(self._hidden_s(message, groups) for message in cost.backward_messages)
         calls = (*cost.forward_messages, *cost.backward_messages, *again)
@@ -213,24 +209,16 @@ class LayerClock:
         inputs = self._kernels.busy_s(cost.backward_input, True)
         return weights / (weights + inputs) if weights else 0.0
 
-    def _activity(
-        self,
-        kernels: tuple[Kernel, ...],
-        messages: list[AxisTime],
-        count: int,
-        backward: bool = False,
-    ) -> KernelTime:
-        sending_s = sum(one.seconds for one in messages)
-        return self._kernels.time(kernels, backward, sending_s, count)
-
-    def _messages(self, messages: tuple[LayerMessage, ...], groups: AxisGroups) -> list[AxisTime]:
-        spent = [AxisTime(0.0, "")] * len(MESSAGE_AXES)
+    def _messages(
+        self, messages: tuple[LayerMessage, ...], groups: AxisGroups
+    ) -> list[CollectiveTime]:
+        spent = [CollectiveTime(0.0, "")] * len(MESSAGE_AXES)
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
             left_s = took.seconds - self._hidden_s(message, groups)
             left_s += self._meeting_s(groups[axis])
-            spent[axis] = AxisTime(spent[axis].seconds + left_s, took.bound)
+            spent[axis] = CollectiveTime(spent[axis].seconds + left_s, took.bound)
         return spent
 
     def _meeting_s(self, group: RankGroup) -> float:
@@ -246,3 +234,7 @@ class LayerClock:
         took = self.network.collective(message.kind, group, message.bytes)
         beside_s = self._kernels.time(message.beside).seconds * (group.size - 1) / group.size
         return min(took.seconds, beside_s)
+
+
+def _sum_s(messages: Iterable[CollectiveTime]) -> float:
+    return sum(one.seconds for one in messages)

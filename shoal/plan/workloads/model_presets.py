@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from shoal.errors import BadInput
@@ -26,12 +27,8 @@ _NEEDED = ("layers", "hidden", "heads")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _gpt2(layers: int, hidden: int, heads: int) -> TransformerSizes:
-    return TransformerSizes(layers, hidden, heads, vocab=50257, sequence=1024)
-
-
-def _gpt3(layers: int, hidden: int, heads: int) -> TransformerSizes:
-    return TransformerSizes(layers, hidden, heads, vocab=50257, sequence=2048)
+_gpt2 = partial(TransformerSizes, vocab=50257, sequence=1024)
+_gpt3 = partial(TransformerSizes, vocab=50257, sequence=2048)
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
@@ -55,21 +52,10 @@ def _llama3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Tr
     return replace(_llama(layers, hidden, heads, kv_heads, ffn), vocab=128256, sequence=8192)
 
 
-def _mixtral(sizes: TransformerSizes) -> TransformerSizes:
-    return replace(sizes, experts=8, top_k=2)
-
-
-def _qwen(sizes: TransformerSizes, vocab: int = 152064, tied: bool = False) -> TransformerSizes:
-    """Qwen 2.5; the small ones tie the head to the embedding."""
-    return replace(sizes, vocab=vocab, tied=tied)
-
-
-def _vit(layers: int, hidden: int, heads: int, tokens: int) -> TransformerSizes:
-    """An image is a sequence of patches and a class token; the head has 1,000 classes."""
-    return TransformerSizes(
-        layers, hidden, heads, vocab=1000, sequence=tokens, dropout=False, tied=False, causal=False
-    )
-
+_mixtral = partial(replace, experts=8, top_k=2)
+_qwen = partial(replace, vocab=152064)  # 2.5; the small ones tie the head to the embedding
+# an image is a sequence of patches and a class token; the head has 1,000 classes
+_vit = partial(TransformerSizes, vocab=1000, dropout=False, tied=False, causal=False)
 
 PRESETS: dict[str, TransformerSizes] = {
     "gpt-2": _gpt2(12, 768, 12),
@@ -92,9 +78,9 @@ PRESETS: dict[str, TransformerSizes] = {
     "llama-3.2-1b": replace(_llama3(16, 2048, 32, 8, 8192), tied=True),
     "llama-3.2-3b": replace(_llama3(28, 3072, 24, 8, 8192), tied=True),
     "llama-3.3-70b": _llama3(80, 8192, 64, 8, 28672),
-    "qwen-2.5-0.5b": _qwen(_llama(24, 896, 14, 2, 4864), 151936, tied=True),
-    "qwen-2.5-1.5b": _qwen(_llama(28, 1536, 12, 2, 8960), 151936, tied=True),
-    "qwen-2.5-3b": _qwen(_llama(36, 2048, 16, 2, 11008), 151936, tied=True),
+    "qwen-2.5-0.5b": _qwen(_llama(24, 896, 14, 2, 4864), vocab=151936, tied=True),
+    "qwen-2.5-1.5b": _qwen(_llama(28, 1536, 12, 2, 8960), vocab=151936, tied=True),
+    "qwen-2.5-3b": _qwen(_llama(36, 2048, 16, 2, 11008), vocab=151936, tied=True),
     "qwen-2.5-7b": _qwen(_llama(28, 3584, 28, 4, 18944)),
     "qwen-2.5-14b": _qwen(_llama(48, 5120, 40, 8, 13824)),
     "qwen-2.5-32b": _qwen(_llama(64, 5120, 40, 8, 27648)),
@@ -105,9 +91,9 @@ PRESETS: dict[str, TransformerSizes] = {
     "mixtral-8x22b": _mixtral(replace(_llama(56, 6144, 48, 8, 16384), vocab=32768)),
     "bert-base": TransformerSizes(12, 768, 12, vocab=30522, sequence=512, causal=False),
     "bert-large": TransformerSizes(24, 1024, 16, vocab=30522, sequence=512, causal=False),
-    "vit-b-16": _vit(12, 768, 12, 197),
-    "vit-l-16": _vit(24, 1024, 16, 197),
-    "vit-h-14": _vit(32, 1280, 16, 257),
+    "vit-b-16": _vit(12, 768, 12, sequence=197),
+    "vit-l-16": _vit(24, 1024, 16, sequence=197),
+    "vit-h-14": _vit(32, 1280, 16, sequence=257),
 }
 _ALIASES = {
     "llama-3-405b": "llama-3.1-405b",
