@@ -112,10 +112,9 @@ class Capture:
             job.before_build.append(convert)
 
     @classmethod
-    def start(cls, config: CaptureConfig, job: Job, number: int) -> Capture | None:
+    def start(cls, config: CaptureConfig, job: Job, number: int) -> Capture:
         """`number` is that of the call of `shoal.run`; each has a folder."""
-        if config.folder is None:
-            return None
+        assert config.folder is not None
         job.dry = True
         folder = config.folder if number == 1 else config.folder / str(number)
         folder.mkdir(exist_ok=True)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -245,11 +246,9 @@ class EstimateJob(Job):
         """What was found; None where the script made no training step."""
         if not self._estimates:
             return None
-        total = self._estimates[0]
-        for more in self._estimates[1:]:
-            total = [a.plus(b) for a, b in zip(total, more, strict=True)]
+        of_workers = zip(*self._estimates, strict=True)
         return {
-            "workers": [asdict(memory) for memory in total],
+            "workers": [asdict(reduce(WorkerMemory.plus, models)) for models in of_workers],
             "servers": [sum(parts) for parts in zip(*self._servers, strict=True)],
             "unknown": self._whys,
         }

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
+from functools import reduce
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,31 +28,23 @@ from shoal.train.step.step import Step
 class Probe:
     """Looks at every gradient as it comes, and at the rest after a step."""
 
-    def __init__(self, job: Job, folder: Path, steps: int):
+    def __init__(self, job: Job, config: MemoryProbeConfig):
         self.job = job
-        self.folder = folder
-        self.steps = steps
+        self.config = config
         self._models: dict[int, ModelProbe] = {}
         job.dry = True
         job.on_build.append(lambda step: self._models.update({id(step): ModelProbe(step)}))
         job.on_step.append(self._after_step)
 
-    @classmethod
-    def start(cls, config: MemoryProbeConfig, job: Job) -> Probe | None:
-        return None if config.folder is None else cls(job, config.folder, config.steps)
-
     def write(self) -> None:
         memories = [model.memory() for model in self._models.values()]
-        if not memories:
-            return
-        total = memories[0]
-        for more in memories[1:]:
-            total = total.plus(more)
-        (self.folder / f"{self.job.rank}.json").write_text(json.dumps(asdict(total)))
+        if memories and self.config.folder is not None:
+            total = asdict(reduce(WorkerMemory.plus, memories))
+            (self.config.folder / f"{self.job.rank}.json").write_text(json.dumps(total))
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
         self._models[id(step)].look()
-        if step.steps >= self.steps:
+        if step.steps >= self.config.steps:
             raise StopTraining
 
 

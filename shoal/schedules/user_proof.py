@@ -38,10 +38,8 @@ def proven_pipeline(
 
 def digest(schedule: Collective | Pipeline) -> bytes:
     """Equal for equal schedules."""
-    text = repr(schedule) if isinstance(schedule, Pipeline) else _text(schedule)
+    text = repr(schedule)
+    if not isinstance(schedule, Pipeline):
+        sizes = (schedule.kind, schedule.ranks, schedule.chunks, schedule.scratch)
+        text = repr((sizes, schedule.root, [tuple(row) for row in schedule.rounds]))
     return hashlib.sha256(text.encode()).digest()
-
-
-def _text(collective: Collective) -> str:
-    sizes = (collective.kind, collective.ranks, collective.chunks, collective.scratch)
-    return repr((sizes, collective.root, [tuple(row) for row in collective.rounds]))

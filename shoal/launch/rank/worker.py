@@ -186,7 +186,7 @@ class Worker:
 
     def _observers(self, job: Job) -> list[Capture | Probe]:
         """What records this run, for `shoal verify` and `shoal memory`."""
-        observers: list[Capture | Probe | None] = []
+        observers: list[Capture | Probe] = []
         if self.config.capture.folder is not None:
             from shoal.observe.capture import Capture
 
@@ -194,8 +194,8 @@ class Worker:
         if self.config.memory_probe.folder is not None:
             from shoal.observe.memory_probe import Probe
 
-            observers.append(Probe.start(self.config.memory_probe, job))
-        return [observer for observer in observers if observer is not None]
+            observers.append(Probe(job, self.config.memory_probe))
+        return observers
 
     def _train(self, train: Train, job: Job) -> Any:
         observers = self._observers(job)
