@@ -59,7 +59,7 @@ def imports_of(path: Path, nodes: list[ast.AST]) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    here = f"shoal.{module_name(path).split('.')[0]}."
+    here = f"shoal.{module_name(path).split('.')[0]}." if path.is_relative_to(SHOAL) else "tests."
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -55,7 +55,7 @@ ENTRIES: dict[str, Callable[[], object]] = {
     "rendezvous": lambda: StoreService("0.0.0.0", 0, NO_KEY),
     "server": lambda: Server("tcp:0.0.0.0:0", new_secret()),
     "second address of a server": lambda: Server(
-        "tcp:127.0.0.1:0", new_secret(), None, None, "tcp:0.0.0.0:0"
+        "tcp:127.0.0.1:0", new_secret(), None, "tcp:0.0.0.0:0"
     ),
     "coordinator": lambda: CoordinatorService(Core(Store()), new_secret(), ["tcp:0.0.0.0:0"]),
     "listener of IPv6": lambda: Listener("tcp:[::]:0"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 
 
-def read_numbers(**defaults: int) -> argparse.Namespace:
-    """The numbers of the command line, such as --count 40; --seed is 0 by default."""
+def read_numbers(words: list[str] | None, **defaults: int) -> argparse.Namespace:
+    """The numbers of `words` or of the command line, such as --count 40; --seed is 0."""
     parser = argparse.ArgumentParser()
     for name, default in {**defaults, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args()
+    return parser.parse_args(words)

@@ -182,8 +182,8 @@ def judge(path: Path, right: str, is_signed: bool) -> str:
     return "as its files say"
 
 
-def main() -> int:
-    options = read_numbers(count=2400)
+def main(words: list[str] | None = None) -> int:
+    options = read_numbers(words, count=2400)
     chance = random.Random(options.seed)
     names = list(ATTACKS)
     endings: dict[str, Counter[str]] = {name: Counter() for name in names}

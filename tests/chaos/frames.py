@@ -237,8 +237,8 @@ def _listed(ends: Counter[str]) -> str:
     return ", ".join(f"{number} {end}" for end, number in ends.most_common())
 
 
-def main() -> int:
-    options = read_numbers(count=20000)
+def main(words: list[str] | None = None) -> int:
+    options = read_numbers(words, count=20000)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(prefix="shoal-") as name, ExitStack() as stack:

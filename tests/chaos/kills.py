@@ -185,8 +185,8 @@ def attack(name: str, number: signal.Signals, count: int, chance: random.Random)
     return sum(times for end, times in ends.items() if end.startswith("WRONG"))
 
 
-def main() -> int:
-    given = read_numbers(count=40)
+def main(words: list[str] | None = None) -> int:
+    given = read_numbers(words, count=40)
     chance = random.Random(given.seed)
     wrong = attack("kills", signal.SIGKILL, given.count, chance)
     wrong += attack("stops", signal.SIGSTOP, given.count // 5, chance)

@@ -105,8 +105,8 @@ def _workers(launcher: int) -> list[int]:
     return found
 
 
-def main() -> int:
-    given = read_numbers(count=len(STRATEGIES), kills=5)
+def main(words: list[str] | None = None) -> int:
+    given = read_numbers(words, count=len(STRATEGIES), kills=5)
     chance = random.Random(given.seed)
     wrong = 0
     for number in range(given.count):

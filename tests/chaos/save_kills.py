@@ -137,8 +137,8 @@ def attack(path: Path, number: int, kills: int, chance: random.Random) -> Counte
     return seen
 
 
-def main() -> int:
-    options = read_numbers(count=200)
+def main(words: list[str] | None = None) -> int:
+    options = read_numbers(words, count=200)
     chance = random.Random(options.seed)
     torch.set_num_threads(1)
     total: Counter[str] = Counter()

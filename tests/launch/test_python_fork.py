@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shoal.launch.here import python_fork
 from shoal.launch.here.python_fork import imports_of
 from tests import forked
 
@@ -108,8 +109,9 @@ def test_what_is_drawn_before_shoal_is_imported_is_drawn_afresh(tmp_path: Path) 
     [("import own, colorsys", True), ("import os, colorsys\nos.environ['MODE'] = 'fast'", False)],
 )
 def test_installed_modules_are_loaded_unless_the_environment_is_used(
-    tmp_path: Path, script: str, is_loaded: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, is_loaded: bool
 ) -> None:
+    monkeypatch.setattr(python_fork, "_GPUS", ())  # beside a GPU nothing is loaded
     (tmp_path / "own.py").write_text("")
     (tmp_path / "script.py").write_text(script)
     names = imports_of([sys.executable, str(tmp_path / "script.py")])

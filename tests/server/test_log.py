@@ -26,7 +26,7 @@ from shoal.server.model import log as log_module
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.served_model import ServedModel
-from shoal.server.model.snapshot import SavedTensors, saved_state
+from shoal.server.model.snapshot import StateTensors, saved_state
 
 SIZE = 12
 TABLE = TableSpec("t", 10, 2, optimizer=RowOptimizer("adam", 0.1))
@@ -151,7 +151,7 @@ def state_of(model: ServedModel) -> dict[str, Any]:
     """Everything that has to be equal, with tensors as bytes."""
     state, shard = model.state, model.state.shard
     document, copies = saved_state(model)
-    saved = SavedTensors.of(document, iter(copies))
+    saved = StateTensors.of(document, iter(copies))
     rows = [(w, p.table, raw(p.ids), raw(p.grads), p.lr) for w, p in state.tables.counted]
     is_open = bool(state.counted) and not model.spec.rule.is_synchronous
     return {

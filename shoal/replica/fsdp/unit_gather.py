@@ -93,7 +93,7 @@ def _numel(params: Collection[nn.Parameter]) -> int:
 
 
 @dataclass
-class Run:
+class ShardRun:
     """Parameters of a unit that lie side by side in one shard: one message."""
 
     owner: int
@@ -111,7 +111,7 @@ class Unit:
 
     name: str
     members: list[int]
-    runs: list[Run]
+    runs: list[ShardRun]
     stays_gathered: bool
     works: list[Work] = field(default_factory=list)
     is_requested: bool = False
@@ -133,7 +133,7 @@ class UnitGather:
             self.units.append(Unit(module.name, members, runs, stays_gathered=number == 0))
             for i in members:
                 self.unit_of[i] = number
-        self.by_storage: dict[int, tuple[int, Run]] = {}  # gathered memory, by its address
+        self.by_storage: dict[int, tuple[int, ShardRun]] = {}  # gathered memory, by its address
         self._latest: dict[bool, int | None] = {True: None, False: None}
         self._next: dict[tuple[bool, int], int] = {}
 
@@ -198,15 +198,15 @@ class UnitGather:
             self.reshard(unit)
         self._latest = {True: None, False: None}
 
-    def memory_of(self, run: Run) -> Tensor:
+    def memory_of(self, run: ShardRun) -> Tensor:
         return self._flat.shard_view(run.where) if run.memory is None else run.memory
 
     def gathered_bytes(self) -> int:
         runs = [run for unit in self.units for run in unit.runs]
         return sum(run.memory.nbytes for run in runs if run.memory is not None)
 
-    def _runs_of(self, members: list[int]) -> list[Run]:
-        runs: list[Run] = []
+    def _runs_of(self, members: list[int]) -> list[ShardRun]:
+        runs: list[ShardRun] = []
         for i in members:
             param = self._flat.ranges[i]
             owner = self._flat.owners[i]
@@ -215,7 +215,7 @@ class UnitGather:
                 runs[-1].where = slice(runs[-1].where.start, stop)
                 runs[-1].members.append(i)
             else:
-                runs.append(Run(owner, slice(param.start, stop), [i]))
+                runs.append(ShardRun(owner, slice(param.start, stop), [i]))
         return runs
 
     def _request(self, unit: Unit) -> None:

@@ -35,7 +35,13 @@ from shoal.server.messages import (
 )
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
-from shoal.server.model.push_buffer import PullBuffer, PushBuffer, PushTensors, RowPush, StagedPush
+from shoal.server.model.push_buffer import (
+    PullBuffer,
+    PushBuffer,
+    PushTensors,
+    RowPush,
+    UncommittedPush,
+)
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import NAMES
 from shoal.server.model.shard_state import get_state, restore_optimizer
@@ -102,14 +108,14 @@ class ShardDocument(WireMessage, frozen=True):
         yield from (f"residual/{worker}" for worker in self.residuals)
 
 
-class SavedTensors(NamedTuple):
+class StateTensors(NamedTuple):
     weights: Tensor
     optimizer: list[Tensor]
     tables: dict[str, list[dict[str, Tensor]]]
     residuals: dict[int, Tensor]  # worker -> bytes
 
     @classmethod
-    def of(cls, document: ShardDocument, source: Iterator[Tensor]) -> SavedTensors:
+    def of(cls, document: ShardDocument, source: Iterator[Tensor]) -> StateTensors:
         """In the order of `tensor_names`."""
         return cls(
             next(source),
@@ -260,7 +266,7 @@ def _describe(pushes: Any, tensors: list[Tensor]) -> tuple[RowBatch, ...]:
 def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> None:
     """Under the model's lock. Any error of torch, or StopIteration, if the tensors do not fit."""
     state, shard = model.state, model.state.shard
-    document, saved = image.saved, SavedTensors.of(image.saved, source)
+    document, saved = image.saved, StateTensors.of(image.saved, source)
     shard.data.copy_(saved.weights)
     restore_optimizer(shard, document.optimizer, saved.optimizer)
     for table in document.tables:
@@ -290,7 +296,7 @@ def _install_worker(
     put_back(image.numbers, member, pushes)
     for sequence, rows in image.staged:
         tensors = PushTensors(next(source), next(source))
-        pushes.staged[sequence] = StagedPush(tensors, [_rows(batch, source) for batch in rows])
+        pushes.staged[sequence] = UncommittedPush(tensors, [_rows(batch, source) for batch in rows])
         if sequence == pushes.committed:
             pushes.install(tensors, recycles=False)
     member.residual = None if residual is None else bytearray(residual.numpy().tobytes())

@@ -30,7 +30,7 @@ from shoal.server.messages import ModelSpec
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import DTYPES
-from shoal.server.model.snapshot import SavedTensors, ShardDocument, saved_state
+from shoal.server.model.snapshot import ShardDocument, StateTensors, saved_state
 from shoal.server.shared_memory import bytes_of
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ def read_shard(file: Path) -> SavedShard:
     if set(names) != set(tensors):
         different = min(set(names) ^ set(tensors))
         raise damaged(file, f"it lacks the tensor {different!r}, or nothing is known of it")
-    saved = SavedTensors.of(document, map(tensors.__getitem__, names))
+    saved = StateTensors.of(document, map(tensors.__getitem__, names))
     _check(file, document, saved.weights, saved.optimizer)
     _check_residuals(file, document.spec, saved.residuals)
     return SavedShard(document, *saved, digest)

@@ -44,7 +44,7 @@ class InterHost(Protocol):
         ...
 
 
-class Mesh(Protocol):
+class HostMessages(Protocol):
     """Messages of bytes between ranks of different hosts; `src` may be ANY_SOURCE."""
 
     timeout_s: float  # of a message
@@ -63,7 +63,7 @@ class HostLinks(Protocol):
         """Among the ranks of `column_of`; None for a rank that is not one of them."""
         ...
 
-    def mesh(self) -> Mesh:
+    def mesh(self) -> HostMessages:
         """Messages between any two ranks."""
         ...
 

@@ -160,7 +160,7 @@ class GlooMessage:
 
 
 class GlooMesh:
-    """Messages of a ProcessGroupGloo; see `Mesh`."""
+    """Messages of a ProcessGroupGloo; see `HostMessages`."""
 
     def __init__(self, gloo: Any, rank: int, timeout_s: float):
         self._gloo = gloo

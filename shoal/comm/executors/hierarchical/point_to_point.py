@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.executors.hierarchical.any_source import AnySource, Message
-from shoal.comm.executors.hierarchical.collectives import Mesh, RemotePeerLost
+from shoal.comm.executors.hierarchical.collectives import HostMessages, RemotePeerLost
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.staging import FlatTensor, on_host
@@ -64,14 +64,14 @@ class InterHostMessage:
 class PointToPoint:
     """Sends and receives between any two ranks."""
 
-    def __init__(self, topology: Topology, shared_memory: SharedMemory, mesh: Mesh):
+    def __init__(self, topology: Topology, shared_memory: SharedMemory, mesh: HostMessages):
         self._topology = topology
         self._shared_memory = shared_memory
-        self._open: Mesh | None = mesh
+        self._open: HostMessages | None = mesh
         self._any_source = AnySource(topology, shared_memory, self._recv_bytes)
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> HostMessages:
         if self._open is None:
             raise ShoalError(f"rank {self._topology.rank} has closed this group")
         return self._open
