@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
-from shoal.replica.fsdp.unit_gather import Run, UnitGather, in_backward
+from shoal.replica.fsdp.unit_gather import ShardRun, UnitGather, in_backward
 
 if TYPE_CHECKING:
     from shoal.replica.fsdp.sharded_params import ShardedParams
@@ -42,7 +42,7 @@ class SavedPosition(NamedTuple):
     """Where a tensor lay that backward will need."""
 
     unit: int
-    run: Run
+    run: ShardRun
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # from the start of the run
@@ -155,7 +155,7 @@ class UnitHooks:
             return flat.on_saved(tensor)
         return SavedPosition(number, run, tensor.shape, tensor.stride(), offset)
 
-    def _run_at(self, position: int) -> tuple[int, Run]:
+    def _run_at(self, position: int) -> tuple[int, ShardRun]:
         """The unit and run of the parameter at a position of the flat buffer."""
         i = bisect.bisect(self._starts, position) - 1
         number = self._gather.unit_of[i]
