@@ -131,12 +131,6 @@ class Ledger:
         self.pushes = [0] * self.rule.workers
         self.lost_before = [0] * self.rule.workers  # a worker's pushes for earlier steps are lost
 
-    def arrive(self, worker: int, step: int) -> PushVerdict:
-        """A complete push of `worker` with the gradients of `step`: decide and record it."""
-        verdict = self.judge(worker, step)
-        self.record(worker, step, verdict)
-        return verdict
-
     def judge(self, worker: int, step: int) -> PushVerdict:
         """The verdict on a push. Changes nothing."""
         if worker not in self.live:

@@ -24,8 +24,15 @@ FOLDED = PushVerdict.FOLDED
 DROPPED = PushVerdict.DROPPED
 
 
+def arrive(ledger: Ledger, worker: int, step: int) -> PushVerdict:
+    """Decide about a push and record it."""
+    verdict = ledger.judge(worker, step)
+    ledger.record(worker, step, verdict)
+    return verdict
+
+
 def push(ledger: Ledger, worker: int, step: int) -> PushVerdict:
-    verdict = ledger.arrive(worker, step)
+    verdict = arrive(ledger, worker, step)
     if ledger.complete():
         ledger.apply()
     return verdict
@@ -121,13 +128,13 @@ def test_bounded_staleness_by_hand() -> None:
 def test_a_push_that_no_worker_can_have_made_is_refused(rule: Rule) -> None:
     ledger = Ledger(rule)
     with pytest.raises(ImpossiblePush):
-        ledger.arrive(0, 5)
+        arrive(ledger, 0, 5)
     push(ledger, 0, 0)
     with pytest.raises(ImpossiblePush, match="before"):
-        ledger.arrive(0, 0)
+        arrive(ledger, 0, 0)
     ledger.lose(1)
     with pytest.raises(ImpossiblePush, match="has left"):
-        ledger.arrive(1, 0)
+        arrive(ledger, 1, 0)
 
 
 rules = st.integers(1, 5).flatmap(
@@ -185,20 +192,20 @@ def test_an_asynchronous_worker_that_is_far_behind_leaves_out_steps_up_to_the_fa
     rule = Rule(2, asynchronous=True)
     ledger = Ledger(rule)
     for step in range(MAX_LAG_STEPS + 3):
-        assert ledger.arrive(0, step) is PushVerdict.ADMITTED
+        assert arrive(ledger, 0, step) is PushVerdict.ADMITTED
     passed = [step for step in range(10) if rule.is_too_late(step, 10, ledger.fastest)]
     assert passed == [0, 1, 2]
-    assert ledger.arrive(1, 3) is PushVerdict.ADMITTED
+    assert arrive(ledger, 1, 3) is PushVerdict.ADMITTED
     with pytest.raises(ImpossiblePush):
-        ledger.arrive(1, MAX_LAG_STEPS + 4)
+        arrive(ledger, 1, MAX_LAG_STEPS + 4)
 
 
 def test_steps_left_out_are_those_that_were_not_pushed() -> None:
     ledger = Ledger(Rule(2, asynchronous=True), start=5)
     for step in (5, 6, 7, 8):
-        ledger.arrive(0, step)
-    ledger.arrive(1, 5)
-    ledger.arrive(1, 7)
+        arrive(ledger, 0, step)
+    arrive(ledger, 1, 5)
+    arrive(ledger, 1, 7)
     assert ledger.skipped(0, to_the_end=True) == 0
     assert ledger.skipped(1, to_the_end=False) == 1, "step 6"
     assert ledger.skipped(1, to_the_end=True) == 2, "and step 8"
@@ -207,7 +214,7 @@ def test_steps_left_out_are_those_that_were_not_pushed() -> None:
 def test_updates_of_a_run_are_counted_from_its_checkpoint_on() -> None:
     ledger = Ledger(Rule(1, asynchronous=True))
     ledger.restart(100)
-    ledger.arrive(0, 100)
+    arrive(ledger, 0, 100)
     ledger.apply()
     copy = Ledger(ledger.rule)
     put_back(copied(LedgerState, ledger), copy)

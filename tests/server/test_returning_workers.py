@@ -16,6 +16,7 @@ from shoal.server.model.served_model import ServedModel
 from shoal.server.process.server import Server
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL, client_of, fill, servers, weights
+from tests.server.test_consistency import push as push_to
 
 ASYNC = Rule(2, asynchronous=True)
 
@@ -191,9 +192,7 @@ def test_the_present_step_is_one_that_was_not_trained_before(
     ledger = Ledger(rule)
     ledger.lose(2)
     for worker, step in pushes:
-        ledger.arrive(worker, step)
-        if ledger.complete():
-            ledger.apply()
+        push_to(ledger, worker, step)
     assert ledger.present == present
     ledger.rejoin(2, present)
     assert 2 in ledger.live and ledger.clocks[2] == present

@@ -134,9 +134,7 @@ def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: 
                 for cut in spec.slices:
                     moved = client.inbox[cut.start : cut.start + torch.Size(cut.shape).numel()]
                     assert torch.all(moved == -2.0), "two gradients of 1, SGD with lr 1, from 0"
-        assert all(
-            member.pulls.sees_weights for member in found[0].models[7].membership.members.values()
-        )
+        assert all(member.sees_weights for member in found[0].models[7].membership.members.values())
 
 
 def test_weights_are_not_shared_if_one_worker_cannot() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal.embedding.row_copy import Rows
@@ -14,7 +15,7 @@ from shoal.protocol.frames import Channel, Refused, generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.messages import Entered
-from shoal.server.model.push_buffer import PullBuffer, PushBuffer
+from shoal.server.model.push_buffer import PushBuffer
 from shoal.server.shared_memory import WorkerSegment
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model
@@ -47,7 +48,9 @@ class Member:
     worker: int
     incarnation: int
     pushes: PushBuffer
-    pulls: PullBuffer
+    inbox: Tensor | None = None  # where it reads pulls, if it shares memory; else they are sent
+    sees_weights: bool = False  # they are in memory of all workers, and are not copied
+    _outbox: Tensor | None = None
     out: Tensor | None = None  # where the worker writes its pushes, if it shares that memory
     offered: WorkerSegment | None = None  # memory on a GPU that it has not accepted yet
     channels: dict[Channel, ActiveConnection] = field(default_factory=dict)
@@ -61,7 +64,18 @@ class Member:
 
     @property
     def shares_memory(self) -> bool:
-        return self.pulls.inbox is not None or self.out is not None
+        return self.inbox is not None or self.out is not None
+
+    def fill(self, source: Tensor) -> Tensor | None:
+        """Copy into the shared memory; or into private memory that has to be sent."""
+        if self.inbox is not None:
+            self.inbox.copy_(source)
+            if self.inbox.is_cuda:  # another process reads it after the answer
+                torch.cuda.current_stream(self.inbox.device).synchronize()
+            return None
+        if self._outbox is None:
+            self._outbox = torch.empty_like(source, device="cpu")
+        return self._outbox.copy_(source)
 
 
 class Membership:

@@ -1,4 +1,4 @@
-"""Memory for the pushes and pulls of one worker."""
+"""Memory for the pushes of one worker."""
 
 from __future__ import annotations
 
@@ -135,23 +135,3 @@ class PushBuffer:
         rows = tuple(self.rows)
         self.rows.clear()
         return rows
-
-
-class PullBuffer:
-    """Where a worker reads what it pulls."""
-
-    def __init__(self) -> None:
-        self.inbox: Tensor | None = None  # in shared memory or on a GPU; else weights are sent
-        self.sees_weights = False  # they are in memory of all workers, and are not copied
-        self._outbox: Tensor | None = None
-
-    def fill(self, source: Tensor) -> Tensor | None:
-        """Copy into the shared memory; or into private memory that has to be sent."""
-        if self.inbox is not None:
-            self.inbox.copy_(source)
-            if self.inbox.is_cuda:  # another process reads it after the answer
-                torch.cuda.current_stream(self.inbox.device).synchronize()
-            return None
-        if self._outbox is None:
-            self._outbox = torch.empty_like(source, device="cpu")
-        return self._outbox.copy_(source)

@@ -42,7 +42,7 @@ from shoal.server.messages import (
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
-from shoal.server.model.push_buffer import PullBuffer, PushBuffer, RowPush
+from shoal.server.model.push_buffer import PushBuffer, RowPush
 from shoal.server.model.shard_state import get_state, restore
 from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables
@@ -91,7 +91,7 @@ class ServedModel:
     def join(self, worker: int, incarnation: int) -> Member:
         shard = self.state.shard
         pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), self.in_chain)
-        member = Member(worker, incarnation, pushes, PullBuffer())
+        member = Member(worker, incarnation, pushes)
         with self.lock:
             self.membership.join(member)
             into = self.state.arriving if member.comes_back else self.state.pushes
@@ -105,7 +105,7 @@ class ServedModel:
             if self.in_chain:
                 member.out = out if self.compression is None else None
                 return
-            member.pulls.inbox = inbox
+            member.inbox = inbox
             if self.compression is None:
                 member.pushes.gradients = out
 
@@ -144,7 +144,7 @@ class ServedModel:
                 self._weights_file = file
             elif self._weights_file != file:
                 raise Refused("the workers of one model share different memories")
-            self.membership.members[worker].pulls.sees_weights = True
+            self.membership.members[worker].sees_weights = True
 
     def _log_departure(self, worker: int) -> None:
         if self.membership.failure is not None:
@@ -284,16 +284,16 @@ class ServedModel:
             if not self._is_ready(request):
                 self._check_reachable()
             self.membership.wait(worker, lambda: self._is_ready(request), self._behind)
-            pulls = self.membership.members[worker].pulls
+            member = self.membership.members[worker]
             pulled = self._note_pull(request)
             loss_flags = self.state.shard.loss_flags.clone()
             if not self.spec.rule.is_synchronous:
-                return pulled, loss_flags, pulls.fill(source)
-        if pulls.sees_weights:
+                return pulled, loss_flags, member.fill(source)
+        if member.sees_weights:
             return pulled, loss_flags, None
-        if pulls.inbox is None and source.device.type == "cpu":
+        if member.inbox is None and source.device.type == "cpu":
             return pulled, loss_flags, source
-        return pulled, loss_flags, pulls.fill(source)
+        return pulled, loss_flags, member.fill(source)
 
     def pull_rows(self, worker: int, request: RowBatch, ids: Ids, target: RowTarget) -> RowsPulled:
         """Rows; a copy of a server has them as new as the weights that the worker has got."""

@@ -35,13 +35,7 @@ from shoal.server.messages import (
 )
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
-from shoal.server.model.push_buffer import (
-    PullBuffer,
-    PushBuffer,
-    PushTensors,
-    RowPush,
-    UncommittedPush,
-)
+from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush, UncommittedPush
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import NAMES
 from shoal.server.model.shard_state import get_state, restore_optimizer
@@ -292,7 +286,7 @@ def _install_worker(
     shard = model.state.shard
     pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), in_chain=True)
     worker = image.numbers.worker
-    member = Member(worker, image.numbers.incarnation, pushes, PullBuffer())
+    member = Member(worker, image.numbers.incarnation, pushes)
     put_back(image.numbers, member, pushes)
     for sequence, rows in image.staged:
         tensors = PushTensors(next(source), next(source))

@@ -104,13 +104,11 @@ CASES = [*_push_cases(), *_election_cases(), *_learner_cases(), *_coordinator_ca
 FEW = [Case(HEAD, "push.replicated", HEAD), Case(TAIL, "splice", TAIL, (MIDDLE,), MIDDLE)]
 
 
-@pytest.mark.parametrize("case", FEW, ids=str)
-def test_an_acknowledged_push_counts_once(tmp_path: Path, case: Case) -> None:
-    Run(tmp_path, case).check()
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("case", [case for case in CASES if case not in FEW], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in FEW else pytest.param(case, marks=pytest.mark.whole) for case in CASES],
+    ids=str,
+)
 def test_an_acknowledged_push_counts_once_whatever_is_killed(tmp_path: Path, case: Case) -> None:
     Run(tmp_path, case).check()
 
