@@ -116,11 +116,6 @@ app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_
 Cost = tuple[float, float, float]  # alpha_s, beta_s_per_byte, gamma_s_per_byte
 
 MOST_RANKS = 4096  # of a table of all algorithms: their transfers grow with the square
-Ranks = Annotated[int, typer.Option(help="Number of ranks.")]
-Size = Annotated[str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")]
-Root = Annotated[int, typer.Option(help="The root of a broadcast, reduce, scatter or gather.")]
-Inner = Annotated[str | None, typer.Option(help="For hierarchical: the algorithm inside a node.")]
-Outer = Annotated[str | None, typer.Option(help="For hierarchical: the one between nodes.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -130,7 +125,9 @@ def table(
         int | None,
         typer.Option(help="Number of ranks.", show_default="8, or all devices of --cluster"),
     ] = None,
-    size: Size = "100MB",
+    size: Annotated[
+        str, typer.Option("--bytes", help="Size of the vector: 100MB, 64KiB.")
+    ] = "100MB",
     cluster: Annotated[
         str | None,
         typer.Option(help="With contention on this cluster: a file or a preset."),
@@ -191,12 +188,18 @@ def table(
 def show(
     kind: Annotated[str, typer.Argument(help="all_reduce, broadcast, scan, …")],
     name: Annotated[str, typer.Argument(help="ring, tree, …; or FILE.py:FUNCTION of your own")],
-    ranks: Ranks = 4,
-    root: Root = 0,
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 4,
+    root: Annotated[
+        int, typer.Option(help="The root of a broadcast, reduce, scatter or gather.")
+    ] = 0,
     node: Annotated[int | None, typer.Option(help="For hierarchical: ranks in a node.")] = None,
     rack: Annotated[int | None, typer.Option(help="For hierarchical: nodes in a rack.")] = None,
-    inner: Inner = None,
-    outer: Outer = None,
+    inner: Annotated[
+        str | None, typer.Option(help="For hierarchical: the algorithm inside a node.")
+    ] = None,
+    outer: Annotated[
+        str | None, typer.Option(help="For hierarchical: the one between nodes.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write an animated picture here.")] = None,
     prove_it: Annotated[bool, typer.Option("--prove", help="Prove it, do not draw it.")] = False,
     as_json: options.Json = False,

@@ -22,33 +22,27 @@ from shoal.schedules.pipelines.proof import PipelineProof, prove
 MOST_ACTIONS = 500_000
 app = typer.Typer(help="Every pipeline schedule: proven, simulated, drawn.", no_args_is_help=True)
 
-Stages = Annotated[int, typer.Option(help="Number of stages of the model.")]
-Microbatches = Annotated[int, typer.Option(help="Number of micro-batches in a batch.")]
-Chunks = Annotated[
-    int | None,
-    typer.Option(
-        help="Pieces of the model on each stage, for interleaved and bfs.", show_default="2 there"
-    ),
-]
-Forward = Annotated[
-    str, typer.Option(help="Time of a micro-batch's forward in a stage; or 1,2,…: of each stage.")
-]
-Backward = Annotated[str, typer.Option(help="Time of the backward for the input.")]
-Weight = Annotated[str, typer.Option(help="Time of the backward for the weights.")]
-Transfer = Annotated[str, typer.Option(help="Time from a stage to the next.")]
-
 
 @dataclass(frozen=True)
 class PipelineOptions:
     """The sizes of a pipeline, and the times of its actions."""
 
-    stages: Stages = 4
-    microbatches: Microbatches = 8
-    chunks: Chunks = None
-    forward: Forward = "1"
-    backward: Backward = "1"
-    weight: Weight = "1"
-    transfer: Transfer = "0"
+    stages: Annotated[int, typer.Option(help="Number of stages of the model.")] = 4
+    microbatches: Annotated[int, typer.Option(help="Number of micro-batches in a batch.")] = 8
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            help="Pieces of the model on each stage, for interleaved and bfs.",
+            show_default="2 there",
+        ),
+    ] = None
+    forward: Annotated[
+        str,
+        typer.Option(help="Time of a micro-batch's forward in a stage; or 1,2,…: of each stage."),
+    ] = "1"
+    backward: Annotated[str, typer.Option(help="Time of the backward for the input.")] = "1"
+    weight: Annotated[str, typer.Option(help="Time of the backward for the weights.")] = "1"
+    transfer: Annotated[str, typer.Option(help="Time from a stage to the next.")] = "0"
 
     @property
     def times(self) -> Times:
