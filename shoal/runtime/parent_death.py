@@ -28,11 +28,6 @@ def in_child(parent_pid: int) -> Callable[[], None] | None:
     return ask
 
 
-def die_with_session(session_pid: int) -> None:
-    """From now on this fork of an interactive session is killed when the session ends."""
-    _die_with(session_pid, signal.SIGKILL)
-
-
 def die_with_launcher(launcher_pid: int | None, environ: Mapping[str, str] | None = None) -> None:
     """From now on this process is killed when its launcher ends, or torchrun, even by SIGKILL.
 
@@ -40,19 +35,20 @@ def die_with_launcher(launcher_pid: int | None, environ: Mapping[str, str] | Non
     that runs python): there the kernel would watch the wrapper, not the launcher.
     """
     if "TORCHELASTIC_RUN_ID" in (environ or {}):
-        _die_with(os.getppid(), signal.SIGKILL)
+        die_with(os.getppid())
     if launcher_pid is None or os.getsid(0) != os.getpid():
         return  # the launcher makes each worker the leader of its own session
-    _die_with(launcher_pid, signal.SIGKILL)
+    die_with(launcher_pid)
 
 
 def die_with_parent(parent_pid: int | None) -> None:
     """From now on this process gets SIGTERM when its parent ends."""
     if parent_pid is not None:
-        _die_with(parent_pid, signal.SIGTERM)
+        die_with(parent_pid, signal.SIGTERM)
 
 
-def _die_with(parent_pid: int, number: signal.Signals) -> None:
+def die_with(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process gets the signal when its parent ends."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

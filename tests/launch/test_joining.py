@@ -130,9 +130,8 @@ def test_a_join_succeeds_only_when_the_worker_has_joined(
             run_dir.note_start(rank, 1)
             run_dir.note_exit(rank, status)
         wait_until_joined(run_dir, StartedWorker(1, 1, ""))
-        with pytest.raises(ShoalError, match="not joined: the run had finished when it came"):
-            wait_until_joined(run_dir, StartedWorker(0, 1, ""))
-        with pytest.raises(ShoalError, match="worker 2 has exited and not joined"):
-            wait_until_joined(run_dir, StartedWorker(2, 1, ""))
-    with pytest.raises(ShoalError, match="the run has ended, and worker 3 had not joined"):
+        for rank in (0, 2):
+            with pytest.raises(ShoalError, match=f"worker {rank} has not joined"):
+                wait_until_joined(run_dir, StartedWorker(rank, 1, ""))
+    with pytest.raises(ShoalError, match="worker 3 has not joined"):
         wait_until_joined(run_dir, StartedWorker(3, 1, ""))

@@ -21,7 +21,6 @@ from shoal.errors import BadInput, WorkersFailed
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
 from shoal.launch.here.running import RunEntry, entries
-from shoal.launch.hosts.agent import check_files
 from shoal.launch.hosts.machines import Machine, place, place_evenly
 from shoal.launch.hosts.remote import run_attempts, run_remote
 from shoal.launch.hosts.remote_servers import AGENT_COMMAND
@@ -207,11 +206,6 @@ def test_an_error_of_the_script_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed, match="wrong"):
         run(tmp_path, program, [1], 1, shown, restarts=3)
     assert shown.out.splitlines() == ["[0 h0] once"]
-
-
-def test_a_host_without_the_script_refuses_with_a_sentence() -> None:
-    with pytest.raises(BadInput, match=r"no script 'absent.py' in .*; every host needs it"):
-        check_files([sys.executable, "absent.py"])
 
 
 def test_an_unknown_engine_is_refused_in_one_sentence() -> None:

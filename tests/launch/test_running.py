@@ -66,9 +66,9 @@ def test_runs_have_names_of_their_own_and_are_found_by_them(
 
 @alone
 def test_an_unknown_run_is_one_sentence_with_those_there_are() -> None:
-    with pytest.raises(BadInput, match=r"there is no run 'x': none of yours runs on this host"):
+    with pytest.raises(BadInput, match=r"there is no run 'x': on this host runs none of yours"):
         find_run("x")
-    with run_of() as (name, _), pytest.raises(BadInput, match=f"'x': {name} runs here"):
+    with run_of() as (name, _), pytest.raises(BadInput, match=f"'x': on this host runs {name}"):
         find_run("x")
 
 

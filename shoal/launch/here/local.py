@@ -51,7 +51,7 @@ from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, Tolerance
 from shoal.runtime.config import RunConfig
 from shoal.runtime.cores import cores
-from shoal.runtime.parent_death import die_with_session
+from shoal.runtime.parent_death import die_with
 from shoal.runtime.run_dir import RunDir, new_run_dir
 from shoal.runtime.wording import counted
 
@@ -318,7 +318,7 @@ class LocalWorkers(Processes):
 def _in_fork(
     body: Callable[[RunConfig], object], config: RunConfig, run_dir: RunDir, session_pid: int
 ) -> None:
-    die_with_session(session_pid)
+    die_with(session_pid)
     config.export()
     try:
         body(config)

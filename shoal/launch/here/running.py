@@ -111,12 +111,9 @@ def find_run(name: str) -> RunEntry:
     found = named or begins
     if len(found) == 1:
         return found[0]
-    if not known:
-        raise BadInput(f"there is no run {name!r}: none of yours runs on this host")
-    names = ", ".join(entry.name for entry in found or known)
-    if found:
-        raise BadInput(f"{name!r} is not the name of one run: {names}")
-    raise BadInput(f"there is no run {name!r}: {names} {'run' if len(known) > 1 else 'runs'} here")
+    names = ", ".join(entry.name for entry in found or known) or "none of yours"
+    what = f"{name!r} begins the names of several" if found else f"there is no run {name!r}"
+    raise BadInput(f"{what}: on this host runs {names}")
 
 
 def run_name(run_dir: RunDir) -> str:
@@ -287,16 +284,13 @@ def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -
 
 def wait_until_joined(run_dir: RunDir, worker: StartedWorker) -> None:
     """ShoalError where it has not taken its place: the run has finished, or it has failed."""
-    rank, incarnation = worker.rank, worker.incarnation
+    at = (worker.rank, worker.incarnation)
     while True:
-        is_there = run_dir.is_there()
-        has_ended = run_dir.has_ended(rank, incarnation)  # what it wrote before is final
-        if run_dir.read_return(rank, incarnation) is not None:
+        is_over = not run_dir.is_there() or run_dir.has_ended(*at)  # what it wrote is final
+        if run_dir.read_return(*at) is not None:
             return
-        if run_dir.late(rank, incarnation).exists():
-            raise ShoalError(f"worker {rank} has not joined: the run had finished when it came")
-        if not is_there:
-            raise ShoalError(f"the run has ended, and worker {rank} had not joined it by then")
-        if has_ended:
-            raise ShoalError(f"worker {rank} has exited and not joined: see the output of the run")
+        if is_over:
+            raise ShoalError(
+                f"worker {worker.rank} has not joined: the run had finished, or see its output"
+            )
         time.sleep(_LOOK_S)

@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -166,7 +166,7 @@ class WorkerAgent(Agent):
         self._sent: dict[str, str] = {}
 
     def run(self) -> None:
-        check_files(self.task.command)
+        check_script(self.task.command)
         port = self.task.master_port
         if port is None:
             port = free_port()
@@ -300,14 +300,6 @@ class ServerAgent(Agent):
                 pass
         finally:
             coordinator.close()
-
-
-def check_files(command: Sequence[str]) -> None:
-    """BadInput where this host does not have the script that the launcher has."""
-    try:
-        check_script(command)
-    except BadInput as error:
-        raise BadInput(f"{error}; every host needs it, as on a shared file system") from None
 
 
 def _command(task: HostTask) -> list[str]:

@@ -17,9 +17,8 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from shoal.errors import BadInput
@@ -77,7 +76,7 @@ class MachineProcess(Protocol):
         """SIGKILL to it and to what it has started, at once."""
 
 
-class Machines(Protocol):
+class Machines(AbstractContextManager["Machines"], Protocol):
     """A block: at its end every process that it started is gone, and what it made is removed."""
 
     @property
@@ -127,13 +126,6 @@ class Machines(Protocol):
         """
 
     def __enter__(self) -> Machines: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -225,10 +217,8 @@ class HostProcess:
     def _give(self, given: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(BrokenPipeError):  # it has exited: `wait` says how
+        with suppress(BrokenPipeError), stdin:  # it has exited: `wait` says how
             stdin.write(given)
-        with suppress(BrokenPipeError):
-            stdin.close()
 
     def _read(self) -> None:
         stdout = self._process.stdout
