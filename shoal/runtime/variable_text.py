@@ -91,17 +91,13 @@ def _write_servers(servers: int | tuple[str, ...]) -> str:
     return str(servers) if isinstance(servers, int) else ",".join(servers)
 
 
-def _read_rendezvous(name: str, text: str) -> str:
-    if not text.startswith(("file:///", "tcp://", "env://")):
-        raise BadInput(f"{name} is {text!r}: use file:///..., tcp://... or env://")
-    return text
+def _beginning(*beginnings: str) -> Codec:
+    def read(name: str, text: str) -> str:
+        if not text.startswith(beginnings):
+            raise BadInput(f"{name} is {text!r}: use {', '.join(f'{b}…' for b in beginnings)}")
+        return text
 
-
-def _read_coordinator(name: str, text: str) -> str:
-    if not text.startswith(("unix:", "tcp:", "etcd://", "etcds://")):
-        forms = "etcd://HOST:PORT,HOST:PORT or etcds://HOST:PORT (TLS)"
-        raise BadInput(f"{name} is {text!r}: use {forms}")
-    return text
+    return Codec(read, str)
 
 
 TEXT = Codec(lambda name, text: text, str)
@@ -114,8 +110,8 @@ LEASE = Codec(_read_lease, repr)
 FLAG = Codec(_read_flag, lambda flag: str(int(flag)))
 WORDS = Codec(_read_words, ",".join)
 SERVERS = Codec(_read_servers, _write_servers)  # how many, or their addresses
-RENDEZVOUS = Codec(_read_rendezvous, str)
-COORDINATOR = Codec(_read_coordinator, str)
+RENDEZVOUS = _beginning("file:///", "tcp://", "env://")
+COORDINATOR = _beginning("etcd://", "etcds://", "unix:", "tcp:")  # etcds: TLS
 RUN_DIR = Codec(lambda name, text: RunDir(Path(text)), lambda run_dir: str(run_dir.path))
 SECRET = Codec(lambda name, text: parse_secret(text, name), lambda secret: secret.hex())
 

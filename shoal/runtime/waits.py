@@ -138,7 +138,8 @@ class Watcher:
         noted = list(_noted.values())
         sources = [source for known in list(_sources) if (source := known()) is not None]
         seen = set()
-        for wait, noted_as in [*((n.current_wait(), n) for n in noted), *_asked(sources)]:
+        asked = [(wait, None) for source in sources if (wait := source.current_wait()) is not None]
+        for wait, noted_as in [*((n.current_wait(), n) for n in noted), *asked]:
             key = (wait.since_ns, wait.doing)
             seen.add(key)
             first_ns = wait.since_ns + int(self._config.notice_s * 1e9)
@@ -165,11 +166,6 @@ class Watcher:
         shortest_s = min(config.notice_s, config.repeat_s, config.limit_s or config.notice_s)
         while not self._over.wait(min(_LONGEST_PAUSE_S, shortest_s / 4)):
             self.look()
-
-
-def _asked(sources: list[WaitSource]) -> list[tuple[LongWait, None]]:
-    waits = [source.current_wait() for source in sources]
-    return [(wait, None) for wait in waits if wait is not None]
 
 
 class Backoff:

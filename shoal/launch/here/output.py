@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -26,7 +26,7 @@ def no_log(lines: bytes) -> None:
     """Without --logs."""
 
 
-class LogFiles:
+class LogFiles(ExitStack):
     """rank-0.log, server-1.log, launcher.log …: made at the start, written line by line.
 
     A disk that is full ends the files, and not the run.
@@ -34,6 +34,7 @@ class LogFiles:
 
     def __init__(self, folder: Path | None, appends: bool = False):
         """Files of an earlier run in the folder are replaced, unless this one continues it."""
+        super().__init__()
         self._mode = "ab" if appends else "wb"
         self._folder = folder
         self._files: dict[str, IO[bytes]] = {}
@@ -52,20 +53,10 @@ class LogFiles:
         if name not in self._files:
             path = self._folder / f"{name}.log"
             try:
-                self._files[name] = path.open(self._mode, buffering=0)
+                self._files[name] = self.enter_context(path.open(self._mode, buffering=0))
             except OSError as error:
                 raise BadInput(f"--logs: cannot write {path}: {error.strerror}") from error
         return lambda lines: self._write(name, lines)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def __enter__(self) -> LogFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self, name: str, lines: bytes) -> None:
         file = self._files[name]
