@@ -29,7 +29,7 @@ class PushTensors(NamedTuple):
     loss_flags: Tensor  # [partial sums, 1 + parameters]
 
 
-class UncommittedPush(NamedTuple):
+class PendingPush(NamedTuple):
     """A push that is complete, and not applied or dropped yet."""
 
     tensors: PushTensors
@@ -56,7 +56,7 @@ class PushBuffer:
         self.committed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
         self.rows: list[RowPush] = []  # that have been received, for the next push
-        self.staged: dict[int, UncommittedPush] = {}  # by sequence
+        self.staged: dict[int, PendingPush] = {}  # by sequence
 
     @property
     def arriving(self) -> PushTensors:
@@ -104,7 +104,7 @@ class PushBuffer:
     def commit(self, sequence: int, rows: Sequence[RowPush]) -> None:
         self.expect(sequence)
         self.committed = sequence
-        self.staged[sequence] = UncommittedPush(PushTensors(self.gradients, self.loss_flags), rows)
+        self.staged[sequence] = PendingPush(PushTensors(self.gradients, self.loss_flags), rows)
 
     def skip_to(self, sequence: int) -> None:
         """Pushes up to this one are lost; the present one stays in its memory."""
@@ -123,7 +123,7 @@ class PushBuffer:
     def take_rows_of(self, sequence: int) -> Sequence[RowPush]:
         tensors, rows = self.staged.get(sequence, (None, ()))
         if tensors is not None:
-            self.staged[sequence] = UncommittedPush(tensors, ())
+            self.staged[sequence] = PendingPush(tensors, ())
         return rows
 
     def release(self, sequence: int) -> None:

@@ -35,7 +35,7 @@ from shoal.server.messages import (
 )
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
-from shoal.server.model.push_buffer import PushBuffer, PushTensors, RowPush, UncommittedPush
+from shoal.server.model.push_buffer import PendingPush, PushBuffer, PushTensors, RowPush
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import NAMES
 from shoal.server.model.shard_state import get_state, restore_optimizer
@@ -290,7 +290,7 @@ def _install_worker(
     put_back(image.numbers, member, pushes)
     for sequence, rows in image.staged:
         tensors = PushTensors(next(source), next(source))
-        pushes.staged[sequence] = UncommittedPush(tensors, [_rows(batch, source) for batch in rows])
+        pushes.staged[sequence] = PendingPush(tensors, [_rows(batch, source) for batch in rows])
         if sequence == pushes.committed:
             pushes.install(tensors, recycles=False)
     member.residual = None if residual is None else bytearray(residual.numpy().tobytes())
