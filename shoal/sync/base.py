@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.counting import SentBytes, all_reduce_bytes
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
@@ -29,12 +30,42 @@ from shoal.runtime.config import RunConfig
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep
-from shoal.sync.traffic import StepTraffic
 
 if TYPE_CHECKING:
     from shoal.replica.split.shard import ReplicaShard
     from shoal.sync.movable_shards import MovableShards
     from shoal.sync.ps.worker import ServerSaves
+
+
+class StepTraffic(SentBytes):
+    """Counts steps, and the bytes that groups send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.plain_bytes = 0
+
+    def count(self, flat: FlatParams, group: Group) -> Group:
+        """`group` of replicas as it is now, whose calls are counted."""
+        self.plain_bytes = all_reduce_bytes(flat.grads.exchanged_bytes(), group.size)
+        return group.counted(self)
+
+    def report(self) -> dict[str, Any]:
+        """Bytes that this worker has sent, and what uncompressed ddp sends in a step."""
+        return {
+            "steps": self.steps,
+            "bytes_sent": self.total,
+            "bytes_per_step": self.total / max(1, self.steps),
+            "ddp_bytes_per_step": self.plain_bytes,
+        }
+
+    def summary(self) -> list[str]:
+        if not self.total or not self.steps:
+            return []
+        num_bytes = self.total / self.steps
+        return [
+            f"each worker sent {num_bytes:,.0f} bytes a step, where ddp sends "
+            f"{self.plain_bytes:,}: {self.plain_bytes / num_bytes:.1f} times less"
+        ]
 
 
 class Comeback(NamedTuple):

@@ -10,9 +10,8 @@ from torch import Tensor
 from shoal.replica.flat.layout import FlatLayout
 from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp
-from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs, under
+from shoal.sync.base import Replica, StepSettings, StepTraffic, Sync, SyncPlan, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.traffic import StepTraffic
 from shoal.transport.transport import Work
 
 

@@ -18,8 +18,7 @@ from shoal.schedules.buffer_layout import (
     must_settle,
     sharded_bucket_bytes,
 )
-from shoal.sync.base import Replica, Sync
-from shoal.sync.traffic import StepTraffic
+from shoal.sync.base import Replica, StepTraffic, Sync
 from shoal.sync.zero_update import ShardedUpdate
 from shoal.transport.transport import Work
 

@@ -28,8 +28,7 @@ from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerF
 from shoal.train.agreement import Agreement, JobMeetings
 from shoal.train.checkpoints.job import JobCheckpoints
 from shoal.train.job_state import JobState
-from shoal.train.own_loop.loop import OwnLoop
-from shoal.train.own_loop.methods import LoopMethods
+from shoal.train.own_loop.loop import LoopMethods, OwnLoop
 from shoal.train.own_loop.torch_hooks import OtherOptimizers
 from shoal.train.step.build import build_step
 from shoal.train.step.options import Count, StepFunctions, StepOptions

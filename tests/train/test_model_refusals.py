@@ -18,7 +18,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.train.step.model_checks import KnownParameters
+from shoal.train.step.prepare_model import KnownParameters
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.seeds import seeded

@@ -25,9 +25,8 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.sync.base import Ownership, Replica, Sync
 from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep, SharedGradScaler
 from shoal.train.step.cut_batch import BatchCutter
-from shoal.train.step.model_checks import hooked_module
 from shoal.train.step.options import StepFunctions, StepOptions
-from shoal.train.step.prepare_model import PreparedModel, prepare_model
+from shoal.train.step.prepare_model import PreparedModel, hooked_module, prepare_model
 from shoal.train.step.run_services import StepContext
 from shoal.train.step.step import Step
 

@@ -26,9 +26,8 @@ from shoal.strategy.base import SyncTerm
 from shoal.sync.base import Sync
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.step.cut_batch import BatchCutter, concurrent_batches, fraction_of
-from shoal.train.step.model_checks import KnownParameters
 from shoal.train.step.options import StepOptions
-from shoal.train.step.prepare_model import PreparedModel
+from shoal.train.step.prepare_model import KnownParameters, PreparedModel
 
 if TYPE_CHECKING:
     from shoal.embedding.module import Embedding
