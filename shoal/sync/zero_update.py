@@ -11,8 +11,7 @@ from shoal.comm.group import Group
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.sync.base import Replica
 from shoal.sync.ddp_exact import ExactReduce
-from shoal.sync.gather_optimizer import gather_optimizer
-from shoal.sync.movable_shards import MovableShards
+from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.transport.transport import Work
 
 

@@ -20,7 +20,7 @@ from shoal.replica.deferred_init import is_placeholder
 from shoal.replica.split.state_dicts import state_of
 from shoal.runtime.checkpoint_folders import damaged
 from shoal.server.model.expected_state import Form, Forms, expected_state, misfit
-from shoal.sync.gather_optimizer import parameter_groups
+from shoal.sync.movable_shards import parameter_groups
 
 
 def model_tensors(
