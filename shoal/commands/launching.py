@@ -11,9 +11,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from shoal.commands import options
 from shoal.errors import BadInput
@@ -84,87 +81,21 @@ EXAMPLES = ("digits", "gpt", "clicks")
 class WorkersOptions:
     """The options that `shoal run` and `shoal train` share."""
 
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", "-n", min=1, help="Number of workers.", show_default="1"),
-    ] = None
+    workers: options.RunWorkers = None
     strategy: options.Strategy = None
     seed: options.Seed = None
     device: options.Device = None
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            help="The GPUs to use, such as 0,1; implies --device cuda.", show_default="all"
-        ),
-    ] = None
+    gpus: options.Gpus = None
     trace: options.Trace = None
     slow: options.Slow = None
-    kill: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Kill a worker or server: 2@50 kills worker 2 at step 50, server:1@50 server 1; "
-            "repeatable."
-        ),
-    ] = None
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            help="Give up after so many seconds without a sign of a worker or server that is waited "
-            "for.",
-            show_default="1800; without end for servers",
-        ),
-    ] = None
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            help="Seconds that workers have after SIGTERM to end a step and to save.",
-            show_default="30",
-        ),
-    ] = None
-    report: Annotated[
-        Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
-    ] = None
-    restart: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=30_000,
-            help="Start workers that were killed again, so many times in all: they take their place "
-            "among the others at the present step (ddp, zero, localsgd, gossip with elastic=True, ps, "
-            "asynchronous gossip, hogwild). Servers with replicas are started again as often, each. "
-            "With 0 no process is. With --on: start all workers again.",
-            show_default="no worker, each server 3 times",
-        ),
-    ] = None
-    start: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Start so many of the workers now; `shoal join` starts the others, one at a time.",
-            show_default="all",
-        ),
-    ] = None
-    elastic: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MIN:MAX",
-            help="Let workers leave (crash, preemption) and join (--restart, `shoal join`) between two "
-            "steps, up to MAX; with fewer than MIN the run ends. -n or --start says how many there are "
-            "at first (default: MAX). Makes ddp ddp(elastic=True); so zero, localsgd, gossip. "
-            "Relaxed ps, hogwild and asynchronous gossip stay as they are, on this host.",
-            show_default=False,
-        ),
-    ] = None
-    server_checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR[:every=STEPS]",
-            help="Let the servers of ps save what they hold in DIR, every 100 steps or as many as "
-            "given, beside training; the last two stay.",
-        ),
-    ] = None
+    kill: options.Kill = None
+    timeout: options.Timeout = None
+    grace: options.Grace = None
+    report: options.Report = None
+    restart: options.Restart = None
+    start: options.Start = None
+    elastic: options.Elastic = None
+    server_checkpoint: options.ServerCheckpoint = None
 
     def resolved(self, command: Sequence[str]) -> WorkersOptions:
         """With the strategy that `-s auto` stands for, and the workers of --elastic."""

@@ -13,6 +13,10 @@ import typer
 
 Script = Annotated[str, typer.Argument(help="A script that calls shoal.run, or an example.")]
 Workers = Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers.")]
+RunWorkers = Annotated[
+    int | None,
+    typer.Option("--workers", "-n", min=1, help="Number of workers.", show_default="1"),
+]
 On = Annotated[
     str | None,
     typer.Option(
@@ -48,6 +52,10 @@ Seed = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="cuda where there is one")
 ]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="The GPUs to use, such as 0,1; implies --device cuda.", show_default="all"),
+]
 Trace = Annotated[
     Path | None, typer.Option(help="Write a Chrome trace here, and print where the time went.")
 ]
@@ -56,6 +64,52 @@ Slow = Annotated[
     typer.Option(
         help="Slow a worker or server down: 1:4x makes worker 1 four times slower, "
         "server:1:4x server 1; repeatable."
+    ),
+]
+Kill = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Kill a worker or server: 2@50 kills worker 2 at step 50, server:1@50 server 1; "
+        "repeatable."
+    ),
+]
+Restart = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=30_000,
+        help="Start workers that were killed again, so many times in all: they take their place "
+        "among the others at the present step (ddp, zero, localsgd, gossip with elastic=True, ps, "
+        "asynchronous gossip, hogwild). Servers with replicas are started again as often, each. "
+        "With 0 no process is. With --on: start all workers again.",
+        show_default="no worker, each server 3 times",
+    ),
+]
+Start = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Start so many of the workers now; `shoal join` starts the others, one at a time.",
+        show_default="all",
+    ),
+]
+Elastic = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIN:MAX",
+        help="Let workers leave (crash, preemption) and join (--restart, `shoal join`) between two "
+        "steps, up to MAX; with fewer than MIN the run ends. -n or --start says how many there are "
+        "at first (default: MAX). Makes ddp ddp(elastic=True); so zero, localsgd, gossip. "
+        "Relaxed ps, hogwild and asynchronous gossip stay as they are, on this host.",
+        show_default=False,
+    ),
+]
+ServerCheckpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR[:every=STEPS]",
+        help="Let the servers of ps save what they hold in DIR, every 100 steps or as many as "
+        "given, beside training; the last two stay.",
     ),
 ]
 Checkpoint = Annotated[
@@ -68,6 +122,26 @@ Checkpoint = Annotated[
 ]
 Resume = Annotated[
     bool, typer.Option(help="Continue from the latest checkpoint in --server-checkpoint.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Give up after so many seconds without a sign of a worker or server that is waited "
+        "for.",
+        show_default="1800; without end for servers",
+    ),
+]
+Grace = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Seconds that workers have after SIGTERM to end a step and to save.",
+        show_default="30",
+    ),
+]
+Report = Annotated[
+    Path | None, typer.Option(help="Write a JSON report here when the run has succeeded.")
 ]
 Logs = Annotated[
     Path | None,
