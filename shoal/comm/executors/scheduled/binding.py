@@ -6,6 +6,9 @@ before, and what is divided or copied back after.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -87,35 +90,92 @@ def _joined(views: list[Tensor]) -> Tensor:
     return first.as_strided((total,), (1,))
 
 
-class Binding:
-    """One call on one rank; `num_bytes` is V of the price.
+class Binding(NamedTuple):
+    """One call on one rank; `num_bytes` is V of the price, `like` what one rank gives or gets."""
 
-    `load` gives the tensors of the call to the slots, `store` takes the result from them. Both
-    run when the operation is carried out, not when it is called.
-    """
+    call: Call
+    rank: int
+    size: int
+    like: Tensor
+    unit_numel: int
+    num_bytes: int
 
-    def __init__(self, call: Call, rank: int, size: int):
-        self.call = call
-        self.rank = rank
-        self.size = size
-        self.like = self._piece()
-        self.unit_numel = self.like.numel()
-        self.num_bytes = self.like.nbytes * size
+    def load(self, slots: SlotBuffers) -> Callable[[], None]:
+        """Give the tensors of the call to the slots; returns what takes the result from them.
 
-    def load(self, slots: SlotBuffers) -> None:
-        raise NotImplementedError
+        Both are done when the operation is carried out, not when it is called.
+        """
+        if self.call.kind in ("gather", "all_gather"):
+            return self._gather(slots)
+        if self.call.kind == "scatter":
+            return self._scatter(slots)
+        if self.call.kind == "reduce_scatter":
+            return self._reduce_scatter(slots)
+        return (self._all_to_all if self.call.kind == "all_to_all" else self._vector)(slots)
 
-    def store(self) -> None:
-        raise NotImplementedError
+    def _vector(self, slots: SlotBuffers) -> Callable[[], None]:
+        """broadcast, reduce, all_reduce, scan: the vector is changed where it lies."""
+        kind, op, out = self.call.kind, self.call.op, _tensor(self.call.out)
+        is_input_kept = kind == "reduce" and self.rank != self.call.root
+        if self.call.out is not self.call.data:
+            out.detach().copy_(self.like.detach().reshape(out.shape))
+        target = FlatTensor(out, copy=is_input_kept)
+        slots.bind(0, target.flat)
 
-    def _piece(self) -> Tensor:
-        """What one rank gives or gets."""
-        piece = self.call.out if self.call.data is None else self.call.data
-        return _tensor(piece)
+        def store() -> None:
+            if kind == "exclusive_scan" and self.rank == 0:
+                fill_identity(target.flat, op)
+            elif op is Op.MEAN:
+                counts = {"scan": self.rank + 1, "exclusive_scan": self.rank, "broadcast": 1}
+                divide(target.flat, counts.get(kind, self.size))
+            target.store()
 
-    @property
-    def _is_root(self) -> bool:
-        return self.rank == self.call.root
+        return _nothing if is_input_kept else store
+
+    def _gather(self, slots: SlotBuffers) -> Callable[[], None]:
+        given = FlatTensor(self.like).flat
+        if self.call.out is None:
+            slots.bind(self.rank, given)
+            return _nothing
+        target = FlatTensor(self.call.out)
+        self._bind_rows(slots, target)[self.rank].copy_(given)
+        return target.store
+
+    def _scatter(self, slots: SlotBuffers) -> Callable[[], None]:
+        target = FlatTensor(self.like)
+        if self.call.data is None:
+            slots.bind(self.rank, target.flat)
+        else:
+            rows = self._bind_rows(slots, FlatTensor(self.call.data))
+            target.flat.copy_(rows[self.rank])
+        return target.store
+
+    def _reduce_scatter(self, slots: SlotBuffers) -> Callable[[], None]:
+        """`data` is left as it was: the sums grow in a copy of it."""
+        assert self.call.data is not None
+        total = self._bind_rows(slots, FlatTensor(self.call.data, copy=True))[self.rank]
+
+        def store() -> None:
+            if self.call.op is Op.MEAN:
+                divide(total, self.size)
+            self.like.detach().copy_(total.view(self.like.shape))
+
+        return store
+
+    def _all_to_all(self, slots: SlotBuffers) -> Callable[[], None]:
+        data, out = self.call.data, self.call.out
+        assert data is not None and out is not None
+        tensors = isinstance(data, Tensor) and isinstance(out, Tensor)  # lists are copied anyway
+        copy = tensors and share_storage(_tensor(out), _tensor(data))
+        given = FlatTensor(data, copy).rows(self.size)
+        target = FlatTensor(out)
+        taken = target.rows(self.size)
+        for peer in range(self.size):
+            slots.bind(self.rank * self.size + peer, given[peer])
+            if peer != self.rank:
+                slots.bind(peer * self.size + self.rank, taken[peer])
+        taken[self.rank].copy_(given[self.rank])
+        return target.store
 
     def _bind_rows(self, slots: SlotBuffers, buffer: FlatTensor) -> Tensor:
         """Piece r of the buffer is unit r; returns the pieces as rows."""
@@ -125,117 +185,16 @@ class Binding:
         return rows
 
 
-class VectorBinding(Binding):
-    """broadcast, reduce, all_reduce, scan: the vector is changed where it lies."""
-
-    def __init__(self, call: Call, rank: int, size: int):
-        super().__init__(call, rank, size)
-        self.num_bytes = self.like.nbytes
-        self._is_input_kept = call.kind == "reduce" and not self._is_root
-
-    def load(self, slots: SlotBuffers) -> None:
-        out = _tensor(self.call.out)
-        if self.call.out is not self.call.data:
-            out.detach().copy_(self.like.detach().reshape(out.shape))
-        self._target = FlatTensor(out, copy=self._is_input_kept)
-        slots.bind(0, self._target.flat)
-
-    def store(self) -> None:
-        if self._is_input_kept:
-            return
-        kind = self.call.kind
-        if kind == "exclusive_scan" and self.rank == 0:
-            fill_identity(self._target.flat, self.call.op)
-        elif self.call.op is Op.MEAN:
-            counts = {"scan": self.rank + 1, "exclusive_scan": self.rank, "broadcast": 1}
-            divide(self._target.flat, counts.get(kind, self.size))
-        self._target.store()
-
-
-class GatherBinding(Binding):
-    def load(self, slots: SlotBuffers) -> None:
-        given = FlatTensor(self.like).flat
-        if self.call.out is None:
-            slots.bind(self.rank, given)
-            return
-        self._target = FlatTensor(self.call.out)
-        self._bind_rows(slots, self._target)[self.rank].copy_(given)
-
-    def store(self) -> None:
-        if self.call.out is not None:
-            self._target.store()
-
-
-class ScatterBinding(Binding):
-    def load(self, slots: SlotBuffers) -> None:
-        self._target = FlatTensor(self.like)
-        if self.call.data is None:
-            slots.bind(self.rank, self._target.flat)
-        else:
-            rows = self._bind_rows(slots, FlatTensor(self.call.data))
-            self._target.flat.copy_(rows[self.rank])
-
-    def store(self) -> None:
-        self._target.store()
-
-    def _piece(self) -> Tensor:
-        return _tensor(self.call.out)
-
-
-class ReduceScatterBinding(Binding):
-    """`data` is left as it was: the sums grow in a copy of it."""
-
-    def load(self, slots: SlotBuffers) -> None:
-        assert self.call.data is not None
-        self._rows = self._bind_rows(slots, FlatTensor(self.call.data, copy=True))
-
-    def store(self) -> None:
-        total = self._rows[self.rank]
-        if self.call.op is Op.MEAN:
-            divide(total, self.size)
-        self.like.detach().copy_(total.view(self.like.shape))
-
-    def _piece(self) -> Tensor:
-        return _tensor(self.call.out)
-
-
-class AllToAllBinding(Binding):
-    def __init__(self, call: Call, rank: int, size: int):
-        super().__init__(call, rank, size)
-        self.num_bytes = num_bytes(call.data)
-        self.unit_numel = self.num_bytes // self.like.element_size() // size
-
-    def load(self, slots: SlotBuffers) -> None:
-        assert self.call.data is not None and self.call.out is not None
-        copy = _share_storage(self.call.out, self.call.data)
-        given = FlatTensor(self.call.data, copy).rows(self.size)
-        self._target = FlatTensor(self.call.out)
-        taken = self._target.rows(self.size)
-        for peer in range(self.size):
-            slots.bind(self.rank * self.size + peer, given[peer])
-            if peer != self.rank:
-                slots.bind(peer * self.size + self.rank, taken[peer])
-        taken[self.rank].copy_(given[self.rank])
-
-    def store(self) -> None:
-        self._target.store()
-
-    def _piece(self) -> Tensor:
-        data = self.call.data
-        return data if isinstance(data, Tensor) else _tensor(data[0] if data else None)
-
-
-_BINDINGS: dict[str, type[Binding]] = {
-    "gather": GatherBinding,
-    "all_gather": GatherBinding,
-    "scatter": ScatterBinding,
-    "reduce_scatter": ReduceScatterBinding,
-    "all_to_all": AllToAllBinding,
-}
-
-
 def bind(call: Call, rank: int, size: int) -> Binding:
-    return _BINDINGS.get(call.kind, VectorBinding)(call, rank, size)
+    is_taken = call.data is None or call.kind in ("scatter", "reduce_scatter")
+    operand = call.out if is_taken else call.data
+    like = _tensor(operand[0] if isinstance(operand, list) else operand)
+    if call.kind == "all_to_all":
+        whole = num_bytes(call.data)
+        return Binding(call, rank, size, like, whole // like.element_size() // size, whole)
+    is_vector = call.kind not in ("gather", "all_gather", "scatter", "reduce_scatter")
+    whole = like.nbytes if is_vector else like.nbytes * size
+    return Binding(call, rank, size, like, like.numel(), whole)
 
 
 def _tensor(operand: Operand | None) -> Tensor:
@@ -243,7 +202,5 @@ def _tensor(operand: Operand | None) -> Tensor:
     return operand
 
 
-def _share_storage(out: Operand, data: Operand) -> bool:
-    if isinstance(out, Tensor) and isinstance(data, Tensor):
-        return share_storage(out, data)
-    return False  # lists are copied in any case
+def _nothing() -> None:
+    return None

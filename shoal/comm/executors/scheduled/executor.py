@@ -185,11 +185,11 @@ class Scheduled(Executor):
 
     def _run(self, program: Program, binding: Binding, tag: int) -> None:
         slots = SlotBuffers(program.collective, binding.unit_numel, binding.like)
-        binding.load(slots)
+        store = binding.load(slots)
         chunk_bytes = int(program.collective.chunk_bytes(binding.num_bytes))
         segments = segments_for(chunk_bytes, self._segment_bytes)
         Interpreter(program, slots, self._transport, tag, binding.call.op, segments).run()
-        binding.store()
+        store()
 
     def _exchange(self, call: Call, counts_tag: int, tag: int) -> None:
         """Pieces of any size: each goes straight to its rank, once all agree about all of them."""
