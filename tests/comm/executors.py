@@ -77,14 +77,8 @@ ON_WAIT = few_or_all((1, 3), (1, 2, 3, 5))
 IN_BACKGROUND = few_or_all((2, 5), (1, 2, 3, 5))
 EXECUTORS: dict[str, Run] = {
     "solo": solo,
-    **{
-        f"scheduled on wait, {size} ranks": scheduled(size, False)
-        for size in few_or_all((1, 3), (1, 2, 3, 5))
-    },
-    **{
-        f"scheduled in background, {size} ranks": scheduled(size, True)
-        for size in few_or_all((2, 5), (1, 2, 3, 5))
-    },
+    **{f"scheduled on wait, {size} ranks": scheduled(size, False) for size in ON_WAIT},
+    **{f"scheduled in background, {size} ranks": scheduled(size, True) for size in IN_BACKGROUND},
     "scheduled, traced": scheduled(2, True, traced),
     "scheduled, counted": scheduled(3, True, counted),
 }

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import entry_points
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -144,61 +143,46 @@ def test_monitored_barriers_of_other_backends_are_torchs_own(tmp_path: Path) -> 
     assert "Rank 1 failed to pass monitoredBarrier in 200 ms" in on_backend(tmp_path, body)[0]
 
 
-def _barrier_of_a_group(rank: int) -> Any:
-    few = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
-    return lambda: dist.barrier(few)
+SHORT = timedelta(seconds=0.2)
 
 
-def _barrier_with_a_timeout(rank: int) -> Any:
-    return lambda: dist.barrier(timeout=timedelta(seconds=0.2))
-
-
-def _options_of_one_call(rank: int) -> Any:
-    options = dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=0.2)
-    assert dist.group.WORLD is not None
-    return lambda: dist.group.WORLD.allreduce([torch.zeros(3)], options).wait()  # type: ignore[union-attr]
-
-
-def _timeout_of_a_wait(rank: int) -> Any:
-    work = dist.all_reduce(torch.zeros(3), async_op=True) if rank == 0 else None
-    return lambda: work and work.wait(timedelta(seconds=0.2))
-
-
-def _receive_with_a_timeout(rank: int) -> Any:
-    work = dist.irecv(torch.zeros(3), 1) if rank == 0 else None
-    return lambda: work and work.wait(timedelta(seconds=0.2))
-
-
-def _timeout_that_was_set(rank: int) -> Any:
-    assert dist.group.WORLD is not None
-    dist.group.WORLD.set_timeout(timedelta(seconds=0.2))
+def _given_a_timeout(kind: str, rank: int) -> Callable[[], Any]:
+    """What rank 0 calls in vain; both ranks make what it needs."""
+    world: Any = dist.group.WORLD
+    if kind == "group":
+        return partial(dist.barrier, dist.new_group([0, 1], timeout=SHORT))
+    if kind == "world":
+        world.set_timeout(SHORT)
+    if kind == "options":
+        options = dist.AllreduceOptions()
+        options.timeout = SHORT
+        return lambda: world.allreduce([torch.zeros(3)], options).wait()
+    if rank == 0 and kind in ("wait", "receive"):
+        begin = (
+            partial(dist.all_reduce, async_op=True)
+            if kind == "wait"
+            else partial(dist.irecv, src=1)
+        )
+        return partial(begin(torch.zeros(3)).wait, SHORT)  # type: ignore[operator]
     return dist.barrier
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("kind", "sentence"),
     [
-        (_barrier_of_a_group, "rank 0 lost rank 1 after 0.2 s in barrier #1 (no answer before"),
-        pytest.param(
-            *(_barrier_with_a_timeout, "rank 0 lost rank 1 after 0.2 s in barrier #"),
-            marks=pytest.mark.skipif(
-                "timeout" not in signature(dist.barrier).parameters,
-                reason="this torch has no timeout of a single barrier",
-            ),
-        ),
-        (_options_of_one_call, "rank 0 lost rank 1 after 0.2 s in all_reduce #"),
-        (_timeout_of_a_wait, "Timed out waiting 200ms"),
-        (_receive_with_a_timeout, "rank 0 lost rank 1 after 0.2 s in recv from 1, tag 0"),
-        (_timeout_that_was_set, "rank 0 lost rank 1 after 0.2 s in barrier #"),
+        ("group", "rank 0 lost rank 1 after 0.2 s in barrier #1 (no answer before"),
+        ("world", "rank 0 lost rank 1 after 0.2 s in barrier #"),
+        ("options", "rank 0 lost rank 1 after 0.2 s in all_reduce #"),
+        ("wait", "Timed out waiting 200ms"),
+        ("receive", "rank 0 lost rank 1 after 0.2 s in recv from 1, tag 0"),
     ],
 )
-def test_timeouts(tmp_path: Path, given: Callable[[int], Any], sentence: str) -> None:
+def test_timeouts(tmp_path: Path, kind: str, sentence: str) -> None:
     """Rank 1 does not call it; its answer comes before rank 0 has waited in vain."""
 
     def body(rank: int) -> str:
         dist.barrier()
-        call = given(rank)
+        call = _given_a_timeout(kind, rank)
         return "" if rank else _error_of(call)
 
     assert sentence in on_backend(tmp_path, body, ends_well=False)[0]
