@@ -151,6 +151,10 @@ class Connection:
             taken = bytes(self._left[:count])
             self._left = self._left[count:]
             return taken
+        if count <= _CHUNK_BYTES:
+            whole = bytearray(count)
+            self.read_into(memoryview(whole))
+            return bytes(whole)
         data = bytearray()
         while len(data) < count:
             chunk = bytearray(min(_CHUNK_BYTES, count - len(data)))
