@@ -45,10 +45,6 @@ def ignore(bucket: slice) -> None:
 # -------------------------------------------------------------------------- schedule
 
 
-def test_the_schedule_of_three_microbatches() -> None:
-    assert list(map(str, accumulate(1, 0, 3))) == ["F0", "B0", "F1", "B1", "F2", "B2"]
-
-
 def test_accumulation_has_one_stage() -> None:
     with pytest.raises(ValueError, match="one stage, not stage 1 of 2"):
         accumulate(2, 1, 4)
@@ -251,18 +247,6 @@ def test_masks_are_those_of_the_microbatch_seed() -> None:
     one, two = model.masks[:2]
     assert one != two
     assert model.masks == [one, two, two, one, one, two]
-
-
-def test_dropout_that_is_switched_on_later_draws_from_its_own_stream_too() -> None:
-    model = Noisy(p=0.0)
-    engine = engine_of(model, 2, mean_of)
-    engine.run(noise([1, 2]), ignore)
-    model.p = 0.5
-    before = torch.get_rng_state()
-    for _ in range(2):
-        engine.run(noise([1, 2]), ignore)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert model.masks[2:4] == model.masks[4:6]
 
 
 class LonelyRank(Solo):

@@ -49,14 +49,6 @@ def test_every_parameter_starts_on_a_line_of_64_bytes(n: list[int], dtype: torch
     assert all(a.stop <= b.start for a, b in itertools.pairwise(flat.ranges))
 
 
-def test_parameters_keep_their_values() -> None:
-    model = mlp()
-    same = mlp()
-    FlatParams(model.named_parameters())
-    for name, tensor in same.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor)
-
-
 def test_parameters_become_views_of_the_buffer() -> None:
     model = mlp()
     flat = FlatParams(model.named_parameters())

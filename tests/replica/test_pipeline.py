@@ -96,11 +96,6 @@ def test_as_many_activations_live_as_the_proof_says(world: World, schedule: str)
     assert found == list(prove(pipeline).peak_live)
 
 
-def test_1f1b_holds_as_many_micro_batches_as_stages_where_gpipe_holds_all(world: World) -> None:
-    assert peaks(world, "pp(3, microbatches=8)", 3, 3) == [3, 2, 1]
-    assert peaks(world, 'pp(3, schedule="gpipe", microbatches=8)', 3, 3) == [8, 8, 8]
-
-
 def test_recomputing_keeps_one_graph_at_a_time(world: World) -> None:
     for schedule in ("gpipe", "1f1b"):
         strategy = f'pp(3, schedule="{schedule}", microbatches=8, recompute=True)'

@@ -32,55 +32,39 @@ class ReplicaGradNorm:
     a tensor are added up; and over the stages.
     """
 
-    def __init__(
-        self,
-        index_of: Mapping[nn.Parameter, int],
-        num_parameters: int,
-        is_counted_here: Callable[[nn.Parameter], bool],
-        *,
-        shards: Group | None = None,
-        tensor: TensorSplit | None = None,
-        experts: ExpertSplit | None = None,
-        stages: Group | None = None,
-    ):
-        self._index_of = index_of
-        self._num = num_parameters
-        self._is_counted_here = is_counted_here
-        self._shards = shards
-        self._tensor = tensor
-        self._experts = experts
-        self._stages = stages
-        self._like = next(iter(index_of)).detach()
+    def __init__(self, shard: ReplicaShard, dp: Group | None):
+        """`dp` are the replicas, where each of them has a shard of the gradient, too."""
+        self._shard = shard
+        self._dp = dp
+        self._index_of = {p: shard.index_of[p] for _, p in shard.named}
 
     @torch.no_grad()
     def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
         """The total norm; `params` are those of this worker."""
-        counted = [p for p in params if p.grad is not None and self._is_counted_here(p)]
-        grads = [p.grad for p in counted if p.grad is not None]
-        norms = torch._foreach_norm(grads) if grads else []
-        return self.of(dict(zip(counted, norms, strict=True)))
+        grads = {p: p.grad for p in params if p.grad is not None}
+        grads = {p: grad for p, grad in grads.items() if self._shard.is_counted_here(p)}
+        norms = torch._foreach_norm(list(grads.values())) if grads else []
+        return self.of(dict(zip(grads, norms, strict=True)))
 
     @torch.no_grad()
     def of(self, norm_of: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """The total norm from the norm of each gradient of this worker."""
-        counted = [p for p in norm_of if self._is_counted_here(p)]
-        norms = self._like.new_zeros(self._num)
+        shard = self._shard
+        counted = [p for p in norm_of if shard.is_counted_here(p)]
+        norms = next(iter(self._index_of)).detach().new_zeros(len(shard.index_of))
         if counted:
             indices = torch.tensor([self._index_of[p] for p in counted], device=norms.device)
             norms[indices] = torch.stack([norm_of[p] for p in counted]).to(norms)
-        if self._shards is not None:
-            self._shards.all_reduce(norms).wait()
-        if self._tensor is not None:
-            slices = [
-                index
-                for p, index in self._index_of.items()
-                if self._tensor.is_slice(p) and self._is_counted_here(p)
-            ]
-            norms = _combine(norms, slices, self._tensor.group)
-        if self._experts is not None:
-            norms = _combine(norms, self._experts.slice_indices, self._experts.group)
-        if self._stages is not None:
-            self._stages.all_reduce(norms).wait()
+        if self._dp is not None:
+            self._dp.all_reduce(norms).wait()
+        tensor, experts = shard.tensor, shard.experts
+        if tensor is not None:
+            here = [(p, i) for p, i in self._index_of.items() if shard.is_counted_here(p)]
+            norms = _combine(norms, [i for p, i in here if tensor.is_slice(p)], tensor.group)
+        if experts is not None:
+            norms = _combine(norms, experts.slice_indices, experts.group)
+        if shard.pipeline is not None:
+            shard.pipeline.all_reduce(norms).wait()
         total: Tensor = torch.linalg.vector_norm(norms)
         return total
 
@@ -101,6 +85,7 @@ class ReplicaShard:
 
     tensor: TensorSplit | None = None
     experts: ExpertSplit | None = None
+    pipeline: Group | None = None  # the stages
     context: SequenceContext | None = None  # where workers have other positions of sequences
     token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext  # that `check` computes in
@@ -109,6 +94,7 @@ class ReplicaShard:
     def __init__(self, model: nn.Module):
         self.model = model
         self.named = list(model.named_parameters())
+        self.index_of = {p: index for index, p in enumerate(model.parameters())}
 
     @property
     def compute_module(self) -> nn.Module | None:
@@ -137,21 +123,13 @@ class ReplicaShard:
         self.named = experts.held(self.named)
 
     def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
-        """Computes the norm of the full gradient, where this worker has a shard of it.
+        """Computes the norm of the full gradient, where this worker has a shard of it."""
+        is_whole = self.tensor is None and self.pipeline is None and not self.token_axes
+        return None if is_whole else ReplicaGradNorm(self, dp)
 
-        `dp` are the replicas, where each of them has a shard of the gradient, too.
-        """
-        if self.tensor is None and not self.token_axes:
-            return None
-        index_of = {p: index for index, p in enumerate(self.model.parameters())}
-        return ReplicaGradNorm(
-            {p: index_of[p] for _, p in self.named},
-            len(index_of),
-            lambda p: True,
-            shards=dp,
-            tensor=self.tensor,
-            experts=self.experts,
-        )
+    def is_counted_here(self, parameter: nn.Parameter) -> bool:
+        """True on one of the stages that hold it: what is a sum over all of them counts it once."""
+        return True
 
     def cut_dims(self) -> dict[nn.Parameter, int]:
         """The parameters of which this worker has a slice, and along which dimension."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.objects import PytreeChannel, all_equal
 from shoal.errors import BadInput, NotBuilt
@@ -24,7 +23,7 @@ from shoal.replica.pipeline.balance import measured_by_rank_0
 from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.split.shard import ReplicaGradNorm, ReplicaShard
+from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.stage_check import StageCheck, evaluating
 from shoal.replica.split.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
@@ -52,7 +51,6 @@ class TiedWeights:
         self._counted_ids = {id(p) for name, p in named if first[name] == channel.group.rank}
 
     def is_counted_here(self, parameter: nn.Parameter) -> bool:
-        """True on one of the holders: what is a sum over all stages counts it once."""
         return id(parameter) in self._counted_ids
 
     def reduce_grads(self) -> None:
@@ -97,7 +95,7 @@ class StageShard(ReplicaShard):
     ):
         self.model = model
         self.pp = pp
-        self.group = mesh.pp
+        self.group = self.pipeline = mesh.pp
         self._is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
         seconds = None
         if pp.balance == "measured" and pp.cuts is None:
@@ -105,13 +103,11 @@ class StageShard(ReplicaShard):
         chunks = schedule(pp.schedule).num_chunks(pp.chunks)
         self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
         self._check_same_cuts(device)
-        index_of = {p: index for index, p in enumerate(model.parameters())}
+        self.index_of = {p: index for index, p in enumerate(model.parameters())}
         filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
         self.named = self.stages.keep(self.group.rank, filled)
         self.channel = PytreeChannel(self.group, device)
         self.tied = TiedWeights(self.named, self.stages.holders, self.channel)
-        self._num_parameters = len(index_of)
-        self._index_of = {p: index_of[p] for _, p in self.named}
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
@@ -127,16 +123,8 @@ class StageShard(ReplicaShard):
         self.context = context
         self.stages.context = context
 
-    def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
-        return ReplicaGradNorm(
-            self._index_of,
-            self._num_parameters,
-            self.tied.is_counted_here,
-            shards=dp,
-            tensor=self.tensor,
-            experts=self.experts,
-            stages=self.group,
-        )
+    def is_counted_here(self, parameter: nn.Parameter) -> bool:
+        return self.tied.is_counted_here(parameter)
 
     @property
     def compute_module(self) -> nn.Module | None:
