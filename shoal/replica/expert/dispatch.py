@@ -63,10 +63,7 @@ class Dispatch:
     """The journey of the rows of one call of a mixture."""
 
     def __init__(self, placement: ExpertPlacement, experts: Tensor, called: Tensor | None = None):
-        """`experts` is the expert of each row. All ranks of the group make it together.
-
-        `called` marks experts that are called, some of them perhaps without a row.
-        """
+        """Made by all ranks; `called` marks experts that are called, perhaps without a row."""
         self._group = placement.group
         self.rows = experts.numel()
         experts = placement.keep(experts)

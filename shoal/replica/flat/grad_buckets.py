@@ -143,11 +143,7 @@ class GradBuckets:
             self.header[0] = loss
 
     def arm(self, on_bucket: OnBucket) -> None:
-        """The next backward is the last of this step: call `on_bucket(slice)` as buckets fill up.
-
-        Buckets are reported in index order, the same on every rank, whatever order the
-        gradients come in.
-        """
+        """Report full buckets of the next backward in index order, the same on every rank."""
         if not self.buckets:
             return
         self._on_bucket = on_bucket
@@ -173,11 +169,7 @@ class GradBuckets:
             p.grad = None
 
     def publish(self) -> None:
-        """Hand the reduced gradients to the parameters, for the optimizer.
-
-        A parameter that got no gradient on any rank keeps None, as on a single device: its
-        momentum and weight decay stay untouched.
-        """
+        """Hand reduced gradients to the parameters; one that has none on any rank keeps None."""
         for i, p in enumerate(self.layout.params):
             p.grad = self._views[i] if self._arrived[i] or self.header[1 + i] > 0 else None
 

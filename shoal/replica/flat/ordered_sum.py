@@ -47,10 +47,7 @@ def runs_of(microbatches: int, replicas: int) -> list[Node]:
 
 
 def add_leaf(root: Node, start: int, sums: dict[Node, Tensor], leaf: Tensor) -> None:
-    """Add the next leaf of a run that begins at `start`.
-
-    Sums are folded as soon as two children of one node stand side by side.
-    """
+    """Add the next leaf of a run from `start`; two children of one node are folded at once."""
     done = max((node[1] for node in sums), default=start)
     sums[done, done + 1] = leaf.clone()
     for node in full_subtrees(root, (start, done + 1)):

@@ -174,10 +174,7 @@ class ShardedParams(FlatParams):
         return self.held.view(i, self.shard_data)
 
     def take_shards(self, held: HeldShards, data: Tensor) -> None:
-        """The group has other ranks: this one holds these shards now, with values in `data`.
-
-        What was being gathered is dropped.
-        """
+        """The group has changed: this rank holds these shards now, with values in `data`."""
         self.is_full = False
         self.data = data.new_zeros(0)
         self._hold(held, data)

@@ -98,10 +98,7 @@ _ROUNDS = 3
 
 @torch.no_grad()
 def module_seconds(model: nn.Module, inputs: Any, device: torch.device) -> dict[str, float]:
-    """The time of every module's forward, those inside it included; the best of a few rounds.
-
-    The model is in evaluation mode, so that it keeps nothing of it.
-    """
+    """The time of every module's forward in evaluation mode; the best of a few rounds."""
     best: dict[str, float] = {}
     with preserve_modes(model), fork_rng(device):
         model.eval()

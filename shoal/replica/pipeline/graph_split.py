@@ -60,10 +60,7 @@ class TracedForward:
         return [node for node in before if self._last_use[node] >= index]
 
     def cost(self, node: fx.Node, seconds: Mapping[str, float] | None = None) -> float:
-        """Multiplications of one position, about: the weights that are not only looked up.
-
-        Where they are known, the seconds that a module takes.
-        """
+        """Seconds where they are known; else weights that are not only looked up."""
         if seconds is not None:
             return seconds.get(str(node.target), 0.0) if node.op == "call_module" else 0.0
         if node.op == "call_module":
@@ -293,10 +290,7 @@ class GraphSplit:
     # ------------------------------------------------------------------ chosen cuts
 
     def _candidates(self) -> dict[str, int]:
-        """The modules that can begin a stage, each with the index of its first call.
-
-        Each has something to train, and so has what is before the first of them.
-        """
+        """The modules that can begin a stage, each with the index of its first call."""
         traced = self._trace(self._required)
         first_calls: dict[str, int] = {}
         for index, node in enumerate(traced.nodes):

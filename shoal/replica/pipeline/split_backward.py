@@ -69,10 +69,7 @@ class SplitBackward:
 def junctions(
     roots: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[NodeOutput], dict[Node, list[Tensor]] | None]:
-    """Where weights join: the outputs of those nodes, and the weights of each.
-
-    None for the weights: one joins at several nodes.
-    """
+    """Outputs of nodes where weights join, and the weights; None if one joins at several."""
     input_ids = {id(leaf) for leaf in inputs}
     starts = _outputs_of(roots)
     outputs: dict[NodeOutput, None] = {}

@@ -36,7 +36,6 @@ class ReplicaGradNorm:
         """`dp` are the replicas, where each of them has a shard of the gradient, too."""
         self._shard = shard
         self._dp = dp
-        self._index_of = {p: shard.index_of[p] for _, p in shard.named}
 
     @torch.no_grad()
     def __call__(self, params: Sequence[nn.Parameter]) -> Tensor:
@@ -51,15 +50,15 @@ class ReplicaGradNorm:
         """The total norm from the norm of each gradient of this worker."""
         shard = self._shard
         counted = [p for p in norm_of if shard.is_counted_here(p)]
-        norms = next(iter(self._index_of)).detach().new_zeros(len(shard.index_of))
+        norms = next(iter(shard.index_of)).detach().new_zeros(shard.num_parameters)
         if counted:
-            indices = torch.tensor([self._index_of[p] for p in counted], device=norms.device)
+            indices = torch.tensor([shard.index_of[p] for p in counted], device=norms.device)
             norms[indices] = torch.stack([norm_of[p] for p in counted]).to(norms)
         if self._dp is not None:
             self._dp.all_reduce(norms).wait()
         tensor, experts = shard.tensor, shard.experts
         if tensor is not None:
-            here = [(p, i) for p, i in self._index_of.items() if shard.is_counted_here(p)]
+            here = [(p, i) for p, i in shard.index_of.items() if shard.is_counted_here(p)]
             norms = _combine(norms, [i for p, i in here if tensor.is_slice(p)], tensor.group)
         if experts is not None:
             norms = _combine(norms, experts.slice_indices, experts.group)
@@ -94,7 +93,9 @@ class ReplicaShard:
     def __init__(self, model: nn.Module):
         self.model = model
         self.named = list(model.named_parameters())
-        self.index_of = {p: index for index, p in enumerate(model.parameters())}
+        self.num_parameters = len(self.named)
+        # of the parameters that are here, their places in the whole model
+        self.index_of = {p: index for index, (_, p) in enumerate(self.named)}
 
     @property
     def compute_module(self) -> nn.Module | None:
@@ -121,6 +122,7 @@ class ReplicaShard:
     def split_experts(self, experts: ExpertSplit) -> None:
         self.experts = experts
         self.named = experts.held(self.named)
+        self.index_of = {p: self.index_of[p] for _, p in self.named}
 
     def total_norm(self, dp: Group | None) -> ReplicaGradNorm | None:
         """Computes the norm of the full gradient, where this worker has a shard of it."""

@@ -167,10 +167,7 @@ class SplitModel(NamedTuple):
         return [answer > 0 for answer in answers.tolist()]
 
     def gradient_here(self, name: str, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
-        """What this rank should have got: of experts here that of all tokens, else that of its own.
-
-        All ranks call it.
-        """
+        """What this rank should have got: of experts here that of all tokens. All ranks call it."""
         experts = self.experts
         if experts is None or not experts.is_of_expert(name):
             return None if gradient is None else self.part(name, gradient)

@@ -103,9 +103,11 @@ class StageShard(ReplicaShard):
         chunks = schedule(pp.schedule).num_chunks(pp.chunks)
         self.stages = Stages(model, self.group.size, chunks, pp.cuts, seconds)
         self._check_same_cuts(device)
-        self.index_of = {p: index for index, p in enumerate(model.parameters())}
+        index_of = {p: index for index, p in enumerate(model.parameters())}
         filled = with_values_of_rank_0(deferred.fill_in_turn(model, device), mesh.world)
         self.named = self.stages.keep(self.group.rank, filled)
+        self.num_parameters = len(index_of)
+        self.index_of = {p: index_of[p] for _, p in self.named}
         self.channel = PytreeChannel(self.group, device)
         self.tied = TiedWeights(self.named, self.stages.holders, self.channel)
 

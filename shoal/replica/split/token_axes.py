@@ -67,10 +67,7 @@ class TokenAxes:
             _sum_in_place([*tensors, *([] if header is None else [header])], axis.group)
 
     def sum_parameter_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Sum what backward has put at the parameters.
-
-        A parameter that has no gradient on any rank keeps None.
-        """
+        """Sum what backward has put at the parameters; what has none on any rank keeps None."""
         for axis in self.axes:
             copies = [p for p in params if not axis.is_slice(p)]
             has_grad = torch.tensor([float(p.grad is not None) for p in copies])

@@ -330,10 +330,7 @@ def carried_blocks(styles: Mapping[str, str]) -> Iterator[SplitBlock]:
 
 
 def expert_shards(module: nn.Module, ranks: int) -> dict[str, ShardSpec] | None:
-    """Experts as one tensor per layer: (experts, features, features).
-
-    Kernels for groups of matrices want rows of a multiple of 16 bytes.
-    """
+    """Experts as one tensor per layer; kernels for groups want rows of a multiple of 16 bytes."""
     up = module._parameters.get("gate_up_proj")
     blocks = 2
     if up is None:

@@ -25,10 +25,7 @@ class TensorParallelRng:
     _common_states: list[Tensor] | None = field(default=None, init=False)
 
     def fork(self, x: Tensor) -> None:
-        """From now on this rank draws from its own stream, on the device of `x`.
-
-        Queries, keys and values are several column layers before one row layer: the first forks.
-        """
+        """This rank draws from its own stream now; of several column layers the first forks."""
         if self.active and self._common_states is None:
             self._fork(x)
 

@@ -205,10 +205,7 @@ def _with_repeated(module: nn.Module, name: str, units: list[SplitUnit]) -> list
 
 
 def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of a module in the order in which its forward names them.
-
-    Those that it does not name stay where they were registered.
-    """
+    """Children in the order in which the forward names them; others stay as registered."""
     children = [(key, child) for key, child in module._modules.items() if child is not None]
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return children
