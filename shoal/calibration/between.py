@@ -86,11 +86,7 @@ _TIMEOUT_S = 300.0
 
 
 def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
-    """Seconds of each size by transport; without hosts to measure between it says how many.
-
-    As a run forms them: one rank of each host, hosts in the order of their racks. Where hosts have
-    several ranks, those of each index form such a group, and all groups work at the same time.
-    """
+    """Seconds of each size by transport; without hosts to measure between it says how many."""
     config = RunConfig.from_environment()
     store = shared_store("calibration between hosts", job.rank, job.size)
     exchange = exchange_over(store, job.rank, job.size)

@@ -141,11 +141,7 @@ class KernelBench:
         return found
 
     def memory(self, seconds: float) -> list[dict[str, Any]]:
-        """Kernels that read one tensor and write another one, which exists already.
-
-        Allocators keep what is freed. What large blocks cost that go back to the system depends on
-        the model, and its profile has it.
-        """
+        """Kernels that read one tensor and write another one, which exists already."""
         sizes = BYTES + (LARGE_BYTES if self.device.type == "cuda" else ())
         found = []
         for size in sizes:

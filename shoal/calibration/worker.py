@@ -180,11 +180,7 @@ class Wide(nn.Module):
 
 
 def served(job: shoal.Job) -> dict[str, Any]:
-    """Steps where a server holds the weights: of a tiny layer, and asynchronous ones by bytes.
-
-    A push and pull takes a server's sum, its update and copies, while all workers do the same. To
-    count passes over memory says too little of it: what caches hold differs between machines.
-    """
+    """Steps where a server holds the weights: of a tiny layer, and asynchronous ones by bytes."""
     pushes = [_push(job, num_bytes) for num_bytes in _BYTES] if job.device.type == "cpu" else []
     tiny = partial(nn.Linear, 4, 4)
     return {

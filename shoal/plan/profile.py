@@ -72,10 +72,7 @@ def _noise(known: Noise, profile: ModelProfile) -> Noise:
 def _paced_calls(
     cluster: Cluster, workload: Workload, profile: ModelProfile
 ) -> tuple[MeasuredCalls, ...]:
-    """Calls at the pace of the sum of the model's gradients.
-
-    Calibration repeats a call on the same bytes; in a step other bytes went through the caches.
-    """
+    """Calls at the pace of the sum of the model's gradients."""
     measured = cluster.node.measured
     is_inside = 1 < profile.workers <= cluster.node.devices
     if profile.gradients_s is None or not is_inside or not measured:

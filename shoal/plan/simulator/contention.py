@@ -115,10 +115,7 @@ class ClusterNetwork:
         )
 
     def price_all(self, kind: str, num_bytes: int) -> list[ContendedPrice]:
-        """Every algorithm of a kind, and rings in random order; the fastest first.
-
-        Left out are those in which too many pairs of ranks send to each other.
-        """
+        """Every algorithm of a kind, and rings in random order; the fastest first."""
         priced = (one for one in self._collectives(kind) if _pairs(one) <= MOST_PAIRS)
         found = [self.price(one, num_bytes) for one in priced]
         if "ring" in algorithms(kind) and self.has_levels:

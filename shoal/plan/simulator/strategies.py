@@ -253,10 +253,7 @@ def _apply_s(serving: Serving) -> float:
 
 
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:
-    """Where servers run: on workers, or on nodes of their own behind the workers'.
-
-    A server that has a node of its own receives through all NICs of it, so it is a host by NIC.
-    """
+    """Where servers run: on workers, or on nodes of their own behind the workers'."""
     if term.placement == "rank0":
         return (0,)
     if term.placement == "workers":

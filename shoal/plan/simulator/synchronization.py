@@ -25,10 +25,7 @@ def by_levels(
     inside: int,
     trips: int = 2,
 ) -> int:
-    """An all-reduce, or in one trip half of it: a reduce-scatter or an all-gather.
-
-    Inside nodes first where several ranks are in each.
-    """
+    """An all-reduce, or in one trip half of it: a reduce-scatter or an all-gather."""
     nodes = _by_node(ranks, inside)
     if nodes is None:
         return ring(graph, ranks, num_bytes, after, trips)

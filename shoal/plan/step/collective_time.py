@@ -240,10 +240,7 @@ def collective_time(
 def _measured(
     cluster: Cluster, kind: str, group: RankGroup, num_bytes: float
 ) -> CollectiveTime | None:
-    """What was measured inside a node, where the whole group is in one.
-
-    With the measured number of ranks; a ring scales with (p-1)/p and has p-1 steps.
-    """
+    """What was measured inside a node, where the whole group is in one."""
     if on_nodes(cluster, group).is_apart:
         return None
     calls = cluster.node.calls(kind, group.size)

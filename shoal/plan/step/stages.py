@@ -23,10 +23,7 @@ def deal_layers(counts: Sequence[int], weights: Sequence[float], stages: int) ->
 
 
 def deal_evenly(counts: Sequence[int], stages: int) -> list[Stage]:
-    """The longest run in equal parts; the first stage has what is before it, the last the rest.
-
-    Where the parts cannot be equal the first ones have one layer more.
-    """
+    """The longest run in equal parts; the first stage has what is before it, the last the rest."""
     longest = max(range(len(counts)), key=lambda run: (counts[run], -run))
     dealt = []
     for stage in range(stages):
@@ -60,10 +57,7 @@ def weights_of(stages: Sequence[Stage], weights: Sequence[float]) -> list[float]
 
 @lru_cache(maxsize=10_000)
 def in_flight(schedule: str, stages: int, microbatches: int, chunks: int) -> tuple[float, ...]:
-    """The most micro-batches that every stage keeps activations of; parts of one are chunks.
-
-    `peak_live` of a schedule's proof counts the same, action by action.
-    """
+    """The most micro-batches that every stage keeps activations of; parts of one are chunks."""
     if schedule in ("1f1b", "zb-h1", "zb-h2", "inter-op"):
         kept = (_kept_by(schedule, stages, stage) for stage in range(stages))
         return tuple(float(min(microbatches, number)) for number in kept)

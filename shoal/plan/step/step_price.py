@@ -199,10 +199,7 @@ class ReplicaPricer:
         return missing * moved / (device.memory_bytes_per_s * share)
 
     def _token_sums(self, table: LayerTable, inside: AxisGroups, stage: Stage) -> Iterator[Part]:
-        """Workers of cp and ep sum the gradients of what they all hold, before replicas agree.
-
-        Backward waits for it, or has ended.
-        """
+        """Workers of cp and ep sum the gradients of what they all hold, before replicas agree."""
         copies = weight_of(stage, table.parameters)
         experts = weight_of(stage, table.expert_parameters)
         width = self.workload.precision.gradient_bytes

@@ -176,10 +176,7 @@ class SyncQuestion:
 
 @dataclass(frozen=True)
 class Agreeing:
-    """The tasks by which replicas agree in a step: the price sums them, the simulator runs them.
-
-    Their messages and waits are in `simulator/synchronization.py`.
-    """
+    """The tasks by which replicas agree in a step: the price sums them, the simulator runs them."""
 
     way: str = "none"  # none, all_reduce, zero, servers, gossip, average
     buckets: int = 1

@@ -97,10 +97,7 @@ class EvenSizes:
     def zero_gradients(
         self, stage: int, shards: tuple[int, int, int], accumulates: bool, is_stage: bool
     ) -> float:
-        """A buffer, or a shard with two buckets on their way, and what waits for a full bucket.
-
-        A bucket has whole tensors.
-        """
+        """A buffer, or a shard with two buckets on their way, and what waits for a full bucket."""
         rank, ranks, copies = shards
         bucket_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
         bucket = min(self.size, max(self.largest_tensor, bucket_bytes / self.width))
@@ -175,10 +172,7 @@ class TensorSizes(BufferLayout):
 
     @property
     def first_units(self) -> float:
-        """Elements of the root unit and of the first block, which zero(3) gathers once.
-
-        The backward of a first layer needs its input alone.
-        """
+        """Elements of the root unit and of the first block, which zero(3) gathers once."""
         kept = set(self.units[:2])
         return sum(self.round_up(self.sizes[i]) for unit in kept for i in unit)
 

@@ -148,10 +148,7 @@ def _message_s(question: SyncQuestion, inner: RingHop) -> float:
 
 
 def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
-    """A term of the sum is read, added and written; the result is copied.
-
-    Chunk by chunk: the sum and what has arrived stay in caches, and the weights do not.
-    """
+    """A term of the sum is read, added and written; the result is copied."""
     message = question.parameter_bytes
     chunk = max(1.0, min(message, float(MIXING_CHUNK_BYTES)))
     passes = 3 * (exchange.of_port + 1)

@@ -68,10 +68,7 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
 
 
 def _memory(serving: Serving) -> DeviceMemory:
-    """Gradients are pushed from the buffer, or packed from another; weights come into an inbox.
-
-    A server in a worker is in that worker's `buffers`; others are in `servers`.
-    """
+    """Gradients are pushed from the buffer, or packed from another; weights come into an inbox."""
     term, question = serving.term, serving.question
     plain = plain_memory(question)
     out = 0.0 if term.compress is None else question.buffer_bytes

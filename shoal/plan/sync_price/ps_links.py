@@ -89,10 +89,7 @@ class Serving:
         return question.buffer_bytes if self.term.update == "worker" else question.parameter_bytes
 
     def _traffic(self, message_bytes: float) -> tuple[float, float]:
-        """Bytes that leave a worker for servers elsewhere, and come into the busiest server.
-
-        A server that lives in a worker gets that worker's part without a message.
-        """
+        """Bytes that leave a worker for servers elsewhere, and come into the busiest server."""
         question = self.question
         if self.term.placement == "rank0":
             inside = message_bytes * question.each  # of the first replica's workers
@@ -114,10 +111,7 @@ class Serving:
         return self._way(self.pulled_bytes, 2)
 
     def chain_s(self) -> float:
-        """What a push takes along the chain, from the first copy to the last, and back.
-
-        A copy passes a push on when it has all of it; over a network its bytes travel with it.
-        """
+        """What a push takes along the chain, from the first copy to the last, and back."""
         hops = int(self.term.replicas) - 1
         if not hops or self.term.consistency == "eventual":
             return 0.0
@@ -171,10 +165,7 @@ class Serving:
         )
 
     def taken_cores_s(self, service_s: float) -> float:
-        """What servers take from workers of a CPU host in one cycle, where no core is left.
-
-        Workers that all wait for an update lend their cores to it; others compute on.
-        """
+        """What servers take from workers of a CPU host in one cycle, where no core is left."""
         question = self.question
         if not question.on_cores or self.term.placement != "servers":
             return 0.0
@@ -192,10 +183,7 @@ class Serving:
         return int(self.term.replicas) * (_PASSES_TO_ADD + copies)
 
     def _host_rate(self, num_bytes: float) -> float:
-        """Bytes a second at which the servers of one host work on messages of this size.
-
-        Each has its share of the cores, and all have one bus, which CPU workers share.
-        """
+        """Bytes a second at which the servers of one host work on messages of this size."""
         question = self.question
         bus = question.node.memory_bytes_per_s
         if bus is None:
@@ -224,11 +212,7 @@ class Serving:
         return held * device.threads / cores
 
     def _device(self) -> Device:
-        """The cores of one server: as many as the runtime gives it for its slice of the weights.
-
-        How long a small kernel takes depends on how many processes compute at the same time:
-        servers alone, where workers wait for them.
-        """
+        """The cores of one server: as many as the runtime gives it for its slice of the weights."""
         question = self.question
         node, device = question.node, question.device
         if self.term.placement != "servers" or node.cores is None:

@@ -110,10 +110,7 @@ def _stops(stage: int, question: SyncQuestion, buckets: list[Buckets]) -> int:
 
 
 def _copying_s(question: SyncQuestion) -> float:
-    """All gradients are copied into buckets; a CPU's ddp leaves large ones in their place.
-
-    The time of backward has the copies of small ones.
-    """
+    """All gradients are copied into buckets; a CPU's ddp leaves large ones in their place."""
     if not question.on_cores:
         return 0.0
     copied = question.sizes.in_place(LARGE_BYTES) * question.width
@@ -169,10 +166,7 @@ def _gathered(question: SyncQuestion) -> Part:
 
 
 def _sent(term: Any, question: SyncQuestion) -> float:
-    """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice.
-
-    Copies of a shard get its gradients from the owner, and its weights with the others.
-    """
+    """Gradients to their owners, weights to the others; zero(3) gathers all but the first twice."""
     p = question.replicas
     width = question.width
     tensors = question.sizes.tensors

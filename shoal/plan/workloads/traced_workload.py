@@ -310,10 +310,7 @@ def _elements(kernel: Kernel) -> float:
 
 
 def group_equal(layers: tuple[TracedLayer, ...]) -> tuple[TracedLayer, ...]:
-    """Equal layers, one after the other, as one with a count; `blocks.0` to `blocks.0-11`.
-
-    What they keep may differ by who saves a tensor first: a run keeps their mean.
-    """
+    """Equal layers, one after the other, as one with a count; `blocks.0` to `blocks.0-11`."""
     runs: list[list[TracedLayer]] = []
     for layer in layers:
         if runs and _signature(runs[-1][0]) == _signature(layer):

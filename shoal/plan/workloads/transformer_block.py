@@ -161,10 +161,7 @@ def ring_messages(
     width: int,
     computed: tuple[tuple[Kernel, ...], tuple[Kernel, ...]],
 ) -> tuple[tuple[LayerMessage, ...], tuple[LayerMessage, ...]]:
-    """Ring attention: K and V go round, in backward again with their gradients in fp32.
-
-    While a block is on its way, the rank computes with it.
-    """
+    """Ring attention: K and V go round, in backward again with their gradients in fp32."""
     if split.cp == 1:
         return (), ()
     kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
