@@ -131,7 +131,7 @@ class KernelBench:
         for case in cases:
             out = case.call()
             backward = partial(_gradient, out, case.inputs, torch.ones_like(out))
-            calls = {"forward": case.call, "backward": backward}
+            calls: dict[str, Callable[[], Any]] = {"forward": case.call, "backward": backward}
             times = {
                 way: self._sample(call, seconds / 2 / len(cases))._asdict()
                 for way, call in calls.items()
@@ -169,7 +169,7 @@ class KernelBench:
 
     def updates(self, seconds: float) -> list[dict[str, Any]]:
         """The update of one tensor by its size, as torch.optim does it on this device."""
-        makers = {
+        makers: dict[str, Callable[..., Any]] = {
             "adam": partial(torch.optim.AdamW, lr=1e-3),
             "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
         }

@@ -20,7 +20,7 @@ from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smal
 from shoal.plan.predict import Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
-from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
+from shoal.plan.simulator.strategies import simulate_strategy
 from shoal.plan.workloads.workload import Workload
 from shoal.runtime.wording import counted
 
@@ -119,9 +119,15 @@ def predict(
     if simulate or trace is not None:
         simulated = simulate_strategy(subject.workload, hardware, value, workers, settings)
         document["simulated_s"] = simulated.step_s
-        parts.append(_simulated(prediction, simulated))
+        more = simulated.step_s / prediction.step_s - 1
+        parts.append(
+            f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
+            f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
+        )
         if trace is not None:
-            _write_timeline(simulated, trace)
+            from shoal.observe.time_shares import write_chrome  # only where it is needed
+
+            write_chrome(simulated.run.spans_by_rank, trace)
             parts.append(f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)")
     show(document, parts, as_json)
 
@@ -132,23 +138,6 @@ def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> N
     heading = f"{name} under {strategies} on {found[0].cluster}, batch {subject.batch}"
     document = {"model": name, "predictions": [one.as_dict() for one in found]}
     show(document, [bold(heading), scaling_table(found)], as_json)
-
-
-def _simulated(prediction: Prediction, simulated: SimulatedStep) -> str:
-    more = simulated.step_s / prediction.step_s - 1
-    return (
-        f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
-        f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
-    )
-
-
-def _write_timeline(simulated: SimulatedStep, file: Path) -> None:
-    from shoal.observe.time_shares import write_chrome  # only where it is needed
-
-    try:
-        write_chrome(simulated.run.spans_by_rank, file)
-    except OSError as error:
-        raise BadInput(f"cannot write a trace to {file}: {error.strerror}") from error
 
 
 def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Part]:

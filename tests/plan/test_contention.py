@@ -42,7 +42,7 @@ def test_on_racks_order_and_levels_count_by_what_both_say() -> None:
     assert shuffled.seconds == pytest.approx(seconds, rel=1e-3)
     words = explain_racks(network, prices)
     assert f"crosses the 1:4 uplink of one rack {flows} times a round" in words
-    assert "in rack-contiguous order once, so it needs no help" in words
+    assert "in rack-contiguous order 1: it is" in words
     assert re.search(r"Hierarchical .* 2\.33 times .* simulated, 2\.33 times in closed form", words)
 
 

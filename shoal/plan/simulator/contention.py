@@ -213,21 +213,16 @@ def explain_racks(network: ClusterNetwork, prices: Sequence[ContendedPrice]) -> 
     often = network.crossings(AT_RANDOM)
     if often <= network.crossings():
         return _explain_nics(cluster, in_order, by_name.get(("hierarchical", IN_ORDER)))
-    ratio = f"1:{cluster.oversubscription:g}"
-    sentences = [
-        f"A ring in random order crosses the {ratio} uplink of one rack {often} times a round, and "
-        f"the {often} flows share it; in rack-contiguous order {_times(network.crossings())}"
-    ]
-    is_helped = in_order.seconds > 1.01 * in_order.alpha_beta_s
-    needs = "shares links with others" if is_helped else "needs no help"
-    sentences[0] += f", so it {needs}: {_faster(in_order, at_random)}."
+    text = (
+        f"A ring in random order crosses the 1:{cluster.oversubscription:g} uplink of one rack "
+        f"{often} times a round, and the {often} flows share it; in rack-contiguous order "
+        f"{network.crossings()}: {_faster(in_order, at_random)}."
+    )
     levels = by_name.get(("hierarchical", IN_ORDER))
-    if levels is not None:
-        sentences.append(
-            "Hierarchical sends only one rack's share over the uplink: "
-            f"{_faster(levels, at_random)}."
-        )
-    return " ".join(sentences)
+    if levels is None:
+        return text
+    share = "Hierarchical sends only one rack's share over the uplink"
+    return f"{text} {share}: {_faster(levels, at_random)}."
 
 
 def _explain_nics(cluster: Cluster, ring: ContendedPrice, levels: ContendedPrice | None) -> str:
@@ -237,10 +232,6 @@ def _explain_nics(cluster: Cluster, ring: ContendedPrice, levels: ContendedPrice
         f"One ring leaves a node through one of its {cluster.node.nics} NICs; hierarchical sends a "
         f"share through each, and is {ring.seconds / levels.seconds:.3g} times as fast."
     )
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
 
 
 def _faster(one: ContendedPrice, other: ContendedPrice) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -176,7 +176,8 @@ def _trace(
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_without_mkldnn())
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)  # recurrent layers are then products that a trace sees
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
         content = map_tensors(_fake, batch)
@@ -186,20 +187,9 @@ def _trace(
         with _autocast(compute, tensors):
             loss = loss_of(content)
         if loss.requires_grad:
-            with recorder.backward():
-                loss.backward()  # type: ignore[no-untyped-call]
+            recorder.begin_backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         return recorder.recorded()
-
-
-@contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Recurrent layers are then made of products that a trace can see."""
-    was_on = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(was_on)
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -228,6 +218,8 @@ def _merge(name: str, small: Recorded, large: Recorded, rows: tuple[int, int]) -
     names = [kernel.large.name for kernel in other.kernels]
     if one is None or [kernel.large.name for kernel in one.kernels] != names:
         one = _scaled(other, rows[0] / rows[1])
+    sizes: dict[str, Any] = {key: Line(one.sizes[key], other.sizes[key]) for key in _LINES}
+    sizes |= {key: other.sizes[key] for key in _NUMBERS}
     return TracedLayer(
         name or "model",
         tuple(b._replace(small=a.small) for a, b in zip(one.kernels, other.kernels, strict=True)),
@@ -235,8 +227,7 @@ def _merge(name: str, small: Recorded, large: Recorded, rows: tuple[int, int]) -
             b._replace(bytes=Line(a.bytes.small, b.bytes.large))
             for a, b in zip(one.messages, other.messages, strict=True)
         ),
-        **{key: Line(one.sizes[key], other.sizes[key]) for key in _LINES},
-        **{key: other.sizes[key] for key in _NUMBERS},
+        **sizes,
     )
 
 

@@ -121,25 +121,18 @@ class TraceRecorder:
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                before = partial(self._enter, name)
-                stack.enter_context(
-                    _removed(module.register_forward_pre_hook(before, with_kwargs=True))
-                )
-                stack.enter_context(
-                    _removed(module.register_forward_hook(partial(self._leave, name)))
-                )
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                before = module.register_forward_pre_hook(enter, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(leave).remove)
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             stack.enter_context(_Operations(self))
             self._mark()
             yield
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def begin_backward(self) -> None:
+        """Operations from here on are those of backward."""
         self._is_backward = True
-        try:
-            yield
-        finally:
-            self._is_backward = False
 
     def recorded(self) -> Recorded:
         if not self._layers:
@@ -372,11 +365,3 @@ def _leads_to_parameter(node: Any, depth: int = 4) -> bool:
         if depth and name in _VIEWS and _leads_to_parameter(following, depth - 1):
             return True
     return False
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
