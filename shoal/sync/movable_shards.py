@@ -1,4 +1,4 @@
-"""Shards of a model: their optimizer state gathered, kept on several ranks, moved when these change.
+"""Shards of a model: optimizer state is gathered, kept on several ranks, and moved between them.
 
 a step     gradients of a shard are on its owner and on its copies; a barrier; then each of
            them makes the same update, and none communicates

@@ -12,7 +12,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,14 +55,6 @@ class LooseParameters(nn.Module):
         super().__init__()
         for i, p in enumerate(params):
             self.register_parameter(str(i), p)
-
-
-@dataclass(frozen=True)
-class LoopFunctions(StepFunctions):
-    """The script computes the loss and calls the optimizer."""
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        return None  # LBFGS may be used
 
 
 def loop_term(context: StepContext) -> SyncTerm:
@@ -214,7 +206,7 @@ def _part(
         context = replace(context, mesh=mesh)
     shard = copy.copy(model.shard)
     shard.named = named
-    functions = LoopFunctions(_by_the_script, factory)
+    functions = StepFunctions(_by_the_script, factory)
     with _all_trained([p for _, p in named]):
         step = assemble_step(replace(model, shares_statistics=is_first), shard, functions, context)
     step.saves_model = is_first

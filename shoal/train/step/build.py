@@ -52,7 +52,6 @@ def build_optimizer(
         scaler=SharedGradScaler(context.device, sharing) if scales else None,
     )
     update.tracer = context.services.tracer
-    functions.check_optimizer(update.optimizer)
     check_pieces(update, shard, context)
     return update
 
@@ -101,7 +100,13 @@ def build_step(
     functions.check()
     term = context.strategy.sync_for(context.mesh.dp.size)
     prepared = prepare_model(model, term, options, context, functions.optimizer, example)
-    return assemble_step(prepared, prepared.shard, functions, context)
+    step = assemble_step(prepared, prepared.shard, functions, context)
+    if isinstance(step.update.optimizer, torch.optim.LBFGS):
+        raise BadInput(
+            "LBFGS computes the loss several times a step, which job.step cannot do: write "
+            "the loop yourself, with job.setup"
+        )
+    return step
 
 
 def assemble_step(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from shoal.data.sampling import BatchSplit
@@ -43,13 +42,6 @@ class StepFunctions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise BadInput(f"{name} has to be a function, not {value!r}; {hint}")
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise BadInput(
-                "LBFGS computes the loss several times a step, which job.step cannot do: write "
-                "the loop yourself, with job.setup"
-            )
 
 
 @dataclass(frozen=True)
