@@ -95,10 +95,18 @@ def rebuild(
             header.check()
             return make_tensor(header)
         if code == _TUPLE:
-            return tuple(_a_list(msgspec.msgpack.decode(data, ext_hook=unpack)))
+            items = msgspec.msgpack.decode(data, ext_hook=unpack)
+            if isinstance(items, list):
+                return tuple(items)
         if code == _DEVICE:
             return device
-        return _unpacked_leaf(code, data)
+        if code == _SHAPE and _are_lengths(lengths := _LENGTHS.decode(data)):
+            return torch.Size(lengths)
+        if code == _DTYPE and (name := bytes(data).decode()) in _DTYPES:
+            return _DTYPES[name]
+        if code == _INTEGER:
+            return int.from_bytes(data, "little", signed=True)
+        raise ValueError(f"a damaged or unknown extension: code {code}")
 
     try:
         return msgspec.msgpack.decode(description, ext_hook=unpack)
@@ -116,63 +124,35 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     if kind in _PLAIN:
         return value
     if kind is int:
-        return value if -(1 << 63) <= value < 1 << 63 else _packed_integer(value)
+        length = value.bit_length() // 8 + 1
+        is_long = length > 8
+        return Ext(_INTEGER, value.to_bytes(length, "little", signed=True)) if is_long else value
     if kind is list:
         return [_packed(item, tensors) for item in value]
     if kind is tuple:
-        inner = msgspec.msgpack.encode([_packed(item, tensors) for item in value])
-        return Ext(_TUPLE, inner)
+        return _extension(_TUPLE, [_packed(item, tensors) for item in value])
     if kind is dict and all(type(key) in (str, int) for key in value):
         return {key: _packed(item, tensors) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return _packed_tensor(value, tensors)
-    return _packed_torch_value(value)
-
-
-def _packed_integer(value: int) -> Ext:
-    return Ext(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-
-def _packed_tensor(tensor: Tensor, tensors: list[Tensor]) -> Ext:
-    name = _dtype_name(tensor.dtype)
-    if name not in _DTYPES or tensor.layout != torch.strided:
-        raise BadInput(
-            f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent to another worker"
-        )
-    tensors.append(tensor)
-    header = TensorHeader(name, tuple(tensor.shape), tensor.requires_grad)
-    return Ext(_TENSOR, msgspec.msgpack.encode(header))
-
-
-def _packed_torch_value(value: Any) -> Ext:
     if isinstance(value, torch.Size):
-        return Ext(_SHAPE, msgspec.msgpack.encode(list(value)))
+        return _extension(_SHAPE, list(value))
     if isinstance(value, torch.dtype):
         return Ext(_DTYPE, _dtype_name(value).encode())
     if isinstance(value, torch.device):
         return Ext(_DEVICE, b"")
-    raise BadInput(
-        f"a {type(value).__name__} cannot be sent to another worker: only numbers, text, bytes, "
-        "tensors, and lists, tuples and dicts of these can"
-    )
+    if not isinstance(value, Tensor):
+        raise BadInput(
+            f"a {kind.__name__} cannot be sent to another worker: only numbers, text, bytes, "
+            "tensors, and lists, tuples and dicts of these can"
+        )
+    name = _dtype_name(value.dtype)
+    if name not in _DTYPES or value.layout != torch.strided:
+        raise BadInput(f"a {value.layout} tensor of {value.dtype} cannot be sent to another worker")
+    tensors.append(value)
+    return _extension(_TENSOR, TensorHeader(name, tuple(value.shape), value.requires_grad))
 
 
-def _unpacked_leaf(code: int, data: memoryview) -> Any:
-    if code == _SHAPE:
-        lengths = _LENGTHS.decode(data)
-        if _are_lengths(lengths):
-            return torch.Size(lengths)
-    if code == _DTYPE and (name := bytes(data).decode()) in _DTYPES:
-        return _DTYPES[name]
-    if code == _INTEGER:
-        return int.from_bytes(data, "little", signed=True)
-    raise ValueError(f"an unknown extension: code {code}")
-
-
-def _a_list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("a tuple that is not encoded as a list")
-    return value
+def _extension(code: int, value: Any) -> Ext:
+    return Ext(code, msgspec.msgpack.encode(value))
 
 
 def _are_lengths(numbers: Sequence[int]) -> bool:

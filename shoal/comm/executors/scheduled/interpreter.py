@@ -141,7 +141,9 @@ class Interpreter:
             if self._is_reduced_on_arrival(step, slots_in):
                 into = self.slots.segment(slots_in[0][0], segment, self.segments)
                 if into.numel():
-                    flight.receives.append(self._receive_and_reduce(into, src))
+                    assert isinstance(self.transport, ReducingTransport)
+                    op = self.op.value
+                    flight.receives.append(self.transport.recv_reduce(into, src, self.tag, op))
                 continue
             into, staged = self._receive_buffer(step, slots_in, segment)
             if into.numel():
@@ -161,10 +163,6 @@ class Interpreter:
             and isinstance(self.transport, ReducingTransport)
             and self.transport.can_reduce(self.slots.dtype, self.op.value)
         )
-
-    def _receive_and_reduce(self, into: Tensor, src: int) -> Work:
-        assert isinstance(self.transport, ReducingTransport)
-        return self.transport.recv_reduce(into, src, self.tag, self.op.value)
 
     def _receive_buffer(
         self, step: ProgramStep, slots: list[tuple[int, bool]], segment: int
