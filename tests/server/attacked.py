@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.coordinator.helpers import until
 from tests.processes import resident_mb
 from tests.server.helpers import SECRET, flat_of
 
@@ -84,10 +84,7 @@ def server(folder: Path, name: str, tls: TlsConfig) -> Iterator[Attacked]:
     )
     try:
         address = run_dir.server_address(0)
-        deadline_s = time.monotonic() + 60
-        while not address.exists():
-            assert process.poll() is None and time.monotonic() < deadline_s, "it does not start"
-            time.sleep(0.02)
+        until(lambda: address.exists() or process.poll() is not None, "it starts")
         yield Attacked(name, process, run_dir.socket(0), address.read_text(), tls)
     finally:
         process.send_signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,15 +16,13 @@ from shoal.runtime.config import RunConfig, ServerConfig, TlsConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.sync.ps.connect import ServedOptions, specs_of
+from tests.coordinator.helpers import until
 from tests.namespaces import Host, Lan, lan, why_not
-from tests.server.helpers import MODEL, SECRET, flat_of
+from tests.server.helpers import SECRET, client_at
 from tests.server.replicas.world import pulled, push_one_hot
 
 TRUSTED = TlsConfig(trusted_network=True)
 REPLICAS = 3
-START_S = 60.0
 
 
 class OwnServers:
@@ -56,17 +53,11 @@ class OwnServers:
 
     def _address_of_coordinator(self) -> str:
         file = self.run_dir.coordinator_address
-        deadline_s = time.monotonic() + START_S
-        while not file.exists():
-            assert time.monotonic() < deadline_s, "the coordinator does not start"
-            time.sleep(0.02)
+        until(file.exists, "the coordinator starts")
         return file.read_text()
 
     def client(self) -> Client:
-        rule = Rule(1, asynchronous=True)
-        served = ServedOptions(rule, optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
-        specs = specs_of(flat_of(), [self.addresses[0]], served)
-        return Client(0, MODEL, [self.addresses], SECRET, specs, RunConfig(tls=TRUSTED))
+        return client_at([self.addresses], 0, Rule(1, asynchronous=True), tls=TRUSTED)
 
     def close(self) -> None:
         self.net.heal()
