@@ -422,9 +422,6 @@ def test_what_would_end_a_job_or_its_checkpoint_is_said_before(
         ),
         (["--slurm", "--secret-file", "none"], "none, which holds the secret of the run: No such"),
         (["--slurm", "--secret-file", "train.py"], "other users can read it: chmod 600 train.py"),
-        (["--slurm", "-n", "2", "--line=--nodes=9"], "the script has --nodes=1 already"),
-        (["--slurm", "-n", "2", "--line=-N 9"], "the script has --nodes=1 already"),
-        (["--slurm", "--checkpoint", "a", "--line=--signal=INT"], "--signal=B:USR1@60 already"),
         ([*SHORT, "--notice", "600", "--checkpoint", "a"], "--notice 600 s before the end of"),
     ],
 )

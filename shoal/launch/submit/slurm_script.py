@@ -22,10 +22,6 @@ from shoal.runtime.preemption import EXIT_STATUS
 
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
 _ARRAY = re.compile(r"--array\b|-a")
-_LONG_NAMES = {
-    **{"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "G": "gpus"},
-    **{"t": "time", "p": "partition", "A": "account", "o": "output"},
-}
 _BAD_INPUT = 2  # a mistake that a second start does not mend
 
 
@@ -89,25 +85,13 @@ do :; done"""
 
 
 def _directives(spec: SubmitSpec, options: SlurmOptions) -> list[str]:
-    own = list(_own_directives(spec, options))
-    set_here = {_option_name(directive): directive for directive in own}
+    """Lines of the user come last: they count more."""
     for line in options.lines:
         if not line.startswith("-") or not line.isprintable():
             raise BadInput(f"--line takes an option of sbatch such as --constraint=a100: {line!r}")
         if _ARRAY.match(line) and (spec.requeue or spec.restarts):
             raise BadInput(f"--line={line}: all tasks of an array would go on from one checkpoint")
-        if known := set_here.get(_option_name(line)):
-            raise BadInput(
-                f"--line={line}: the script has {known} already, from the options of shoal submit"
-            )
-    return [*own, *options.lines]
-
-
-def _option_name(line: str) -> str:
-    """The long name of an option of sbatch: nodes for --nodes=2, -N2 and -N 2."""
-    if line.startswith("--"):
-        return re.split(r"[=\s]", line[2:], maxsplit=1)[0]
-    return _LONG_NAMES.get(line[1:2], line[1:2])
+    return [*_own_directives(spec, options), *options.lines]
 
 
 def _own_directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
