@@ -126,10 +126,7 @@ def default_strategies() -> list[str]:
 
 
 def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
-    """Which runs share their processes.
-
-    A run on fewer workers has no others beside it: while they wait, they would take its cores.
-    """
+    """Which runs share processes; those that wait would take the cores of one on fewer workers."""
     most = max(entry.workers for entry in entries)
     alone = [
         e

@@ -130,10 +130,7 @@ class WorkersOptions:
     def to_config(
         self, on: str | None = None, checkpoint: str | None = None, resume: bool = False
     ) -> RunConfig:
-        """The configuration of the workers; BadInput where an option makes no sense.
-
-        `on`: an engine, where --restart starts all workers again.
-        """
+        """The configuration of the workers; BadInput where an option makes no sense."""
         workers = self.workers or 1
         strategy = strategy_for(self.strategy, workers)
         config = config_for(strategy, self.seed, self.device, self.gpus)
@@ -235,10 +232,7 @@ def run_shown(
     on: str | None = None,
     logs: Path | None = None,
 ) -> None:
-    """Run workers with a live progress bar on a terminal, and with plain lines elsewhere.
-
-    `on`: the engine whose hosts they are to run on. `logs`: a folder for what each one prints.
-    """
+    """Run workers with a progress bar on a terminal, and with plain lines elsewhere."""
     check_folder(report, "a report")
     spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
     bar = ProgressBar() if sys.stdout.isatty() else None
@@ -311,10 +305,7 @@ def check_folder(file: Path | None, what: str) -> None:
 
 @contextmanager
 def traced(config: RunConfig, file: Path | None) -> Iterator[RunConfig]:
-    """Collect the spans of all workers into `file`, and print how the time was spent.
-
-    Yields the configuration for workers that are traced.
-    """
+    """Collect the spans of all workers into `file`; yields their configuration."""
     if file is None:
         yield config
         return

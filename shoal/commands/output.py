@@ -42,10 +42,7 @@ def show(document: Any, parts: Iterable[Part], as_json: bool, width: int = 120) 
 def plain_table(
     title: str, heads: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 0
 ) -> Table:
-    """A table without lines, one space between columns: numbers fit 80 columns.
-
-    The first `left` columns are words. A head may have several lines.
-    """
+    """A table without lines that fits 80 columns; the first `left` columns are words."""
     table = Table(
         title=title,
         title_justify="left",

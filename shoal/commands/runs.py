@@ -14,7 +14,6 @@ from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console
 from shoal.errors import BadInput, CheckFailed
 from shoal.launch.here.running import (
-    RunEntry,
     ask_to_join,
     entries,
     find_run,
@@ -37,7 +36,10 @@ def ps(as_json: options.Json = False) -> None:
     heads = ["run", "script", "strategy", "workers", "on", "since", "step"]
     rows = [
         [
-            *(entry.name, entry.script, entry.strategy, _processes(entry)),
+            *(entry.name, entry.script, entry.strategy),
+            # 2, 2+1 with a server, 1 of 2+1 where a worker was lost or has not joined
+            (f"{entry.present} of " if entry.present != entry.workers else "")
+            + f"{entry.workers}{f'+{entry.servers}' if entry.servers else ''}",
             ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""),
             _since(time.time() - entry.started),
             "-" if entry.steps is None else str(entry.steps),
@@ -71,12 +73,6 @@ def stop(
     left = [str(stopped) for stopped in ended if not stopped.has_ended]
     if left:
         raise CheckFailed("; ".join(left))
-
-
-def _processes(entry: RunEntry) -> str:
-    """`2`, `2+1` with a server, `1 of 2+1` where a worker was lost or has not joined."""
-    workers = f"{entry.workers}+{entry.servers}" if entry.servers else str(entry.workers)
-    return workers if entry.present == entry.workers else f"{entry.present} of {workers}"
 
 
 def _since(seconds: float) -> str:

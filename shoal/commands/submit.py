@@ -205,10 +205,7 @@ class SubmitRequest:
         return lost if strategy.is_elastic else None
 
     def _network_warning(self, has_key: bool, how: str) -> str | None:
-        """What would end the job when it has waited in the queue: hosts without a reason to trust.
-
-        `how`: the option that gives workers a key.
-        """
+        """Why hosts will not trust each other; `how` gives workers a key."""
         trust = f"--env {TRUSTED}=1"
         if self.nodes == 1 or read_variables(self.env or ()).get(TRUSTED) == "1":
             return None

@@ -39,10 +39,7 @@ SAME_RATIO = 0.02  # parts of a batch may differ by a row
 
 @dataclass
 class ScriptRuns:
-    """Runs a script on one worker, here, and under a strategy, and prints that it does.
-
-    `on`: the engine on whose hosts several workers run.
-    """
+    """Runs a script on one worker, here, and on several, on hosts of the engine `on` if given."""
 
     command: Sequence[str]
     configs: tuple[RunConfig, RunConfig]  # of one worker, and of several
@@ -118,10 +115,7 @@ class ScriptRuns:
             return None
 
     def confirm(self, verdict: Verification, narrow: CapturedRun) -> DoubleCheck | None:
-        """All steps in double precision, where the verdict rests on amplified rounding; else None.
-
-        The first steps are equal there. A later one may have got other samples.
-        """
+        """All steps in double precision, if the verdict rests on amplified rounding; else None."""
         first, steps = verdict.double, verdict.steps
         if first is None or first.was_reordered or not verdict.ok or not verdict.amplified:
             return None

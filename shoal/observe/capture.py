@@ -1,13 +1,9 @@
 """What a verification run writes: the loss of every step and every final tensor.
 
-    capture.json             losses, and what else `verify.py` asks about
-    final.safetensors        the model; of a shoal.Embedding the rows that were looked up, and ids
-    start, early             one worker: the model before the first step, and after `early` steps
-    optimizer.safetensors    in double precision: the state of the optimizer
-
-`shoal verify` runs a script several times and asks for a capture (`RunConfig.capture`): where rank
-0 writes, after how many steps the script stops, in how many pieces each micro-batch is computed,
-to add up in another order, and whether in double precision.
+capture.json             losses, and what else `verify.py` asks about
+final.safetensors        the model; of a shoal.Embedding the rows that were looked up, and ids
+start, early             one worker: the model before the first step, and after `early` steps
+optimizer.safetensors    in double precision: the state of the optimizer
 """
 
 from __future__ import annotations
@@ -38,10 +34,7 @@ from shoal.train.step.step import Step
 
 
 def switch_off_dropout(model: nn.Module) -> list[str]:
-    """Unless exact, masks depend on the number of workers and would hide other differences.
-
-    Rates of functional dropout are attributes of modules, or of what they call their `config`.
-    """
+    """Rates of dropout become 0, since masks depend on the number of workers; their names."""
     names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -87,10 +80,7 @@ IGNORE_INDEX = -100  # of torch's losses
 
 
 class Capture:
-    """Records a job, and stops it after `steps` steps.
-
-    With `pieces` above 1 each micro-batch is computed in so many, which changes rounding only.
-    """
+    """Records a job, and stops it after some steps."""
 
     def __init__(self, job: Job, config: CaptureConfig):
         assert config.folder is not None

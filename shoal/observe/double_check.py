@@ -178,10 +178,7 @@ def check(
     together: CapturedRun,
     again: Callable[[], CapturedRun],
 ) -> DoubleCheck:
-    """`narrow` is the run on one worker in the script's own precision, the others in double.
-
-    `again` is called if parts of the model are not computed in double.
-    """
+    """`narrow` is in the script's own precision; `again` runs where parts are not in double."""
     before = narrow.early or narrow.tensors
     changes = {name: distance(t, before.get(name)) for name, t in alone.tensors.items()}
     rounding = {name: change for name, change in changes.items() if math.isfinite(change)}

@@ -29,10 +29,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: Any = None,
 ) -> Tensor:
-    """What `torch._grouped_mm` computes; `offs` are the ends of the groups of a 2D matrix.
-
-    Which dimension of a and b has the groups depends on whether the other one is 3D.
-    """
+    """What `torch._grouped_mm` computes; `offs` are the ends of the groups of a 2D matrix."""
     if offs is None:
         out = torch.bmm(a, b)
     elif a.dim() == 2 and b.dim() == 3:

@@ -136,10 +136,7 @@ def _saved_by(
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules that are made inside the block have their parameters on the meta device.
-
-    Those of torch make them there; from others they go there, one by one, as they are registered.
-    """
+    """Modules that are made inside the block have their parameters on the meta device."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -157,10 +154,7 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 class _MadeOnMeta(TorchFunctionMode):
-    """`torch.empty` of a module of torch takes no memory; it would be filled and used as weights.
-
-    Modules ask for it without a device unless they were told one.
-    """
+    """`torch.empty` of a module of torch takes no memory, unless it was told a device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

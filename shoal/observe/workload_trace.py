@@ -216,10 +216,7 @@ class _Passes:
         return [self._step(content) for _ in range(number)]
 
     def unbroken(self, content: Any) -> dict[str, float]:
-        """On a device that runs behind its host: seconds of a step if the host does not wait.
-
-        `host_s` is what the host needs to launch it.
-        """
+        """On a GPU: seconds of a step if the host does not wait, and to launch it."""
         if self._device.type != "cuda":
             return {}
         hosts_s = []
@@ -290,10 +287,7 @@ def _of_all_ranks(
 
 
 def _slowest(everywhere: Tensor) -> float:
-    """What the slowest rank of a step needs from one sum to the next, over what all need.
-
-    The update comes after the sum, so that it counts for the next step.
-    """
+    """What the slowest rank needs from one sum, before the update, to the next, over the mean."""
     between = everywhere[:, 1:, :2].sum(dim=2) + everywhere[:, :-1, 2]
     slowest = between.amax(dim=0)
     share = (slowest / between.mean(dim=0)).sort().values

@@ -98,10 +98,7 @@ def times_settled(buckets: Sequence[float], room: float) -> int:
 
 
 def most_lent(buckets: Sequence[FilledBucket], passes: int, room: float, reused: float) -> float:
-    """Elements of lent and kept memory and of gradients that wait, at the worst moment of a step.
-
-    `passes` are backward passes of a step. Memory of at least `reused` elements is kept.
-    """
+    """Elements of lent and kept memory and of waiting gradients, at the worst moment of a step."""
     most = 0.0
     sizes: list[float] = []  # of buckets on their way
     lent: list[float] = []  # to them
@@ -145,10 +142,7 @@ _SMALLEST_BUCKET_BYTES = 1 << 20  # of zero
 
 
 def shard_edges(boundaries: Sequence[Position], shards: int) -> list[Position]:
-    """The edges of consecutive shards, each at the boundary nearest to an equal division.
-
-    A shard may be empty where there are fewer tensors than shards.
-    """
+    """The edges of consecutive shards, each at the boundary nearest to an equal division."""
     first = boundaries[0]
     span = boundaries[-1] - first
     edges = [first]
@@ -214,10 +208,7 @@ class BufferLayout:
         return [*buckets, slice(begin, stop)] if begin < stop else buckets
 
     def shards(self, n: int) -> list[slice]:
-        """`n` consecutive slices, split at tensor boundaries, as equal in size as those allow.
-
-        A shard may be empty when there are fewer tensors than shards.
-        """
+        """`n` consecutive slices, split at tensor boundaries; one may be empty."""
         boundaries = [self.offset, *self.starts[1:], self.size]
         return [slice(a, b) for a, b in itertools.pairwise(shard_edges(boundaries, n))]
 
@@ -257,10 +248,7 @@ class BufferLayout:
     def zero_gradients(
         self, stage: int, shards: tuple[int, int, int], accumulates: bool, is_stage: bool
     ) -> float:
-        """The buffer that zero keeps, buckets on their way, and what waits at parameters.
-
-        `shards` are the rank, the number of ranks, and the copies of each shard.
-        """
+        """Elements of gradients under zero; `shards`: the rank, the ranks, the copies."""
         rank, ranks, copies = shards
         bucket_bytes = sharded_bucket_bytes(self.size * self.width, ranks)
         owned = self.owned_buckets(ranks, bucket_bytes)

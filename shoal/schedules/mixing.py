@@ -107,7 +107,10 @@ def mixing_for(graph: str, workers: int) -> Mixing:
 def _of_name(graph: str, workers: int) -> Mixing:
     """Remembered: a planner asks for the same graph again and again."""
     if graph == "one-peer":
-        return Mixing(f"a one-peer exponential graph of {workers}", _one_peer(workers))
+        eye = np.eye(workers)
+        hops = [1 << k for k in range((workers - 1).bit_length())]
+        matrices = tuple(eye / 2 + np.roll(eye, hop, axis=0) / 2 for hop in hops)
+        return Mixing(f"a one-peer exponential graph of {workers}", matrices)
     name, undirected = _named(graph, workers)
     return Mixing(name, (metropolis_weights(undirected.to_directed()),))
 
@@ -227,9 +230,3 @@ def _random_regular(graph: str, workers: int) -> tuple[str, nx.Graph]:
         if nx.is_connected(candidate):
             return name, candidate
     raise StrategyError(f"{name} was not connected in 1000 attempts: take a larger degree")
-
-
-def _one_peer(workers: int) -> tuple[Matrix, ...]:
-    eye = np.eye(workers)
-    hops = (1 << k for k in range((workers - 1).bit_length()))
-    return tuple(eye / 2 + np.roll(eye, hop, axis=0) / 2 for hop in hops)

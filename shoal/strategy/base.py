@@ -126,11 +126,7 @@ class SyncTerm(Term, role="sync", abstract=True):
 
     @property
     def survives_loss(self) -> bool:
-        """Whether the other replicas continue when a worker is killed.
-
-        It needs an elastic group, or replicas that do not wait for each other, and none that holds
-        what others need, except the first one (`needs_first_replica`).
-        """
+        """Whether other replicas continue when a worker is killed, the first one aside."""
         return self.is_elastic
 
     @property

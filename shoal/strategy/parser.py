@@ -63,10 +63,7 @@ Terms = Mapping[str, type[Any]]  # dataclasses by their name in the notation
 
 
 def read_terms(text: str, terms: Terms) -> list[Any]:
-    """The terms that `text` joins with +, made by `terms[name]`.
-
-    Every failure is a StrategyError of one sentence.
-    """
+    """The terms that `text` joins with +, made by `terms[name]`; StrategyError if it cannot."""
     if not isinstance(text, str):
         raise StrategyError(f'a strategy is text such as "ddp + tp(2)", not {show(text)}')
     if not text.strip():

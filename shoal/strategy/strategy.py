@@ -156,10 +156,7 @@ class Strategy:
         return replace(self, sync=self.sync.taking_back(workers))
 
     def require_takes_back(self, option: str = "--restart") -> None:
-        """Refuse to start workers later (`option`) where they could not go on.
-
-        Servers with copies are started again under every rule.
-        """
+        """Refuse to start workers later (`option`) where they could not go on."""
         sync = self._agreement
         if self.takes_back or sync.server_replicas > 1:
             return

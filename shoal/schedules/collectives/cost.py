@@ -94,10 +94,7 @@ def traffic(collective: Collective) -> ScheduleTraffic:
 
 
 def memory_chunks(collective: Collective, counted: ScheduleTraffic) -> float:
-    """The chunks a rank must have room for beyond its input and output, at the worst moment.
-
-    Scratch slots, what arrives in one round to be added, and pieces only to be passed on.
-    """
+    """Room beyond input and output: scratch, what arrives to be added, what is passed on."""
     kind = collective.pattern
     ranks = collective.ranks
     table = collective.table

@@ -117,10 +117,7 @@ class Pipeline:
         return len(self.actions)
 
     def producer(self, stage: int, action: Action) -> VirtualStage | None:
-        """The virtual stage whose result an action needs, of the same micro-batch and direction.
-
-        None if it needs none. With one stage the producer may be the stage itself.
-        """
+        """The virtual stage whose result an action needs; None if it needs none."""
         return _neighbour(self, stage, action, -1)
 
     def consumer(self, stage: int, action: Action) -> VirtualStage | None:

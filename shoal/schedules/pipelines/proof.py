@@ -157,10 +157,7 @@ Channels = defaultdict[tuple[int, int], set[tuple[VirtualStage, bool, int]]]
 
 
 def run_blocking(pipeline: Pipeline, capacity: int) -> None:
-    """Run all stages against each other; raise `Deadlock` where they hang.
-
-    Each stage by itself must be right, which `prove` checks first.
-    """
+    """Run all stages, each right by itself, against each other; `Deadlock` where they hang."""
     channels: Channels = defaultdict(set)
     running = [_run(pipeline, stage, channels, capacity) for stage in range(pipeline.stages)]
     waits: dict[int, Wait | None] = {}
