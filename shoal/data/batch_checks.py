@@ -115,5 +115,5 @@ def batch_digest(batch: Any, total: int) -> int:
     digest = hashlib.blake2b(str(total).encode(), digest_size=8)
     for tensor in tensors_of(batch):
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(memoryview(content.numpy()))
+        digest.update(content.numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -50,6 +50,9 @@ class Job(LoopMethods):
     those of the run that a checkpoint continues.
     """
 
+    _logged_step = 0
+    _is_log_shown = True
+
     def __init__(
         self,
         strategy: Strategy,
@@ -83,8 +86,6 @@ class Job(LoopMethods):
         self.local_size = self._services.local_size
         self._printed: set[str] = set()
         self._loss_watch = LossWatch(self._say_once)
-        self._logged_step = 0
-        self._is_log_shown = True
         self._logged: dict[str, float | Tensor] = {}
         self._evaluated: dict[str, float] = {}
         self._context = StepContext(
