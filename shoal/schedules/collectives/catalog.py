@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
-from shoal.schedules.collectives import direct, doubling, hierarchical, ring, scan, tree
+from shoal.schedules.collectives import direct, doubling, hierarchical, ring, tree
 from shoal.schedules.collectives.collective import Collective, rooted_at
 from shoal.schedules.collectives.kinds import KINDS, kind_named
 from shoal.schedules.user import is_user_function, load_collective
@@ -31,7 +31,7 @@ class Algorithm:
 
 
 # the function NAME_KIND of a module of this folder makes each of them
-_MODULES = (ring, direct, tree, doubling, hierarchical, scan)
+_MODULES = (ring, direct, tree, doubling, hierarchical)
 _FAMILIES = {
     "all_reduce": "ring star tree double_tree doubling halving torus hierarchical direct "
     "sequential naive slow_ring whole_ring",

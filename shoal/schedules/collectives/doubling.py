@@ -10,10 +10,11 @@ all-gather, p = 5     round 0   i gets from i+1 its 1 chunk
                       round 1   i gets from i+2 its 2 chunks
                       round 2   i gets from i+4 the 1 chunk that is still missing
 
-How algorithms for powers of two serve any number of ranks.
+Scans, prefix sums: rank r ends with x_0 + … + x_r, or without x_r where the scan is exclusive.
 
-With p = 2^k + e ranks, the first 2e ranks pair up. The odd one of a pair sends its data to the
-even one before the algorithm runs on 2^k ranks, and receives the result after it:
+Algorithms for powers of two serve any number of ranks: of p = 2^k + e ranks, the first 2e pair up.
+The odd one of a pair sends its data to the even one before the algorithm runs on 2^k ranks, and
+receives the result after it:
 
     p = 6:   1 -> 0   3 -> 2      0 2 4 5 run      0 -> 1   2 -> 3
 
@@ -23,7 +24,7 @@ of one or two of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,3 +181,49 @@ def _halving(ranks: int) -> list[TransferTable]:
     keep = folded.keepers[:, None]
     halves = [folded.exchange(distance, True, True) for distance in reversed(_steps(folded.size))]
     return [rows(0, keep + 1, keep, np.arange(ranks), True), *halves]
+
+
+def chain_scan(ranks: int) -> Collective:
+    """The sum walks along the ranks: p-1 rounds of V bytes, p-1 messages in all.
+
+    0 -> 1 -> 2 -> 3
+    """
+    step = np.arange(ranks - 1)
+    table = rows(step, step, step + 1, 0, True)
+    return Collective("chain", ranks, 1, table, "scan", one_port=True)
+
+
+def hillis_steele_scan(ranks: int) -> Collective:
+    """In round k rank i sends its sum to rank i + 2^k: ceil(log2 p) rounds of V bytes.
+
+    round 0   0->1  1->2  2->3  3->4        every rank has the sum of 2 neighbours
+    round 1   0->2  1->3  2->4              … of 4
+    round 2   0->4                          … of 8, or all before it
+    """
+    rounds = [
+        rows(0, np.arange(ranks - step), np.arange(step, ranks), 0, True) for step in _steps(ranks)
+    ]
+    table = EMPTY.then(*rounds)
+    return Collective("hillis_steele", ranks, 1, table, "scan", one_port=True)
+
+
+def chain_exclusive_scan(ranks: int) -> Collective:
+    """Every rank passes its vector one to the right; then a chain over ranks 1 to p-1.
+
+    p-1 rounds of V bytes.
+    """
+    return _exclusive(chain_scan(max(ranks - 1, 1)), ranks)
+
+
+def hillis_steele_exclusive_scan(ranks: int) -> Collective:
+    """Every rank passes its vector one to the right; then Hillis-Steele over ranks 1 to p-1.
+
+    1 + ceil(log2(p-1)) rounds of V bytes.
+    """
+    return _exclusive(hillis_steele_scan(max(ranks - 1, 1)), ranks)
+
+
+def _exclusive(inclusive: Collective, ranks: int) -> Collective:
+    shift = rows(0, np.arange(ranks - 1), np.arange(1, ranks), 0, False)
+    one_up = inclusive.table.relabelled(np.arange(ranks) + 1, [0])
+    return replace(inclusive, ranks=ranks, kind="exclusive_scan", rounds=shift.then(one_up))
