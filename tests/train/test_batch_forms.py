@@ -19,11 +19,10 @@ from shoal.commands.verify import _reasons
 from shoal.errors import BadInput
 from shoal.observe.double_check import CapturedRun
 from shoal.replica.loss import sum_of_samples
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
+from tests.splitting import job_of as make_job
 
 CPU = torch.device("cpu")
 STRATEGIES = ["ddp", "zero(2)", "zero(3)", 'ps(placement="rank0")', "pp(2)", "tp(2)"]
@@ -125,13 +124,11 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] = {
 
 def train(group: Group, strategy: str, model: nn.Module, form: str, **options: Any) -> Any:
     _, loss, data, loading = FORMS[form]
-    job = Job(parse(strategy), group, device=CPU, seed=3)
-    step = job.step(model, loss, optimizer=SGD, **options)
-    returned = [step(batch) for batch in job.batches(data, 8, **loading)]
-    with step.sync.full_weights():
-        found = [p.detach().clone() for p in step.model.parameters()]
-    job.close()
-    return returned, found
+    options = {"loss": loss, "optimizer": SGD, **options}
+    with make_job(group, strategy, model, **options) as (job, step):
+        returned = [step(batch) for batch in job.batches(data, 8, **loading)]
+        with step.sync.full_weights():
+            return returned, [p.detach().clone() for p in step.model.parameters()]
 
 
 def assert_equal(world: World, strategy: str, form: str, **options: Any) -> None:

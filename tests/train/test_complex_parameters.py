@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
-from shoal.errors import BadInput
 from tests.conftest import World
 from tests.seeds import seeded
-from tests.splitting import job_of
+from tests.splitting import assert_equal, refused, trained
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 
@@ -37,36 +34,23 @@ class Spectral(nn.Module):
         return out
 
 
-def train(group: Group, strategy: str, model: nn.Module, path: Path | None = None) -> Any:
-    x = torch.randn(10, 1, 8, generator=torch.Generator().manual_seed(1))  # threads share torch's
-    options: Any = {"optimizer": ADAM, "clip_norm": 0.5}
-    with job_of(group, strategy, model, loss=F.mse_loss, **options) as (job, step):
-        if path is not None and path.exists():
-            job.load(path)
-        losses = [float(step(b)) for b in job.batches(TensorDataset(x, x.cumsum(-1)), 5, epochs=2)]
-        if path is not None:
-            job.save(path)
-        with step.sync.full_weights():
-            return losses, model.get_parameter("weight").detach().clone()
+X = torch.randn(10, 1, 8, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(X, X.cumsum(-1))
+OPTIONS: Any = {"optimizer": ADAM, "clip_norm": 0.5, "loss": F.mse_loss}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(2)"])
 def test_they_are_trained_as_on_one_device(world: World, strategy: str) -> None:
-    losses, weight = train(solo_group(), "single", Spectral())
-    models = [Spectral(), Spectral()]
-    for others, other in world(2, lambda g: train(g, strategy, models[g.rank])):
-        assert others == pytest.approx(losses, abs=1e-5)
-        torch.testing.assert_close(other, weight, rtol=1e-4, atol=1e-5)
+    assert_equal(world, 2, strategy, Spectral, DATA, 5, epochs=2, **OPTIONS)
 
 
 def test_a_checkpoint_has_them(world: World, tmp_path: Path) -> None:
-    models = [Spectral(), Spectral(), Spectral()]
-    world(2, lambda g: train(g, "zero(2)", models[g.rank], tmp_path / "model"))
-    train(solo_group(), "single", models[2], tmp_path / "model")
-    assert torch.equal(models[2].weight, models[0].weight)
+    saved = trained(world, "zero(2)", Spectral, DATA, None, save=tmp_path / "model", **OPTIONS)
+    loaded = trained(world, "single", Spectral, DATA, None, load=tmp_path / "model", **OPTIONS)
+    assert torch.equal(loaded["weight"], saved["weight"])  # no batch is left
 
 
 @pytest.mark.parametrize("strategy", ['ps(placement="rank0")', "zero(3)", "tp(2)", "pp(2)"])
 def test_where_they_are_refused(world: World, strategy: str) -> None:
-    with pytest.raises(BadInput, match=r"^weight is torch\.complex64, and .* take ddp, zero"):
-        world(2, lambda g: train(g, strategy, Spectral()))
+    sentence = refused(world, 2, strategy, Spectral, DATA, **OPTIONS)
+    assert sentence.startswith("weight is torch.complex64, and ") and "take ddp, zero" in sentence
