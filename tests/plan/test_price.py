@@ -127,31 +127,19 @@ def test_torus_has_the_bytes_of_the_ring_in_fewer_rounds() -> None:
         assert found.sent_largest_bytes == pytest.approx(2 * (ranks - 1) / ranks * V)
 
 
-def test_ring_sends_2_p_minus_1_over_p_v_bytes(ranks_priced: Sequence[int]) -> None:
+def test_bytes_are_those_of_the_textbooks(ranks_priced: Sequence[int]) -> None:
+    """A ring sends 2(p-1)/p V a rank; a star as much in all, of which its root carries p times."""
     for ranks in ranks_priced:
-        found = priced("all_reduce", "ring", ranks)
+        ring, star = (priced("all_reduce", name, ranks) for name in ("ring", "star"))
         exact = 2 * (ranks - 1) / ranks * V
-        assert found.sent_largest_bytes == pytest.approx(exact)
-        assert found.received_largest_bytes == pytest.approx(exact)
-        assert found.sent_total_bytes == pytest.approx(ranks * exact)
-        assert found.ratio == pytest.approx(1.0)
-
-
-def test_naive_moves_p_p_minus_1_v_bytes(ranks_priced: Sequence[int]) -> None:
-    for ranks in ranks_priced:
+        assert ring.sent_largest_bytes == ring.received_largest_bytes == pytest.approx(exact)
+        assert ring.sent_total_bytes == pytest.approx(ranks * exact)
+        assert ring.ratio == pytest.approx(1.0)
+        assert star.sent_total_bytes == pytest.approx(ring.sent_total_bytes)
+        assert star.busiest_bytes == pytest.approx(ranks * ring.busiest_bytes)
         for name in ("naive", "sequential", "direct"):
             total = priced("all_reduce", name, ranks).sent_total_bytes
             assert total == pytest.approx(ranks * (ranks - 1) * V)
-
-
-def test_star_moves_what_the_ring_moves_and_its_root_carries_n_times_as_much(
-    ranks_priced: Sequence[int],
-) -> None:
-    for ranks in ranks_priced:
-        ring = priced("all_reduce", "ring", ranks)
-        star = priced("all_reduce", "star", ranks)
-        assert star.sent_total_bytes == pytest.approx(ring.sent_total_bytes)
-        assert star.busiest_bytes == pytest.approx(ranks * ring.busiest_bytes)
 
 
 def test_reduction_costs_gamma_per_byte(ranks_priced: Sequence[int]) -> None:

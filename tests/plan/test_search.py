@@ -109,13 +109,6 @@ def test_where_nothing_fits_the_fewest_workers_that_do_are_named() -> None:
     assert f"; with {result.least_workers.prediction.workers} workers " in sentence
 
 
-def test_every_ranked_strategy_has_a_sentence() -> None:
-    ranked = found(80).ranked
-    assert "of the step is forward and backward" in why(ranked[0], ranked[0])
-    for one in ranked[1:]:
-        assert why(one, ranked[0])
-
-
 def test_micro_batches_without_a_pipeline_keep_activations_of_one_and_synchronize_once() -> None:
     predictor = Predictor(MODEL, cluster(80))
     whole = predictor.predict(parse("ddp"), 2, BATCH)
