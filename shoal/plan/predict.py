@@ -34,11 +34,6 @@ class PlanSettings:
     scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
 
 
-class _Held(NamedTuple):
-    sizes: TensorSizes
-    untrained: float  # numbers
-
-
 class ResolvedStep(NamedTuple):
     """How a strategy divides a step."""
 
@@ -57,7 +52,7 @@ class Predictor:
         self._order = order
         self._pricers: dict[int, ReplicaPricer] = {}
         self._last: tuple[Strategy, int, tuple[Layout, SyncTerm, str]] | None = None
-        self._held: dict[tuple[Stage, int, int], _Held | None] = {}
+        self._held: dict[tuple[Stage, int, int], TensorSizes | None] = {}
         self._flops: dict[tuple[int, bool], float] = {}
 
     def pricer(self, workers: int) -> ReplicaPricer:
@@ -100,7 +95,7 @@ class Predictor:
             stages.backward_s if overlap else 0.0,
             resolved.microbatches,
             layout.workers,
-            None if held is None else held.sizes,
+            held,
             stages.layer_parameters,
             0.0 if held is None else held.untrained * precision.parameter_bytes,
             is_stage=layout.pp > 1,
@@ -110,7 +105,7 @@ class Predictor:
             meetings=resolved.microbatches * stages.meetings,
         )
 
-    def _tensors(self, stage: Stage, split: Split) -> _Held | None:
+    def _tensors(self, stage: Stage, split: Split) -> TensorSizes | None:
         """The tensors of the fullest device, where the model is known."""
         key = (stage, split.tp, split.ep)
         if key not in self._held:
@@ -118,8 +113,7 @@ class Predictor:
             width = self.workload.precision.gradient_bytes
             self._held[key] = None
             if found is not None and found.shapes:
-                sizes = TensorSizes(found.shapes, found.units, width)
-                self._held[key] = _Held(sizes, found.untrained)
+                self._held[key] = TensorSizes(found.shapes, found.units, width, found.untrained)
         return self._held[key]
 
     def predict(self, strategy: Strategy, workers: int, settings: PlanSettings) -> Prediction:
@@ -131,7 +125,9 @@ class Predictor:
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)
-        parts = _per_batch(parts, batches_in_turns(layout, term))
+        turns = batches_in_turns(layout, term)
+        if turns > 1:  # each step of all replicas is so many batches
+            parts = tuple(part._replace(seconds=part.seconds / turns) for part in parts)
         step_s = sum(part.seconds for part in parts)
         return Prediction(
             strategy=text,
@@ -206,13 +202,6 @@ def _resolve(
 def batches_in_turns(layout: Layout, term: SyncTerm) -> int:
     """Global batches that all replicas together compute in a step of each."""
     return layout.replicas if term.batches is Batches.IN_TURNS else 1
-
-
-def _per_batch(parts: tuple[Part, ...], turns: int) -> tuple[Part, ...]:
-    """Where replicas take batches in turns, each step of all of them is so many batches."""
-    if turns == 1:
-        return parts
-    return tuple(Part(name, seconds / turns, bound) for name, seconds, bound in parts)
 
 
 def _micro_batches(

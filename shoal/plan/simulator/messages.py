@@ -230,10 +230,8 @@ class MessageNetwork:
         ports = np.stack([src, self._ranks + dst], axis=1) + self._links
         self._flows.start(ports[late], alphas_s[late], numbers[late])
         if not late.all():
-            self._flow(rows[~late], sizes[~late], numbers[~late])
-
-    def _flow(self, rows: Longs, sizes: Floats, numbers: Longs) -> None:
-        self._flows.start(self._routes.paths(rows), sizes, numbers)
+            paths = self._routes.paths(rows[~late])
+            self._flows.start(paths, sizes[~late], numbers[~late])
 
     def next_end_s(self) -> float:
         return self._flows.next_end_s()
@@ -244,7 +242,8 @@ class MessageNetwork:
         begun = [n for n in ended if n in self._waiting and self._waiting[n][1] > 0]
         if begun:
             rows, sizes = zip(*(self._waiting[n] for n in begun), strict=True)
-            self._flow(np.array(rows), np.array(sizes, np.float64), np.array(begun))
+            paths = self._routes.paths(np.array(rows))
+            self._flows.start(paths, np.array(sizes, np.float64), np.array(begun))
         going_on = set(begun)
         for number in ended:
             self._waiting.pop(number, None)

@@ -132,9 +132,11 @@ class TensorSizes(BufferLayout):
         shapes: Sequence[tuple[int, ...]],
         units: Sequence[tuple[int, ...]] = (),
         width: int = 4,
+        untrained: float = 0.0,
     ):
         super().__init__([math.prod(shape) for shape in shapes], width, width >= 4)
         self.shapes = shapes
+        self.untrained = untrained  # numbers of buffers and frozen parameters
         self.units = tuple(units) or (tuple(range(len(shapes))),)
         self.tensors = len(shapes)
         self.trained = sum(self.sizes)

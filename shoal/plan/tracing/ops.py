@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,14 +176,6 @@ def _convolution_backward(arguments: dict[str, Any], out: Any) -> OpCost:
 # ------------------------------------------------------------------------------ attention
 
 
-def _attention(arguments: dict[str, Any], out: Any) -> OpCost:
-    return _attention_cost("attention", arguments, out, products=2, counted=2)
-
-
-def _attention_backward(arguments: dict[str, Any], out: Any) -> OpCost:
-    return _attention_cost("attention backward", arguments, out, products=5, counted=4)
-
-
 def _attention_cost(
     name: str, arguments: dict[str, Any], out: Any, *, products: int, counted: int
 ) -> OpCost:
@@ -193,6 +186,10 @@ def _attention_cost(
     moved = bytes_of(list(arguments.values())) + bytes_of(out)
     kernel = sizes.kernel(name, moved)._replace(flops=products * seen * sizes.flops)
     return OpCost((kernel,), counted * sizes.flops)
+
+
+_attention = partial(_attention_cost, "attention", products=2, counted=2)
+_attention_backward = partial(_attention_cost, "attention backward", products=5, counted=4)
 
 
 def _packets(*names: str) -> list[Any]:
