@@ -119,6 +119,11 @@ class WaitConfig:
     repeat_s: float = variable("SHOAL_WAIT_REPEAT", SECONDS, 60.0)
     limit_s: float | None = variable("SHOAL_TIMEOUT", SECONDS)  # `shoal run --timeout`
 
+    @property
+    def pause_s(self) -> float:
+        """Between two looks at what waits."""
+        return min(1.0, min(self.notice_s, self.repeat_s, self.limit_s or self.notice_s) / 4)
+
 
 @dataclass(frozen=True)
 class CaptureConfig:

@@ -26,7 +26,6 @@ from shoal.runtime.config import WaitConfig
 from shoal.runtime.wording import say
 
 T = TypeVar("T")
-_LONGEST_PAUSE_S = 1.0
 _FIRST_LOOK_S = 0.0005
 _LONGEST_LOOK_S = 0.02
 _STATES = {"T": "is stopped", "t": "is being debugged", "D": "waits for its disk", "Z": "has ended"}
@@ -162,9 +161,7 @@ class Watcher:
             noted.give_up(seconds)
 
     def _run(self) -> None:
-        config = self._config
-        shortest_s = min(config.notice_s, config.repeat_s, config.limit_s or config.notice_s)
-        while not self._over.wait(min(_LONGEST_PAUSE_S, shortest_s / 4)):
+        while not self._over.wait(self._config.pause_s):
             self.look()
 
 

@@ -44,7 +44,7 @@ from shoal.launch.here.process_config import (
 from shoal.launch.here.processes import Processes
 from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
-from shoal.launch.here.watches import StoppedProcesses, kept_memory, start_notice
+from shoal.launch.here.watches import kept_memory, noticing_stopped, start_notice
 from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_servers import ServerPolicy
@@ -348,5 +348,5 @@ def _beside(run: Run, workers: LocalWorkers, servers: LocalServers) -> ExitStack
     takes_back = spec.config.takes_back
     stack.enter_context(join_requests(run_dir, run.events.put, takes_back and spec.body is None))
     stack.enter_context(kept_memory(run_dir, takes_back))
-    stack.enter_context(StoppedProcesses(spec.config.wait, running, run.say).watched())
+    stack.enter_context(noticing_stopped(spec.config.wait, running, run.say))
     return stack

@@ -1,7 +1,7 @@
 """Threads of the launcher that look at a run while it goes on.
 
 kept_memory         memory that workers share stays open where lost ones may come back
-StoppedProcesses    processes that are stopped (SIGSTOP) are named, and killed after --timeout
+noticing_stopped    processes that are stopped (SIGSTOP) are named, and killed after --timeout
 start_notice        one line where the start takes long and nothing is printed meanwhile
 """
 
@@ -20,7 +20,6 @@ from shoal.runtime.waits import state_of
 from shoal.transport.shm.lasting_memory import keep
 
 _MEMORY_S = 0.02
-_LONGEST_PAUSE_S = 1.0
 _SILENT_S = 3.0
 
 
@@ -65,51 +64,36 @@ def kept_memory(run_dir: RunDir, is_needed: bool = True) -> Iterator[None]:
             os.close(descriptor)
 
 
-class StoppedProcesses:
+def noticing_stopped(
+    config: WaitConfig,
+    processes: Callable[[], Sequence[tuple[str, int]]],
+    say: Callable[[str], None],
+) -> AbstractContextManager[None]:
     """A stopped process neither exits nor answers, so its peers wait for it (Linux).
 
-    It is killed at the limit, which every strategy knows how to treat: a loss that it survives, or
-    the end of the run.
+    It is killed at the limit: a loss that the strategy survives, or the end of the run. `processes`
+    gives names and process ids, which must not have been reaped.
     """
+    since_s: dict[int, float] = {}
+    next_s: dict[int, float] = {}
 
-    def __init__(
-        self,
-        config: WaitConfig,
-        processes: Callable[[], Sequence[tuple[str, int]]],
-        say: Callable[[str], None],
-    ):
-        """`processes` gives names and process ids; ids must not have been reaped."""
-        self._config = config
-        self._processes = processes
-        self._say = say
-        self._since_s: dict[int, float] = {}
-        self._said_s: dict[int, float] = {}
-
-    def watched(self) -> AbstractContextManager[None]:
-        config = self._config
-        shortest_s = min(config.notice_s, config.repeat_s, config.limit_s or config.notice_s)
-        return looking("shoal-stopped", min(_LONGEST_PAUSE_S, shortest_s / 4), self._look)
-
-    def _look(self) -> None:
-        for name, pid in self._processes():
-            if state_of(pid) == "T":
-                self._note(name, pid)
-            else:
-                self._since_s.pop(pid, None)
-                self._said_s.pop(pid, None)
-
-    def _note(self, name: str, pid: int) -> None:
+    def look() -> None:
         now_s = time.monotonic()
-        stopped_s = now_s - self._since_s.setdefault(pid, now_s)
-        next_s = self._said_s.get(pid, self._since_s[pid] + self._config.notice_s)
-        limit_s = self._config.limit_s
-        if limit_s is not None and stopped_s >= limit_s:
-            self._say(f"{name} has been stopped for {stopped_s:.0f} s and is killed: --timeout")
-            with suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-        elif now_s >= next_s:
-            self._said_s[pid] = now_s + self._config.repeat_s
-            self._say(f"{name} (process {pid}) has been stopped for {stopped_s:.0f} s: SIGCONT")
+        for name, pid in processes():
+            if state_of(pid) != "T":
+                since_s.pop(pid, None)
+                next_s.pop(pid, None)
+                continue
+            stopped_s = now_s - since_s.setdefault(pid, now_s)
+            if config.limit_s is not None and stopped_s >= config.limit_s:
+                say(f"{name} has been stopped for {stopped_s:.0f} s and is killed: --timeout")
+                with suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+            elif now_s >= next_s.setdefault(pid, now_s + config.notice_s):
+                next_s[pid] = now_s + config.repeat_s
+                say(f"{name} (process {pid}) has been stopped for {stopped_s:.0f} s: SIGCONT")
+
+    return looking("shoal-stopped", config.pause_s, look)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from shoal.launch.here.output import LineForwarder, OutputPump, Write
 from shoal.launch.here.process_config import SERVER_COMMAND
 from shoal.launch.here.processes import Processes, ProcessExit
 from shoal.launch.here.supervisor import TERM_S
-from shoal.launch.here.watches import StoppedProcesses
+from shoal.launch.here.watches import noticing_stopped
 from shoal.launch.hosts.agent_messages import (
     AgentPipe,
     AgentTask,
@@ -202,7 +202,7 @@ class WorkerAgent(Agent):
         def say(sentence: str) -> None:
             self._writer(first)(f"shoal: {sentence}\n", True)
 
-        return StoppedProcesses(config.wait, running, say).watched()
+        return noticing_stopped(config.wait, running, say)
 
     # ------------------------------------------------------------------ starting
 
