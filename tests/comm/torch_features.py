@@ -1,7 +1,7 @@
 """Features of torch.distributed on two backends: do they give the same bits?
 
-`python -m tests.comm.torch_features [SIZE] [NAME …]` runs them on Gloo and on Shoal and prints
-what differs. All features run in one set of forked ranks per backend, one after the other.
+`python -m tests.comm.torch_features SIZE [NAME …] --json FILE` runs them on Gloo and on Shoal. All
+features run in one set of forked ranks per backend, one after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -31,12 +30,6 @@ from tests.comm.torch_ranks import forked_ranks
 
 BACKENDS = ("gloo", "shoal")
 GROUPS = (collectives, messages, functional, training, saving)
-# they start processes, compile, or Gloo waits until its time is over
-SLOW = {
-    "async_save in a process",
-    "ddp of a compiled model",
-    "all to all uneven on one rank only",
-}
 # what Gloo refuses
 OURS = {
     "all_reduce AVG",
@@ -146,23 +139,11 @@ def verdict(gloo: list[str], ours: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("size", type=int, nargs="?", default=2)
+    parser.add_argument("size", type=int)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--json", type=Path, help="write the answers into this file")
-    parser.add_argument("--quick", action="store_true", help="without those that take seconds")
+    parser.add_argument("--json", type=Path, required=True, help="write the answers into this file")
     asked = parser.parse_args()
-    left_out = SLOW if asked.quick else set()
-    found = on_both(asked.size, asked.names or [name for name in FEATURES if name not in left_out])
-    if asked.json:
-        asked.json.write_text(json.dumps(found))
-        return
-    counts: Counter[str] = Counter()
-    for name, (gloo, ours) in found.items():
-        kind = verdict(gloo, ours)
-        counts[kind] += 1
-        if kind != "same bits":
-            print(f"{kind}: {name}\n  gloo   {gloo[0][:200]}\n  shoal  {ours[0][:200]}")
-    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    asked.json.write_text(json.dumps(on_both(asked.size, asked.names or list(FEATURES))))
 
 
 if __name__ == "__main__":
