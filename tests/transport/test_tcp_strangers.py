@@ -19,7 +19,7 @@ from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
 from shoal.transport.tcp.connect import Exchange, Stranger, StreamName, TcpSpec, accept, prove
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
-from tests.comm.threads import Table
+from tests.comm.threads import Ranks, Table
 from tests.server.test_tls import certificate, needs_openssl
 from tests.transport.tcp import KEY, on_tcp
 
@@ -41,21 +41,16 @@ def swap(transport: TcpTransport) -> float:
 
 def assert_swapped(first: Exchange, second: Exchange, strangers: list[socket.socket]) -> None:
     """Two ranks that meet in these ways exchange numbers, whatever the strangers do."""
-    results: dict[int, float] = {}
+    ranks = Ranks[float]()
 
     def main(rank: int) -> None:
         engine = TcpEngine(TcpSpec(rank, 2, KEY), second if rank else first)
-        results[rank] = swap(TcpTransport(engine))
+        ranks.results[rank] = swap(TcpTransport(engine))
         engine.close()
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert ranks.run(2, main) == [4.0, 2.0]
     for sock in strangers:
         sock.close()
-    assert results == {0: 4.0, 1: 2.0}
 
 
 def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
@@ -116,20 +111,14 @@ def test_ranks_connect_when_accepting_has_failed(
 def refusals_of(*specs: TcpSpec) -> dict[int, ShoalError]:
     """What each of two ranks raises that cannot connect."""
     meeting = Table(2)
-    raised: dict[int, ShoalError] = {}
+    ranks = Ranks[ShoalError]()
 
-    def main(spec: TcpSpec) -> None:
-        try:
-            TcpEngine(spec, meeting.exchange(spec.rank))
-        except ShoalError as error:
-            raised[spec.rank] = error
+    def main(rank: int) -> None:
+        with pytest.raises(ShoalError) as raised:
+            TcpEngine(specs[rank], meeting.exchange(rank))
+        ranks.results[rank] = raised.value
 
-    threads = [threading.Thread(target=main, args=(spec,)) for spec in specs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    return dict(enumerate(ranks.run(2, main)))
 
 
 def test_a_rank_with_another_key_does_not_get_in() -> None:
