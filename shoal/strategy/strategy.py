@@ -34,8 +34,8 @@ class Layout:
     """How many replicas there are, and over how many workers each one is split."""
 
     replicas: int
-    tp: int
-    pp: int
+    tp: int = 1
+    pp: int = 1
     ep: int = 1
     cp: int = 1
 
@@ -79,11 +79,7 @@ class Strategy:
     @property
     def splits(self) -> tuple[Tp | Pp | Ep | Cp, ...]:
         """The terms that split a replica over workers."""
-        return tuple(term for term in self._split_roles if term is not None)
-
-    @property
-    def _split_roles(self) -> tuple[Tp | None, Pp | None, Ep | None, Cp | None]:
-        return self.tp, self.pp, self.ep, self.cp
+        return tuple(term for term in (self.tp, self.pp, self.ep, self.cp) if term is not None)
 
     def __add__(self, other: Term | Strategy) -> Strategy:
         if not isinstance(other, Term | Strategy):
@@ -200,8 +196,7 @@ class Strategy:
         self.sync_for(replicas).check(replicas)
         if self.pp is not None:
             self.pp.check()
-        tp, pp, ep, cp = (1 if term is None else term.size for term in self._split_roles)
-        return Layout(replicas, tp, pp, ep, cp)
+        return Layout(replicas, **{term.role: term.size for term in self.splits})
 
     def check_hosts(self, workers: int, are_several: bool) -> None:
         """Refuse workers on several hosts where all of them have to be on one."""
