@@ -176,7 +176,7 @@ class StageCheck:
         with self._engine.frozen_statistics():
             Engine(stage, score, flat, actions, kept, options).run([micro], lambda bucket: None)
         names = {p: name for name, p in shard.named}
-        gradients = {names[p]: grad for p, grad in kept.gradients.get(0, {}).items()}
+        gradients = {names[p]: grad for p, grad in kept.gradients.pop(0, {}).items()}
         return Computed(outputs, {**gradients})
 
     def _expected(self, micro: MicroBatch, quiet: Quiet, with_gradients: bool = True) -> Computed:
