@@ -167,10 +167,7 @@ class Engine:
         self.options = replace(self.options, gradient_scale=gradient_scale)
 
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
-        """One step's computing; returns the weighted loss of these rows.
-
-        Where gradients are exchanged, the header of the buckets holds the same number.
-        """
+        """One step's computing; returns the weighted loss of these rows."""
         self._microbatches = microbatches
         self._kept: dict[Key, Kept] = {}
         self._split: dict[Key, SplitBackward] = {}

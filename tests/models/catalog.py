@@ -1,7 +1,6 @@
 """Every model of the zoo by its name."""
 
-from tests.models.language import LANGUAGE
-from tests.models.more_text import MORE_TEXT
+from tests.models.language import LANGUAGE, MORE_TEXT
 from tests.models.more_vision import MORE_VISION
 from tests.models.vision import VISION
 

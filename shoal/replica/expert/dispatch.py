@@ -41,11 +41,7 @@ class ExpertPlacement:
         return self.ranges[self.group.rank]
 
     def keep(self, experts: Tensor) -> Tensor:
-        """The expert of each row; `num_experts` for rows that go to none.
-
-        With a capacity each rank sends an expert at most its share of rows, the first ones:
-        capacity · rows / experts.
-        """
+        """The expert of each row, or none; each gets at most capacity · rows / experts."""
         none = self.num_experts
         experts = experts.where((experts >= 0) & (experts < none), none)
         if self.capacity is None:

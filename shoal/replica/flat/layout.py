@@ -45,10 +45,7 @@ class FlatLayout(BufferLayout):
 
     @property
     def header_fits(self) -> bool:
-        """Whether the loss keeps its precision in the dtype of the gradients.
-
-        If it does not, the header has memory of its own and the buffer has no room for it.
-        """
+        """Whether the loss keeps its precision in the dtype of the gradients; else it is apart."""
         return self.dtype in (torch.float32, torch.float64)
 
     @property

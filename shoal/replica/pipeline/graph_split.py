@@ -120,10 +120,7 @@ def required_arguments(model: nn.Module) -> tuple[str, ...]:
 
 
 def optional_calls(model: nn.Module) -> list[tuple[str, ...]]:
-    """Where no argument is required, as in Hugging Face models: the first with each other one.
-
-    Which of them a batch has is not known yet, and all of these calls have to be traceable.
-    """
+    """Without required arguments (Hugging Face): the first with each other, all to be traced."""
     arguments = arguments_of(model)
     if any(p.default is p.empty for p in arguments):
         return []

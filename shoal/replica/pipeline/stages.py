@@ -138,10 +138,7 @@ class Stages:
     def keep(
         self, stage: int, filled: Iterable[list[TensorSlot]] | None = None
     ) -> list[tuple[str, nn.Parameter]]:
-        """Release the tensors that `stage` does not use; returns the parameters it holds.
-
-        `filled` yields one tensor after the other, by its slots.
-        """
+        """Release tensors that `stage` does not use, as they are `filled`; returns the others."""
         named = [(n, p) for n, p in self.model.named_parameters() if stage in self.holders[n]]
         if not any(p.requires_grad and p.numel() for _, p in named):
             raise BadInput(

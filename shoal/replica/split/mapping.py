@@ -29,10 +29,7 @@ Operation = Callable[[Tensor], Tensor]
 
 
 def mapped(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
-    """`forward(x)`, whose gradient is `backward` of the gradient.
-
-    Of a sequence that ranks of another group share, the positions that are here are mapped.
-    """
+    """`forward(x)`, whose gradient is `backward` of the gradient; of a sequence, what is here."""
     map_local = getattr(x, "map_local", None)
     if map_local is not None:
         of_positions: Tensor = map_local(lambda local: mapped(local, forward, backward))

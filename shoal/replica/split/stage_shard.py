@@ -179,10 +179,7 @@ class StageShard(ReplicaShard):
 
     @torch.no_grad()
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
-        """The first stage runs the full model once, with the tensors of all stages, and compares.
-
-        A model that is too large for that, or was built on the meta device, is trusted.
-        """
+        """The first stage runs the whole model and compares; a large or meta one is trusted."""
         kept = self._rehearse(microbatches[0], engine)
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)

@@ -55,10 +55,7 @@ class TensorSplit(SlicedTensors):
         filled: Iterable[list[TensorSlot]],
         sequence: bool = False,
     ):
-        """`filled` yields one full tensor after the other, by its slots.
-
-        With `sequence`, every rank has some positions between split layers.
-        """
+        """`filled` yields full tensors; with `sequence` ranks have positions between layers."""
         self.model = model
         self.original = copy_structure(model)
         self.roles = roles

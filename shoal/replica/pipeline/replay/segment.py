@@ -178,10 +178,7 @@ class Replay:
         return [generator.get_state().numpy().tobytes() for generator in self._generators]
 
     def _drawn(self, before: list[bytes]) -> list[bytes] | None:
-        """The states of generators, if the call has drawn numbers.
-
-        Those behind the call before are not needed any more, unless numbers were drawn between.
-        """
+        """The states of generators, if the call has drawn; those before are dropped if unused."""
         after = self._random_states()
         if after == before:
             return None
