@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.replica.flat.params import FlatParams
-
-sizes = st.lists(st.integers(1, 70), min_size=1, max_size=12)
-quick = settings(deadline=None, max_examples=50)
-dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
-
-
-def flat_of(numels: list[int], dtype: torch.dtype = torch.float32) -> FlatParams:
-    return FlatParams(
-        (f"p{i}", nn.Parameter(torch.full((n,), i + 1.0, dtype=dtype)))
-        for i, n in enumerate(numels)
-    )
+from tests.replica.test_flat_params import flat_of, quick
 
 
 def backward(flat: FlatParams, order: list[int]) -> list[slice]:
