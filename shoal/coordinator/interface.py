@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -194,9 +193,7 @@ class Coordinator(ABC):
     def __enter__(self: C) -> C:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def grant(self, ttl_s: float, holder: str) -> Lease:
