@@ -34,7 +34,6 @@ from shoal.sync.residuals import (
     check_size,
     is_alike,
     new_residual,
-    positions_in,
     residual_dtype,
     take_residual,
     unused_positions,
@@ -202,7 +201,10 @@ class ShardedSum(CompressedSum):
         self.unused = unused
         self.owned = {at.start: owned_shard(at, group.rank, group.size) for at in slices}
         self.owed = {start: new_residual(flat, s.stop - s.start) for start, s in self.owned.items()}
-        self._unused = {start: positions_in(unused, s) for start, s in self.owned.items()}
+        self._unused = {
+            start: unused[(unused >= s.start) & (unused < s.stop)] - s.start
+            for start, s in self.owned.items()
+        }
 
     def clear_unused(self) -> None:
         super().clear_unused()

@@ -84,10 +84,3 @@ def unused_positions(flat: FlatParams, copies: ReplicaShard | None) -> Tensor:
         if copies is not None and copies.is_duplicate(p):
             positions.append(torch.arange(param.start, param.stop, device=flat.device))
     return torch.cat(positions)
-
-
-def positions_in(positions: Tensor, where: slice) -> Tensor:
-    """Those of the positions that lie in a slice, counted from its start."""
-    is_inside = (positions >= where.start) & (positions < where.stop)
-    inside: Tensor = positions[is_inside] - where.start
-    return inside
