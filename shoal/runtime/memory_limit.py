@@ -1,7 +1,7 @@
 """How much memory is left: of the machine, and of the container (cgroup) of this process.
 
 Memory above a container's limit does not fail: the kernel kills a process of the container. So it
-is asked for before.
+is asked for before, and the kernel's count of such kills tells afterwards who it was.
 """
 
 from __future__ import annotations
@@ -41,6 +41,25 @@ def memory_left(root: Path = _ROOT) -> MemoryLeft | None:
         kilobytes = machine["MemAvailable:"] + machine.get("SwapFree:", 0)
         found.append(MemoryLeft(kilobytes * 1024, "this machine"))
     return min(found, key=lambda left: left.num_bytes, default=None)
+
+
+class OutOfMemoryKills:
+    """Whether the kernel has killed a process for its memory since this was made."""
+
+    def __init__(self, root: Path = _ROOT):
+        self._root = root
+        self._before = self._count()
+
+    def has_struck(self) -> bool:
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        """In this container; of the whole machine where it has no count of its own."""
+        for folder in _cgroups(self._root):
+            kills = _fields(folder / "memory.events").get("oom_kill")
+            if kills is not None:
+                return kills
+        return _fields(self._root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
+from shoal.launch.losses.failures import ProcessFailure, launch_error
 from shoal.runtime import memory_limit
 from shoal.runtime.cores import most_server_threads, server_threads, threads_of
-from shoal.runtime.memory_limit import MemoryLeft, memory_left
+from shoal.runtime.memory_limit import MemoryLeft, OutOfMemoryKills, memory_left
 from shoal.transport.shm import memfd
 from shoal.transport.tcp.connect import require_open_files
 
@@ -21,6 +22,7 @@ TWO = {
     "sys/fs/cgroup/pod/box/memory.max": f"{4 * GB}\n",
     "sys/fs/cgroup/pod/box/memory.current": f"{3 * GB}\n",
     "sys/fs/cgroup/pod/box/memory.stat": f"anon 5\nactive_file {GB}\ninactive_file 0\n",
+    "sys/fs/cgroup/pod/box/memory.events": "oom 0\noom_kill 2\n",
     "sys/fs/cgroup/pod/memory.max": "max\n",
     "sys/fs/cgroup/pod/memory.current": "1\n",
 }
@@ -46,6 +48,13 @@ def write(root: Path, files: dict[str, str]) -> Path:
 )
 def test_what_is_left(tmp_path: Path, files: dict[str, str], left: MemoryLeft | None) -> None:
     assert memory_left(write(tmp_path, files)) == left
+
+
+def test_a_kill_is_noticed(tmp_path: Path) -> None:
+    kills = OutOfMemoryKills(write(tmp_path, TWO))
+    assert not kills.has_struck()
+    write(tmp_path, {"sys/fs/cgroup/pod/box/memory.events": "oom 0\noom_kill 3\n"})
+    assert kills.has_struck()
 
 
 def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
@@ -80,3 +89,10 @@ def test_servers_share_the_cores_of_their_host() -> None:
     assert most_server_threads(16, servers=2) == 8
     assert most_server_threads(2, servers=4) == 1
     assert int(threads_of(1)["OMP_NUM_THREADS"]) >= 1
+
+
+def test_the_launcher_names_the_out_of_memory_killer() -> None:
+    struck = ProcessFailure(1, -9, 0, out_of_memory=True)
+    assert "SIGKILL, of the kernel's out-of-memory killer: take" in str(launch_error(struck))
+    other = ProcessFailure(1, -15, 0, out_of_memory=True)
+    assert str(launch_error(other)).endswith("worker 1 was killed by SIGTERM")

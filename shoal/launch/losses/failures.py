@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 _HEAD_START_NS = 300_000_000
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
+_OUT_OF_MEMORY = (
+    ", of the kernel's out-of-memory killer: take fewer workers, a smaller batch, or more memory"
+)
+
 
 @dataclass(frozen=True)
 class FailureReport:
@@ -66,6 +70,7 @@ class ProcessFailure:
     report: FailureReport | None = None
     stderr_tail: str = ""
     role: Role = "worker"
+    out_of_memory: bool = False  # the kernel has killed for memory while the run was going on
     sentence: str = ""  # of a server: what its loss means, instead of how it ended
     host: str = ""  # its name, where workers are on several
 
@@ -77,7 +82,9 @@ class ProcessFailure:
     @property
     def ending(self) -> str:
         """ "was killed by SIGKILL", for a process that was."""
-        return f"was killed by {signal_name(-self.returncode)}"
+        number = -self.returncode
+        struck = self.out_of_memory and number == signal.SIGKILL
+        return f"was killed by {signal_name(number)}{_OUT_OF_MEMORY if struck else ''}"
 
     @property
     def is_loss(self) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, read_failure, when_lost
 from shoal.launch.losses.loss_report import SPLIT, LostWorker, SampleShares
+from shoal.runtime.memory_limit import OutOfMemoryKills
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.wording import counted, say
 from shoal.strategy.base import Batches
@@ -89,6 +90,7 @@ class LossPolicy:
         self._later: list[LostWorker] = []  # those that were started again, or asked for
         self._absent: set[int] = set()  # those that were not started, or came too late
         self._shares = SPLIT if tolerance is None else tolerance.shares
+        self.memory_kills = OutOfMemoryKills()
         self.lost: list[LostWorker] = []
         self.too_few: str | None = None  # why the run ends: a sentence
 
@@ -174,7 +176,10 @@ class LossPolicy:
         if not tolerance.from_start and not self._run_dir.all_joined.exists():
             return False
         report = read_failure(self._run_dir, exit.rank)
-        failure = ProcessFailure(exit.rank, exit.returncode, exit.noticed_ns, report)
+        struck = self.memory_kills.has_struck()
+        failure = ProcessFailure(
+            exit.rank, exit.returncode, exit.noticed_ns, report, out_of_memory=struck
+        )
         if failure.is_loss:
             self._note_loss(failure, tolerance)
         return failure.is_loss and self.too_few is None
