@@ -133,6 +133,8 @@ def _as_cluster(cluster: str | Path | Cluster) -> Cluster:
 
 
 def _subject(model: Model, batch: int | None, workers: int) -> Subject:
+    if batch is not None and batch < 1:
+        raise BadInput(f"a batch has at least 1 sample, not {batch}")
     workload = named_workload(str(model)) if isinstance(model, str | Path) else model
     if workload is not None:
         return Subject(workload, batch or default_batch(workload, workers))
