@@ -14,7 +14,7 @@ import warnings
 def register() -> None:
     """Make the backend "shoal" known to torch.distributed, if Shoal can be imported."""
     try:
-        from shoal.comm.torch_backend.register import register
+        from shoal.comm.torch_backend import register
 
         register()
     except (Exception, SystemExit) as error:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.segments import simulate_in_segments
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import Routes
+from shoal.schedules.collectives import Collective, segments_for
 from shoal.schedules.collectives.catalog import build
-from shoal.schedules.collectives.collective import Collective, segments_for
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
 
 GLOO = "gloo"

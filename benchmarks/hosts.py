@@ -28,7 +28,7 @@ from benchmarks.host_schedules import GLOO, PLAIN, WITH_RACKS, host_schedule
 from shoal.calibration.sampling import alternate
 from shoal.cluster.toml_file import read_cluster
 from shoal.cluster.units import parse_bytes, show_bytes
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.comm.select import exchange_over
 from shoal.commands.output import plain_table

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import say
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.plan.timeline import Times, simulate
 from shoal.runtime.trace import Recorder, Span
 from shoal.schedules.collectives.cost import Link
-from shoal.schedules.pipelines.actions import Pipeline
+from shoal.schedules.pipelines import Pipeline
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy, parse
 from shoal.train.job import Job

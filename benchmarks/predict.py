@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks import predict_models
 from benchmarks.harness import check_names, say
 from benchmarks.spread import SpreadPredictor
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.commands.compare import WORKER, Comparison, groups_of, progress_over
 from shoal.commands.launching import command_for, config_for, run_quietly, strategy_for
@@ -27,7 +27,7 @@ from shoal.observe.comparison import ComparedRun, RunOutcome
 from shoal.plan.predict import PlanSettings
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import profiled
-from shoal.plan.workloads.workload import Workload
+from shoal.plan.workloads import Workload
 from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import as_strategy
 

@@ -39,9 +39,9 @@ from shoal.commands.output import plain_table
 from shoal.embedding.module import RowStore
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.errors import BadInput
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
-from shoal.sync.base import Replica, Sync, plan_for
+from shoal.sync import Replica, Sync, plan_for
 from shoal.sync.optimizer_step import OptimizerStep
 
 PEERS = ("ray", "rpc")

@@ -18,7 +18,7 @@ import numpy as np
 
 from shoal.plan.simulator.collectives import MessageTable, message_table
 from shoal.plan.simulator.messages import MessageNetwork, Routes
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 
 
 def simulate_in_segments(

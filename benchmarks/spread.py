@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.workloads.workload import Workload
+from shoal.plan.workloads import Workload
 from shoal.strategy.strategy import Strategy
 
 _Spec = TypeVar("_Spec", Device, LinkSpec)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.comm.group import Op as Op
-    from shoal.data.batch import Batch as Batch
+    from shoal.data import Batch as Batch
     from shoal.embedding.module import Embedding as Embedding
     from shoal.errors import BadInput as BadInput
     from shoal.errors import ShoalError as ShoalError
@@ -70,7 +70,7 @@ def register_backend() -> None:
 
     Importing shoal does it when torch is loaded; an installed Shoal is also found by torch itself.
     """
-    from shoal.comm.torch_backend.register import register
+    from shoal.comm.torch_backend import register
 
     register()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.units import parse_bytes
 from shoal.commands.subject import Subject, named_cluster, workload_of_script
 from shoal.errors import BadInput
@@ -21,8 +21,8 @@ from shoal.plan.explain import in_script, nothing_fits, options_of, why
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.search import Priced, SearchOptions, SearchResult, search
+from shoal.plan.workloads import Recompute, Workload
 from shoal.plan.workloads.model_presets import default_batch, named_workload
-from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.base import Term
 from shoal.strategy.strategy import Strategy, as_strategy
 

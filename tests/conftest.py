@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link

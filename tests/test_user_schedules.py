@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.schedules.collectives.cost import Link

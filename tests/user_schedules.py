@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.schedules.pipelines.actions import Action, ActionKind
+from shoal.schedules.pipelines import Action, ActionKind
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ number = 7
 '''
 
 COLLECTIVES = '''
-from shoal.schedules.collectives.collective import Collective, Transfer
+from shoal.schedules.collectives import Collective, Transfer
 
 
 def two_hops(ranks: int) -> Collective:

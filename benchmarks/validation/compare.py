@@ -15,13 +15,13 @@ from functools import partial
 
 from benchmarks.validation.fit import BOUNDS, Fitted, fit
 from benchmarks.validation.measured import MeasuredRow
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import MEGATRON_ORDER
+from shoal.plan.workloads import Precision
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
-from shoal.plan.workloads.workload import Precision
 from shoal.strategy.strategy import Strategy, as_strategy
 
 MEGATRON = Precision("fp16", 2, 4, 4, 8)  # gradients are summed in fp32: 18 bytes a parameter

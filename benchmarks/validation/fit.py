@@ -22,7 +22,7 @@ from itertools import compress, product
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import Curve, LinkSpec
 
 Floats = NDArray[np.float64]

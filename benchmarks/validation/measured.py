@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from shoal.errors import BadInput
+from shoal.plan.workloads import Recompute
 from shoal.plan.workloads.transformer_block import TransformerSizes
-from shoal.plan.workloads.workload import Recompute
 from shoal.runtime.wording import counted
 
 NAMES: Mapping[str, tuple[str, ...]] = {

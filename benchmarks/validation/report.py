@@ -16,7 +16,7 @@ from benchmarks.validation.compare import RunsAs, Validation
 from benchmarks.validation.compare import validate as compare
 from benchmarks.validation.fit import BOUNDS, Fitted
 from benchmarks.validation.measured import TableDefaults, read_table
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_seconds
@@ -24,7 +24,7 @@ from shoal.commands import options
 from shoal.commands.output import plain_table, show, write_text
 from shoal.errors import BadInput
 from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
-from shoal.plan.workloads.workload import Recompute
+from shoal.plan.workloads import Recompute
 
 _ORDERS = {"megatron": MEGATRON_ORDER, "shoal": SHOAL_ORDER}
 _RECOMPUTE = ("none", "selective", "full")

@@ -18,7 +18,7 @@ import shoal
 from shoal.calibration.device import measured_calls
 from shoal.calibration.measure import check_seconds
 from shoal.calibration.sampling import Sample, alternate
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.collectives import InterHost

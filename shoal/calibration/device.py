@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
-from shoal.cluster.cluster import Cluster, Node, Noise
+from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device, LinkSpec, MeasuredCalls
 from shoal.plan.step.stragglers import queue_cycle_s
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.calibration.device import machine_of
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.discover import this_machine
 from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.errors import BadInput

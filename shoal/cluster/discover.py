@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Curve, Device, LinkSpec
 from shoal.cluster.host import Host, Nic, read_host
 from shoal.cluster.units import show_rate

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.host import Host
 from shoal.cluster.topology import bisection_links

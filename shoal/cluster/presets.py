@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.discover import this_machine
 from shoal.cluster.toml_file import read_cluster, suggestion
 from shoal.errors import BadInput

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from textwrap import wrap
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.drawing import device_words, heading, narrowest, narrowest_cut
 from shoal.cluster.units import show_rate
 from shoal.runtime import svg

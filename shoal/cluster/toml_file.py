@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from shoal.cluster.cluster import Cluster, Node, Noise
+from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput

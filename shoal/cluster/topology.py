@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.errors import BadInput
 
 

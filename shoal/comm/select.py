@@ -41,13 +41,13 @@ from shoal.comm.store.authenticated import generation_name, own_generation
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
+from shoal.transport import Transport
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built
-from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.executor import Hierarchical
-    from shoal.comm.executors.scheduled.selection import Algorithm
+    from shoal.comm.executors.schedule_selection import Algorithm
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -190,12 +190,12 @@ def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
         return Torch(world)
     transport, order = _between_all(spec, world)
 
-    from shoal.comm.executors.scheduled.executor import Scheduled
-    from shoal.comm.executors.scheduled.selection import Ordered
+    from shoal.comm.executors.schedule_selection import Ordered
+    from shoal.comm.executors.scheduled import Scheduled
 
     algorithm: Algorithm = Ordered(spec.algorithm, order)
     if is_user_function(spec.algorithm):  # it is made and proven for the replicas
-        from shoal.comm.executors.scheduled.selection import ForRanks
+        from shoal.comm.executors.schedule_selection import ForRanks
 
         algorithm = ForRanks(spec.algorithm, spec.replicas)
     return Scheduled(transport, {"all_reduce": algorithm}, background=True)
@@ -206,8 +206,8 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
 
     Over TCP where ranks are on several hosts and all of them can.
     """
+    from shoal.transport import TorchTransport
     from shoal.transport.tcp.transport import TcpTransport
-    from shoal.transport.transport import TorchTransport
 
     if spec.is_one_host or spec.backend != "gloo":
         return TorchTransport(world), tuple(range(spec.size))

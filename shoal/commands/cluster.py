@@ -11,8 +11,8 @@ import msgspec
 import typer
 
 from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
+from shoal.cluster import Cluster
 from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
-from shoal.cluster.cluster import Cluster
 from shoal.cluster.discover import discover as discover_host
 from shoal.cluster.drawing import draw_cluster, host_lines, levels, narrowest, narrowest_cut
 from shoal.cluster.hardware import Device, MeasuredCalls

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as Grid
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.units import (
     parse_bytes,
@@ -27,10 +27,10 @@ from shoal.errors import BadInput
 from shoal.plan.price import Price, price_all
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.draw_svg import animated_svg
+from shoal.schedules.collectives.draw_terminal import draw
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
-from shoal.schedules.drawing.svg import animated_svg
-from shoal.schedules.drawing.terminal import draw
 
 
 def show_on_cluster(
@@ -167,14 +167,11 @@ def table(
         for name in names:
             for algorithm in algorithms(name):
                 prove(build(name, algorithm, ranks))
-    parts: list[Part] = []
-    for name, prices in prices_by_kind.items():
-        parts.append(_grid(name, prices, num_bytes, cost))
-        if prices[0].redundant_bytes:
-            parts.append(
-                f"\nRedundant memory: when the {name} is done, in place, all ranks together hold "
-                f"{show_bytes(prices[0].redundant_bytes)} beyond one copy of the result."
-            )
+    parts = [
+        part
+        for name, prices in prices_by_kind.items()
+        for part in _table_of(name, prices, num_bytes, cost)
+    ]
     if prove_all:
         parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
@@ -237,6 +234,16 @@ def show(
         ],
     }
     show_parts(document, [said], as_json)
+
+
+def _table_of(name: str, prices: list[Price], num_bytes: int, cost: Cost) -> list[Part]:
+    parts: list[Part] = [_grid(name, prices, num_bytes, cost)]
+    if prices[0].redundant_bytes:
+        parts.append(
+            f"\nRedundant memory: when the {name} is done, in place, all ranks together hold "
+            f"{show_bytes(prices[0].redundant_bytes)} beyond one copy of the result."
+        )
+    return parts
 
 
 def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:

@@ -37,7 +37,7 @@ from shoal.train.progress import ProgressBar
 def _ray(address: str, config: RunConfig) -> Machines:
     # Ray reads them when it is imported
     set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
-    from shoal.launch.ray.ray_machines import RayMachines
+    from shoal.launch.managers.ray_machines import RayMachines
 
     return RayMachines(address, config)
 

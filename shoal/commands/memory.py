@@ -24,7 +24,7 @@ from shoal.commands.launching import (
 from shoal.commands.output import plain_table, show
 from shoal.commands.subject import workload_of_script
 from shoal.errors import BadInput, CheckFailed, ShoalError
-from shoal.plan.workloads.workload import Split, Workload
+from shoal.plan.workloads import Split, Workload
 from shoal.runtime.config import MemoryEstimateConfig, MemoryProbeConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted

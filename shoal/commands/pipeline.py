@@ -15,7 +15,7 @@ from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
 from shoal.plan.gantt import draw, gantt_svg
 from shoal.plan.timeline import Time, Timeline, Times, simulate
-from shoal.schedules.pipelines.actions import check_sizes
+from shoal.schedules.pipelines import check_sizes
 from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import PipelineProof, prove
 

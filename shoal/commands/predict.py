@@ -21,7 +21,7 @@ from shoal.plan.predict import Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import simulate_strategy
-from shoal.plan.workloads.workload import Workload
+from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
 
 _MOST_WORKERS = 10_000_000

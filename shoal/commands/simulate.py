@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster import Noise
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for

@@ -10,7 +10,7 @@ from typing import Annotated, cast
 
 import typer
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import THIS_MACHINE, load_cluster
 from shoal.cluster.units import parse_bytes, parse_s_per_byte
@@ -19,8 +19,8 @@ from shoal.commands.launching import EXAMPLES, command_for, config_for, run_quie
 from shoal.errors import BadInput
 from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
+from shoal.plan.workloads import Recompute, Workload
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
-from shoal.plan.workloads.workload import Recompute, Workload
 from shoal.strategy.strategy import as_strategy
 
 

@@ -18,9 +18,9 @@ from shoal.commands import options
 from shoal.commands.launching import EXAMPLES, command_for, strategy_for
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.checkpoint_option import OPTION_NAME, read_folder
-from shoal.launch.submit.kubernetes import KubernetesOptions, checkpoint_warning, manifest
-from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
-from shoal.launch.submit.spec import MARK, SubmitSpec, name_of, read_variables
+from shoal.launch.managers.kubernetes import KubernetesOptions, checkpoint_warning, manifest
+from shoal.launch.managers.slurm_script import SlurmOptions, slurm_script
+from shoal.launch.managers.submit_spec import MARK, SubmitSpec, name_of, read_variables
 from shoal.runtime.config import CheckpointConfig, RunConfig, TlsConfig, variable_name
 from shoal.runtime.files import write_atomically
 from shoal.runtime.secret import read_secret_file

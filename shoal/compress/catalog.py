@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.compress.compressor import Compressor, join, round_up_to_words, split, to_chunks
+from shoal.compress import Compressor, join, round_up_to_words, split, to_chunks
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import ShoalError
 from shoal.strategy.options import read_setting

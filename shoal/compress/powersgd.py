@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.compress.compressor import Compressor, join, split
+from shoal.compress import Compressor, join, split
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from shoal.coordinator.etcd.coordinator import ETCD_CALL_S, EtcdCoordinator
-from shoal.coordinator.etcd.gateway import RunKeys, check_trusted, is_etcd, parse_endpoints
-from shoal.coordinator.interface import Answer, Coordinator, Request, Unavailable, Watch, describe
+from shoal.coordinator import Answer, Coordinator, Request, Unavailable, Watch, describe
+from shoal.coordinator.etcd_coordinator import ETCD_CALL_S, EtcdCoordinator
+from shoal.coordinator.etcd_gateway import RunKeys, check_trusted, is_etcd, parse_endpoints
 from shoal.errors import BadInput
+from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN, client_context, connect
-from shoal.protocol.frames import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.variable_text import MIN_LEASE_S

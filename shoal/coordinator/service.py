@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import msgspec
 
-from shoal.coordinator.interface import (
+from shoal.coordinator import (
     MAX_NUMBER,
     Answer,
     Changes,
@@ -31,9 +31,9 @@ from shoal.coordinator.interface import (
 )
 from shoal.coordinator.log import LogBroken, StoreLog
 from shoal.coordinator.store import MAX_CLIENTS, Expired, Record, RequestId, Store
+from shoal.protocol import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
-from shoal.protocol.frames import FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.service import JOIN_S, ConnectionService
 from shoal.runtime.config import TlsConfig
 

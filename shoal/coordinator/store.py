@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shoal.coordinator.interface import (
+from shoal.coordinator import (
     Change,
     Changes,
     Compacted,

@@ -1,1 +1,70 @@
 """Which samples each replica trains on, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class BatchPart:
+    """Which part of a global batch this is.
+
+    `total` is the number of samples in the global batch, `microbatch_sizes` that of each
+    micro-batch here. Where that is 0, row 0 is a placeholder with weight 0, so that every replica
+    runs the same operations. `concurrent` is above 1 where replicas take batches in turns: that
+    many global batches are trained on at a time, and this replica has all rows of one of them.
+    """
+
+    total: int
+    microbatch_sizes: tuple[int, ...]
+    concurrent: int = 1
+    given: Any = None  # what the script gets instead, where that is neither a tuple nor a dict
+
+    @property
+    def content(self) -> Any:
+        """The samples in their own form."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> int:
+        """Samples that are here, placeholders included."""
+        return sum(max(1, size) for size in self.microbatch_sizes)
+
+
+class Batch(tuple[Any, ...], BatchPart):
+    """A replica's rows of a global batch: `(inputs, targets)`, or `(inputs, targets, weights)`."""
+
+    def __new__(cls, items: Sequence[Any], total: int, microbatch_sizes: Sequence[int]) -> Batch:
+        batch = super().__new__(cls, items)
+        batch.total = total
+        batch.microbatch_sizes = tuple(microbatch_sizes)
+        return batch
+
+    @property
+    def content(self) -> Any:
+        return tuple(self) if self.given is None else self.given
+
+
+class DictBatch(dict[Any, Any], BatchPart):
+    """A replica's rows of a global batch that is a dict."""
+
+    @property
+    def content(self) -> Any:
+        return dict(self)
+
+
+AnyBatch = Batch | DictBatch
+
+
+def batch_of(content: Any, total: int, microbatch_sizes: Sequence[int]) -> AnyBatch:
+    """A replica's rows, in the form that they have."""
+    if isinstance(content, Mapping):
+        named = DictBatch(content)
+        named.total = total
+        named.microbatch_sizes = tuple(microbatch_sizes)
+        return named
+    if isinstance(content, (list, tuple)) and not hasattr(content, "_fields"):
+        return Batch(content, total, microbatch_sizes)
+    batch = Batch((content,), total, microbatch_sizes)
+    batch.given = content
+    return batch

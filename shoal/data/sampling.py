@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from shoal.data.batch import AnyBatch, Batch, batch_of
+from shoal.data import AnyBatch, Batch, batch_of
 from shoal.data.rows import num_rows, take, take_rows
 from shoal.data.sample_seeds import mix as mix
 from shoal.data.sample_seeds import seeded

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from shoal.data.batch import AnyBatch, batch_of
+from shoal.data import AnyBatch, batch_of
 from shoal.data.batch_checks import is_stream
 from shoal.data.position import LoopPosition
 from shoal.data.rows import take

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.comm.group import Group
-from shoal.data.batch import AnyBatch
+from shoal.data import AnyBatch
 from shoal.data.batch_checks import SameBatches, check_data
 from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit

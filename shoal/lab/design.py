@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster import Cluster, Node
 from shoal.cluster.discover import this_machine
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.units import parse_bytes_per_s, show_rate

@@ -26,7 +26,7 @@ from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
 from shoal.replica.tensor.attention import ParallelAttention
 from shoal.runtime.config import CaptureConfig
-from shoal.schedules.pipelines.actions import accumulate
+from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import Batches
 from shoal.train.checkpoints.state import gather_model, gather_optimizer_state
 from shoal.train.job import Job

@@ -36,12 +36,12 @@ from shoal.replica.loss import BoundLoss, LossFunction
 from shoal.replica.microbatch import Loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.config import MemoryEstimateConfig
-from shoal.schedules.pipelines.actions import ActionKind
+from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.base import Batches
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Strategy, as_strategy
-from shoal.sync.base import plan_for
+from shoal.sync import plan_for
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.train.job import Job

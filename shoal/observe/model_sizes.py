@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.rows import num_rows
 from shoal.plan.tracing.recorder import SavedTensors
 from shoal.pytree import Tree, map_tensors
-from shoal.replica.flat.optimizers import PARAM_KEYS, like
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
 from shoal.replica.microbatch import Loss, call_model, fork_rng
+from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
 from shoal.sync.memory import ModelSizes
 from shoal.sync.optimizer_step import OptimizerFactory, make_optimizer

@@ -27,11 +27,11 @@ from shoal.errors import ShoalError, StopTraining
 from shoal.observe.memory_estimate import EstimateJob, first_step
 from shoal.observe.model_sizes import sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
+from shoal.plan.workloads import Precision, SplitLimits
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.workload import Precision, SplitLimits
 from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
 from shoal.replica.microbatch import Loss, autocast_for, call_model
 from shoal.replica.tensor.plan import plan_of

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings
 from shoal.plan.sync_price.catalog import PRICERS
-from shoal.plan.workloads.workload import Recompute, SplitLimits, Workload
+from shoal.plan.workloads import Recompute, SplitLimits, Workload
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy

@@ -9,7 +9,7 @@ from shoal.plan.candidates import divisors
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.search import Priced
-from shoal.plan.workloads.workload import Split, Workload
+from shoal.plan.workloads import Split, Workload
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
 

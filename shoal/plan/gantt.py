@@ -18,7 +18,7 @@ from rich.text import Text
 from shoal.errors import BadInput
 from shoal.plan.timeline import ActionSpan, Timeline
 from shoal.runtime import svg
-from shoal.schedules.pipelines.actions import ActionKind
+from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.proof import PipelineProof
 
 MOST_STAGES = 64

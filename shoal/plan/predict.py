@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.stages import Stage
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
-from shoal.plan.sync_price.base import SyncQuestion
+from shoal.plan.sync_price import SyncQuestion
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.flat_sizes import TensorSizes
-from shoal.plan.workloads.workload import Recompute, Split, Workload
+from shoal.plan.workloads import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Pp

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.catalog import algorithms, build
-from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.cost import Link, memory_chunks, traffic
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.cluster.cluster import Cluster, Noise
+from shoal.cluster import Cluster, Noise
 from shoal.cluster.hardware import Device, MeasuredCalls
 from shoal.plan.step.collective_time import RankGroup, collective_time
 from shoal.plan.step.layer_time import KernelModel
 from shoal.plan.step.stragglers import expected_max
-from shoal.plan.sync_price.base import update_s
-from shoal.plan.workloads.workload import Split, Workload
+from shoal.plan.sync_price import update_s
+from shoal.plan.workloads import Split, Workload
 
 Quartiles = tuple[float, float]
 _MOST_JITTER = 2.0

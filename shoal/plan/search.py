@@ -18,12 +18,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.candidates import Candidate, Shape, candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
-from shoal.plan.workloads.workload import Recompute, Workload
+from shoal.plan.workloads import Recompute, Workload
 from shoal.runtime.wording import counted
 from shoal.strategy.base import SyncTerm
 from shoal.strategy.strategy import Layout

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shoal.errors import BadInput
-from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline, virtual_index
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline, virtual_index
 from shoal.schedules.pipelines.proof import prove
 
 Time = float | Sequence[float]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shoal.protocol.frames import HEADER_BYTES, Header, Refused, pack, unpack, verify
+from shoal.protocol import HEADER_BYTES, Header, Refused, pack, unpack, verify
 
 _CHUNK_BYTES = 1 << 20
 _AHEAD_BYTES = 4096

@@ -12,9 +12,7 @@ or in a file of each host.
 from __future__ import annotations
 
 from shoal.errors import ShoalError
-from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import CONNECT_S, connect
-from shoal.protocol.frames import (
+from shoal.protocol import (
     MAX_HELLO_BYTES,
     Challenge,
     Channel,
@@ -28,6 +26,8 @@ from shoal.protocol.frames import (
     encode,
     pack,
 )
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import CONNECT_S, connect
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
 

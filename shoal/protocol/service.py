@@ -10,9 +10,9 @@ from collections import Counter
 from contextlib import suppress
 from typing import TypeVar
 
+from shoal.protocol import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import Listener
-from shoal.protocol.frames import ErrorReply, FrameKind, Header, Hello, Refused, encode
 from shoal.protocol.handshake import HANDSHAKE_S, authenticate_peer
 from shoal.runtime.acceptor import Strangers
 from shoal.runtime.config import TlsConfig

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.flat.grad_buckets import OnBucket
-from shoal.replica.flat.params import FlatParams
-from shoal.schedules.pipelines.actions import Action, ActionKind
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.grad_buckets import OnBucket
+from shoal.schedules.pipelines import Action, ActionKind
 
 # the gradients of the weights are complete afterwards
 _ENDS_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)

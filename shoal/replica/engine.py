@@ -24,8 +24,8 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import Accumulation, NoAccumulation, StepAccumulation
 from shoal.replica.batchnorm import ForwardState
-from shoal.replica.flat.grad_buckets import OnBucket
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import StepNumbers, split_numbers
 from shoal.replica.microbatch import (
     Loss,
@@ -37,7 +37,7 @@ from shoal.replica.microbatch import (
     seed_forward,
 )
 from shoal.runtime.trace import OFF, Tracer
-from shoal.schedules.pipelines.actions import Action, ActionKind
+from shoal.schedules.pipelines import Action, ActionKind
 
 if TYPE_CHECKING:
     from shoal.replica.pipeline.split_backward import SplitBackward

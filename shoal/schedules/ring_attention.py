@@ -20,7 +20,7 @@ from itertools import product
 from typing import NamedTuple
 
 from shoal.errors import CheckFailed
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.cost import Link, traffic
 from shoal.schedules.collectives.proof import prove as prove_collective
 from shoal.schedules.collectives.ring import ring_all_gather, ring_reduce_scatter

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import BadInput
-from shoal.schedules.pipelines.actions import Action
+from shoal.schedules.pipelines import Action
 
 if TYPE_CHECKING:
-    from shoal.schedules.collectives.collective import Collective
+    from shoal.schedules.collectives import Collective
 
 
 PATTERN = r".+\.py:[A-Za-z_][A-Za-z0-9_]*"
@@ -37,7 +37,7 @@ def is_user_function(name: str) -> bool:
 
 def load_collective(name: str) -> Callable[[int], Collective]:
     """The user's function from ranks to a `Collective`."""
-    from shoal.schedules.collectives.collective import Collective  # numpy: only if it is needed
+    from shoal.schedules.collectives import Collective  # numpy: only if it is needed
 
     function = load_function(name)
 

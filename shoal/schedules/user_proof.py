@@ -6,11 +6,11 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from shoal.errors import BadInput, CheckFailed
-from shoal.schedules.pipelines.actions import Pipeline
+from shoal.schedules.pipelines import Pipeline
 from shoal.schedules.pipelines.catalog import build as build_pipeline
 
 if TYPE_CHECKING:
-    from shoal.schedules.collectives.collective import Collective
+    from shoal.schedules.collectives import Collective
 
 
 def proven_collective(name: str, kind: str, ranks: int) -> Collective:

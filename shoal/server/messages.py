@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.protocol.frames import WireMessage as WireMessage
+from shoal.protocol import WireMessage as WireMessage
 from shoal.server.consistency import Count, Rule
 from shoal.server.model.named_optimizer import NamedOptimizer, Option
 

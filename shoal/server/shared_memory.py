@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.transport.shm import memfd
 
 Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank

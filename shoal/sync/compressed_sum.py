@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
+from shoal.compress import Compressor
 from shoal.compress.catalog import TopK, make_compressor
-from shoal.compress.compressor import Compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import BadInput
-from shoal.replica.flat.layout import FlatLayout
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.strategy.base import SyncTerm
-from shoal.sync.base import StepSettings
+from shoal.sync import StepSettings
 from shoal.sync.memory import ModelSizes
 from shoal.sync.residuals import (
     INDEX_BYTES,
@@ -38,7 +38,7 @@ from shoal.sync.residuals import (
     take_residual,
     unused_positions,
 )
-from shoal.transport.transport import Work
+from shoal.transport import Work
 
 
 class SliceMemory(NamedTuple):

@@ -1,7 +1,7 @@
 """The same bits at any number of replicas, up to the number of micro-batches.
 
 Floating-point addition is not associative, so the order of additions is fixed: a binary tree
-over the index of the micro-batch, whichever replica computed it (`replica/flat/ordered_sum.py`).
+over the index of the micro-batch, whichever replica computed it (`replica/ordered_sum.py`).
 
 A replica owns a run of leaves. It adds up the largest whole subtrees inside that run, these are
 gathered (at most 2·log2 M of them a replica), and every replica finishes the tree.
@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.replica.flat.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
+from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
-from shoal.sync.base import Replica, Sync
+from shoal.sync import Replica, Sync
 from shoal.sync.memory import ModelSizes, SyncMemory
 
 

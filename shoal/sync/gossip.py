@@ -34,13 +34,13 @@ from shoal.runtime.wording import counted
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms import Gossip
-from shoal.sync.base import Replica, StepTraffic, Sync, SyncPlan, runs
+from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs
 from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import averaged, mean_state
-from shoal.transport.transport import Work
+from shoal.transport import Work
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
 _TAG = 0x60551

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.runtime.trace import WAIT
 from shoal.schedules.mixing import Mixing
-from shoal.sync.base import Comeback, Replica
+from shoal.sync import Comeback, Replica
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept

@@ -18,7 +18,7 @@ from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.waits import Backoff, waiting
-from shoal.sync.base import Replica, Sync
+from shoal.sync import Replica, Sync
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from shoal.transport.shm.rank_memory import RankMemory, header_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms import Single
-from shoal.sync.base import Replica, Sync, SyncPlan, runs
+from shoal.sync import Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp_exact import ExactReduce, exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 

@@ -21,7 +21,7 @@ from shoal.errors import CheckpointError
 from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms import Localsgd
-from shoal.sync.base import Replica, StepTraffic, Sync, SyncPlan, runs, under
+from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs, under
 from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept, mean_state

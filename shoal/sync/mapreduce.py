@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.errors import BadInput
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms import Mapreduce
-from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
+from shoal.sync import Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.ddp import DdpSync
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory

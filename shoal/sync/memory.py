@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.replica.flat.ordered_sum import Node, add_leaf, runs_of
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.ordered_sum import Node, add_leaf, runs_of
 
 # Objects of these modules are looked into. Groups, parameters and optimizers are not.
 _SYNC = ("shoal.sync.", "shoal.compress.", "shoal.server.client.client", "shoal.server.model.")

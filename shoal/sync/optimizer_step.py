@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.comm.group import Group, Op
 from shoal.errors import BadInput
-from shoal.replica.flat.optimizers import PARAM_KEYS, ratios
+from shoal.replica.optimizers import PARAM_KEYS, ratios
 from shoal.runtime.trace import OFF, Tracer
 
 if TYPE_CHECKING:

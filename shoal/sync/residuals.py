@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.split.shard import ReplicaShard
 
 INDEX_BYTES = 8  # of a position in the buffer

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.sharded_params import HeldShards, ShardedParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms import Zero
-from shoal.sync.base import Ownership, Replica, Sync, SyncPlan, runs
+from shoal.sync import Ownership, Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp_exact import exact_memory
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm

@@ -18,9 +18,9 @@ from shoal.schedules.buffer_layout import (
     must_settle,
     sharded_bucket_bytes,
 )
-from shoal.sync.base import Replica, StepTraffic, Sync
+from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.zero_update import ShardedUpdate
-from shoal.transport.transport import Work
+from shoal.transport import Work
 
 
 class _Sent(NamedTuple):

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shoal.comm.group import Group
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.sync.base import Replica
+from shoal.sync import Replica
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
-from shoal.transport.transport import Work
+from shoal.transport import Work
 
 
 class ShardedUpdate:

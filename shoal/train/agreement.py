@@ -20,7 +20,7 @@ from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.waits import Backoff
-from shoal.sync.base import Comeback
+from shoal.sync import Comeback
 from shoal.train.job_state import JobState
 
 if TYPE_CHECKING:

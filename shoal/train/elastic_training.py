@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.objects import broadcast_object
-from shoal.data.batch import AnyBatch, BatchPart
+from shoal.data import AnyBatch, BatchPart
 from shoal.data.sources import Recall
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of

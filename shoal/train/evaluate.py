@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.members.elastic_sum import ElasticSum
-from shoal.data.batch import AnyBatch
+from shoal.data import AnyBatch
 from shoal.data.rows import move_to
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, DatasetBatches
 from shoal.errors import BadInput

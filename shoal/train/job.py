@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.mesh import Mesh
-from shoal.data.batch import AnyBatch
+from shoal.data import AnyBatch
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.data.position import Positions
 from shoal.data.stream import BatchStream
 from shoal.errors import ShoalError
-from shoal.sync.base import Comeback
+from shoal.sync import Comeback
 from shoal.train.checkpoints import files
 from shoal.train.step.run_services import StepContext
 from shoal.train.step.step import Step

@@ -22,9 +22,9 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ShoalError
+from shoal.protocol import Channel, FrameKind, Header, Hello, Refused, encode, pack
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN, connect
-from shoal.protocol.frames import Channel, FrameKind, Header, Hello, Refused, encode, pack
 from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import fresh_nonce

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster import Noise
 from shoal.cluster.drawing import notes
 from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.toml_file import cluster_text, parse_cluster

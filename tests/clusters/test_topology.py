@@ -9,7 +9,7 @@ from itertools import permutations
 import networkx
 import pytest
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.drawing import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.topology import ClusterTopology, neighbors

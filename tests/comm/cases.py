@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group, Op
-from shoal.transport.transport import Transport
+from shoal.transport import Transport
 
 DTYPES = {
     name: getattr(torch, name)

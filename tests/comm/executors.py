@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shoal.comm.counting import SentBytes
 from shoal.comm.executor import Executor
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.tracing import Traced

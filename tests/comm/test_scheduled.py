@@ -7,18 +7,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost
 from shoal.observe.time_shares import time_shares
 from shoal.runtime.trace import Recorder
+from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
-from shoal.schedules.collectives.collective import Collective, Transfer
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.proof import ProofFailed
+from shoal.transport import Work
 from shoal.transport.threads import ThreadTransport
-from shoal.transport.transport import Work
 from tests.comm.cases import call, cases, check, group_for
 from tests.comm.threads import on_threads
 from tests.products import few_or_all

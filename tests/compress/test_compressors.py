@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.compress import Compressor
 from shoal.compress.catalog import BLOCK, OneBit, TopK, make_compressor
-from shoal.compress.compressor import Compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import ShoalError
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
+from shoal.coordinator import Answer, Conflict, Coordinator, Request
 from shoal.coordinator.client import RemoteCoordinator, open_etcd
-from shoal.coordinator.interface import Answer, Conflict, Coordinator, Request
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from shoal.coordinator.interface import (
+from shoal.coordinator import (
     MAX_VALUE_BYTES,
     Change,
     Compacted,

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from shoal.coordinator import Unavailable
 from shoal.coordinator.client import open_etcd
-from shoal.coordinator.etcd.coordinator import EtcdCoordinator
-from shoal.coordinator.etcd.gateway import (
+from shoal.coordinator.etcd_coordinator import EtcdCoordinator
+from shoal.coordinator.etcd_gateway import (
     Endpoint,
     TransactionAnswer,
     check_trusted,
     parse,
     parse_endpoints,
 )
-from shoal.coordinator.interface import Unavailable
 from shoal.errors import BadInput
 from shoal.runtime.config import EtcdConfig, RunConfig
 from shoal.runtime.secret import new_secret

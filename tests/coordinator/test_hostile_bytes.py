@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.coordinator import List
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.interface import List
 from shoal.coordinator.service import CoordinatorService
 from shoal.errors import ShoalError
+from shoal.protocol import FrameKind, Header, encode, pack
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import connect
-from shoal.protocol.frames import FrameKind, Header, encode, pack
 from shoal.protocol.handshake import AuthenticationError, authenticate
 from shoal.runtime.secret import new_secret
 from tests.coordinator.helpers import SECRET, service

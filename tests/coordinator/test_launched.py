@@ -14,8 +14,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from shoal.coordinator import Alive, Coordinator
 from shoal.coordinator.client import open_coordinator
-from shoal.coordinator.interface import Alive, Coordinator
 from shoal.errors import BadInput
 from shoal.launch.here.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
 from shoal.runtime.config import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.coordinator.interface import Answer, Failed, Grant, List, Listing, PutIf
+from shoal.coordinator import Answer, Failed, Grant, List, Listing, PutIf
 from shoal.coordinator.log import HEADER_BYTES, StoreLog, frame
 from shoal.coordinator.service import Core
 from shoal.coordinator.store import RequestId

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.coordinator import Conflict, Unavailable
 from shoal.coordinator.client import RemoteCoordinator, open_coordinator
-from shoal.coordinator.interface import Conflict, Unavailable
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator import store as store_module
-from shoal.coordinator.interface import (
+from shoal.coordinator import (
     Alive,
     Answer,
     CoordinatorError,
@@ -24,6 +23,7 @@ from shoal.coordinator.interface import (
     alive_key,
     forget,
 )
+from shoal.coordinator import store as store_module
 from shoal.coordinator.service import LONGEST_TICK_S, Core, LeaseClock
 from shoal.coordinator.store import Record, RequestId, Store
 from tests.coordinator.helpers import LocalCoordinator

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
-from shoal.data.batch import Batch
+from shoal.data import Batch
 from shoal.data.sample_seeds import SeededSamples, seeded
 from shoal.data.sampling import (
     BatchOptions,

@@ -27,8 +27,8 @@ from pathlib import Path
 from shoal.comm.store.link import StoreLink
 from shoal.comm.store.session import BadFrame, StoreRequest
 from shoal.errors import ShoalError
+from shoal.protocol import Channel, FrameKind, Header, pack
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import Channel, FrameKind, Header, pack
 from shoal.protocol.handshake import authenticate
 from shoal.transport.tcp.connect import StreamName, prove
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal.commands.launching import WorkersOptions
-from shoal.coordinator.interface import Alive, forget
+from shoal.coordinator import Alive, forget
 from shoal.errors import ShardLost
 from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
@@ -27,7 +27,7 @@ from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.run_dir import RunDir
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.consistency import Rule
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.summary import summarize

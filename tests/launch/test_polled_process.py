@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.errors import BadInput
-from shoal.launch.ray.polled_process import PolledProcess
+from shoal.launch.managers.polled_process import PolledProcess
 
 WAIT_S = 30.0
 NAME = "first"

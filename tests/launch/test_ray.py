@@ -37,7 +37,7 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatc
 @needs_ray
 @pytest.mark.whole
 def test_another_version_of_ray_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.launch.ray import ray_cluster
+    from shoal.launch.managers import ray_cluster
 
     def init(**_: object) -> None:
         os.write(2, b"Ray warns\n")
@@ -159,7 +159,7 @@ def test_a_script_of_another_folder_is_shown_logged_and_stopped_and_stores_no_te
 @needs_ray
 @pytest.mark.whole
 def test_an_address_of_ray_client_is_refused_in_one_sentence() -> None:
-    from shoal.launch.ray import ray_cluster
+    from shoal.launch.managers import ray_cluster
 
     environ = {"RAY_ADDRESS": "ray://10.0.0.1:10001"}
     with pytest.raises(BadInput, match="Ray Client lends no hosts"):
@@ -171,7 +171,7 @@ def test_an_address_of_ray_client_is_refused_in_one_sentence() -> None:
 def test_servers_that_a_cluster_has_no_memory_for_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.launch.ray import ray_cluster, ray_machines
+    from shoal.launch.managers import ray_cluster, ray_machines
 
     monkeypatch.setattr(ray_cluster.ray, "available_resources", lambda: {"memory": 3 << 20})
     nodes = [ray_cluster.RayNode("1", "h1", {"CPU": 2, "memory": 100 << 20})]

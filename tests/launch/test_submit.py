@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from shoal.cli import main
 from shoal.errors import BadInput
-from shoal.launch.submit import spec as spec_module
-from shoal.launch.submit.kubernetes import KubernetesOptions, escaped, manifest
-from shoal.launch.submit.slurm_script import SlurmOptions, slurm_script
-from shoal.launch.submit.spec import SubmitSpec, name_of, read_variables
+from shoal.launch.managers import submit_spec as spec_module
+from shoal.launch.managers.kubernetes import KubernetesOptions, escaped, manifest
+from shoal.launch.managers.slurm_script import SlurmOptions, slurm_script
+from shoal.launch.managers.submit_spec import SubmitSpec, name_of, read_variables
 from shoal.runtime.secret import new_secret
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)

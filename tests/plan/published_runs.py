@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shoal.plan.workloads import Precision, Recompute
 from shoal.plan.workloads.transformer_block import TransformerSizes
-from shoal.plan.workloads.workload import Precision, Recompute
 
 FP16 = Precision("fp16", 2, 4, 4, 8)
 BF16 = Precision("bf16", 2, 4, 4, 8)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.cluster.cluster import Cluster, Node, Noise
+from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import Routes
 from shoal.plan.simulator.synchronization import in_rounds
 from shoal.plan.simulator.task_graph import TaskGraph
 from shoal.plan.step.collective_time import Network, RankGroup
-from shoal.plan.sync_price.base import SyncQuestion
-from shoal.plan.workloads.workload import Precision
-from shoal.schedules.collectives.collective import Collective
+from shoal.plan.sync_price import SyncQuestion
+from shoal.plan.workloads import Precision
+from shoal.schedules.collectives import Collective
 
 FP32 = Precision("fp32", 4, 4, 0, 8)
 GPU = Device("gpu", 80e9, 2e12, {"fp32": 1e14})

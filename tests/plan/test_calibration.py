@@ -17,7 +17,7 @@ from shoal.cluster.toml_file import cluster_text, parse_cluster
 from shoal.errors import BadInput
 from shoal.plan.step.layer_time import KernelModel
 from shoal.plan.step.stragglers import queue_cycle_s
-from shoal.plan.workloads.workload import Kernel
+from shoal.plan.workloads import Kernel
 
 FLOPS_PER_S = 40e9
 BYTES_PER_S = 10e9

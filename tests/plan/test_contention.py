@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.host_schedules import PLAIN, WITH_RACKS, crossed, host_schedule
 from benchmarks.segments import simulate_in_segments
-from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster import Cluster, Node
 from shoal.cluster.presets import load_cluster
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Part

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.spread import SpreadPredictor
-from shoal.cluster.cluster import Cluster, Node, Noise
+from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
@@ -15,8 +15,8 @@ from shoal.plan.profile import ModelProfile, profiled
 from shoal.plan.step.collective_time import RankGroup, collective_time
 from shoal.plan.step.layer_time import KernelModel
 from shoal.plan.step.stragglers import expected_max
+from shoal.plan.workloads import Kernel
 from shoal.plan.workloads.model_presets import transformer_named
-from shoal.plan.workloads.workload import Kernel
 from shoal.strategy.strategy import as_strategy, parse
 from tests.plan.test_search import MODEL, cluster
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput

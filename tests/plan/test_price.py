@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.docs import document, pipeline_document
 from shoal.plan.price import Price, price
+from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
-from shoal.schedules.collectives.collective import Collective, Transfer
 
 ALPHA = 3e-6
 BETA = 2e-9

@@ -15,15 +15,15 @@ import pytest
 
 from benchmarks.validation.compare import MEGATRON, RunsAs, validate
 from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
 from shoal.plan.step.collective_time import MEGATRON_ORDER
+from shoal.plan.workloads import Recompute, Split
 from shoal.plan.workloads.model_presets import PRESETS, is_transformer, transformer_named
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
-from shoal.plan.workloads.workload import Recompute, Split
 from shoal.strategy.strategy import as_strategy
 from tests.plan import published_runs as runs
 from tests.plan.published_runs import PublishedRun

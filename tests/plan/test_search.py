@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import shoal
-from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.errors import BadInput
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster import Noise
 from shoal.cluster.presets import load_cluster
 from shoal.observe.time_shares import time_shares, write_chrome
 from shoal.plan.predict import PlanSettings, predict
 from shoal.plan.simulator.step_tasks import StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.strategies import StepRun, simulate_step, simulate_strategy
-from shoal.plan.sync_price.base import Agreeing
+from shoal.plan.sync_price import Agreeing
 from shoal.plan.timeline import Times, simulate
 from shoal.plan.workloads.model_presets import named_workload
 from shoal.schedules.pipelines.catalog import build

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster import Noise
 from shoal.plan.step.stragglers import (
     Floats,
     expected_max,

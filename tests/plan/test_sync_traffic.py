@@ -16,9 +16,9 @@ from shoal.observe.workload_trace import precision_for, trace_step
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.sync_price.catalog import PRICERS, price_of
 from shoal.plan.sync_price.flat_sizes import TensorSizes
+from shoal.plan.workloads import Split
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.workload import Split
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
 from shoal.sync.memory import ModelSizes

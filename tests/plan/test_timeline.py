@@ -17,7 +17,7 @@ from shoal.plan.step.stages import by_device, deal_evenly, deal_layers, in_fligh
 from shoal.plan.step.step_price import StageTimes, bubble_s
 from shoal.plan.timeline import ActionSpan, Times, simulate
 from shoal.plan.workloads.model_presets import transformer_named
-from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import Deadlock, prove
 from shoal.strategy.strategy import parse

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster.cluster import Cluster, Node
+from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import Network, RankGroup
 from shoal.plan.step.layer_time import KernelModel, LayerClock
+from shoal.plan.workloads import Kernel, LayerCost, Split
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import Line, TracedKernel, TracedLayer, TracedWorkload
-from shoal.plan.workloads.workload import Kernel, LayerCost, Split
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.ring_attention import RingAttention
 from shoal.strategy.strategy import parse

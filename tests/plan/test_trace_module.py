@@ -13,9 +13,9 @@ from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.observe.workload_trace import tp_roles
 from shoal.plan.tracing.module import trace_module, workload_of
+from shoal.plan.workloads import Kernel, LayerCost, Split
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
-from shoal.plan.workloads.workload import Kernel, LayerCost, Split
 
 SIZE = SIZES["small"]
 

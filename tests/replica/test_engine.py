@@ -16,14 +16,14 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import MicroBatch, call_model
 from shoal.runtime.trace import Recorder
-from shoal.schedules.pipelines.actions import accumulate
+from shoal.schedules.pipelines import accumulate
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
+from shoal.transport import Work
 from shoal.transport.threads import DoneWork
-from shoal.transport.transport import Work
 from tests.models import mlp, samples
 
 CPU = torch.device("cpu")

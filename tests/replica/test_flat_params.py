@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.schedules.buffer_layout import ALIGN_BYTES
 from tests.models import mlp
 

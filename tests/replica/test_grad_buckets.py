@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from tests.replica.test_flat_params import flat_of, quick
 
 

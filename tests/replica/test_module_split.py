@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import tensors_of
-from shoal.replica.pipeline.replay.module_split import find_units
+from shoal.replica.pipeline.replay_split import find_units
 from shoal.replica.pipeline.stages import Stages
 from tests.conftest import World
 from tests.models import samples

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.comm.group import Group
-from shoal.replica.flat.optimizers import LooksAt, looks_at
+from shoal.replica.optimizers import LooksAt, looks_at
 from tests.conftest import World
 from tests.models import mlp, samples
 from tests.splitting import assert_equal, job_of, refused

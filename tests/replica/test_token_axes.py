@@ -7,7 +7,7 @@ from torch import nn
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.split.token_axes import TokenAxes, TokenAxis
 from shoal.strategy.strategy import Layout
 from tests.conftest import World

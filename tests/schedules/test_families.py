@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadInput
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
-from shoal.schedules.collectives.collective import Collective
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.collectives.transfer_table import Transfer as T
 

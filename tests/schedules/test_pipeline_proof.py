@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import CheckFailed
-from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import CATALOG, build, schedules
 from shoal.schedules.pipelines.proof import (
     Deadlock,

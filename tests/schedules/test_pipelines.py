@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadInput
-from shoal.schedules.pipelines.actions import (
-    ActionKind,
-    Pipeline,
-)
+from shoal.schedules.pipelines import ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.strategy.split_terms import Pp
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
-from shoal.schedules.collectives.collective import Collective, Transfer
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import ProofFailed, prove
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from shoal.schedules.collectives.catalog import build
-from shoal.schedules.drawing.svg import animated_svg
+from shoal.schedules.collectives.draw_svg import animated_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.schedules.collectives.collective import Collective, rooted_at
+from shoal.schedules.collectives import Collective, rooted_at
 from shoal.schedules.collectives.transfer_table import Transfer as T
 from shoal.schedules.collectives.transfer_table import from_rounds
 

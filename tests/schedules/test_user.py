@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import BadInput
+from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import build as build_collective
-from shoal.schedules.collectives.collective import Collective, Transfer
-from shoal.schedules.pipelines.actions import Action, ActionKind
+from shoal.schedules.pipelines import Action, ActionKind
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.schedules.user import load_collective, load_pipeline
 from tests.user_schedules import collectives, pipelines

@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 
 from shoal.errors import ShoalError
-from shoal.protocol.frames import FrameKind, Header, pack
+from shoal.protocol import FrameKind, Header, pack
 from tests.server.attacked import Attacked, open_client
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.protocol.endpoint import PLAIN
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.runtime.secret import new_secret
 from shoal.server.client.client import Client

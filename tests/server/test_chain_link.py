@@ -11,17 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal.errors import PeerLost
+from shoal.protocol import MAX_META_BYTES, ErrorReply, FrameKind, Header, Moved, Refused, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import Listener
-from shoal.protocol.frames import (
-    MAX_META_BYTES,
-    ErrorReply,
-    FrameKind,
-    Header,
-    Moved,
-    Refused,
-    encode,
-)
 from shoal.protocol.handshake import authenticate_peer
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.chain_view import ChainView

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.protocol.frames import FrameKind
+from shoal.protocol import FrameKind
 from shoal.server import device_memory
 from shoal.server.client.client import Client, DeviceExchange
 from shoal.server.consistency import Rule

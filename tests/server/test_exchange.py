@@ -13,7 +13,7 @@ import torch
 
 from shoal.embedding.spec import TableSpec
 from shoal.errors import PeerLost, ShoalError
-from shoal.protocol.frames import FrameKind, Header, Refused, encode, pack
+from shoal.protocol import FrameKind, Header, Refused, encode, pack
 from shoal.server.client import link as link_module
 from shoal.server.client.client import Client
 from shoal.server.client.route import Request

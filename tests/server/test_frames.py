@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from shoal.protocol import FrameKind, Header
 from shoal.protocol.connection import Closed, Connection, TimedOut
-from shoal.protocol.frames import FrameKind, Header
 from shoal.server.process import server
 from shoal.server.process.peer import HANDLERS
 
 MEET = """
 import sys, threading
 import msgspec
-from shoal.protocol.frames import decode
+from shoal.protocol import decode
 
 sys.setswitchinterval(1e-6)
 

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import connect
-from shoal.protocol.frames import (
+from shoal.protocol import (
     HEADER_BYTES,
     Challenge,
     Channel,
@@ -30,6 +28,8 @@ from shoal.protocol.frames import (
     unpack,
     verify,
 )
+from shoal.protocol.connection import Connection
+from shoal.protocol.endpoint import connect
 from shoal.protocol.handshake import AuthenticationError, authenticate, claim_of
 from shoal.protocol.service import MAX_REASONS
 from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.model import hot_table
 from shoal.server.model.hot_table import HotTable
 from shoal.server.rows.cache import RowCache

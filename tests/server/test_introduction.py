@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shoal.comm import objects
 from shoal.comm.call import Call
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup

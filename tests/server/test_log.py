@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.protocol.frames import Refused, decode, encode
+from shoal.protocol import Refused, decode, encode
 from shoal.server.consistency import Rule
 from shoal.server.messages import (
     Commit,

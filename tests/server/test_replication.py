@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.consistency import Rule
 from shoal.server.messages import (
     Commit,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.consistency import Rule
 from shoal.server.messages import ShardState, StateTensor
 from shoal.server.model.named_optimizer import NamedOptimizer, step_without_hooks

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shoal.errors import BadInput, ShoalError
+from shoal.protocol import FrameKind, Header
 from shoal.protocol.endpoint import PLAIN, Listener, connect
-from shoal.protocol.frames import FrameKind, Header
 from shoal.protocol.handshake import AuthenticationError, authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.server.client.client import Client

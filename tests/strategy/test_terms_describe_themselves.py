@@ -13,7 +13,7 @@ import shoal
 from shoal.strategy import terms
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.terms import TERMS
-from shoal.sync.base import SyncPlan, plan_for
+from shoal.sync import SyncPlan, plan_for
 from tests.sources import answers, question
 
 CLASSES = {kind.__name__ for kind in TERMS.values()}

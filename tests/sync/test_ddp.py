@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shoal.comm.group import Group
-from shoal.replica.flat.params import FlatParams
-from shoal.sync.base import Replica
+from shoal.replica.flat_params import FlatParams
+from shoal.sync import Replica
 from shoal.sync.ddp import DdpSync
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.zero import owned_params

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.strategy.sync_terms import Ddp
-from shoal.sync.base import plan_for
+from shoal.sync import plan_for
 from shoal.sync.compressed_sum import CompressedSum, ShardedSum, make_compressed_sum
 from shoal.train.checkpoints.files import read
 from shoal.train.job import Job

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.flat.ordered_sum import Node, children, full_subtrees, tree_sum
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.ordered_sum import Node, children, full_subtrees, tree_sum
 from shoal.strategy.strategy import parse
-from shoal.sync.base import Replica, plan_for
+from shoal.sync import Replica, plan_for
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.job import Job

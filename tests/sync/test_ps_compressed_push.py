@@ -17,7 +17,7 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.compress.catalog import BLOCK
 from shoal.errors import ShoalError
-from shoal.protocol.frames import FrameKind
+from shoal.protocol import FrameKind
 from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.model.compression import PushCompression

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from shoal.comm.executors.scheduled.executor import Scheduled
+from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
+from shoal.coordinator import Coordinator, CoordinatorError, Listing, forget
 from shoal.coordinator.client import open_coordinator
-from shoal.coordinator.etcd.coordinator import EtcdCoordinator
-from shoal.coordinator.etcd.gateway import is_etcd
-from shoal.coordinator.interface import Coordinator, CoordinatorError, Listing, forget
+from shoal.coordinator.etcd_coordinator import EtcdCoordinator
+from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.process_config import Replication
 from shoal.launch.losses.lost_servers import ChainMembers, follow

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.coordinator.interface import Listing
+from shoal.coordinator import Listing
 from shoal.runtime.decoders import lax_json_decoder
 
 

@@ -16,14 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.coordinator.interface import (
-    Alive,
-    Compacted,
-    Coordinator,
-    CoordinatorError,
-    Listing,
-    alive_key,
-)
+from shoal.coordinator import Alive, Compacted, Coordinator, CoordinatorError, Listing, alive_key
 from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import ProcessFailure, when_lost
@@ -32,7 +25,7 @@ from shoal.runtime.config import ServerCheckpointConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.waits import state_of
 from shoal.runtime.wording import listed
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 
 _PAUSE_S = 0.2  # after a coordinator that has not answered
 T = TypeVar("T")

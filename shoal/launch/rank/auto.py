@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from shoal.calibration.measure import calibrated_cluster
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError
 from shoal.plan.explain import nothing_fits, why_first
@@ -21,8 +21,8 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.profile import ModelProfile, profiled
 from shoal.plan.search import AS_FAST, SearchOptions, search
+from shoal.plan.workloads import Workload
 from shoal.plan.workloads.traced_workload import TracedWorkload
-from shoal.plan.workloads.workload import Workload
 from shoal.runtime.config import PROFILE, RunConfig, WorkloadTraceConfig
 from shoal.runtime.files import scratch_folder
 from shoal.strategy.strategy import Strategy, as_strategy

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from shoal.plan.simulator.messages import Floats, Longs, MessageNetwork, Routes
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 
 RoundTime = tuple[float, Floats]  # seconds, and the bytes that each link carries
 TimeOfRound = Callable[[Longs, Longs, Floats], RoundTime]  # from src, dst and bytes

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.errors import BadInput
 from shoal.plan.price import price
@@ -25,8 +25,8 @@ from shoal.plan.simulator.collectives import (
     simulate_collective,
 )
 from shoal.plan.simulator.messages import Floats, Longs, Routes
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.catalog import algorithms, build
-from shoal.schedules.collectives.collective import Collective
 
 IN_ORDER = "contiguous"
 AT_RANDOM = "random"

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster import Noise
 from shoal.plan.simulator.messages import Longs
 from shoal.plan.simulator.synchronization import Servers, by_levels, gossip, in_rounds
 from shoal.plan.simulator.task_graph import Task, TaskGraph
 from shoal.plan.step.collective_time import SHOAL_ORDER, axis_sizes
-from shoal.plan.sync_price.base import Agreeing
+from shoal.plan.sync_price import Agreeing
 from shoal.schedules.collectives.catalog import build as build_collective
-from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Layout
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
 from shoal.plan.predict import (
     PlanSettings,
@@ -33,10 +33,10 @@ from shoal.plan.simulator.task_graph import TaskTimes
 from shoal.plan.step.layer_time import LayerTable, LayerTime
 from shoal.plan.step.stages import Stage, weight_of
 from shoal.plan.step.step_price import ReplicaPricer
-from shoal.plan.sync_price.base import Agreeing, SyncQuestion, update_part
+from shoal.plan.sync_price import Agreeing, SyncQuestion, update_part
 from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.ps_links import Serving
-from shoal.plan.workloads.workload import Workload
+from shoal.plan.workloads import Workload
 from shoal.runtime.trace import STEP, WAIT, Span
 from shoal.strategy.strategy import Strategy, as_strategy
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from shoal.plan.simulator.collectives import message_table
 from shoal.plan.simulator.task_graph import Task, TaskGraph
-from shoal.plan.sync_price.base import Agreeing
-from shoal.schedules.collectives.collective import Collective
+from shoal.plan.sync_price import Agreeing
+from shoal.schedules.collectives import Collective
 from shoal.schedules.mixing import mixing_for
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput

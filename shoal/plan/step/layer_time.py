@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shoal.cluster.hardware import Device
 from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
-from shoal.plan.workloads.workload import Kernel, LayerCost, LayerMessage, Split, Workload
+from shoal.plan.workloads import Kernel, LayerCost, LayerMessage, Split, Workload
 
 
 class KernelTime(NamedTuple):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.plan.prediction import Part
 from shoal.plan.step.collective_time import (
     SHOAL_ORDER,
@@ -42,7 +42,7 @@ from shoal.plan.step.stages import (
     weight_of,
     weights_of,
 )
-from shoal.plan.workloads.workload import Split, Workload
+from shoal.plan.workloads import Split, Workload
 from shoal.strategy.strategy import Layout
 
 

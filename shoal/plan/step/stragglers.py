@@ -21,7 +21,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster.cluster import Noise
+from shoal.cluster import Noise
 from shoal.schedules.mixing import mixing_for
 
 Floats = NDArray[np.float64]

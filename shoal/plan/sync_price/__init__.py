@@ -1,1 +1,357 @@
 """What it costs that replicas agree: one file for each way, found by the term's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from shoal.cluster import Cluster, Node
+from shoal.cluster.hardware import UPDATE_KERNELS, Device
+from shoal.errors import BadInput
+from shoal.plan.prediction import DeviceMemory, Part
+from shoal.plan.step.collective_time import CollectiveTime, Network, RankGroup
+from shoal.plan.step.stragglers import expected_max, quantile_of_max
+from shoal.plan.sync_price.flat_sizes import Buckets, EvenSizes, FlatSizes, TensorSizes
+from shoal.plan.workloads import Precision
+
+_LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
+NO_PART = Part("", 0.0, "")
+Timer = Callable[[float], CollectiveTime]  # of so many bytes
+
+
+@dataclass(frozen=True)
+class SyncQuestion:
+    """One replica's share of the question: its device with the most parameters decides."""
+
+    network: Network
+    group: RankGroup  # the replicas of one device: the dp axis
+    parameters: float  # numbers on the device, before replicas divide them
+    precision: Precision
+    compute_s: float  # of the step before replicas agree
+    backward_s: float  # of the last micro-batch, during which gradients can be sent
+    microbatches: int
+    workers: int
+    tensors: TensorSizes | None = None  # exact sizes, where the model is known
+    layer_parameters: float = 0.0  # numbers of the largest layer on the device
+    untrained_bytes: float = 0.0  # buffers and frozen parameters
+    is_stage: bool = False  # of a pipeline: gradients are added up at the parameters
+    adds_up: bool = False  # so they are under ep, over its workers
+    adjacent_parameters: float = 0.0  # numbers of two layers, one of which follows the other
+    largest_tensor: float = 0.0  # numbers; 0: not known
+    meetings: int = 0  # calls of a step in which the workers of a replica wait for each other
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.network.cluster
+
+    @property
+    def node(self) -> Node:
+        return self.network.cluster.node
+
+    @property
+    def device(self) -> Device:
+        return self.network.cluster.device
+
+    @property
+    def replicas(self) -> int:
+        return self.group.size
+
+    @property
+    def each(self) -> int:
+        """Workers of a replica."""
+        return max(1, self.workers // self.group.size)
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.workers <= self.node.devices
+
+    # ---- sizes
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number of a gradient."""
+        return self.precision.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        return self.parameters * self.precision.gradient_bytes
+
+    @property
+    def parameter_bytes(self) -> float:
+        return self.parameters * self.precision.parameter_bytes
+
+    @property
+    def state_width(self) -> int:
+        return self.precision.master_bytes + self.precision.state_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        return self.parameters * self.state_width
+
+    @cached_property
+    def sizes(self) -> FlatSizes:
+        if self.tensors is not None:
+            return self.tensors
+        pair = self.adjacent_parameters or 2 * self.layer_parameters
+        layer = self.layer_parameters
+        return EvenSizes(self.parameters, self.width, layer, pair, self.largest_tensor)
+
+    @property
+    def body(self) -> float:
+        """Elements of the flat buffer behind its header."""
+        return self.sizes.size - self.sizes.offset
+
+    @property
+    def gaps(self) -> float:
+        """Of these, what is between tensors."""
+        return self.sizes.size - self.sizes.offset - self.sizes.trained
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Of the flat buffer of gradients, with the loss and a flag for every tensor."""
+        return self.sizes.size * self.width
+
+    @property
+    def accumulates(self) -> bool:
+        return self.microbatches > 1 or self.adds_up
+
+    # ---- times
+
+    def collective(self, kind: str, num_bytes: float) -> CollectiveTime:
+        """Of the replicas of one device."""
+        return self.network.collective(kind, self.group, num_bytes)
+
+    def send(self, num_bytes: float) -> CollectiveTime:
+        return self.network.send(self.group, num_bytes)
+
+    def pass_s(self, num_bytes: float) -> float:
+        """Reading or writing so many bytes on a worker's device."""
+        share = self.device.memory_efficiency.at(max(1.0, num_bytes))
+        return num_bytes / (self.device.memory_bytes_per_s * share)
+
+    @property
+    def on_cores(self) -> bool:
+        """Whether workers are CPU processes, which also do the copying and adding themselves."""
+        return self.device.synchronous
+
+    @property
+    def idle_share(self) -> float:
+        """The share of a worker's communication that costs its computation nothing."""
+        if not self.on_cores:
+            return 1.0
+        threads = self.device.threads
+        if self.node.cores is None or threads is None:
+            return 0.0
+        workers = min(self.workers, self.node.devices)
+        return max(0.0, 1 - workers * threads / self.node.cores)
+
+    @property
+    def hidden_s(self) -> float:
+        """How much of backward can hide communication; on CPUs only idle cores send meanwhile."""
+        return self.backward_s * self.idle_share
+
+    def meetings_s(self, calls: int) -> float:
+        """What CPU workers that compute between calls wait for each other in them."""
+        return calls * self.device.meet_s if self.on_cores else 0.0
+
+
+@dataclass(frozen=True)
+class Agreeing:
+    """The tasks by which replicas agree in a step: the price sums them, the simulator runs them."""
+
+    way: str = "none"  # none, all_reduce, zero, servers, gossip, average
+    buckets: int = 1
+    is_overlapped: bool = True  # with backward
+    stage: int = 1  # of zero
+    servers: tuple[int, ...] = ()  # the device that each server runs on
+    apply_s: float = 0.0  # a server's time for one update of its shard
+    is_async: bool = False
+    quorum: int | None = None
+    staleness: int | None = None
+    every: int = 1  # steps between two averages
+    graph: str = "ring"
+    node_devices: int = 1  # groups that have several ranks in a node agree inside it first
+    algorithm: str = "auto"  # another one: an all-reduce by the rounds of its schedule
+
+
+@dataclass(frozen=True)
+class SyncPrice:
+    """`parts` lengthen the step. Workers that do not wait have a rate of their own."""
+
+    parts: tuple[Part, ...]
+    memory: DeviceMemory  # without activations
+    convergence: str = ""
+    sent_bytes: float = 0.0  # by a worker in a step, the mean over workers, as the runtime counts
+    agreeing: Agreeing = Agreeing()
+    spread_s: tuple[float, float] = (0.0, 0.0)  # noise: how far steps lie below and above
+
+
+def waiting_price(
+    question: SyncQuestion, memory: DeviceMemory, *parts: Part, share: float = 1.0, **more: Any
+) -> SyncPrice:
+    """Of workers that all wait for the slowest; `share` of the update is done by each."""
+    parts = some(*parts, waiting_part(question), update_part(question, share))
+    return SyncPrice(parts, memory, spread_s=synchronous_spread(question), **more)
+
+
+# ------------------------------------------------------------------------------ parts
+
+
+def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
+    """The optimizer reads gradients and state and writes state and parameters."""
+    tensors = share * question.sizes.tensors
+    numbers = share * question.parameters
+    return Part("update", update_s(question.device, question.precision, numbers, tensors), "memory")
+
+
+def update_s(
+    device: Device, precision: Precision, parameters: float, tensors: float = 0.0
+) -> float:
+    """Seconds of an update of so many numbers; on a CPU several kernels run for each tensor."""
+    states = precision.master_bytes + precision.state_bytes
+    width = precision.gradient_bytes + 2 * states + 2 * precision.parameter_bytes
+    moved = parameters * width
+    rate = device.update_bytes_per_s
+    if precision.state_bytes <= 4 and device.momentum_bytes_per_s is not None:
+        rate = device.momentum_bytes_per_s
+    if rate is None:
+        rate = device.memory_bytes_per_s * device.memory_efficiency.at(max(1.0, moved))
+    kernels = UPDATE_KERNELS["sgd" if precision.state_bytes <= 4 else "adam"]
+    launches_s = tensors * kernels * device.update_launch_s if device.synchronous else 0.0
+    return device.update_pace * (moved / rate + launches_s)
+
+
+def waiting_part(question: SyncQuestion, steps: int = 1) -> Part:
+    """What all wait for the slowest of them: in every step, or after so many."""
+    factor = expected_max(question.cluster.noise, question.workers, steps)
+    factor += _meeting_share(question)
+    return Part("stragglers", (factor - 1) * question.compute_s, "noise of the slowest worker")
+
+
+def _meeting_share(question: SyncQuestion) -> float:
+    """What workers of a replica wait for each other between its calls, over that of a step.
+
+    On a host's cores the noise of a part of a step is independent of that of the next part, so
+    that an n-th of the step has sqrt(n) times its relative deviation. GPUs differ for long. Where
+    meetings were measured, their time has it.
+    """
+    noise = question.cluster.noise
+    is_measured = not question.on_cores or question.device.meet_s
+    if question.meetings < 2 or not noise.jitter or is_measured:
+        return 0.0
+    parts = replace(noise, jitter=noise.jitter * math.sqrt(question.meetings))
+    return expected_max(parts, question.each) - expected_max(noise, question.each)
+
+
+def synchronous_spread(question: SyncQuestion) -> tuple[float, float]:
+    """How far the steps of workers that wait for each other lie from their mean: 80% of them."""
+    noise = question.cluster.noise
+    mean = expected_max(noise, question.workers)
+    low = quantile_of_max(noise, question.workers, _LOW_SHARE)
+    high = quantile_of_max(noise, question.workers, 1 - _LOW_SHARE)
+    return max(0.0, mean - low) * question.compute_s, max(0.0, high - mean) * question.compute_s
+
+
+def refuse_several_hosts(name: str, question: SyncQuestion) -> None:
+    """What goes through the memory of one host has no price on several."""
+    if not question.on_one_host:
+        raise BadInput(
+            f"{name} goes through the memory of one host, and {question.workers} workers need "
+            f"several nodes of {question.cluster.name}, which have {question.node.devices} "
+            "devices each"
+        )
+
+
+def buckets_of(question: SyncQuestion, bucket_bytes: float) -> int:
+    return max(1, math.ceil(question.gradient_bytes / bucket_bytes))
+
+
+def some(*parts: Part) -> tuple[Part, ...]:
+    """The parts that take time; an update is always one."""
+    return tuple(part for part in parts if part.seconds > 0 or part.name == "update")
+
+
+# ------------------------------------------------------------------------------ memory
+
+
+def plain_memory(question: SyncQuestion) -> DeviceMemory:
+    """The full model, its gradients where backward put them, and the optimizer's state."""
+    sizes = question.sizes
+    return DeviceMemory(
+        parameters=sizes.size * question.precision.parameter_bytes + question.untrained_bytes,
+        gradients=sizes.trained * question.width,
+        optimizer=sizes.trained * question.state_width,
+    )
+
+
+def rollback_bytes(question: SyncQuestion) -> float:
+    """Weights and optimizer state that replicas of an elastic run return to after a loss."""
+    weights = question.sizes.size * question.precision.parameter_bytes
+    return weights + plain_memory(question).optimizer
+
+
+def rollback_part(question: SyncQuestion, every: int) -> Part:
+    """They are copied after every so many steps."""
+    return Part("copies", question.pass_s(2 * rollback_bytes(question)) / every, "memory")
+
+
+def bucketed_gradients(
+    question: SyncQuestion,
+    bucket_bytes: float,
+    first_bytes: float | None = None,
+    in_place_bytes: float = math.inf,
+) -> float:
+    """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
+    adds_up = question.accumulates or question.is_stage
+    held = question.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
+    return held * question.width
+
+
+# ------------------------------------------------------------------------------ overlap
+
+
+def exposed_buckets(
+    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
+) -> tuple[float, str]:
+    """Seconds that are left of the last micro-batch's reduction, and what bounds it.
+
+    `following` times what a bucket adds to one that is under way.
+    """
+    sizes = [bucket.elements * question.width for bucket in buckets]
+    met_s = question.meetings_s(1)
+    times = [timer(size) for size in sizes]
+    if met_s:
+        times = [took._replace(seconds=took.seconds + met_s) for took in times]
+    adds = times
+    if following is not None:
+        adds = [min(took, following(size)) for size, took in zip(sizes, times, strict=True)]
+    all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
+    all_s += times[-1].seconds - adds[-1].seconds
+    elements = sum(bucket.number * bucket.elements for bucket in buckets)
+    hidden = question.hidden_s
+    first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
+    queue_s = first_ready_s + all_s - hidden
+    if queue_s <= times[-1].seconds:
+        return min(times[-1].seconds, all_s), times[-1].bound
+    return min(queue_s, all_s), _bound(buckets, adds)
+
+
+def buckets_in_turn(
+    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer
+) -> tuple[float, str]:
+    """Seconds of a reduction that begins after backward; workers meet in its first call."""
+    times = [timer(bucket.elements * question.width) for bucket in buckets]
+    all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
+    return all_s + question.meetings_s(1), _bound(buckets, times)
+
+
+def _bound(buckets: Sequence[Buckets], times: Sequence[CollectiveTime]) -> str:
+    """Of the buckets that take longest together."""
+    pairs = zip(buckets, times, strict=True)
+    of, took = max(pairs, key=lambda pair: pair[0].number * pair[1].seconds)
+    if not took.messages:
+        return took.bound
+    return f"latency of {of.number * took.messages} messages"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal.plan.sync_price.base import SyncPrice, SyncQuestion
+from shoal.plan.sync_price import SyncPrice, SyncQuestion
 from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
 from shoal.plan.sync_price.gossip import gossip, hogwild
 from shoal.plan.sync_price.ps import ps

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shoal.plan.sync_price.base import SyncQuestion
+from shoal.plan.sync_price import SyncQuestion
 from shoal.plan.sync_price.flat_sizes import Buckets, FlatSizes
 from shoal.strategy.options import read_setting
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.cluster.cluster import Cluster
+from shoal.cluster import Cluster
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import RankGroup, RingHop, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
-from shoal.plan.sync_price.base import (
+from shoal.plan.sync_price import (
     NO_PART,
     Agreeing,
     SyncPrice,

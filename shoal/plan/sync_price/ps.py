@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
-from shoal.plan.sync_price.base import (
+from shoal.plan.sync_price import (
     Agreeing,
     SyncPrice,
     SyncQuestion,

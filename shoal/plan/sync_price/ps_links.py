@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
-from shoal.plan.sync_price.base import SyncQuestion, update_s
+from shoal.plan.sync_price import SyncQuestion, update_s
 from shoal.plan.sync_price.compressed import factor_rank, is_factored, packed_bytes
 from shoal.runtime.cores import most_server_threads, server_threads
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime
-from shoal.plan.sync_price.base import (
+from shoal.plan.sync_price import (
     NO_PART,
     Agreeing,
     SyncPrice,

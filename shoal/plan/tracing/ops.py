@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shoal.plan.workloads.workload import Kernel
+from shoal.plan.workloads import Kernel
 from shoal.pytree import tensors_of
 
 aten = torch.ops.aten

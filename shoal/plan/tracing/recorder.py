@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.plan.tracing.ops import bytes_of, cost_of, grouped_shape, named_arguments
+from shoal.plan.workloads import HeldTensor
 from shoal.plan.workloads.traced_workload import (
     Divided,
     Line,
@@ -23,7 +24,6 @@ from shoal.plan.workloads.traced_workload import (
     TracedKernel,
     TracedMessage,
 )
-from shoal.plan.workloads.workload import HeldTensor
 from shoal.pytree import tensors_of
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from shoal.errors import BadInput
+from shoal.plan.workloads import Precision, Workload
 from shoal.plan.workloads.transformer_block import MIXED, Transformer, TransformerSizes
-from shoal.plan.workloads.workload import Precision, Workload
 
 _PRECISIONS = {
     "fp16": MIXED,

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shoal.plan.workloads.workload import (
+from shoal.plan.workloads import (
     UNSPLIT,
     HeldTensor,
     Kernel,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shoal.errors import BadInput
-from shoal.plan.workloads.workload import (
+from shoal.plan.workloads import (
     Kernel,
     LayerCost,
     LayerMessage,

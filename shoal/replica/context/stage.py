@@ -14,7 +14,7 @@ from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.engine import Stage
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.split.sharded_tensor import full_tensors
-from shoal.schedules.pipelines.actions import Action
+from shoal.schedules.pipelines import Action
 
 
 class ContextStage(Stage):

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.flat.layout import FlatLayout
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.hooks import UnitHooks
 from shoal.replica.fsdp.unit_gather import UnitGather, wrap_modules
 from shoal.replica.split.state_dicts import refuse_released

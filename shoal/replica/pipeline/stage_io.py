@@ -18,17 +18,11 @@ from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.pytree import Tree
 from shoal.replica.context.stage import in_full
 from shoal.replica.engine import Stage
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.trace import OFF, Tracer
-from shoal.schedules.pipelines.actions import (
-    Action,
-    ActionKind,
-    Pipeline,
-    VirtualStage,
-    virtual_index,
-)
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage, virtual_index
 
 FORWARD = 0  # the last two bits of a tag
 BACKWARD = 1

@@ -20,9 +20,9 @@ from shoal.replica.pipeline.balance import MUCH_CHEAPER
 from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.graph_split import GraphSplit, optional_calls, required_arguments
 from shoal.replica.pipeline.kept_tensors import Slot, hide
-from shoal.replica.pipeline.replay.module_split import ModuleSplit
+from shoal.replica.pipeline.replay_split import ModuleSplit
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.schedules.pipelines.actions import locate
+from shoal.schedules.pipelines import locate
 
 
 class Stages:

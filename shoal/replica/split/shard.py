@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.pytree import Tree
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import Loss, MicroBatch, ModuleCall, call_arguments
 from shoal.replica.split.token_axes import TokenAxes
-from shoal.schedules.pipelines.actions import accumulate
+from shoal.schedules.pipelines import accumulate
 
 if TYPE_CHECKING:
     from shoal.replica.context.sequence_shard import SequenceContext

@@ -23,7 +23,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import OrderedAccumulation
 from shoal.replica.engine import Engine, EngineOptions
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import (
     MicroBatch,
     Quiet,
@@ -38,7 +38,7 @@ from shoal.replica.pipeline.stages import named_tensors
 from shoal.replica.split.comparison import Computed, gradients_of, is_same, noise_of, score_of
 from shoal.replica.split.sharded_tensor import full_activations
 from shoal.runtime.trace import OFF
-from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 
 if TYPE_CHECKING:
     from shoal.replica.split.stage_shard import StageShard

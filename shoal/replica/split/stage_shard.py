@@ -17,7 +17,7 @@ from shoal.replica.accumulation import OrderedAccumulation, StepAccumulation
 from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.engine import Engine, EngineOptions
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch import Loss, MicroBatch, preserve_modes
 from shoal.replica.pipeline.balance import measured_by_rank_0
 from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
@@ -27,7 +27,7 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.stage_check import StageCheck, evaluating
 from shoal.replica.split.state_dicts import state_of
 from shoal.replica.tensor.parallelize import TensorSplit
-from shoal.schedules.pipelines.actions import ActionKind
+from shoal.schedules.pipelines import ActionKind
 from shoal.schedules.pipelines.catalog import build, schedule
 from shoal.strategy.split_terms import Pp
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.group import Group
-from shoal.replica.flat.grad_buckets import GradBuckets
-from shoal.transport.transport import Work
+from shoal.replica.grad_buckets import GradBuckets
+from shoal.transport import Work
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,15 @@ from typing import Any
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
-from shoal.schedules.collectives import direct, doubling, hierarchical, ring, tree
-from shoal.schedules.collectives.collective import Collective, rooted_at
+from shoal.schedules.collectives import (
+    Collective,
+    direct,
+    doubling,
+    hierarchical,
+    ring,
+    rooted_at,
+    tree,
+)
 from shoal.schedules.collectives.kinds import KINDS, kind_named
 from shoal.schedules.user import is_user_function, load_collective
 

@@ -18,8 +18,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.schedules.collectives import catalog
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective, catalog
 from shoal.schedules.collectives.transfer_table import Ints
 
 Floats = NDArray[np.float64]

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.ring import slow_ring_all_reduce
 from shoal.schedules.collectives.transfer_table import EMPTY, Ints, TransferTable, rows
 

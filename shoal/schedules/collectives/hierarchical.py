@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.direct import (
     direct_all_gather,
     direct_reduce_scatter,

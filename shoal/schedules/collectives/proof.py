@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from shoal.errors import CheckFailed
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.kinds import Where
 
 State = list[dict[int, int]]  # for every rank: slot -> contributions as bits of ranks

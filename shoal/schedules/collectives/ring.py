@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.transfer_table import EMPTY, TransferTable, rows
 
 

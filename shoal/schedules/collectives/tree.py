@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.ring import ring_all_gather, ring_reduce_scatter
 from shoal.schedules.collectives.transfer_table import EMPTY, Transfer, TransferTable, rows
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from shoal.errors import BadInput
 from shoal.runtime.wording import nearest
+from shoal.schedules.pipelines import Action, Pipeline, check_sizes
 from shoal.schedules.pipelines import one_f_one_b as made
-from shoal.schedules.pipelines.actions import Action, Pipeline, check_sizes
 from shoal.schedules.pipelines.proof import prove
 from shoal.schedules.user import is_user_function, load_pipeline
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from shoal.schedules.pipelines.actions import Action, ActionKind, accumulate
+from shoal.schedules.pipelines import Action, ActionKind, accumulate
 
 
 def _each(

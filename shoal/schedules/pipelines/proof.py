@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import CheckFailed
-from shoal.schedules.pipelines.actions import Action, ActionKind, Pipeline, VirtualStage
+from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage
 
 UNLIMITED = 1 << 60
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from shoal.server.chain.config import NO_CONFIG, ChainConfig
+from shoal.server.chain import NO_CONFIG, ChainConfig
 from shoal.server.chain.messages import Effect
 from shoal.server.chain.node import ChainNode
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from shoal.server.chain.config import ChainConfig, Entry, Number
+from shoal.server.chain import ChainConfig, Entry, Number
 
 # ---------------------------------------------------------------------- messages
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from shoal.server.chain.config import NO_CONFIG, ChainConfig, Entry, EntryLog
+from shoal.server.chain import NO_CONFIG, ChainConfig, Entry, EntryLog
 from shoal.server.chain.messages import (
     Acked,
     Append,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 
 NEAR = 64  # operations: a learner that lacks no more is added
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shoal.errors import PeerLost
+from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import Channel, FrameKind, Moved, Refused, decode, encode
 from shoal.server.client.chain_view import ChainView, ChainWatch, CopyAddresses, Interruptions
 from shoal.server.client.route import (
     RETRY_S,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shoal.coordinator import Alive, Coordinator, CoordinatorError, alive_key
 from shoal.coordinator.client import open_coordinator
-from shoal.coordinator.interface import Alive, Coordinator, CoordinatorError, alive_key
 from shoal.errors import ShoalError
+from shoal.protocol import Channel, Moved
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import Channel, Moved
 from shoal.runtime.config import RunConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.server.client.route import MovedAway

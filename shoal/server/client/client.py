@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RunOver
-from shoal.protocol.frames import FrameKind, Header, decode, encode, new_incarnation
+from shoal.protocol import FrameKind, Header, decode, encode, new_incarnation
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import OFF, Tracer
 from shoal.server import device_memory

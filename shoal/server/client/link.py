@@ -19,8 +19,8 @@ from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.embedding.hashing import Ids
 from shoal.embedding.row_copy import Rows
 from shoal.errors import PeerLost, ShoalError
+from shoal.protocol import HEADER_BYTES, Channel, FrameKind, Header, decode, unpack, verify
 from shoal.protocol.connection import Closed, Connection, pack_frame
-from shoal.protocol.frames import HEADER_BYTES, Channel, FrameKind, Header, decode, unpack, verify
 from shoal.runtime.trace import OFF, Tracer
 from shoal.runtime.waits import waiting
 from shoal.server.client.route import Broken, MovedAway, Reply, Request, Route

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PeerLost, RunOver, ShoalError
+from shoal.protocol import MAX_META_BYTES, Channel, ErrorReply, FrameKind, Header, Moved, decode
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.frames import (
-    MAX_META_BYTES,
-    Channel,
-    ErrorReply,
-    FrameKind,
-    Header,
-    Moved,
-    decode,
-)
 from shoal.protocol.handshake import RECONNECT_S, dial
 from shoal.runtime.config import RunConfig
 from shoal.server.messages import SetUp

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from shoal.coordinator import CoordinatorError
 from shoal.coordinator.client import open_coordinator
-from shoal.coordinator.etcd.coordinator import EtcdCoordinator
-from shoal.coordinator.interface import CoordinatorError
+from shoal.coordinator.etcd_coordinator import EtcdCoordinator
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, ServerConfig
 from shoal.runtime.cores import threads_of

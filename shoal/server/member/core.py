@@ -22,10 +22,10 @@ import msgspec
 import torch
 
 from shoal.errors import ShoalError
+from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.runtime.failpoints import failpoint
-from shoal.server.chain.config import Entry, take
+from shoal.server.chain import Entry, take
 from shoal.server.chain.manager import ChainManager, ReadLease
 from shoal.server.chain.messages import (
     WHILE_APPLYING,

@@ -19,8 +19,8 @@ import torch
 
 from shoal.embedding.chunks import columns_with, entry_bytes, read_columns
 from shoal.embedding.spec import TableSpec
+from shoal.protocol import Refused
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import Refused
 from shoal.server.chain.messages import Append, ChainMessage, Teach
 from shoal.server.consistency import Count
 from shoal.server.messages import (

@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shoal.errors import ShoalError
+from shoal.protocol import FrameKind, Header
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import expect_answers
-from shoal.protocol.frames import FrameKind, Header
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.messages import ChainMessage

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shoal.coordinator.interface import Alive
-from shoal.protocol.frames import ErrorReply, Moved
-from shoal.server.chain.config import ChainConfig
+from shoal.coordinator import Alive
+from shoal.protocol import ErrorReply, Moved
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.node import ChainConsistency
 
 

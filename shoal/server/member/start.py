@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 import torch
 
-from shoal.coordinator.interface import (
+from shoal.coordinator import (
     Alive,
     Conflict,
     Coordinator,
@@ -30,11 +30,11 @@ from shoal.coordinator.interface import (
     alive_key,
 )
 from shoal.errors import ShoalError
-from shoal.protocol.frames import FrameKind, Header
+from shoal.protocol import FrameKind, Header
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.failpoints import failpoint
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch, Swap
 from shoal.server.member.operations import Decided, Lost, StepClosed
 from shoal.server.member.peer_link import PeerLink

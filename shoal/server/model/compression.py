@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.compress.catalog import make_compressor
 from shoal.compress.powersgd import PowerSgd
 from shoal.errors import ShoalError
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.messages import ModelSpec
 from shoal.server.model.shard import DTYPES
 from shoal.strategy.ps_term import Ps

@@ -21,7 +21,7 @@ from shoal.embedding.heat import Hottest, IdCounts, SpaceSaving
 from shoal.embedding.row_copy import Rows, copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.messages import MAX_HOT_ROWS
 
 try:

@@ -15,7 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.consistency import ImpossiblePush
 from shoal.server.messages import (
     Ack,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.row_copy import Rows
-from shoal.protocol.frames import Channel, Refused, generation_of
+from shoal.protocol import Channel, Refused, generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.messages import Entered

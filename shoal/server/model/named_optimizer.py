@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.errors import BadInput
-from shoal.replica.flat.optimizers import ELEMENTWISE
+from shoal.replica.optimizers import ELEMENTWISE
 
 Option = bool | int | float | None | tuple[float, ...]
 # LBFGS evaluates the loss, SparseAdam needs sparse gradients

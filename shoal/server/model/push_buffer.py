@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 
 _MAX_SPARE = 2
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.embedding.hashing import Ids
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.runtime.wording import counted
 from shoal.server.messages import (
     Ack,

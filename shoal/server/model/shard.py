@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.flat.optimizers import ratios
-from shoal.replica.flat.ordered_sum import Node, full_subtrees, runs_of, tree_sum
+from shoal.replica.optimizers import ratios
+from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
 from shoal.server.messages import ModelSpec, ParameterSlice
 from shoal.server.model.named_optimizer import step_without_hooks
 from shoal.server.model.push_buffer import PushTensors

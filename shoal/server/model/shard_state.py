@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.messages import ShardState, StateTensor
 from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.server.model.shard import DTYPES, NAMES, Shard

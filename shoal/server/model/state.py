@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.consistency import Ledger, PushVerdict
 from shoal.server.messages import (
     Ack,

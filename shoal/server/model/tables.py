@@ -15,7 +15,7 @@ from shoal.embedding.chunks import cursor_after
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
 from shoal.embedding.table import RowTable, sum_duplicates
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.messages import ModelSpec, RowsPulled
 from shoal.server.model.hot_table import NO_IDS, HotTable
 from shoal.server.model.push_buffer import PushBuffer, RowPush

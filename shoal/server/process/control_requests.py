@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from shoal.protocol import FrameKind, Header, Refused, decode, encode, generation_of
 from shoal.protocol.connection import Closed
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode, generation_of
 from shoal.server.device_memory import offer
 from shoal.server.member.operations import BarrierReached, Joined, Left, Resumed, Returned
 from shoal.server.messages import (

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.errors import ShoalError
+from shoal.protocol import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import CONNECT_S
-from shoal.protocol.frames import ErrorReply, FrameKind, Header, Refused, decode, encode
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.place import Elsewhere

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.errors import BadInput
+from shoal.protocol import Refused
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN
-from shoal.protocol.frames import Refused
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.cores import server_threads
 from shoal.runtime.faults import busy_s

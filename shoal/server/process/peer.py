@@ -13,16 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 from shoal.errors import BadInput
+from shoal.protocol import MAX_META_BYTES, Channel, ErrorReply, FrameKind, Header, Refused, encode
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.frames import (
-    MAX_META_BYTES,
-    Channel,
-    ErrorReply,
-    FrameKind,
-    Header,
-    Refused,
-    encode,
-)
 from shoal.protocol.handshake import RECONNECT_S
 from shoal.server.member.operations import Operation, Payload
 from shoal.server.member.place import Elsewhere

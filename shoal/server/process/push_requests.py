@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import torch
 
+from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Closed
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.runtime.failpoints import failpoint
 from shoal.server.member.operations import Payload, Pushed, ResidualSaved, StateSet
 from shoal.server.messages import Ack, Commit, Pull, RowBatch, SavedResidual, ShardState

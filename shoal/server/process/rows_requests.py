@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
+from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.server.member.operations import RowsSet, TableMade
 from shoal.server.messages import (
     Heat,

@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from shoal.protocol import Header, Hello
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN, expect_answers, remove_left_socket
-from shoal.protocol.frames import Header, Hello
 from shoal.protocol.service import JOIN_S, ConnectionService
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.peer_link import SILENT_COPY_S

@@ -14,7 +14,7 @@ from shoal.embedding.chunks import columns_with, cursor_after, entry_bytes, fit_
 from shoal.embedding.hashing import IdMap, Ids
 from shoal.embedding.module import RowStore
 from shoal.embedding.spec import TableSpec
-from shoal.protocol.frames import FrameKind, Refused, decode, encode
+from shoal.protocol import FrameKind, Refused, decode, encode
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client
 from shoal.server.client.link import ServerLink

@@ -18,9 +18,9 @@ from contextlib import suppress
 import torch
 
 from shoal.errors import ShoalError
+from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN
-from shoal.protocol.frames import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.messages import CopiedRows

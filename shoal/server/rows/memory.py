@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.row_copy import Rows
-from shoal.protocol.frames import Refused
+from shoal.protocol import Refused
 from shoal.server.messages import MAX_ROW_MEMORIES
 from shoal.transport.shm import memfd
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.embedding.hashing import IdMap, Ids
 from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
-from shoal.protocol.frames import FrameKind, decode, encode
+from shoal.protocol import FrameKind, decode, encode
 from shoal.server.client.link import (
     PostedRequest,
     ServerExchange,

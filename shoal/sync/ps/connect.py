@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shoal.errors import BadInput
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.server.client.client import Client
 from shoal.server.client.discovery import ServerSet, all_gather_text, find_or_start_servers
@@ -19,7 +19,7 @@ from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, partition
 from shoal.server.model.shard import NAMES
 from shoal.strategy.ps_term import Ps
-from shoal.sync.base import Replica
+from shoal.sync import Replica
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.consistency import (

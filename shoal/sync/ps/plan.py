@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from shoal.compress.catalog import make_compressor
 from shoal.compress.powersgd import PowerSgd
-from shoal.replica.flat.ordered_sum import full_subtrees, runs_of
+from shoal.replica.ordered_sum import full_subtrees, runs_of
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 from shoal.server.messages import ParameterSlice
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.strategy.ps_term import Ps
-from shoal.sync.base import Replica, StepSettings, Sync, SyncPlan, runs
+from shoal.sync import Replica, StepSettings, Sync, SyncPlan, runs
 from shoal.sync.compressed_sum import refuse_scaled
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.ps.connect import join_servers

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shoal.protocol.frames import FrameKind, decode
-from shoal.replica.flat.ordered_sum import Node, add_leaf, full_subtrees, runs_of
-from shoal.replica.flat.params import FlatParams
+from shoal.protocol import FrameKind, decode
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of
 from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import WAIT
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
@@ -33,7 +33,7 @@ from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
 from shoal.server.shared_memory import bytes_of
-from shoal.sync.base import under
+from shoal.sync import under
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.residuals import (
     check_residuals,

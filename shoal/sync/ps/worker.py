@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, ShoalError
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
 from shoal.runtime.checkpoint_folders import WORKER_FILE, version_of
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.runtime.trace import WAIT
@@ -41,7 +41,7 @@ from shoal.server.model.named_optimizer import Option, options_of
 from shoal.server.model.shard import NAMES
 from shoal.server.process.shard_file import BackgroundWriter, write_tensors
 from shoal.server.rows.client import RowRules, ServerStore
-from shoal.sync.base import Comeback, Sync
+from shoal.sync import Comeback, Sync
 from shoal.sync.lasting import KeptStatistics
 from shoal.sync.memory import tensors_of_server
 from shoal.sync.optimizer_step import OptimizerStep

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
-from shoal.data.batch import AnyBatch
+from shoal.data import AnyBatch
 from shoal.errors import BadInput
 from shoal.train.own_loop.forwards import LoopForwards
 from shoal.train.own_loop.rows import LoopRows

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.errors import BadInput
-from shoal.replica.flat.optimizers import PARAM_KEYS, LooksAt, like, looks_at, ratios
+from shoal.replica.optimizers import PARAM_KEYS, LooksAt, like, looks_at, ratios
 from shoal.sync.optimizer_step import OptimizerStep, common_lr, settings_of
 from shoal.train.own_loop.part import LoopPart
 from shoal.train.own_loop.torch_hooks import agree_on_overflow

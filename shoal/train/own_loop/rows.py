@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
-from shoal.data.batch import AnyBatch, Batch, DictBatch, batch_of
+from shoal.data import AnyBatch, Batch, DictBatch, batch_of
 from shoal.data.rows import move_to, reverse_rows, take, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput

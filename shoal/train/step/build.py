@@ -17,12 +17,12 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import running_statistics
 from shoal.replica.engine import EngineOptions
-from shoal.replica.flat.layout import real_view
-from shoal.replica.flat.optimizers import LooksAt, looks_at, refuse
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_layout import real_view
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.loss import BoundLoss, sum_of_samples
+from shoal.replica.optimizers import LooksAt, looks_at, refuse
 from shoal.replica.split.shard import ReplicaShard
-from shoal.sync.base import Ownership, Replica, Sync
+from shoal.sync import Ownership, Replica, Sync
 from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep, SharedGradScaler
 from shoal.train.step.cut_batch import BatchCutter
 from shoal.train.step.options import StepFunctions, StepOptions

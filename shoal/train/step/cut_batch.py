@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.data.batch import AnyBatch, Batch, DictBatch
+from shoal.data import AnyBatch, Batch, DictBatch
 from shoal.data.rows import is_list_of_samples, move_to, num_rows, reverse_rows, take_rows, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
-from shoal.replica.flat.ordered_sum import runs_of
 from shoal.replica.loss import LossArguments
 from shoal.replica.microbatch import MicroBatch
+from shoal.replica.ordered_sum import runs_of
 from shoal.train.step.options import Count, StepOptions
 
 

@@ -31,7 +31,7 @@ from shoal.replica.split.state_dicts import tell_of_parts
 from shoal.schedules.user import is_user_function
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
-from shoal.sync.base import SyncPlan, plan_for
+from shoal.sync import SyncPlan, plan_for
 from shoal.sync.optimizer_step import OptimizerFactory
 from shoal.train.step.cut_batch import ForwardSignature
 from shoal.train.step.options import StepOptions

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.batch import AnyBatch, Batch, DictBatch
+from shoal.data import AnyBatch, Batch, DictBatch
 from shoal.data.sampling import FullDatasetBatch
 from shoal.replica.batchnorm import forget_statistics, update_running_statistics
 from shoal.replica.engine import Engine
-from shoal.replica.flat.grad_buckets import OnBucket
-from shoal.replica.flat.params import FlatParams
+from shoal.replica.flat_params import FlatParams
+from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import in_form_of
 from shoal.replica.microbatch import MicroBatch
 from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import OFF, STEP, Tracer
-from shoal.schedules.pipelines.actions import accumulate
+from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import SyncTerm
-from shoal.sync.base import Sync
+from shoal.sync import Sync
 from shoal.sync.optimizer_step import OptimizerStep
 from shoal.train.step.cut_batch import BatchCutter, concurrent_batches, fraction_of
 from shoal.train.step.options import StepOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import ChainManager, CoordinatorRequest, ReadLease, Swap
 from shoal.server.chain.messages import Ask, ChainMessage, Confirm, Effect, Learn, Send
 from shoal.server.chain.node import ChainNode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from tests.server.chain.loop import Loop, Process
 
 TTL_S = 0.040

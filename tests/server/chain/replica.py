@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.server.chain.config import Entry, take
+from shoal.server.chain import Entry, take
 from shoal.server.chain.manager import ChainManager, Fetch, Swap
 from shoal.server.chain.messages import (
     WHILE_APPLYING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import ChainManager, Fetch, ReadLease, Swap, who_leaves
 from shoal.server.chain.node import ChainNode
 

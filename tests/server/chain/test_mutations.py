@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.messages import Append
 from shoal.server.chain.node import ChainNode
 from tests.server.chain.mutations import MUTATIONS, AcceptsLowerEpochs, ConfirmsWhileAdding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.messages import Apply, ChangeConfig, Effect, Reset, Send, SendSnapshot
 from shoal.server.chain.node import ChainNode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shoal.server.chain.config import Entry
+from shoal.server.chain import Entry
 from shoal.server.chain.messages import ChainMessage, SendSnapshot
 from shoal.server.chain.node import ChainConsistency
 from tests.server.chain.clients import Reader, Worker

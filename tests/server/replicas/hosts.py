@@ -20,7 +20,7 @@ import pytest
 from shoal.coordinator.client import RemoteCoordinator
 from shoal.coordinator.service import CoordinatorService
 from shoal.runtime.config import TlsConfig
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.consistency import Rule
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings

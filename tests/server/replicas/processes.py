@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from shoal.coordinator import Unavailable, forget
 from shoal.coordinator.client import RemoteCoordinator
-from shoal.coordinator.interface import Unavailable, forget
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig, ServerConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from tests import forked

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.coordinator.interface import Alive, alive_key
+from shoal.coordinator import Alive, alive_key
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.errors import BadInput
 from shoal.protocol.endpoint import PLAIN

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Acked, Append, At
 from shoal.server.member.operations import Left, Proposed

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from shoal.protocol.endpoint import PLAIN
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch
 from shoal.server.chain.messages import Ask, Confirm
 from shoal.server.consistency import Rule

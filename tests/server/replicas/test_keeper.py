@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from shoal.coordinator.interface import Answer, KeepAlive, List, Request
+from shoal.coordinator import Answer, KeepAlive, List, Request
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.protocol.frames import FrameKind, encode
+from shoal.protocol import FrameKind, encode
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.client import Client
 from shoal.server.client.route import MovedAway

@@ -14,10 +14,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.coordinator.interface import Lease, forget
+from shoal.coordinator import Lease, forget
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
-from shoal.server.chain.config import ChainConfig
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.node import ChainConsistency
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule

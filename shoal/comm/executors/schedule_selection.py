@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.comm.executors.scheduled.interpreter import Program, compile_for
+from shoal.comm.executors.schedule_interpreter import Program, compile_for
 from shoal.errors import BadInput
+from shoal.schedules.collectives import Collective, in_order, rooted_at
 from shoal.schedules.collectives.catalog import build
-from shoal.schedules.collectives.collective import Collective, in_order, rooted_at
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.proof import State, initial, states
 from shoal.schedules.collectives.transfer_table import Transfer
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import BadInput
-from shoal.launch.submit.spec import MARK, SubmitSpec, seconds_of
+from shoal.launch.managers.submit_spec import MARK, SubmitSpec, seconds_of
 from shoal.runtime.preemption import EXIT_STATUS
 
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)

@@ -29,8 +29,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.errors import BadInput
-from shoal.launch.ray.polled_process import PolledProcess
-from shoal.launch.ray.ray_cluster import Bundle, nodes_now
+from shoal.launch.managers.polled_process import PolledProcess
+from shoal.launch.managers.ray_cluster import Bundle, nodes_now
 from shoal.runtime.waits import Backoff
 
 _READ_S = 20.0  # a call of `read` that has nothing to tell returns after it

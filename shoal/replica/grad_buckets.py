@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.replica.flat.layout import FlatLayout
+from shoal.replica.flat_layout import FlatLayout
 
 OnBucket = Callable[[slice], None]
 Allocate = Callable[[slice], Tensor]

@@ -7,9 +7,9 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from shoal.errors import BadInput
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
+from shoal.schedules.collectives.draw_frames import ending, frames_of, opening, slot_label
 from shoal.schedules.collectives.proof import State, initial, prove
-from shoal.schedules.drawing.frames import ending, frames_of, opening, slot_label
 
 MOST_RANKS = 32
 _WIDEST = 16  # slots that still fit side by side

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from shoal.errors import BadInput
 from shoal.runtime import svg
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
+from shoal.schedules.collectives.draw_frames import Frame, ending, frames_of, opening, slot_label
 from shoal.schedules.collectives.proof import initial
 from shoal.schedules.collectives.transfer_table import Transfer
-from shoal.schedules.drawing.frames import Frame, ending, frames_of, opening, slot_label
 
 Point = tuple[float, float]
 START_S = 3.0

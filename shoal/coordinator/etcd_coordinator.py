@@ -27,27 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.coordinator.etcd.gateway import (
-    ALREADY_EXISTS,
-    HEADERS,
-    NOT_FOUND,
-    Endpoint,
-    EtcdError,
-    Gateway,
-    KeepAliveAnswer,
-    KeyValue,
-    LeaseAnswer,
-    RangeAnswer,
-    Revision,
-    RunKeys,
-    TransactionAnswer,
-    WatchAnswer,
-    WatchEvent,
-    WatchResult,
-    parse,
-    text_of,
-)
-from shoal.coordinator.interface import (
+from shoal.coordinator import (
     Answer,
     Change,
     Changes,
@@ -66,6 +46,26 @@ from shoal.coordinator.interface import (
     Revoke,
     Unavailable,
     Watch,
+)
+from shoal.coordinator.etcd_gateway import (
+    ALREADY_EXISTS,
+    HEADERS,
+    NOT_FOUND,
+    Endpoint,
+    EtcdError,
+    Gateway,
+    KeepAliveAnswer,
+    KeyValue,
+    LeaseAnswer,
+    RangeAnswer,
+    Revision,
+    RunKeys,
+    TransactionAnswer,
+    WatchAnswer,
+    WatchEvent,
+    WatchResult,
+    parse,
+    text_of,
 )
 
 _MAX_LINE_BYTES = 64 << 20

@@ -26,8 +26,8 @@ from shoal.pytree import Tree, tensors_of
 from shoal.replica.deferred_init import full_name, is_in, tensor_slots
 from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
 from shoal.replica.pipeline.graph_split import modules_to_open, weights_of
-from shoal.replica.pipeline.replay.lineage import CallRecord, Mark
-from shoal.replica.pipeline.replay.segment import Learned, Replay
+from shoal.replica.pipeline.replay_lineage import CallRecord, Mark
+from shoal.replica.pipeline.replay_segment import Learned, Replay
 from shoal.runtime.decoders import parse_module
 
 _METADATA = {"dtype", "device", "shape", "size", "data"}

@@ -22,10 +22,10 @@ from functools import cached_property
 from torch import Tensor
 
 from shoal.comm.call import Op
-from shoal.comm.executors.scheduled.binding import SlotBuffers
+from shoal.comm.executors.schedule_binding import SlotBuffers
 from shoal.errors import PeerLost
-from shoal.schedules.collectives.collective import Collective
-from shoal.transport.transport import ReducingTransport, Transport, Work
+from shoal.schedules.collectives import Collective
+from shoal.transport import ReducingTransport, Transport, Work
 
 
 @dataclass

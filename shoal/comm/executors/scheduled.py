@@ -11,17 +11,17 @@ from torch import Tensor
 
 from shoal.comm.call import Call, Op
 from shoal.comm.executor import Executor
-from shoal.comm.executors.scheduled.binding import Binding, SlotBuffers, bind
-from shoal.comm.executors.scheduled.interpreter import Interpreter, Program, compile_for
-from shoal.comm.executors.scheduled.selection import AlgorithmSelector, Choice, for_subset
+from shoal.comm.executors.schedule_binding import Binding, SlotBuffers, bind
+from shoal.comm.executors.schedule_interpreter import Interpreter, Program, compile_for
+from shoal.comm.executors.schedule_selection import AlgorithmSelector, Choice, for_subset
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
+from shoal.schedules.collectives import SEGMENT_BYTES, segments_for
 from shoal.schedules.collectives.catalog import build
-from shoal.schedules.collectives.collective import SEGMENT_BYTES, segments_for
 from shoal.schedules.collectives.cost import Link
+from shoal.transport import ClosableTransport, SubsetTransport, Transport, Work
 from shoal.transport.threads import PendingWork
-from shoal.transport.transport import ClosableTransport, SubsetTransport, Transport, Work
 
 _SMALL = 8
 _LARGE = 1 << 20

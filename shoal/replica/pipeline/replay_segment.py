@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.replica.microbatch import default_generators
 from shoal.replica.pipeline.kept_tensors import kept_by
-from shoal.replica.pipeline.replay.lineage import (
+from shoal.replica.pipeline.replay_lineage import (
     CallRecord,
     Lineage,
     Mark,
@@ -37,7 +37,7 @@ from shoal.replica.pipeline.replay.lineage import (
 )
 
 if TYPE_CHECKING:
-    from shoal.replica.pipeline.replay.module_split import ModuleSplit
+    from shoal.replica.pipeline.replay_split import ModuleSplit
 
 
 class LeftForward(BaseException):

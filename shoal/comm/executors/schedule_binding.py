@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.comm.call import Call, Op, Operand, divide, fill_identity, num_bytes
 from shoal.comm.staging import FlatTensor, share_storage
-from shoal.schedules.collectives.collective import Collective
+from shoal.schedules.collectives import Collective
 
 
 class SlotBuffers:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shoal.coordinator.interface import Unavailable, Versioned
+from shoal.coordinator import Unavailable, Versioned
 from shoal.errors import BadInput
 from shoal.runtime.decoders import lax_json_decoder
 from shoal.runtime.trust import is_loopback

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from shoal.replica.flat.grad_buckets import GradBuckets
-from shoal.replica.flat.layout import FlatLayout
+from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.grad_buckets import GradBuckets
 
 
 class FlatParams(FlatLayout):

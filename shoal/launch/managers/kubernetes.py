@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from shoal.errors import BadInput
-from shoal.launch.submit.spec import MARK, SubmitSpec, memory_mib, seconds_of
+from shoal.launch.managers.submit_spec import MARK, SubmitSpec, memory_mib, seconds_of
 from shoal.runtime.config import variable_name
 from shoal.runtime.preemption import EXIT_STATUS
 

@@ -29,7 +29,7 @@ from typing import TypeVar
 from shoal.errors import BadInput
 from shoal.launch.here.process_config import Replication
 from shoal.launch.hosts.machines import Machine, ServerHosts
-from shoal.launch.ray.ray_cluster import (
+from shoal.launch.managers.ray_cluster import (
     Bundle,
     RayNode,
     bundle_in_words,
@@ -41,7 +41,7 @@ from shoal.launch.ray.ray_cluster import (
     resources_in_words,
     room_for,
 )
-from shoal.launch.ray.ray_slots import RayProcess, Slot, SlotGroup
+from shoal.launch.managers.ray_slots import RayProcess, Slot, SlotGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.preemption import ending_by_exception
 from shoal.runtime.waits import Backoff

@@ -1,1 +1,0 @@
-"""Collectives as schedules, interpreted over any transport."""

@@ -1,0 +1,1 @@
+"""Cluster managers: jobs for Slurm and Kubernetes, machines of Ray."""

@@ -1,1 +1,0 @@
-"""Jobs for cluster managers: Slurm and Kubernetes bring the machines."""

@@ -1,1 +1,0 @@
-"""Parameters and gradients as views of one buffer."""

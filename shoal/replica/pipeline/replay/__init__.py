@@ -1,1 +1,0 @@
-"""Stages of a model that cannot be traced: its forward runs, and calls outside are replayed."""

@@ -1,1 +1,0 @@
-"""Collectives drawn: in the terminal and as animated SVG."""
