@@ -30,7 +30,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
-from shoal.transport import Work
+from shoal.transport.transport import Work
 from tests.models import mlp
 from tests.numbered import Killed, numbered_samples
 

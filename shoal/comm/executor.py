@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.comm.call import Call
 from shoal.comm.counting import SentBytes
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 Shortcut = Callable[..., Work]
 

@@ -15,8 +15,8 @@ from shoal.comm.call import Call, Op, Operand, check_reducible
 from shoal.comm.counting import SentBytes, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.errors import BadInput
-from shoal.transport import Work
 from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.transport import Work
 
 __all__ = ["Group", "Op"]
 

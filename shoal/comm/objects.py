@@ -24,7 +24,7 @@ from shoal.comm.object_format import (
 )
 from shoal.errors import BadInput, ShoalError
 from shoal.pytree import Tree
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 MAX_BYTES = 64
 _MAX_GATHERED_BYTES = 1 << 36

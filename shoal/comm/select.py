@@ -41,9 +41,9 @@ from shoal.comm.store.authenticated import generation_name, own_generation
 from shoal.runtime.config import RunConfig, gloo_on_loopback, gloo_unused
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.user import is_user_function
-from shoal.transport import Transport
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built
+from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.executor import Hierarchical
@@ -206,8 +206,8 @@ def _between_all(spec: GroupSpec, world: dist.ProcessGroup) -> tuple[Transport, 
 
     Over TCP where ranks are on several hosts and all of them can.
     """
-    from shoal.transport import TorchTransport
     from shoal.transport.tcp.transport import TcpTransport
+    from shoal.transport.transport import TorchTransport
 
     if spec.is_one_host or spec.backend != "gloo":
         return TorchTransport(world), tuple(range(spec.size))

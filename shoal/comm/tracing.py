@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class TracedWork:

@@ -38,7 +38,7 @@ from shoal.sync.residuals import (
     take_residual,
     unused_positions,
 )
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class SliceMemory(NamedTuple):

@@ -12,7 +12,7 @@ from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp
 from shoal.sync import Replica, StepSettings, StepTraffic, Sync, SyncPlan, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class DdpSync(Sync):

@@ -40,7 +40,7 @@ from shoal.sync.lasting import comes_back
 from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import averaged, mean_state
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 MEASURE_EVERY = 50  # steps from one measurement of the distance between replicas to the next
 _TAG = 0x60551

@@ -20,7 +20,7 @@ from shoal.schedules.buffer_layout import (
 )
 from shoal.sync import Replica, StepTraffic, Sync
 from shoal.sync.zero_update import ShardedUpdate
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class _Sent(NamedTuple):

@@ -12,7 +12,7 @@ from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.sync import Replica
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class ShardedUpdate:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class DoneWork:

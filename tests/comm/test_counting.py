@@ -12,8 +12,8 @@ from shoal.comm.counting import SentBytes
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.schedules.collectives.cost import Link
-from shoal.transport import Work
 from shoal.transport.threads import Mailboxes, ThreadTransport
+from shoal.transport.transport import Work
 from tests.conftest import World
 
 

@@ -17,8 +17,8 @@ from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.proof import ProofFailed
-from shoal.transport import Work
 from shoal.transport.threads import ThreadTransport
+from shoal.transport.transport import Work
 from tests.comm.cases import call, cases, check, group_for
 from tests.comm.threads import on_threads
 from tests.products import few_or_all

@@ -18,8 +18,8 @@ from shoal.comm.group import Group, Op
 from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.collectives.catalog import kinds
-from shoal.transport import Work
 from shoal.transport.shm.segment import is_built
+from shoal.transport.transport import Work
 from tests.comm.cases import DTYPES, Case, call, check, given_to
 from tests.comm.shm import memory_of, on_shm_processes
 from tests.products import few_or_all

@@ -22,7 +22,7 @@ from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.schedules.collectives.cost import Link
-from shoal.transport import TorchTransport
+from shoal.transport.transport import TorchTransport
 from tests.comm.conformance import CASES, check
 
 TIMEOUT = datetime.timedelta(seconds=30)

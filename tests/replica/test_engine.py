@@ -22,8 +22,8 @@ from shoal.runtime.trace import Recorder
 from shoal.schedules.pipelines import accumulate
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.transport import Work
 from shoal.transport.threads import DoneWork
+from shoal.transport.transport import Work
 from tests.models import mlp, samples
 
 CPU = torch.device("cpu")

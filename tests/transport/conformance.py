@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost, ShoalError
-from shoal.transport import Transport
+from shoal.transport.transport import Transport
 
 Connect = Callable[[int, Callable[[Transport], Any]], list[Any]]
 """Run a body on every rank; what it returned or raised, by rank. Who raises breaks the world."""

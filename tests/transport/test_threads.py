@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.errors import PeerLost
-from shoal.transport import SubsetTransport, Transport
 from shoal.transport.threads import Mailboxes, ThreadTransport
+from shoal.transport.transport import SubsetTransport, Transport
 from tests.transport.conformance import Connect, TransportConformance
 
 

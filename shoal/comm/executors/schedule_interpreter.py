@@ -25,7 +25,7 @@ from shoal.comm.call import Op
 from shoal.comm.executors.schedule_binding import SlotBuffers
 from shoal.errors import PeerLost
 from shoal.schedules.collectives import Collective
-from shoal.transport import ReducingTransport, Transport, Work
+from shoal.transport.transport import ReducingTransport, Transport, Work
 
 
 @dataclass

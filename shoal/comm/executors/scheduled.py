@@ -20,8 +20,8 @@ from shoal.errors import BadInput
 from shoal.schedules.collectives import SEGMENT_BYTES, segments_for
 from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.cost import Link
-from shoal.transport import ClosableTransport, SubsetTransport, Transport, Work
 from shoal.transport.threads import PendingWork
+from shoal.transport.transport import ClosableTransport, SubsetTransport, Transport, Work
 
 _SMALL = 8
 _LARGE = 1 << 20

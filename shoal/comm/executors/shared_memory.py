@@ -33,9 +33,9 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.comm.staging import check_counts, counts_row, counts_table, on_host, share_storage
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
-from shoal.transport import Work
 from shoal.transport.shm.messages import ShmTransport, ShmWork
 from shoal.transport.shm.segment import Segment, is_built, join
+from shoal.transport.transport import Work
 
 if is_built():
     from shoal.transport.shm import _shm

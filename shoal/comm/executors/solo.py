@@ -11,8 +11,8 @@ from shoal.comm.executor import Executor
 from shoal.comm.group import Group
 from shoal.comm.staging import FlatTensor, check_counts, counts_row
 from shoal.errors import BadInput
-from shoal.transport import Work
 from shoal.transport.threads import DoneWork
+from shoal.transport.transport import Work
 
 
 class Solo(Executor):

@@ -16,7 +16,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
 from shoal.runtime.waits import waiting
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 class ProcessGroupWork:

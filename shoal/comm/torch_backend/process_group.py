@@ -29,8 +29,8 @@ from shoal.comm.store.authenticated import own_generation
 from shoal.comm.torch_backend.work import BackendWork, not_compiled
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
-from shoal.transport import Work
 from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.transport import Work
 
 
 def all_to_all_lists(group: Group, outputs: list[Tensor], inputs: list[Tensor]) -> Work:

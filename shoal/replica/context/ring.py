@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.comm.group import Group
 from shoal.replica.context.sequence_shard import SequenceSpec
 from shoal.schedules.ring_attention import Hop, RingAttention
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 TILE_ELEMENTS = 1 << 22  # of scores that exist at a time
 

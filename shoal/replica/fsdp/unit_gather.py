@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.replica.deferred_init import full_name
 from shoal.replica.expert.mixtures import ListedMixture, mixtures_of
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 if TYPE_CHECKING:
     from shoal.replica.fsdp.sharded_params import ShardedParams

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.replica.grad_buckets import GradBuckets
-from shoal.transport import Work
+from shoal.transport.transport import Work
 
 
 @dataclass(frozen=True)

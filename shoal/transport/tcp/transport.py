@@ -16,11 +16,11 @@ from torch import Tensor
 
 from shoal.errors import PeerLost, ShoalError
 from shoal.runtime.waits import waiting
-from shoal.transport import Work
 from shoal.transport.shm.flight_recorder import DTYPES, OPS
 from shoal.transport.tcp.connect import Exchange, TcpSpec, connect_all
 from shoal.transport.tcp.tls import TlsPump
 from shoal.transport.threads import Mailboxes, PendingWork, ThreadTransport
+from shoal.transport.transport import Work
 
 try:
     from shoal.transport.tcp import _tcp
