@@ -19,8 +19,7 @@ from typing import Any
 
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
-from shoal.plan.predict import PlanSettings
-from shoal.plan.sync_price.catalog import PRICERS
+from shoal.plan.predict import PRICERS, PlanSettings
 from shoal.plan.workloads import Recompute, SplitLimits, Workload
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
@@ -11,14 +12,33 @@ from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.stages import Stage
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
-from shoal.plan.sync_price import SyncQuestion
-from shoal.plan.sync_price.catalog import price_of
+from shoal.plan.sync_price import SyncPrice, SyncQuestion
+from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
 from shoal.plan.sync_price.flat_sizes import TensorSizes
+from shoal.plan.sync_price.gossip import gossip, hogwild
+from shoal.plan.sync_price.ps import ps
+from shoal.plan.sync_price.zero import zero
 from shoal.plan.workloads import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
+
+PRICERS: dict[str, Callable[[Any, SyncQuestion], SyncPrice]] = {
+    "single": single,
+    "ddp": ddp,
+    "zero": zero,
+    "ps": ps,
+    "gossip": gossip,
+    "hogwild": hogwild,
+    "mapreduce": mapreduce,
+    "localsgd": localsgd,
+}
+
+
+def price_of(term: SyncTerm, question: SyncQuestion) -> SyncPrice:
+    """What the sync term adds to the step of this question."""
+    return PRICERS[term.name](term, question)
 
 
 @dataclass(frozen=True)

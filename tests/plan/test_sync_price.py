@@ -10,9 +10,9 @@ import pytest
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
+from shoal.plan.predict import price_of
 from shoal.plan.prediction import Part
 from shoal.plan.sync_price import SyncPrice, SyncQuestion
-from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.strategy.strategy import parse
 from tests.plan.sync_questions import GPU, NIC, NVLINK, ask, cluster_of

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.observe.memory_estimate import memory_of, servers_of, split_model, stage_sizes
 from shoal.observe.workload_trace import precision_for, trace_step
-from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.sync_price.catalog import PRICERS, price_of
+from shoal.plan.predict import PRICERS, PlanSettings, Predictor, price_of
 from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.workloads import Split
 from shoal.plan.workloads.model_presets import transformer_named

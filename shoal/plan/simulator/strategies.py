@@ -25,6 +25,7 @@ from shoal.plan.predict import (
     Predictor,
     ResolvedStep,
     batches_in_turns,
+    price_of,
     resolve_step,
 )
 from shoal.plan.simulator.messages import Longs, Routes
@@ -34,7 +35,6 @@ from shoal.plan.step.layer_time import LayerTable, LayerTime
 from shoal.plan.step.stages import Stage, weight_of
 from shoal.plan.step.step_price import ReplicaPricer
 from shoal.plan.sync_price import Agreeing, SyncQuestion, update_part
-from shoal.plan.sync_price.catalog import price_of
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
 from shoal.runtime.trace import STEP, WAIT, Span
