@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal.replica.microbatch import tracing
+from shoal.replica.microbatch_context import tracing
 
 _PLAIN = (TensorDataset, list, tuple)  # these draw nothing
 

@@ -33,7 +33,7 @@ from shoal.observe.model_sizes import (
 from shoal.replica.expert.mixtures import mixtures_for
 from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.loss import BoundLoss, LossFunction
-from shoal.replica.microbatch import Loss
+from shoal.replica.microbatch_context import Loss
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.config import MemoryEstimateConfig
 from shoal.schedules.pipelines import ActionKind

@@ -17,7 +17,7 @@ from shoal.errors import StopTraining
 from shoal.observe.memory_estimate import WorkerMemory
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.replica.microbatch import MicroBatch
+from shoal.replica.microbatch_context import MicroBatch
 from shoal.runtime.config import MemoryProbeConfig
 from shoal.sync.compressed_sum import CompressedSum
 from shoal.sync.memory import MemoryCounter, SyncMemory, tensors_held_by

@@ -20,7 +20,7 @@ from shoal.plan.tracing.recorder import SavedTensors
 from shoal.pytree import Tree, map_tensors
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
-from shoal.replica.microbatch import Loss, call_model, fork_rng
+from shoal.replica.microbatch_context import Loss, call_model, fork_rng
 from shoal.replica.optimizers import PARAM_KEYS, like
 from shoal.replica.pipeline.stages import Stages
 from shoal.sync.memory import ModelSizes

@@ -33,7 +33,7 @@ from shoal.pytree import Tree
 from shoal.replica.expert.mixtures import mixtures_of
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.fsdp.unit_gather import wrap_modules
-from shoal.replica.microbatch import Loss, autocast_for, call_model
+from shoal.replica.microbatch_context import Loss, autocast_for, call_model
 from shoal.replica.tensor.plan import plan_of
 from shoal.runtime.config import PROFILE, WorkloadTraceConfig
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, LARGE_BYTES

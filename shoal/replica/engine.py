@@ -27,7 +27,7 @@ from shoal.replica.batchnorm import ForwardState
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import StepNumbers, split_numbers
-from shoal.replica.microbatch import (
+from shoal.replica.microbatch_context import (
     Loss,
     MicroBatch,
     Precision,

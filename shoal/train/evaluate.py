@@ -20,7 +20,7 @@ from shoal.data.rows import move_to
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, DatasetBatches
 from shoal.errors import BadInput
 from shoal.replica.loss import BoundLoss
-from shoal.replica.microbatch import preserve_modes
+from shoal.replica.microbatch_context import preserve_modes
 from shoal.runtime.trace import OFF, Tracer
 from shoal.train.step.step import Step
 

@@ -21,7 +21,7 @@ from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
 from shoal.replica.loss import LossFunction
-from shoal.replica.microbatch import Precision
+from shoal.replica.microbatch_context import Precision
 from shoal.runtime.trace import LOAD, traced_items
 from shoal.strategy.strategy import Strategy
 from shoal.sync.optimizer_step import LearningRate, OptimizerFactory, SchedulerFactory

@@ -17,7 +17,7 @@ from shoal.errors import BadInput
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import MicroBatch, call_model
+from shoal.replica.microbatch_context import MicroBatch, call_model
 from shoal.runtime.trace import Recorder
 from shoal.schedules.pipelines import accumulate
 from shoal.strategy.strategy import parse

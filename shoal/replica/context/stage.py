@@ -12,7 +12,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceContext, SequenceShard
 from shoal.replica.engine import Stage
-from shoal.replica.microbatch import MicroBatch
+from shoal.replica.microbatch_context import MicroBatch
 from shoal.replica.split.sharded_tensor import full_tensors
 from shoal.schedules.pipelines import Action
 

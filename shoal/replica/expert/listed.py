@@ -23,7 +23,7 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement
 from shoal.replica.expert.mixtures import ListedMixture
-from shoal.replica.microbatch import fork_rng
+from shoal.replica.microbatch_context import fork_rng
 from shoal.replica.split.attributes import attributes_kept
 from shoal.replica.split.sharded_tensor import full_tensors
 

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors
-from shoal.replica.microbatch import call_model, fork_rng, preserve_modes
+from shoal.replica.microbatch_context import call_model, fork_rng, preserve_modes
 from shoal.strategy.split_terms import Pp
 
 MUCH_CHEAPER = 0.85

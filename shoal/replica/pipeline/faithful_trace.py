@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import BadInput
-from shoal.replica.microbatch import tracing
+from shoal.replica.microbatch_context import tracing
 from shoal.replica.split.attributes import BufferValues
 
 _ATTEMPTS = 3

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.replica.microbatch import default_generators
+from shoal.replica.microbatch_context import default_generators
 from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.replay_lineage import (
     CallRecord,

@@ -19,7 +19,7 @@ from shoal.pytree import Tree
 from shoal.replica.context.stage import in_full
 from shoal.replica.engine import Stage
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import MicroBatch, default_generators, fork_rng, seed_forward
+from shoal.replica.microbatch_context import MicroBatch, default_generators, fork_rng, seed_forward
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage, virtual_index

@@ -15,7 +15,7 @@ from shoal.pytree import Tree
 from shoal.replica.context.sequence_shard import SequenceContext, pack, unpack
 from shoal.replica.context.stage import shard_inputs
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
-from shoal.replica.microbatch import call_arguments, preserve_modes
+from shoal.replica.microbatch_context import call_arguments, preserve_modes
 from shoal.replica.pipeline.balance import MUCH_CHEAPER
 from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.graph_split import GraphSplit, optional_calls, required_arguments

@@ -13,7 +13,7 @@ from shoal.comm.group import Group
 from shoal.pytree import Tree
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import Loss, MicroBatch, ModuleCall, call_arguments
+from shoal.replica.microbatch_context import Loss, MicroBatch, ModuleCall, call_arguments
 from shoal.replica.split.token_axes import TokenAxes
 from shoal.schedules.pipelines import accumulate
 

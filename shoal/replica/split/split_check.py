@@ -30,7 +30,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.deferred_init import full_name
 from shoal.replica.expert.split import ExpertSplit
-from shoal.replica.microbatch import (
+from shoal.replica.microbatch_context import (
     ModuleCall,
     Quiet,
     evaluate_leaves,

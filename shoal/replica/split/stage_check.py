@@ -24,7 +24,7 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import OrderedAccumulation
 from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import (
+from shoal.replica.microbatch_context import (
     MicroBatch,
     Quiet,
     call_arguments,

@@ -18,7 +18,7 @@ from shoal.replica.context.sequence_shard import SequenceContext
 from shoal.replica.deferred_init import DeferredInit, with_values_of_rank_0
 from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import Loss, MicroBatch, preserve_modes
+from shoal.replica.microbatch_context import Loss, MicroBatch, preserve_modes
 from shoal.replica.pipeline.balance import measured_by_rank_0
 from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.replica.microbatch import default_generators, seed_generators
+from shoal.replica.microbatch_context import default_generators, seed_generators
 
 
 @dataclass

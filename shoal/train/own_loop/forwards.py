@@ -14,7 +14,7 @@ from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.pytree import map_leaves
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch import ModuleCall, default_generators, seed_generators
+from shoal.replica.microbatch_context import ModuleCall, default_generators, seed_generators
 from shoal.replica.split.mapping import in_torch_func
 from shoal.replica.split.shard import ReplicaShard
 

@@ -15,7 +15,7 @@ from shoal.data import AnyBatch, Batch, DictBatch, batch_of
 from shoal.data.rows import move_to, reverse_rows, take, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
-from shoal.replica.microbatch import fork_rng, seed_generators
+from shoal.replica.microbatch_context import fork_rng, seed_generators
 
 if TYPE_CHECKING:
     from shoal.train.own_loop.part import LoopPart

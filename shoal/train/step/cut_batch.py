@@ -19,7 +19,7 @@ from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.pytree import Tree, tensors_of
 from shoal.replica.loss import LossArguments
-from shoal.replica.microbatch import MicroBatch
+from shoal.replica.microbatch_context import MicroBatch
 from shoal.replica.ordered_sum import runs_of
 from shoal.train.step.options import Count, StepOptions
 

@@ -18,7 +18,7 @@ from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import in_form_of
-from shoal.replica.microbatch import MicroBatch
+from shoal.replica.microbatch_context import MicroBatch
 from shoal.replica.split.shard import ReplicaShard
 from shoal.runtime.trace import OFF, STEP, Tracer
 from shoal.schedules.pipelines import accumulate
