@@ -14,6 +14,7 @@ from shoal.replica.tensor.plan import plan_of
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World
 from tests.models.catalog import CATALOG
+from tests.models.zoo import import_torchvision
 from tests.splitting import ADAMW, SGD, assert_equal, texts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -30,6 +31,7 @@ NOT_BY_HEADS = ("olmo2", "bloom", "gpt2")
 
 def gpt2() -> nn.Module:
     """Three heads, which two workers do not divide; nothing is downloaded."""
+    import_torchvision()  # transformers imports it where it is installed
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         **{"vocab_size": 51, "n_positions": 8, "n_embd": 12, "n_layer": 3, "n_head": 3},

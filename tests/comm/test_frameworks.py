@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.transport.shm.segment import is_built
+from tests.models.zoo import import_torchvision
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,8 @@ accelerator.end_training()
 """
 FABRIC = """
 import torch, torch.distributed as dist, shoal
+from tests.models.zoo import import_torchvision
+import_torchvision()
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from tests.comm.test_frameworks import data, model, say, sgd, train
@@ -54,7 +57,10 @@ if fabric.is_global_zero:
     say(ranks, dist.get_backend(), net.module)
 """
 LIGHTNING = """
-import lightning, torch, torch.distributed as dist, shoal
+import torch, torch.distributed as dist, shoal
+from tests.models.zoo import import_torchvision
+import_torchvision()
+import lightning
 from lightning.pytorch.strategies import DDPStrategy
 from tests.comm.test_frameworks import data, model, say, sgd
 
@@ -173,6 +179,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_two_processes_give_the_weights_of_one(
     tmp_path: Path, framework: str, script: str, words: list[str]
 ) -> None:
+    import_torchvision()  # lightning imports it where it is installed
     pytest.importorskip(framework)
     (tmp_path / "script.py").write_text(script)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]

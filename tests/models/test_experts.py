@@ -14,9 +14,11 @@ from torch.utils.data import TensorDataset
 
 from shoal.errors import BadInput
 from tests.conftest import World
+from tests.models.zoo import import_torchvision
 from tests.splitting import ADAMW, SGD, assert_equal, texts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import_torchvision()  # transformers imports it where it is installed
 pytestmark = pytest.mark.whole
 
 SIZES = {
