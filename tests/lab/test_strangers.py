@@ -148,7 +148,7 @@ def test_a_run_among_strangers_has_the_bits_of_one_alone(
     with attacked.recorded():
         alone = attacked.run(*words, on_line=look)
     assert "exit status 0" in alone, alone
-    assert any(b"shoal.launch.agent" in text for text in places.values())
+    assert any(b"shoal.launch.hosts.agent" in text for text in places.values())
     assert {Path(path).name for path in places} >= {"rank-0.log", "rank-1.log", "cmdline"}
     secrets = pieces_of(attacked.secret)
     assert [p for p, text in places.items() if any(piece in text for piece in secrets)] == []

@@ -106,7 +106,10 @@ def main() -> None:
     for line in sys.stdin:
         command, _, rest = line.strip().partition(" ")
         if command == "add":
-            nodes.append(cluster.add_node(**json.loads(rest), **size))
+            resources = json.loads(rest)
+            gpus = range(resources.get("num_gpus", 0))  # they need not exist, and tests hide all
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            nodes.append(cluster.add_node(**resources, **size))
             answer(nodes[-1].node_id)
         elif command == "kill":
             for node in list(nodes):

@@ -29,7 +29,7 @@ from tests.launch.ray_runs import (
 def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     for name in ("machines", "cluster", "slots"):
-        monkeypatch.delitem(sys.modules, f"shoal.launch.ray_{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"shoal.launch.managers.ray_{name}", raising=False)
     with pytest.raises(BadInput, match=r"pip install 'shoal\[ray\]'"):
         open_engine("ray", RunConfig())
 
