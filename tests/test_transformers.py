@@ -81,3 +81,11 @@ def test_each_trains_as_on_one_worker(world: World, name: str, strategy: str) ->
     size = 2 if strategy == "tp(2)" else 4
     options: dict[str, Any] = {"loss": entry.loss, "optimizer": SGD, "clip_norm": 1.0}
     assert_equal(world, size, strategy, entry.build, entry.dataset(12), 4, **options)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["bert-mlm", "deberta-v2"])
+def test_a_bias_with_two_names_is_split_beside_stages(world: World, name: str) -> None:
+    entry = CATALOG[name]
+    options: dict[str, Any] = {"loss": entry.loss, "optimizer": SGD}
+    assert_equal(world, 4, "tp(2) + pp(2)", entry.build, entry.dataset(12), 4, **options)

@@ -194,7 +194,9 @@ class StageCheck:
             trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
             wanted = {n: leaves[n].requires_grad_() for n in trained if n in leaves}
             seed_forward(self._device, micro.seed)
-        full = {name: leaves[aliases.get(name, name)] for name in tensors}
+        full = tensors  # tp knows a tied tensor by the name of the layer that it splits
+        if with_gradients:
+            full = {name: leaves[aliases.get(name, name)] for name in tensors}
         args, kwargs = call_arguments(micro.inputs)
         with preserve_modes(whole), torch.set_grad_enabled(with_gradients):
             quiet(whole)
