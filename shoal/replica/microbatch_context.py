@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -86,8 +86,7 @@ def fork_rng(device: torch.device) -> Iterator[None]:
     A step draws from streams of its own (dropout), seeded per micro-batch. What the script draws
     between steps is then the same on every rank and at any number of them.
     """
-    generators = default_generators(device)
-    states = [generator.get_state() for generator in generators]
+    states = get_generators(device)
     numpy = sys.modules.get("numpy")
     state_of_numpy = numpy.random.get_state() if numpy is not None else None
     state_of_python = random.getstate()
@@ -98,8 +97,7 @@ def fork_rng(device: torch.device) -> Iterator[None]:
             random.setstate(state_of_python)
             if numpy is not None:
                 numpy.random.set_state(state_of_numpy)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+            set_generators(device, states)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -110,9 +108,26 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator]
 
 
+def get_generators(device: torch.device) -> list[Tensor]:
+    """Their states, one thread at a time.
+
+    torch holds a generator's mutex while it makes the tensor of a state, which may collect garbage
+    and wait for the GIL; a thread with the GIL that waits for that mutex would never go on.
+    """
+    with tracing:
+        return [generator.get_state() for generator in default_generators(device)]
+
+
+def set_generators(device: torch.device, states: Sequence[Tensor]) -> None:
+    with tracing:
+        for generator, state in zip(default_generators(device), states, strict=True):
+            generator.set_state(state)
+
+
 def seed_generators(device: torch.device, seed: int) -> None:
-    for generator in default_generators(device):
-        generator.manual_seed(seed)
+    with tracing:
+        for generator in default_generators(device):
+            generator.manual_seed(seed)
 
 
 def seed_forward(device: torch.device, seed: int) -> None:

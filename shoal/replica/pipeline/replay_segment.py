@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.replica.microbatch_context import default_generators
+from shoal.replica.microbatch_context import get_generators, set_generators
 from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.replay_lineage import (
     CallRecord,
@@ -87,7 +87,6 @@ class Replay:
     def run(self, forward: Callable[[], Any], device: torch.device) -> Any:
         """What the forward returns, or None where it is left for a later stage."""
         self._device = device
-        self._generators = default_generators(device)
         with ExitStack() as stack:
             for module in self._number_of:
                 replacement = self._replacement(module)
@@ -144,8 +143,8 @@ class Replay:
         call = self._begin(module)
         self.records.append(record)
         if record.random is not None:
-            for generator, state in zip(self._generators, record.random, strict=True):
-                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            states = (torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in record.random)
+            set_generators(self._device, list(states))
         return self._hand_out(record.result, module, call)
 
     def _computed(
@@ -175,7 +174,7 @@ class Replay:
         return call
 
     def _random_states(self) -> list[bytes]:
-        return [generator.get_state().numpy().tobytes() for generator in self._generators]
+        return [state.numpy().tobytes() for state in get_generators(self._device)]
 
     def _drawn(self, before: list[bytes]) -> list[bytes] | None:
         """The states of generators, if the call has drawn; those before are dropped if unused."""

@@ -19,7 +19,13 @@ from shoal.pytree import Tree
 from shoal.replica.context.stage import in_full
 from shoal.replica.engine import Stage
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch_context import MicroBatch, default_generators, fork_rng, seed_forward
+from shoal.replica.microbatch_context import (
+    MicroBatch,
+    fork_rng,
+    get_generators,
+    seed_forward,
+    set_generators,
+)
 from shoal.replica.pipeline.stages import Stages
 from shoal.runtime.trace import OFF, Tracer
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline, VirtualStage, virtual_index
@@ -136,8 +142,7 @@ class PipelineStage(Stage):
 
     def send_outputs(self, action: Action, outputs: Tree) -> None:
         if self._carries_rng:
-            generators = default_generators(self._flat.device)
-            outputs = (outputs, [generator.get_state() for generator in generators])
+            outputs = (outputs, get_generators(self._flat.device))
         self.messages.send(action, outputs)
 
     def recv_grads(self, action: Action) -> Sequence[Tensor | None]:
@@ -173,9 +178,7 @@ class PipelineStage(Stage):
         seed_forward(self._flat.device, seed + virtual)
         states = self._rng_states.get(_key(action))
         if states is not None:
-            generators = default_generators(self._flat.device)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state.cpu())
+            set_generators(self._flat.device, [state.cpu() for state in states])
 
 
 def _key(action: Action) -> tuple[int, int]:

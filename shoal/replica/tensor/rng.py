@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.replica.microbatch_context import default_generators, seed_generators
+from shoal.replica.microbatch_context import get_generators, seed_generators, set_generators
 
 
 @dataclass
@@ -32,9 +32,7 @@ class TensorParallelRng:
     def restore(self, x: Tensor) -> None:
         """From now on all ranks draw from the common stream."""
         if self._common_states is not None:
-            generators = default_generators(x.device)
-            for generator, state in zip(generators, self._common_states, strict=True):
-                generator.set_state(state)
+            set_generators(x.device, self._common_states)
             self._common_states = None
 
     @contextmanager
@@ -51,6 +49,5 @@ class TensorParallelRng:
 
     def _fork(self, x: Tensor) -> None:
         seed = int(torch.randint(1 << 62, ()))
-        generators = default_generators(x.device)
-        self._common_states = [generator.get_state() for generator in generators]
+        self._common_states = get_generators(x.device)
         seed_generators(x.device, seed + self.rank)

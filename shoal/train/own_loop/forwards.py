@@ -14,7 +14,12 @@ from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.pytree import map_leaves
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch_context import ModuleCall, default_generators, seed_generators
+from shoal.replica.microbatch_context import (
+    ModuleCall,
+    get_generators,
+    seed_generators,
+    set_generators,
+)
 from shoal.replica.split.mapping import in_torch_func
 from shoal.replica.split.shard import ReplicaShard
 
@@ -53,7 +58,7 @@ class LoopForwards:
                     part.begin_forward()
             self._compare_first(shard, inputs, named)
             if not is_alone:
-                states.append([g.get_state() for g in default_generators(self.device)])
+                states.append(get_generators(self.device))
                 self._calls += 1
                 seed_generators(self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls))
 
@@ -65,9 +70,7 @@ class LoopForwards:
 
         def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
             if states:
-                generators = default_generators(self.device)
-                for generator, state in zip(generators, states.pop(), strict=True):
-                    generator.set_state(state)
+                set_generators(self.device, states.pop())
 
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)
