@@ -35,7 +35,7 @@ class GroupMember(NamedTuple):
 class Board:
     """One worker's view of a run. `take` is called with every document, in their order."""
 
-    take: Callable[[Document], None]  # set by whoever reads it
+    take: Callable[[Document], None]  # set by the reader of the record
 
     def look(self) -> None:
         """Take what the others have appended."""

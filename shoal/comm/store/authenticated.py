@@ -2,7 +2,7 @@
 
 Every value has a code (HMAC) under the secret of the run, if there is one: a value of a stranger or
 of another key is an error. Once they have met, ranks with a secret move to a service of rank 0
-(`client.py`), which lets nobody else in.
+(`client.py`), which admits no process without the key.
 
 torchrun starts failed ranks again beside the same store, in which every key of the ranks before
 them still is. So rank 0 draws a name, and each rank proves to be of its start before it gets it:
