@@ -1,7 +1,6 @@
 """Elastic runs of processes that are disturbed at random moments, compared with an undisturbed run.
 
-The run trains `tests/elastic_train.py`. A disturbance is a signal to some of its workers; those
-that end are started again.
+The run trains `tests/elastic_train.py`. Workers that are killed are started again.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import hashlib
 import os
 import random
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ import torch
 from shoal.comm.members.board import GroupMember
 from shoal.train.checkpoints import files
 from tests import forked
-from tests.elastic_recipes import BATCH, SAMPLES
+from tests.elastic_train import BATCH, SAMPLES
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -80,23 +78,6 @@ def _noted(line: str) -> NotedStep:
     )
 
 
-@dataclass(frozen=True)
-class Disturbances:
-    """What happens to a run.
-
-    `at_once` workers get the signal at one moment. `worker`: always this one is among them.
-    `newcomers`: at moments at which a worker that was started again is about to join; else at
-    moments at which all workers are there.
-    """
-
-    number: int = 20
-    seed: int = 17
-    at_once: int = 1
-    worker: int | None = None
-    newcomers: bool = False
-    by: signal.Signals = signal.SIGKILL
-
-
 @dataclass
 class DisturbedRun:
     """`options` are those of `shoal run`, with the strategy. Nothing is left of it at its end."""
@@ -107,16 +88,30 @@ class DisturbedRun:
     steps: int = 3000
     recipe: str = "tally"
     waits_at: int | None = None  # after this step all wait until a worker has come later
-    waits_s: list[float] = field(default_factory=list)  # until the next step without the lost ones
+    waits_s: list[float] = field(default_factory=list)  # until the next step without the lost one
     stdout: str = ""
     stderr: str = ""
 
-    def run(self, what: Disturbances, env: dict[str, str] | None = None) -> None:
-        """Disturb it so often, and let it come to its end."""
-        restarts = ["--restart", str(what.number * (what.at_once + what.newcomers) + 10)]
-        self.options = [*self.options, *restarts]
+    def kill_often(self, kills: int, seed: int, env: dict[str, str] | None = None) -> None:
+        """A worker at a time, at random moments at which all are there; then comes its end."""
+        self.options = [*self.options, "--restart", str(kills + 10)]
+        choose = random.Random(seed)
         with self.going_on(env):
-            self._disturb(what)
+            for _ in range(kills):
+                self.until_all_are_there()
+                time.sleep(choose.uniform(0.0, 1.0))
+                self._kill(choose.choice(sorted(self.log.present())))
+
+    def _kill(self, victim: GroupMember) -> None:
+        """Then wait for a step of a group without it."""
+        start_s = time.monotonic()
+        os.kill(self.log.processes()[victim], signal.SIGKILL)
+
+        def next_step() -> NotedStep | None:
+            steps = self.log.read()
+            return next((s for s in steps if s.time_s > start_s and victim not in s.members), None)
+
+        self.waits_s.append(self.until(next_step, "go on").time_s - start_s)
 
     @contextmanager
     def going_on(self, env: dict[str, str] | None = None) -> Iterator[None]:
@@ -160,61 +155,12 @@ class DisturbedRun:
             process = self._start(["-n", "1"], out, out, env)
             assert process.wait(600) == 0, (self.folder / "stdout").read_text()
 
-    # ------------------------------------------------------------------ what happens to it
-
-    def _disturb(self, what: Disturbances) -> None:
-        choose = random.Random(what.seed)
-        for _ in range(what.number):
-            self.until_all_are_there()
-            time.sleep(choose.uniform(0.0, 1.0))
-            lost = self._signal(self._choose(what, choose), what.by)
-            if what.newcomers:
-                newcomer = self._until_one_comes(lost)
-                time.sleep(choose.uniform(0.0, 0.2))
-                present = sorted(self.log.present() - set(lost))
-                self._signal([choose.choice([newcomer, newcomer, *present])], what.by)
-
-    def _choose(self, what: Disturbances, choose: random.Random) -> list[GroupMember]:
-        present = sorted(self.log.present())
-        first = [member for member in present if member.worker == what.worker]
-        others = [member for member in present if member not in first]
-        return first + choose.sample(others, what.at_once - len(first))
-
-    def _signal(self, members: Sequence[GroupMember], number: signal.Signals) -> list[GroupMember]:
-        """Then wait for a step of a group without them."""
-        processes = self.log.processes()
-        start_s = time.monotonic()
-        for member in members:
-            os.kill(processes[member], number)
-        step = self.until(lambda: self._first_without(set(members), start_s), "go on")
-        self.waits_s.append(step.time_s - start_s)
-        return list(members)
-
-    def _first_without(self, members: set[GroupMember], start_s: float) -> NotedStep | None:
-        after = (s for s in self.log.read() if s.time_s > start_s and not members & s.members)
-        return next(after, None)
-
     def until_all_are_there(self) -> None:
-        processes = self.log.processes
-        self.until(
-            lambda: (
-                len(self.log.present()) == self.workers and self.log.present() <= processes().keys()
-            ),
-            "be complete",
-        )
+        def are_there() -> bool:
+            present = self.log.present()
+            return len(present) == self.workers and present <= self.log.processes().keys()
 
-    def _until_one_comes(self, lost: Sequence[GroupMember]) -> GroupMember:
-        return self.until(
-            lambda: next(
-                (
-                    member
-                    for member in self.log.processes()
-                    if any(m.worker == member.worker and m < member for m in lost)
-                ),
-                None,
-            ),
-            "come back",
-        )
+        self.until(are_there, "be complete")
 
     def until(self, found: Callable[[], T | None], what: str) -> T:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -226,8 +172,6 @@ class DisturbedRun:
             assert status is None and not is_late, f"the run was to {what}, and {ended}:\n{said}"
             time.sleep(_LOOK_S)
         return result
-
-    # ------------------------------------------------------------------ what comes of it
 
     def bits(self) -> str:
         """A digest of the weights, averages and optimizer state that it has saved."""
@@ -241,11 +185,3 @@ class DisturbedRun:
         counts = -files.read(self.folder / "saved").model["0:counts"]
         epochs = torch.full_like(counts, self.steps * BATCH / SAMPLES)
         return torch.allclose(counts, epochs, rtol=0, atol=0.1)
-
-    def summary(self, what: Disturbances) -> str:
-        median_s, longest_s = statistics.median(self.waits_s), max(self.waits_s)
-        return (
-            f"{' '.join(self.options)}, {self.recipe}: {len(self.waits_s)} times "
-            f"{what.at_once} x {what.by.name} (seed {what.seed}); the next step had ended "
-            f"{median_s:.2f} s after it (median), {longest_s:.2f} s at most"
-        )

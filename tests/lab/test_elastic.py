@@ -17,7 +17,7 @@ from shoal.lab.design import LabDesign
 from shoal.lab.lab import Lab, build_lab, remove_lab
 from tests import forked
 from tests.chaos.elastic_kills import sweep, undisturbed
-from tests.disturbed import Disturbances, DisturbedRun
+from tests.disturbed import DisturbedRun
 from tests.namespaces import why_not
 
 pytestmark = [
@@ -61,7 +61,7 @@ def cut_link(lab: Lab, host: int = 0) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("lab")
 def test_twenty_kills_at_random_moments_change_no_bit() -> None:
-    said = sweep("ddp", Disturbances(), on=f"lab://{NAME}")
+    said = sweep("ddp", on=f"lab://{NAME}")
     print(said)
     assert not said.startswith("WRONG"), said
 

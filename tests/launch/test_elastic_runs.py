@@ -13,7 +13,7 @@ import pytest
 
 from tests import forked
 from tests.chaos.elastic_kills import sweep, undisturbed
-from tests.disturbed import ROOT, Disturbances, DisturbedRun
+from tests.disturbed import ROOT, DisturbedRun
 
 SHARDED = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
 AVERAGES = ["localsgd(every=4)", 'gossip(graph="complete")', "gossip"]
@@ -108,6 +108,6 @@ def test_each_sample_counts_once_when_a_worker_is_killed_and_comes_back(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "zero(2)", "zero(3)"])
 def test_twenty_kills_at_random_moments_change_no_bit(strategy: str) -> None:
-    said = sweep(strategy, Disturbances())
+    said = sweep(strategy)
     print(said)
     assert not said.startswith("WRONG"), said

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.chaos import kills
-from tests.chaos.returns import STRATEGIES, attack
+from tests.chaos.kills import RETURNING, Attack, hit_all
 from tests.launch.helpers import ROOT
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@pytest.mark.parametrize("strategy", RETURNING[:3])
 def test_runs_end_by_themselves_whatever_workers_are_killed(tmp_path: Path, strategy: str) -> None:
-    outcome = attack(strategy, 5, random.Random(3), tmp_path)
+    outcome = Attack(tmp_path, strategy, random.Random(3)).kill_returning()
     assert outcome.startswith("finished after"), outcome
 
 
@@ -59,5 +58,5 @@ def test_the_first_worker_may_be_killed_before_the_others_have_come(
 @pytest.mark.whole
 def test_runs_that_are_hit_end_name_whom_they_lost_and_leave_nothing() -> None:
     chance = random.Random(7)
-    assert kills.attack("kills", signal.SIGKILL, 2, chance) == 0
-    assert kills.attack("stops", signal.SIGSTOP, 1, chance) == 0
+    assert hit_all(2, signal.SIGKILL, chance) == 0
+    assert hit_all(1, signal.SIGSTOP, chance) == 0

@@ -1,7 +1,6 @@
 """Every model of the zoo by its name."""
 
 from tests.models.language import LANGUAGE, MORE_TEXT
-from tests.models.more_vision import MORE_VISION
 from tests.models.vision import VISION
 
-CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION, **MORE_VISION}
+CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION}

@@ -1,23 +1,24 @@
-"""Models of torchvision and timm, and what people write by themselves: U-Net, LSTM, GRU."""
+"""Models of torchvision, timm and transformers for pictures, and own ones: U-Net, LSTM."""
 
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from tests.models.language import LENGTH, NO_DROPOUT, WORDS, build
+from tests.models.language import pictures as named_pictures
 from tests.models.zoo import Entry, import_torchvision, logits_loss, token_loss
 
-WORDS = 96
-LENGTH = 16
 
-
-def torchvision_model(name: str, **options: Any) -> nn.Module:
+def torchvision_model(name: str, folder: str = "models", **options: Any) -> nn.Module:
+    """Of a folder of torchvision such as models.segmentation."""
     import_torchvision()
-    from torchvision import models
-
+    models = import_module(f"torchvision.{folder}")
     torch.manual_seed(0)
     model: nn.Module = getattr(models, name)(num_classes=3, **options)
     return without_dropout(model)
@@ -40,16 +41,17 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def pictures(size: int, n: int) -> tuple[Tensor, Tensor]:
+def pixels(shape: tuple[int, ...], n: int) -> tuple[Tensor, Tensor]:
+    """Pictures and videos with their classes."""
     generator = torch.Generator().manual_seed(1)
     return (
-        torch.randn(n, 3, size, size, generator=generator),
+        torch.randn(n, 3, *shape, generator=generator),
         torch.randint(0, 3, (n,), generator=generator),
     )
 
 
-def masks(n: int) -> tuple[Tensor, Tensor]:
-    images, _ = pictures(16, n)
+def masks(size: int, n: int) -> tuple[Tensor, Tensor]:
+    images, _ = pixels((size, size), n)
     return images, (images.sum(1) > 0).long()
 
 
@@ -148,19 +150,57 @@ def own(kind: type[nn.Module]) -> nn.Module:
 
 
 def picture_entry(build: Any, name: str, size: int, **options: Any) -> Entry:
-    return Entry(partial(build, name, **options), partial(pictures, size), logits_loss)
+    return Entry(partial(build, name, **options), partial(pixels, (size, size)), logits_loss)
 
 
-def pixel_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets)
+def named_entry(name: str, **sizes: Any) -> Entry:
+    """Of transformers."""
+    return Entry(partial(build, name, num_labels=3, **sizes), named_pictures, logits_loss)
 
 
-VIT = {
+def segmentation_entry(name: str, **options: Any) -> Entry:
+    options |= {"folder": "models.segmentation", "weights": None, "weights_backbone": None}
+    return Entry(partial(torchvision_model, name, **options), partial(masks, 32), segmentation_loss)
+
+
+def segmentation_loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    losses = {name: F.cross_entropy(each, targets) for name, each in outputs.items()}
+    return losses["out"] + 0.5 * losses["aux"] if "aux" in losses else losses["out"]
+
+
+def auxiliary_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Of GoogLeNet, which returns a named tuple."""
+    first, *others = (F.cross_entropy(each, targets) for each in outputs)
+    total: Tensor = first + 0.3 * sum(others)
+    return total
+
+
+def video_resnet() -> nn.Module:
+    import_torchvision()
+    from torchvision.models.video import resnet
+
+    torch.manual_seed(0)
+    convolutions = [resnet.Conv3DSimple] * 4
+    model: nn.Module = resnet.VideoResNet(
+        resnet.BasicBlock, convolutions, [1, 1, 1, 1], resnet.BasicStem, num_classes=3
+    )
+    return model.train()
+
+
+TORCHVISION_VIT = {
     **{"image_size": 16, "patch_size": 4, "num_layers": 4, "num_heads": 4},
     **{"hidden_dim": 32, "mlp_dim": 64},
 }
 TIMM_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4}
 TIMM_SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16}
+VIT = {
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"image_size": 16, "patch_size": 4, **NO_DROPOUT},
+}
+SWIN = {
+    **{"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
+    **{"image_size": 16, "patch_size": 2, "drop_path_rate": 0.0, **NO_DROPOUT},
+}
 
 VISION = {
     "resnet18": picture_entry(torchvision_model, "resnet18", 32),
@@ -168,7 +208,7 @@ VISION = {
     "mobilenet": picture_entry(torchvision_model, "mobilenet_v3_small", 32),
     "efficientnet": picture_entry(torchvision_model, "efficientnet_b0", 32),
     "convnext": picture_entry(torchvision_model, "convnext_tiny", 32),
-    "torchvision-vit": picture_entry(torchvision_model, "VisionTransformer", 16, **VIT),
+    "torchvision-vit": picture_entry(torchvision_model, "VisionTransformer", 16, **TORCHVISION_VIT),
     "torchvision-swin": picture_entry(torchvision_model, "swin_t", 32),
     "timm-vit": picture_entry(timm_model, "vit_tiny_patch16_224", 16, **TIMM_VIT),
     "timm-swin": picture_entry(
@@ -177,8 +217,27 @@ VISION = {
     "timm-convnext": picture_entry(timm_model, "convnext_atto", 32),
     "timm-efficientnet": picture_entry(timm_model, "efficientnet_b0", 32),
     "timm-resnetv2": picture_entry(timm_model, "resnetv2_50", 32, layers=(1, 1, 1, 1)),
-    "unet": Entry(partial(own, UNet), masks, pixel_loss),
+    "unet": Entry(partial(own, UNet), partial(masks, 16), F.cross_entropy),
     "lstm": Entry(partial(own, LstmLanguageModel), words, token_loss),
     "gru": Entry(partial(own, GruClassifier), labelled_words, logits_loss),
     "nn-transformer": Entry(partial(own, Seq2Seq), words, token_loss),
+    "densenet": picture_entry(torchvision_model, "densenet121", 32),
+    "shufflenet": picture_entry(torchvision_model, "shufflenet_v2_x0_5", 32),
+    "mnasnet": picture_entry(torchvision_model, "mnasnet0_5", 32),
+    "regnet": picture_entry(torchvision_model, "regnet_y_400mf", 32),
+    "googlenet": Entry(
+        partial(torchvision_model, "googlenet", aux_logits=True, init_weights=False),
+        partial(pixels, (64, 64)),
+        auxiliary_loss,
+    ),
+    "deeplabv3": segmentation_entry("deeplabv3_mobilenet_v3_large", aux_loss=True),
+    "lraspp": segmentation_entry("lraspp_mobilenet_v3_large"),
+    "r3d": Entry(video_resnet, partial(pixels, (4, 16, 16)), logits_loss),
+    "deit": named_entry("DeiTForImageClassification", intermediate_size=64, **VIT),
+    "beit": named_entry(
+        "BeitForImageClassification", intermediate_size=64, drop_path_rate=0.0, **VIT
+    ),
+    "dinov2": named_entry("Dinov2ForImageClassification", mlp_ratio=2, **VIT),
+    "swin": named_entry("SwinForImageClassification", **SWIN),
+    "swinv2": named_entry("Swinv2ForImageClassification", **SWIN),
 }

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 
 @dataclass(frozen=True)
@@ -21,23 +20,9 @@ class Entry:
     samples: Callable[[int], tuple[Any, Any]]
     loss: Callable[[Any, Any], Tensor]
 
-    def dataset(self, n: int) -> Rows:
-        return Rows(*self.samples(n), n)
-
-
-class Rows(Dataset[tuple[Any, Any]]):
-    """The rows of inputs and targets."""
-
-    def __init__(self, inputs: Any, targets: Any, n: int):
-        self.inputs = inputs
-        self.targets = targets
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return row(self.inputs, index), row(self.targets, index)
+    def dataset(self, n: int) -> list[tuple[Any, Any]]:
+        inputs, targets = self.samples(n)
+        return [(row(inputs, i), row(targets, i)) for i in range(n)]
 
 
 def row(value: Any, index: int) -> Any:
