@@ -167,6 +167,29 @@ def assert_script_equal(
     assert_same(world(size, lambda g: run(g, strategy, made[g.rank], script)), alone)
 
 
+def assert_script_refused(
+    world: World,
+    strategy: str,
+    script: Script,
+    sentence: str,
+    make: Callable[[], nn.Module] = models.mlp,
+) -> None:
+    """By each of two workers."""
+    made = [make(), make()]
+
+    def body(group: Group) -> None:
+        with pytest.raises(BadInput, match=sentence):
+            run(group, strategy, made[group.rank], script)
+
+    world(2, body)
+
+
+def update(*optimizers: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def assert_own_loop_equal(
     world: World, size: int, strategy: str, make: Callable[[], nn.Module], data: Any, loss: Any
 ) -> None:
@@ -179,8 +202,7 @@ def assert_own_loop_equal(
             losses.append(float(job.backward(loss(model(x), y))))
             job.backward(0.5 * loss(model(x), y))
             losses.append(float(job.clip_grad_norm_(model, 0.5)))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return losses
 
     assert_script_equal(world, size, strategy, script, make)

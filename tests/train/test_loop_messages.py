@@ -11,12 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.progress import ProgressLines
-from tests.conftest import World
 from tests.jobs import SGD, job_of
 
 DATA = TensorDataset(torch.ones(12, 3), torch.ones(12, 1))
@@ -88,16 +85,3 @@ def test_a_loss_function_with_other_arguments_is_refused_in_a_sentence() -> None
     with pytest.raises(BadInput, match=r"takes \(outputs\).*loss\(outputs, targets\)"):
         step(DATA[:4])
     job.close()
-
-
-def test_a_compiled_model_is_refused_where_its_parameters_are_sharded(world: World) -> None:
-    class OptimizedModule(nn.Sequential):
-        """What torch.compile returns has this name; loading its compiler takes seconds."""
-
-    def body(group: Group) -> None:
-        job = Job(parse("zero(3)"), group, device=torch.device("cpu"))
-        with pytest.raises(BadInput, match=r"torch.compile"):
-            job.step(OptimizedModule(nn.Linear(3, 1)), nn.functional.mse_loss, optimizer=SGD)
-        job.close()
-
-    world(2, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,14 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import job_of
 from tests.models import mlp, samples
-from tests.splitting import assert_script_equal, run
+from tests.splitting import assert_script_equal, assert_script_refused, run, update
 
 
 class Decaying(torch.optim.SGD):
@@ -81,8 +78,7 @@ def decaying(job: Job, model: nn.Module, resets: bool = False) -> list[float]:
     losses = []
     for x, y in job.batches(samples(40), 10):
         losses.append(float(job.backward(F.cross_entropy(model(x), y))))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         if resets:
             optimizer.reset()
     return losses
@@ -101,49 +97,29 @@ def sharpness_aware(job: Job, model: nn.Module) -> list[float]:
 
 def test_what_an_optimizer_counts_in_its_groups_is_kept(world: World) -> None:
     assert_script_equal(world, 2, "zero(2)", decaying)
-    plain = mlp()
-    next(plain.parameters()).requires_grad_(False)
-    expected = run_by_torch(plain)
-    losses, _ = world(1, lambda g: run(g, "single", mlp(), decaying))[0]
-    assert losses == pytest.approx(expected, abs=1e-5)
-
-
-def run_by_torch(model: nn.Module) -> list[float]:
+    model = mlp()
+    next(model.parameters()).requires_grad_(False)
     optimizer = Decaying(model.parameters())
-    losses = []
+    expected = []
     for x, y in job_of().batches(samples(40), 10):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+        update(optimizer)
+        expected.append(loss.item())
+    assert run(solo_group(), "single", mlp(), decaying)[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_methods_of_its_own_act_where_workers_have_all_parameters(world: World) -> None:
-    def resetting(job: Job, model: nn.Module) -> list[float]:
-        return decaying(job, model, resets=True)
-
+    resetting = partial(decaying, resets=True)
     assert_script_equal(world, 2, "ddp", resetting)
-    refused(world, "zero(2)", resetting, "Decaying.reset acts on all parameters")
+    sentence = "Decaying.reset acts on all parameters"
+    assert_script_refused(world, "zero(2)", resetting, sentence)
 
 
 def test_an_optimizer_inside_of_another_steps(world: World) -> None:
     assert_script_equal(world, 2, "ddp", sharpness_aware)
     for strategy in ("zero(2)", "tp(2)"):
-        refused(world, strategy, sharpness_aware, r"^Sam\b.*take ddp")
-
-
-def refused(
-    world: World, strategy: str, script: Callable[[Job, nn.Module], Any], sentence: str
-) -> None:
-    models = [mlp(), mlp()]
-
-    def body(group: Group) -> None:
-        with pytest.raises(BadInput, match=sentence):
-            run(group, strategy, models[group.rank], script)
-
-    world(2, body)
+        assert_script_refused(world, strategy, sharpness_aware, r"^Sam\b.*take ddp")
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -159,76 +135,56 @@ class Wrapper(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(2)"])
 def test_an_optimizer_that_the_job_does_not_know_is_refused(world: World, strategy: str) -> None:
-    def body(group: Group) -> str:
-        job = Job(parse(strategy), group, device=torch.device("cpu"))
-        model = nn.Linear(4, 1)
+    def script(job: Job, model: nn.Module) -> torch.optim.Optimizer:
         other = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = job.setup(model, Wrapper(model.parameters()))
-        try:
-            job.backward(model(torch.ones(2, 4)).mean())
-            optimizer.step()
-            with pytest.raises(BadInput) as caught:
-                other.step()
-        finally:
-            job.close()
+        job.backward(model(torch.ones(2, 6)).mean())
+        optimizer.step()
+        with pytest.raises(BadInput, match=r"SGD.*weight.*job\.setup"):
+            other.step()
+        return other
+
+    models = [mlp(), mlp()]
+    for other, _ in world(2, lambda g: run(g, strategy, models[g.rank], script)):
         other.step()  # the job is over
-        return str(caught.value)
-
-    for sentence in world(2, body):
-        assert "SGD" in sentence and "weight" in sentence and "job.setup" in sentence
 
 
-def train_alone(job: Job, steps: int = 3, make: Any = None) -> None:
+def alone(job: Job, model: nn.Module, steps: int = 3, exchanges: bool = False) -> None:
     """A loop without job.setup."""
-    model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i, (x, y) in enumerate(job.batches(samples(32), 8)):
-        if make is not None:
-            optimizer = make(model)
         F.cross_entropy(model(x), y).backward()
+        for p in model.parameters() if exchanges else ():
+            job.group.all_reduce(p.grad).wait()
         if i < steps:
             optimizer.step()
 
 
-def in_a_job(script: Any, strategy: str = "ddp") -> Any:
-    def body(group: Group) -> None:
-        job = Job(parse(strategy), group, device=torch.device("cpu"))
-        try:
-            script(job)
-        finally:
-            job.close()
-
-    return body
+def optimizers_of_one_batch(job: Job, model: nn.Module) -> None:
+    for x, y in job.batches(samples(32), 8):
+        F.cross_entropy(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def test_a_model_that_the_job_does_not_know_is_not_trained_on_rows(world: World) -> None:
+    models = [mlp(), mlp()]
     with pytest.raises(BadInput, match="every worker would train a model of its own"):
-        world(2, in_a_job(train_alone))
-    world(1, in_a_job(train_alone))
-    world(2, in_a_job(train_alone, "tp(2)"))  # all workers have the same rows
-
-
-def test_what_may_step_on_rows(world: World) -> None:
-    """Optimizers of one batch; scripts that do not train; those that exchange gradients."""
-
-    def exchanging(job: Job) -> None:
-        model = nn.Linear(6, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in job.batches(samples(16), 8):
-            F.cross_entropy(model(x), y).backward()
-            for p in model.parameters():
-                job.group.all_reduce(p.grad).wait()
-            optimizer.step()
-
-    world(2, in_a_job(partial(train_alone, steps=0)))
-    world(2, in_a_job(partial(train_alone, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))))
-    world(2, in_a_job(exchanging))
+        world(2, lambda g: run(g, "ddp", models[g.rank], alone))
+    run(solo_group(), "ddp", mlp(), alone)
+    world(2, lambda g: run(g, "tp(2)", models[g.rank], alone))  # all workers have the same rows
+    for script in (
+        partial(alone, steps=0),
+        partial(alone, exchanges=True),
+        optimizers_of_one_batch,
+    ):
+        world(2, lambda g, script=script: run(g, "ddp", models[g.rank], script))
 
 
 def test_an_optimizer_is_given_to_setup_with_its_model() -> None:
-    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
-    model = job.setup(nn.Linear(6, 3))
-    torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BadInput, match=r"no optimizer, .* model, optimizer = job\.setup"):
-        job.backward(model(torch.ones(2, 6)).mean())
-    job.close()
+    def script(job: Job, model: nn.Module) -> None:
+        model = job.setup(model)
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(BadInput, match=r"no optimizer, .* model, optimizer = job\.setup"):
+            job.backward(model(torch.ones(2, 6)).mean())
+
+    run(solo_group(), "single", mlp(), script)
