@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,14 +11,44 @@ import pytest
 import torch
 from hypothesis import given
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import WeightedRandomSampler as Weighted
 
 from shoal.comm.group import Group
 from shoal.data.batch_checks import batch_digest
 from shoal.errors import BadInput
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import SGD, Shown, job_of
 from tests.models import mlp, samples
+
+NUMBERS = TensorDataset(torch.arange(20))
+WEIGHTS = torch.arange(1.0, 26.0).tolist()
+
+
+class Numbers(IterableDataset[Any]):
+    """Samples that come one after the other, with noise."""
+
+    def __init__(self, count: int = 25):
+        x, y = samples(count).tensors
+        self.pairs = list(zip(x, y, strict=True))
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in self.pairs:
+            yield x + torch.randn(()), y
+
+
+def weighted(job: Job) -> Iterator[Any]:
+    return job.batches(samples(25), 10, epochs=3, sampler=Weighted(WEIGHTS, 25))
+
+
+def weighted_by_a_generator(job: Job) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return job.batches(samples(25), 10, epochs=3, sampler=Weighted(WEIGHTS, 25, True, generator))
+
+
+def stream(job: Job) -> Iterator[Any]:
+    return job.batches(Numbers(), 10, epochs=3)
 
 
 def shuffled(x: torch.Tensor, seed: int) -> torch.Tensor:
@@ -43,19 +73,6 @@ def test_an_iterable_that_differs_between_ranks_is_refused(world: World, make: A
 
     with pytest.raises(BadInput, match="different global batches from the same iterable"):
         world(2, body)
-
-
-def test_ranks_with_other_numbers_of_threads_compare_batches_exactly() -> None:
-    batch = torch.randn(640, 1000, generator=torch.Generator().manual_seed(0))
-    before = torch.get_num_threads()
-    digests = set()
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            digests.add(batch_digest(batch, 640))
-    finally:
-        torch.set_num_threads(before)
-    assert len(digests) == 1
 
 
 @given(st.data())
@@ -87,38 +104,39 @@ def test_a_batch_that_is_smaller_than_the_world_is_refused(world: World) -> None
             job_of().batches(samples(10), batch_size)
 
 
-def test_what_is_no_data_is_refused_before_the_first_batch() -> None:
+def test_what_is_no_data_or_no_order_is_refused() -> None:
     class Endless:
         def __iter__(self) -> Iterator[Any]:
             return iter(())
 
     data: Any
+    distributed = DistributedSampler(NUMBERS, num_replicas=2, rank=0)
     for data, options, sentence in [
         (5, {}, "int is neither"),
         (Endless(), {"batch_size": 4}, "Endless is not one"),
         (iter([]), {"epochs": 2}, "cannot repeat a generator"),
         (samples(0), {"batch_size": 4}, "nothing to train on"),
         (samples(8), {"batch_size": 4, "epochs": 0}, "nothing to train on"),
+        (NUMBERS, {"batch_size": 4, "sampler": distributed}, "as for one device"),
+        (NUMBERS, {"batch_size": 4, "sampler": [[1, 2]]}, "lists of them: .* batch_sampler"),
+        (NUMBERS, {"batch_size": 4, "sampler": [20]}, "20 is none"),
+        ([], {"sampler": [1]}, "map-style"),
+        (Numbers(), {"batch_size": 4, "sampler": [1]}, "map-style"),
+        (Numbers(), {"batch_size": 4, "loaders": 2}, "loaders cannot share out Numbers"),
+        (NUMBERS, {"batch_size": 4, "sampler": iter([1]), "epochs": 2}, "pass a list"),
     ]:
         with pytest.raises(BadInput, match=sentence):
-            job_of().batches(data, **options)
+            next(job_of().batches(data, **options))
 
 
-def test_every_epoch_has_its_own_order() -> None:
-    data = TensorDataset(torch.arange(20), torch.arange(20))
-    orders = [x.tolist() for x, _ in job_of().batches(data, 20, epochs=3)]
+def test_every_epoch_has_its_own_order_in_loops_of_ones_own_too() -> None:
+    orders = [x.tolist() for (x,) in job_of().batches(NUMBERS, 20, epochs=3)]
     assert all(sorted(order) == list(range(20)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
-    still = [x.tolist() for x, _ in job_of().batches(data, 20, epochs=2, shuffle=False)]
-    assert still == [list(range(20))] * 2
-
-
-def test_a_loop_over_epochs_of_ones_own_visits_the_same_orders() -> None:
-    data = TensorDataset(torch.arange(20), torch.arange(20))
-    inside = [x.tolist() for x, _ in job_of().batches(data, 8, epochs=3)]
     job = job_of()
-    outside = [x.tolist() for _ in range(3) for x, _ in job.batches(data, 8)]
-    assert outside == inside
+    assert [x.tolist() for _ in range(3) for (x,) in job.batches(NUMBERS, 20)] == orders
+    still = [x.tolist() for (x,) in job_of().batches(NUMBERS, 20, epochs=2, shuffle=False)]
+    assert still == [list(range(20))] * 2
 
 
 def test_batches_end_after_a_number_of_steps() -> None:
@@ -145,7 +163,32 @@ def test_batches_end_after_a_number_of_steps() -> None:
 def test_an_endless_iterable_ends_after_a_number_of_steps() -> None:
     job = job_of()
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    source = itertools.repeat(samples(10).tensors)
-    for batch in job.batches(source, steps=3):
+    for batch in job.batches(itertools.repeat(samples(10).tensors), steps=3):
         step(batch)
     assert job.steps == 3
+
+
+@pytest.mark.parametrize("batches", [weighted, weighted_by_a_generator, stream])
+def test_replicas_divide_the_batches_of_one_device(
+    world: World, batches: Callable[[Job], Iterator[Any]]
+) -> None:
+    def rows(group: Group | None = None) -> list[Any]:
+        return [x for x, _ in batches(job_of(group))]
+
+    alone = rows()
+    parts = world(2, rows)
+    assert len(alone) == 9
+    for whole, first, second in zip(alone, *parts, strict=True):
+        assert torch.equal(torch.cat([first, second]), whole)
+    assert not torch.equal(alone[0], alone[3]), "every epoch draws for itself"
+
+
+def test_a_sampler_chooses_the_samples() -> None:
+    found = [x.tolist() for (x,) in job_of().batches(NUMBERS, 2, sampler=[3, 3, 7, 1, 0])]
+    assert found == [[3, 3], [7, 1], [0]]
+
+
+def test_a_stream_may_drop_its_last_batch_and_be_collated() -> None:
+    job = job_of()
+    found = list(job.batches(Numbers(25), 10, drop_last=True, collate=lambda s: {"n": len(s)}))
+    assert found == [{"n": 10}, {"n": 10}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
 from shoal.train.job import Job
-from tests.data.test_samplers import stream, weighted, weighted_by_a_generator
+from tests.data.test_batches import stream, weighted, weighted_by_a_generator
 from tests.jobs import losses
 from tests.models import samples
 
@@ -52,14 +53,9 @@ def two_after_each_other(job: Job) -> Iterator[Any]:
 
 def two_in_turns(job: Job) -> Iterator[Any]:
     """Epochs of three and of two batches, which begin at different times."""
-    pair = zip(
-        job.batches(samples(25), 10, epochs=3),
-        job.batches(samples(16, seed=4), 8, epochs=4),
-        strict=False,
-    )
-    for first, second in pair:
-        yield first
-        yield second
+    first = job.batches(samples(25), 10, epochs=3)
+    second = job.batches(samples(16, seed=4), 8, epochs=4)
+    return itertools.chain.from_iterable(zip(first, second, strict=False))
 
 
 def a_loader_that_draws(job: Job) -> Iterator[Any]:
@@ -94,18 +90,12 @@ class Stateful:
 
 
 def test_data_with_a_state_goes_on_by_itself(tmp_path: Path) -> None:
-    def train(save_at: int | None) -> tuple[list[float], int]:
-        data = Stateful()
-        found = losses(
-            lambda job: job.batches(data, epochs=3), tmp_path, save_at, load=save_at is None
-        )
-        return found, data.fetched
-
     for save_at in (2, 3, 5):
-        whole, _ = train(save_at)
-        again, fetched = train(None)
+        whole = losses(lambda job: job.batches(Stateful(), epochs=3), tmp_path, save_at)
+        data = Stateful()
+        again = losses(lambda job, d=data: job.batches(d, epochs=3), tmp_path, None, load=True)
         assert again == whole[save_at:]
-        assert fetched == len(again), "nothing is fetched twice"
+        assert data.fetched == len(again), "nothing is fetched twice"
 
 
 @pytest.mark.parametrize(
