@@ -167,15 +167,12 @@ def test_several_numbers_come_back_as_the_loss_returned_them() -> None:
     assert loss.dim() == 0 and two == 2.0
 
 
-def test_an_object_that_cannot_be_split_is_refused_by_its_name() -> None:
+def test_an_object_that_cannot_be_split_and_a_model_without_a_loss_are_refused() -> None:
     job = job_of()
     step = job.step(OnGraphs(), small, optimizer=SGD, accumulate=2)
     with pytest.raises(BadInput, match="holds a Graphs, which cannot be split"):
         for batch in job.batches(PAIRS, 8, collate=graphs):
             step(batch)
-
-
-def test_a_model_without_a_loss_is_refused_by_a_sentence() -> None:
     step = job_of().step(mlp(), optimizer=SGD)
     with pytest.raises(BadInput, match=r"job\.step has no loss, and the model returns none"):
         step(samples(4).tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,52 +72,57 @@ def test_workers_of_one_replica_share_its_samples(world: World, strategy: str) -
 # -------------------------------------------------------------------------- randomness
 
 
-def draws(group: Group, seed: int = 3, epochs: int = 1) -> list[list[float]]:
+def draws(group: Group, seed: int = 3, path: Path | None = None, load: bool = False) -> Any:
+    """Numbers after each of four batches; saved after two of them, or continued."""
     job = job_of(group, seed)
-    found = [torch.rand(2, generator=job.generator).tolist()]
-    for i, _ in enumerate(job.batches(samples(30), 10, epochs=epochs)):
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    if load:
+        job.load(path)
+    found = [] if load else [torch.rand(2, generator=job.generator).tolist()]
+    for i, batch in enumerate(job.batches(samples(40), 10)):
+        step(batch)
         found.append(torch.rand(2 + i % 2, generator=job.generator)[:2].tolist())
+        if i == 1 and path is not None and not load:
+            job.save(path)
     return found
 
 
-def test_the_generator_differs_between_replicas_and_batches_and_is_reproducible(
-    world: World,
+def test_the_generator_differs_between_replicas_and_batches_and_continues(
+    world: World, tmp_path: Path
 ) -> None:
     drawn = world(3, draws)
     numbers = [tuple(pair) for rank in drawn for pair in rank]
-    assert len(set(numbers)) == len(numbers) == 12
+    assert len(set(numbers)) == len(numbers) == 15
     assert world(3, draws) == drawn
-    assert draws(solo_group(), seed=4) != draws(solo_group(), seed=3)
-
-
-def test_the_generator_continues_after_a_checkpoint(tmp_path: Path) -> None:
-    data = samples(40)
-    found = []
-    job = job_of()
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    for batch in job.batches(data, 10):
-        step(batch)
-        found.append(torch.rand(1, generator=job.generator).item())
-        if job.steps == 2:
-            job.save(tmp_path)
-    again = job_of()
-    again.step(mlp(), F.cross_entropy, optimizer=SGD)
-    again.load(tmp_path)
-    resumed = [torch.rand(1, generator=again.generator).item() for _ in again.batches(data, 10)]
-    assert resumed == found[2:]
+    alone = draws(solo_group(), path=tmp_path)
+    assert draws(solo_group(), seed=4) != alone
+    assert draws(solo_group(), path=tmp_path, load=True) == alone[3:]
 
 
 # -------------------------------------------------------------------------- progress
 
 
-def records_of(batches: Callable[[Job], Any], models: int = 1) -> list[Any]:
-    shown = Shown()
+class Lines(ProgressLines):
+    """Lines at the moments of a terminal, which are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = list[Any]()
+
+    def show(self, record: Any) -> None:
+        self.records.append(record)
+
+
+def records_of(batches: Callable[[Job], Any], shown: Any = None, models: int = 1) -> list[Any]:
+    shown = shown or Shown()
     job = job_of(progress=shown)
     steps = [job.step(mlp(), F.cross_entropy, optimizer=SGD) for _ in range(models)]
     for batch in batches(job):
         losses = [step(batch) for step in steps]
         job.log(loss=losses[0], lr=0.1)
-    return shown.records
+    job.close()
+    found: list[Any] = shown.records
+    return found
 
 
 def test_log_shows_the_step_the_total_and_numbers() -> None:
@@ -158,10 +164,12 @@ def test_a_script_with_two_models_is_never_past_its_end() -> None:
     assert all(r["left_s"] is None or r["left_s"] >= 0 for r in records)
 
 
-def test_an_iterable_without_a_length_has_no_total() -> None:
-    records = records_of(lambda job: job.batches(b for b in [samples(10).tensors] * 2))
-    assert [r["total"] for r in records] == [None, None]
-    assert records[-1]["left_s"] is None
+def test_the_last_step_is_shown_where_the_number_of_steps_is_not_known() -> None:
+    records = records_of(lambda job: job.batches(samples(10).tensors for _ in range(7)), Lines())
+    assert [(r["step"], r["total"], r["left_s"]) for r in records] == [
+        (1, None, None),
+        (7, None, None),
+    ]
 
 
 def test_log_and_print_show_on_rank_0_only(
@@ -198,6 +206,43 @@ def test_a_message_is_said_once_and_by_rank_0(
     assert err.startswith("shoal: ") and err.count("\n") == 1
 
 
+def test_progress_counts_the_step_whose_update_is_done_and_takes_a_loss_with_its_graph() -> None:
+    shown = Shown()
+    job = job_of(progress=shown)
+    model, optimizer = job.setup(mlp(), SGD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in job.batches(samples(12), 4):
+            loss = F.cross_entropy(model(x), y)
+            job.backward(loss)
+            optimizer.step()
+            job.log(loss=loss)
+    job.close()
+    assert [record["step"] for record in shown.records] == [1, 2, 3]
+
+
+def test_a_loss_that_is_not_finite_is_reported_once_with_its_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = job_of(progress=Shown())
+    losses = iter([1.0, 1.0, torch.nan, torch.inf])
+    step = job.step(mlp(), lambda o, y: o.mean() * next(losses), optimizer=SGD)
+    for batch in job.batches(samples(12), 3):
+        job.log(loss=step(batch))
+    job.close()
+    assert capsys.readouterr().err.count("finite") == 1
+    assert job._loss_watch.reported == 3
+
+
+def test_steps_without_any_backward_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of()
+    _, optimizer = job.setup(mlp(), SGD)
+    optimizer.step()
+    optimizer.step()
+    job.close()
+    assert capsys.readouterr().err.count("nothing is trained") == 1
+
+
 # -------------------------------------------------------------------------- steps
 
 
@@ -220,12 +265,16 @@ def test_a_step_refuses_what_is_no_batch_for_its_model() -> None:
     bad: Any
     for bad, sentence in [
         ((), "no tensor with a dimension"),
-        ((x, y[:3]), "different numbers of samples"),
+        ((x, y[:3]), r"different numbers of samples: \[3, 4\]"),
+        ((x.sum(), y.sum()), "no tensor with a dimension"),
         ({"x": x, "y": y}, "the forward of .* takes input: give the entries the names"),
         (object(), "no tensor with a dimension"),
     ]:
         with pytest.raises(BadInput, match=sentence):
             step(bad)
+    step = job.step(mlp(), lambda outputs: outputs.mean(), optimizer=SGD)
+    with pytest.raises(BadInput, match=r"takes \(outputs\).*loss\(outputs, targets\)"):
+        step((x, y))
 
 
 def mean_by_hand(out: Tensor, y: Tensor) -> Tensor:
