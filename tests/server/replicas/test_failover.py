@@ -1,19 +1,29 @@
-"""Three replicas of a shard: nothing that was acknowledged is lost, whichever of them ends."""
+"""Copies of a shard: nothing that was acknowledged is lost, whichever of them ends."""
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from shoal.coordinator import forget
+from shoal.errors import PeerLost
+from shoal.protocol import Moved
 from shoal.server.chain.node import ChainNode
+from shoal.server.client.chain_route import ChainRoute
+from shoal.server.client.chain_view import ChainView
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member import peer_link
 from shoal.server.member.core import Outcome, Waiter, Waiters
 from shoal.server.member.peer_link import PeerLink
+from shoal.server.messages import Commit, ShardState
 from shoal.sync.ps.summary import counts_of_shards
+from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL
 from tests.server.replicas.world import pulled, push_one_hot, world
 
@@ -122,3 +132,122 @@ def test_a_push_that_waits_for_others_is_kept(rule: Rule) -> None:
         push_one_hot(second, 1, 0)
         moved = -1.0 if rule.quorum is None else -0.5  # of the fraction that was pushed
         assert pulled(first, version=1)[:3] == [moved, moved, 0.0]
+
+
+# ------------------------------------------------------------------------------ several shards
+
+
+@pytest.mark.parametrize("victim", [(0, 0), (1, 0), (1, 1)])
+def test_pushes_count_on_all_shards_when_a_replica_ends(victim: tuple[int, int]) -> None:
+    with world(replicas=2, shards=2) as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        made.crash(*victim)
+        elements = [1, 2, 12, 13]
+        for step, element in enumerate(elements, start=1):
+            push_one_hot(client, element, step)
+        weights = pulled(client, version=5)
+        assert [i for i, value in enumerate(weights) if value] == [0, *elements]
+        assert made.copies_are_equal()
+
+
+def step_of(client: Client, step: int, value: float) -> None:
+    client.out.fill_(value)
+    client.push(slice(0, client.size))
+    heads = torch.ones(1, 1 + client.specs[0].parameters)
+    client.commit(Commit(step, step, 0.5), heads)
+    client.pull(step + 1, step + 1).wait()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("victim", [None, (0, 0), (1, 0)])
+def test_a_clipped_step_has_one_factor_on_all_shards(victim: tuple[int, int] | None) -> None:
+    with world(replicas=2, shards=2) as made:
+        clients = [made.client(rank, Rule(2), clip_norm=0.5) for rank in range(2)]
+
+        def train(client: Client) -> None:
+            for step in range(4):
+                if step == 2 and victim is not None and client.rank == 0:
+                    made.crash(*victim)
+                step_of(client, step, 1.0)
+
+        threads = [threading.Thread(target=train, args=(client,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        weights = torch.tensor(pulled(clients[0], version=4))
+        expected = -4 * 0.5 / len(weights) ** 0.5
+        assert torch.allclose(weights, torch.full_like(weights, expected), atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ the worker's route
+
+
+def route_of(client: Client) -> ChainRoute:
+    (link,) = client.links
+    assert isinstance(link.route, ChainRoute)
+    return link.route
+
+
+def test_a_view_follows_the_highest_epoch_and_reads_are_spread_over_members() -> None:
+    view = ChainView(3, worker=4)
+    assert view.to_ask() == [0, 1, 2]
+    assert view.learn(Moved(3, 1, (1, 2)))
+    assert not view.learn(Moved(2, 0, (0, 1, 2))), "a head of an earlier epoch"
+    assert not view.learn(Moved(3, 1, (1, 2)))
+    assert (view.epoch, view.head, view.to_ask()) == (3, 1, [1, 2, 0])
+    assert view.readers() == [1, 2]
+    assert view.learn(Moved(4, None, ())), "a replica that does not know the head"
+    assert view.learn(Moved(4, 2, (2,))), "and one that does"
+    assert view.readers() == [2]
+    assert view.learn(Moved(5, 9, (9,)))
+    assert view.head is None, "there is no replica 9"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_members_get_the_memory_of_a_worker_and_pulls_are_spread(rank: int) -> None:
+    with world() as made:
+        client = made.client(rank, Rule(2, asynchronous=True))
+        for server in made.servers.values():
+            assert server.models[MODEL].membership.members[rank].out is not None
+        for _ in range(2):
+            assert pulled(client) and route_of(client).reader == rank
+            client.set_state([(ShardState(0, ()), [])], client.inbox)  # at the head
+
+
+def test_a_stopped_head_is_left_when_another_replica_tells_of_a_new_epoch() -> None:
+    with world() as made:
+        client = made.client(0, ASYNC)
+        push_one_hot(client, 0, 0)
+        head = made.servers[0, 0].chain
+        assert head is not None
+        node, logged = head.runtime.node, head.runtime.node.position
+        with head.runtime.applying, ThreadPoolExecutor(1) as pool:
+            pushing = pool.submit(push_one_hot, client, 1, 1)
+            until(lambda: node.position > logged, "the push has come to it")
+            forget(made.coordinator, 0, os.getpid())  # its lease ends
+            assert pushing.result(60) == "admitted"
+        assert 0 not in made.members() and pulled(client)[:3] == [-1.0, -1.0, 0.0]
+
+
+def test_members_that_answer_are_not_taken_for_the_head() -> None:
+    with world() as made:
+        route = route_of(made.client(0, ASYNC))
+        made.servers.pop((0, 0)).close()  # its lease lasts
+        with pytest.raises(PeerLost, match="looking for the head"):
+            route.find_head(0.1)
+        forget(made.coordinator, 0, os.getpid())
+        copy, connection = route.find_head(60)
+        connection.close()
+        assert copy == made.head() != 0
+
+
+def test_the_search_for_a_head_ends_and_names_the_shard_and_its_replicas() -> None:
+    with world() as made:
+        client = made.client(0, ASYNC)
+        route_of(client).find_head_s = 0.1
+        for replica in range(3):
+            made.crash(0, replica)
+        with pytest.raises(PeerLost, match=r"head of shard 0 \(servers 0 to 2\)"):
+            push_one_hot(client, 0, 0)
