@@ -1,23 +1,29 @@
-"""What goes on in a replica while it applies an operation."""
+"""One member of a chain: while it applies an operation, asks the others, keeps its lease."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from shoal.coordinator import Answer, KeepAlive, List, Request
 from shoal.server.chain import ChainConfig
 from shoal.server.chain.manager import Fetch
-from shoal.server.chain.messages import Acked, Append, At
+from shoal.server.chain.messages import Acked, Append, Ask, At, Confirm
 from shoal.server.member.operations import Left, Proposed
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.runtime import ChainRuntime
+from shoal.server.member.start import ChainSettings
 from shoal.server.process.model_host import ModelHost
+from shoal.server.process.server import Server
+from tests.coordinator.helpers import LocalCoordinator
 from tests.server.helpers import SECRET
+from tests.server.replicas.world import TTL_S, SharedCoordinator
 
 LIMIT_S = 30.0
 
@@ -124,3 +130,83 @@ def test_a_read_waits_for_what_is_logged(slow: SlowApply) -> None:
         with running(read):
             slow.go_on.set()
     assert seen == [[5]]
+
+
+class _ForgetfulPeer:
+    """A link to a member whose first answer is lost; `changed` is notified all the time."""
+
+    def __init__(self, runtime: ChainRuntime):
+        self.runtime = runtime
+        self.asks = 0
+
+    def post(self, message: object) -> None:
+        if isinstance(message, Ask):
+            self.asks += 1
+            if self.asks > 1:
+                answer = Confirm(message.epoch, message.number)
+                threading.Thread(target=self.runtime.deliver, args=(1, answer)).start()
+
+
+def test_a_question_whose_answer_was_lost_is_repeated_while_others_are_busy() -> None:
+    """The keeper looks at the coordinator, and other workers push, many times a second."""
+    runtime, _ = replica(0, 2)
+    peer = _ForgetfulPeer(runtime)
+    runtime.links = {1: cast(PeerLink, peer)}
+    is_over = threading.Event()
+
+    def keep_busy() -> None:
+        while not is_over.wait(0.01):
+            runtime.reconfigure(lambda manager: [])
+
+    with running(keep_busy):
+        runtime.confirm(runtime.node)
+        is_over.set()
+    assert peer.asks == 2
+
+
+RENEWALS = 8  # more than the time of a lease
+
+
+class SlowReads(LocalCoordinator):
+    """The same coordinator over a connection on which a list is not answered."""
+
+    def __init__(self, shared: LocalCoordinator):
+        self._core = shared._core
+        self.asked = threading.Event()
+        self.goes_on = threading.Event()
+
+    def _ask(self, request: Request) -> Answer:
+        if isinstance(request, List):
+            self.asked.set()
+            assert self.goes_on.wait(60)
+        return super()._ask(request)
+
+    def close(self) -> None:
+        self.goes_on.set()
+
+
+class Counted(SharedCoordinator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewals = threading.Semaphore(0)
+
+    def _ask(self, request: Request) -> Answer:
+        answer = super()._ask(request)
+        if isinstance(request, KeepAlive):
+            self.renewals.release()
+        return answer
+
+
+def test_a_read_that_takes_long_does_not_cost_the_lease(tmp_path: Path) -> None:
+    shared = Counted()
+    reads = SlowReads(shared)
+    address = f"unix:{tmp_path}/server.sock"
+    known = {0: address, 1: address}
+    settings = ChainSettings(ChainPlace(0, 0, 2), known, reads, TTL_S, leases=shared)
+    with Server(address, SECRET, chain=settings):
+        assert reads.asked.wait(60)
+        before = shared.live("alive/")
+        for _ in range(RENEWALS):
+            assert shared.renewals.acquire(timeout=60)
+        assert before and shared.live("alive/") == before
+        reads.goes_on.set()
