@@ -257,7 +257,6 @@ class LogEntry(WireMessage, frozen=True):
     """A decision of the leader. Every server applies the same entries in the same order."""
 
     position: Count  # from 1 on, without gaps
-    epoch: Count  # of the leader that made it
     decision: Decision
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
-from shoal.protocol import Refused, decode, encode
+from shoal.protocol import FrameKind, Refused, decode, encode
+from shoal.protocol.connection import Connection
 from shoal.server.consistency import Rule
 from shoal.server.messages import (
     Commit,
@@ -23,10 +28,12 @@ from shoal.server.messages import (
     WorkerLeft,
 )
 from shoal.server.model import log as log_module
+from shoal.server.model.membership import ModelFailure
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.snapshot import StateTensors, saved_state
+from shoal.server.process.log_stream import Followers
 
 SIZE = 12
 TABLE = TableSpec("t", 10, 2, optimizer=RowOptimizer("adam", 0.1))
@@ -196,11 +203,11 @@ def test_the_entries_of_a_log_reproduce_the_state(
     assert state_of(copy) == state_of(leader)
 
 
-# ---- positions and epochs -----------------------------------------------------------------------
+# ---- positions -----------------------------------------------------------------------
 
 
-def left(position: int, epoch: int = 1, worker: int = 0) -> LogEntry:
-    return LogEntry(position, epoch, WorkerLeft(worker))
+def left(position: int) -> LogEntry:
+    return LogEntry(position, WorkerLeft(0))
 
 
 def test_an_entry_out_of_order_is_refused() -> None:
@@ -213,15 +220,6 @@ def test_an_entry_out_of_order_is_refused() -> None:
     with pytest.raises(Refused, match="entry 5 is out of order: expected 6"):
         model.replay(left(5))
     assert state_of(model) == before
-
-
-def test_an_entry_of_a_lower_epoch_is_refused() -> None:
-    model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=False)
-    model.replay(left(1, epoch=3))
-    with pytest.raises(Refused, match="entry 2 has epoch 2: expected at least 3"):
-        model.replay(left(2, epoch=2))
-    model.replay(left(2, epoch=3))
-    assert (model.log.position, model.log.epoch) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,7 @@ def test_a_decision_about_a_push_that_is_not_here_is_refused(
     model = model_of(spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None), is_leader=False)
     before = state_of(model)
     with pytest.raises(Refused, match=reason):
-        model.replay(LogEntry(1, 1, push))
+        model.replay(LogEntry(1, push))
     assert state_of(model) == before
 
 
@@ -254,14 +252,64 @@ def test_a_log_keeps_the_latest_entries(monkeypatch: pytest.MonkeyPatch) -> None
         model.log.entries_after(6)
 
 
-def test_a_decision_of_an_unknown_type_is_no_entry() -> None:
-    entry = {"position": 1, "epoch": 1, "decision": {"type": "restart"}}
-    with pytest.raises(Refused, match="LogEntry"):
-        decode(msgspec.msgpack.encode(entry), LogEntry)
-
-
 def test_a_push_that_is_a_step_of_its_own_is_not_copied() -> None:
     model = model_of(spec_of(Rule(1, asynchronous=True), OPTIMIZERS[0], None), is_leader=True)
     send(model, Push(0, 1, Commit(0, 0, 1.0), torch.ones(SIZE), torch.ones(3), None))
     assert torch.equal(model.state.shard.data, torch.full((SIZE,), -0.1))
     assert not model.state.shard.sum.any()
+
+
+# ---- followers -----------------------------------------------------------------------
+
+
+def leader_of() -> tuple[ServedModel, Followers]:
+    """The leader of two servers, with two workers and a quorum of one."""
+    spec = spec_of(Rule(2, quorum=1), OPTIMIZERS[0], None)
+    model = model_of(msgspec.structs.replace(spec, servers=2), is_leader=True)
+    return model, Followers(model)
+
+
+@contextmanager
+def lost_follower() -> Iterator[ServedModel]:
+    """A leader that has served a connection which has ended since."""
+    model, followers = leader_of()
+    ours, theirs = map(Connection, socket.socketpair())
+    thread = threading.Thread(target=followers.serve, args=(1, 0, theirs))
+    thread.start()
+    assert ours.receive(100)[0].kind is FrameKind.OK
+    ours.close()
+    yield model
+    followers.close()
+    thread.join(60)
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("index", "position", "reason"),
+    [
+        (0, 0, "server 0 is not expected here"),
+        (2, 0, "server 2 is not expected here"),
+        (1, 7, "entry 8 is not in the log, which has entries 1 to 0"),
+    ],
+)
+def test_a_follower_that_cannot_be_served_is_refused(
+    index: int, position: int, reason: str
+) -> None:
+    _, followers = leader_of()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(Refused, match=reason):
+        followers.serve(index, position, Connection(theirs))
+
+
+def test_a_follower_that_is_lost_fails_the_model_as_a_loss() -> None:
+    push = Push(0, 1, Commit(0, 0, 0.5, 0.1), torch.ones(SIZE), torch.ones(3), None)
+    with lost_follower() as model, pytest.raises(ModelFailure, match="server 1 was lost") as caught:
+        send(model, push)
+    assert caught.value.is_loss
+
+
+def test_a_follower_that_has_finished_does_not_fail_the_workers_that_leave_last() -> None:
+    with lost_follower() as model:
+        model.membership.leave(0)
+        model.membership.leave(1)
+        assert model.membership.failure is None and model.membership.is_over

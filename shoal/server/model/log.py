@@ -3,8 +3,6 @@
     leader     decide: ledger -> entry -> followers -> its own state
     follower   replay: entry -> its own state
 
-An entry has a position and the epoch of the leader that made it.
-
 Entries hold decisions, not gradients. A worker stages a push on every server before it commits
 the push to the leader, so a decision finds its data in the push buffers of each server.
 """
@@ -34,7 +32,6 @@ from shoal.server.model.state import ModelState, OpenStep, WaitingPush
 
 MAX_ENTRIES = 4096  # that are kept for followers
 MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the loss of one
-FIRST_EPOCH = 1
 
 
 class NoFollowers:
@@ -65,7 +62,6 @@ class Log:
         self.shared: int | None = None  # the latest one for other servers; None: all are
         self.may_lose = False  # what was acknowledged: eventual consistency
         self._defers_norms = defers_norms
-        self.epoch = FIRST_EPOCH
         self.followers = NoFollowers()
         self.on_save: Callable[[int], None] = lambda number: None
         self._state = state
@@ -246,19 +242,14 @@ class Log:
         return total
 
     def _append(self, decision: Decision) -> None:
-        entry = LogEntry(self.position + 1, self.epoch, decision)
+        entry = LogEntry(self.position + 1, decision)
         self.followers.publish(entry)
         self._apply(entry)
 
     def replay(self, entry: LogEntry) -> None:
         """Apply an entry of the leader."""
-        if entry.epoch < self.epoch:
-            raise Refused(
-                f"entry {entry.position} has epoch {entry.epoch}: expected at least {self.epoch}"
-            )
         if entry.position != self.position + 1:
             raise Refused(f"entry {entry.position} is out of order: expected {self.position + 1}")
-        self.epoch = entry.epoch
         self._apply(entry)
 
     def entries_after(self, position: int, shared: bool = False) -> list[LogEntry]:
@@ -272,11 +263,10 @@ class Log:
         end = self.shared if shared and self.shared is not None else self.position
         return list(itertools.islice(self._entries, position + 1 - oldest, end + 1 - oldest))
 
-    def restart(self, position: int, epoch: int, entries: Iterable[LogEntry] = ()) -> None:
+    def restart(self, position: int, entries: Iterable[LogEntry] = ()) -> None:
         """The state was replaced: entries up to `position`, but for these, do not lead to it."""
         self.position = position
         self.shared = None if self.shared is None else position
-        self.epoch = epoch
         self._entries.clear()
         self._entries += entries
 

@@ -337,7 +337,7 @@ class ServedModel:
         with self.lock:
             restore(self.state.shard, state, payload)
             self.state.ledger.restart(state.steps)
-            self.log.restart(self.log.position, self.log.epoch)
+            self.log.restart(self.log.position)
             self.lock.notify_all()
 
     def report(self, with_tables: bool = True) -> dict[str, Any]:

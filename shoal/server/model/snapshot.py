@@ -86,12 +86,12 @@ class ShardDocument(WireMessage, frozen=True):
     number: Count
     spec: ModelSpec
     position: Count
-    epoch: Count
     ledger: LedgerState
     pushes: tuple[CountedPush, ...]
     optimizer: ShardState
     tables: tuple[SavedTable, ...]
     residuals: tuple[Count, ...] = ()  # workers whose residuals are here
+    epoch: Count = 1  # files of earlier versions have it
 
     def tensor_names(self) -> Iterator[str]:
         yield "weights"
@@ -149,7 +149,6 @@ def saved_state(model: ServedModel, number: int = 0) -> tuple[ShardDocument, lis
         number,
         model.spec,
         model.log.position,
-        model.log.epoch,
         copied(LedgerState, state.ledger),
         tuple(pushes),
         optimizer,
@@ -277,7 +276,7 @@ def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> 
     put_back(image.numbers, state, model.membership)
     state.is_from_start = False
     model.membership.failure = None if image.failure is None else ModelFailure(*image.failure)
-    model.log.restart(document.position, document.epoch, image.entries)
+    model.log.restart(document.position, image.entries)
 
 
 def _install_worker(
