@@ -1,12 +1,103 @@
-"""Connections between replicas: ordered or not, that break and come back, stall, and repeat."""
+"""The simulated world's time, processes, connections, and coordinator.
+
+Events come in order; processes stop, go on, die and start again; connections are ordered or not,
+break, stall and repeat; answers of the coordinator come late or never.
+"""
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from shoal.server.chain import ChainConfig
 from shoal.server.chain.messages import ChainMessage
-from tests.server.chain.loop import Loop
+
+MAX_EVENTS = 50_000  # a schedule has some hundred
+
+
+class Loop:
+    """A seeded event loop. All randomness of a world comes from `rng`, in the order of events."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def after(self, delay_s: float, do: Callable[..., None], *arguments: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now_s + delay_s, self._count, do, arguments))
+
+    def soon(self, mean_s: float) -> float:
+        """A random delay: mostly short, sometimes six times as long."""
+        x = self.rng.random()
+        return mean_s * (0.1 + x + 5.0 * x**8)
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def run(self, until_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
+        """Until the time has come, or it is done: whether it is."""
+        events = self._events
+        while events and events[0][0] <= until_s:
+            self.now_s, _, do, arguments = heapq.heappop(events)
+            do(*arguments)
+            assert self._count < MAX_EVENTS, "messages without end"
+            if is_done():
+                return True
+        self.now_s = until_s
+        return is_done()
+
+
+class Process:
+    """What runs in it waits while it is paused, and is gone when it dies."""
+
+    def __init__(self, loop: Loop):
+        self.loop = loop
+        self.life = 0
+        self.is_up = False
+        self.is_paused = False
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def is_running(self) -> bool:
+        return self.is_up and not self.is_paused
+
+    def after(self, delay_s: float, do: Callable[..., None], *arguments: Any) -> None:
+        """A timer of this life of the process."""
+        self.loop.after(delay_s, self.run, self.life, do, arguments)
+
+    def run(self, life: int, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if life != self.life or not self.is_up:
+            return
+        if self.is_paused:
+            self._backlog.append((do, arguments))
+        else:
+            do(*arguments)
+
+    def start(self) -> None:
+        self.life += 1
+        self.is_up = True
+
+    def die(self) -> None:
+        self.life += 1
+        self.is_up = self.is_paused = False
+        self._backlog = []
+
+    def pause(self) -> None:
+        self.is_paused = self.is_up
+
+    def resume(self) -> None:
+        """All that has come in the meantime comes now."""
+        self.is_paused = False
+        backlog, self._backlog = self._backlog, []
+        life = self.life
+        for do, arguments in backlog:
+            self.run(life, do, arguments)
+
 
 MESSAGE_S = 0.0005  # mean
 RECONNECT_S = 0.004
@@ -135,3 +226,111 @@ class Network:
     def heal(self) -> None:
         for link in self._links.values():
             link.cut_until_s = 0.0
+
+
+TTL_S = 0.040
+ANSWER_S = 0.001  # mean, each way
+PATIENCE_S = 0.015  # of those who ask
+
+
+class View(NamedTuple):
+    config: ChainConfig | None
+    version: int
+    alive: dict[int, int]
+    unreachable: dict[int, tuple[int, ...]]
+
+
+class Register:
+    """The store. Its clock is the world's."""
+
+    def __init__(self, loop: Loop):
+        self.loop = loop
+        self.config: ChainConfig | None = None
+        self.version = 0
+        self.heads: set[int | None] = set()
+        self._leases: dict[int, tuple[int, float]] = {}  # replica: incarnation, end
+        self._unreachable: dict[int, tuple[int, ...]] = {}  # what each says of others
+
+    def view(self) -> View:
+        now_s = self.loop.now_s
+        alive = {r: inc for r, (inc, end_s) in self._leases.items() if end_s > now_s}
+        return View(self.config, self.version, alive, dict(self._unreachable))
+
+    def grant(self, replica: int, incarnation: int, unreachable: tuple[int, ...]) -> float:
+        if incarnation >= self._leases.get(replica, (0, 0.0))[0]:  # not from an earlier life
+            self._leases[replica] = (incarnation, self.loop.now_s + TTL_S)
+            self._unreachable[replica] = unreachable
+        return TTL_S
+
+    def keep_alive(
+        self, replica: int, incarnation: int, unreachable: tuple[int, ...]
+    ) -> float | None:
+        """None if the lease has ended."""
+        if self.view().alive.get(replica) != incarnation:
+            return None
+        return self.grant(replica, incarnation, unreachable)
+
+    def swap(self, config: ChainConfig, version: int) -> int | None:
+        """The new version; None if there is another one than `version`."""
+        if version != self.version:
+            return None
+        assert config.epoch == (self.config.epoch if self.config else 0) + 1
+        self.version += 1
+        self.config = config
+        self.heads.add(config.head)
+        return self.version
+
+
+class Requests:
+    """How replicas reach a store: late, not at all, or without learning the answer."""
+
+    def __init__(self, loop: Loop, store: Any, loss: float):
+        self.loop = loop
+        self.store = store
+        self.loss = loss
+        self.is_up = True
+        self.slow = loop.rng.choice((0.02, 0.02, 0.3))  # the share of late messages
+        self.cut: set[Process] = set()  # reach it no more
+
+    def call(
+        self,
+        process: Process,
+        request: Callable[[], Any],
+        answered: Callable[[Any], None],
+        unanswered: Callable[[], None],
+    ) -> None:
+        """One of the two is called, unless the process dies."""
+        call = _Call(process, process.life, answered)
+        self.loop.after(self._delay(), self._execute, call, request)
+        process.after(PATIENCE_S, call.give_up, unanswered)
+
+    def _execute(self, call: _Call, request: Callable[[], Any]) -> None:
+        if not self._gets_through(call.process):
+            return
+        answer = request()
+        if self._gets_through(call.process):
+            self.loop.after(self._delay(), call.process.run, call.life, call.answer, (answer,))
+
+    def _gets_through(self, process: Process) -> bool:
+        return self.is_up and process not in self.cut and not self.loop.chance(self.loss)
+
+    def _delay(self) -> float:
+        """Sometimes longer than the patience of those who ask."""
+        return self.loop.soon(ANSWER_S) * (15 if self.loop.chance(self.slow) else 1)
+
+
+class _Call:
+    def __init__(self, process: Process, life: int, answered: Callable[[Any], None]):
+        self.process = process
+        self.life = life
+        self._answered: Callable[[Any], None] | None = answered
+
+    def answer(self, answer: Any) -> None:
+        if self._answered is not None:
+            answered, self._answered = self._answered, None
+            answered(answer)
+
+    def give_up(self, unanswered: Callable[[], None]) -> None:
+        if self._answered is not None:
+            self._answered = None
+            unanswered()

@@ -23,9 +23,7 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode, Fenced, NotHead
 from tests.server.chain.counters import Counters, Push, Resume
-from tests.server.chain.loop import Process
-from tests.server.chain.network import MESSAGE_S
-from tests.server.chain.register import TTL_S, View
+from tests.server.chain.network import MESSAGE_S, TTL_S, Process, View
 
 if TYPE_CHECKING:
     from tests.server.chain.world import World

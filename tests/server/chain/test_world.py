@@ -9,7 +9,7 @@ import pytest
 
 from shoal.server.chain import node as node_module
 from shoal.server.chain.messages import Effect
-from shoal.server.chain.node import ChainNode
+from shoal.server.chain.node import ChainConsistency, ChainNode
 from tests.server.chain.replica import Replica
 from tests.server.chain.world import Broken, World, first_broken, run_all
 
@@ -69,17 +69,15 @@ def test_learners_that_fall_behind_what_is_kept_for_them_get_there_in_the_end() 
 
 @pytest.mark.whole
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(10))
-def test_10_000_schedules_of_a_strong_chain(part: int) -> None:
-    assert run_all(range(1000 * part + 1000, 1000 * part + 2000)) > 950
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(3))
-def test_3_000_schedules_of_an_eventual_chain(part: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "consistency"),
+    [*((i, "strong") for i in range(10)), *((i, "eventual") for i in range(3))],
+)
+def test_10_000_schedules_of_a_strong_chain_and_3_000_of_an_eventual_one(
+    part: int, consistency: ChainConsistency
+) -> None:
     seeds = range(1000 * part + 1000, 1000 * part + 2000)
-    assert run_all(seeds, consistency="eventual") > 950
+    assert run_all(seeds, consistency=consistency) > 950
 
 
 def test_pushes_go_on_while_two_neighbours_do_not_reach_each_other() -> None:

@@ -8,13 +8,10 @@ from typing import Any
 from shoal.server.chain import Entry
 from shoal.server.chain.messages import ChainMessage, SendSnapshot
 from shoal.server.chain.node import ChainConsistency
-from tests.server.chain.clients import Reader, Worker
 from tests.server.chain.counters import Counters, Push
 from tests.server.chain.history import NEVER, Added, Observed, contains, violation
-from tests.server.chain.loop import Loop
-from tests.server.chain.nemesis import FAULTS, Nemesis
-from tests.server.chain.network import Network
-from tests.server.chain.register import Register, Requests
+from tests.server.chain.nemesis import FAULTS, Nemesis, Worker, keep_reading
+from tests.server.chain.network import Loop, Network, Register, Requests
 from tests.server.chain.replica import SNAPSHOT_S, Replica
 
 CHAOS_S = 0.200
@@ -54,7 +51,8 @@ class World:
         self._wire()
         self.nemesis = Nemesis(self, CHAOS_S, faults)
         self.workers = [Worker(self, number, pushes=5) for number in range(rng.randint(1, 3))]
-        self.readers = [Reader(self) for _ in range(rng.randint(0, 1))]
+        if rng.randint(0, 1):
+            keep_reading(self)
         for replica in self.replicas:
             replica.start()
         self.connect_all()
