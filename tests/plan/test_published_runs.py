@@ -6,72 +6,142 @@ hosts wait between micro-batches and layers, which the presets do not know. The 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from benchmarks.validation.compare import MEGATRON, RunsAs, validate
 from benchmarks.validation.measured import MeasuredRow, TableDefaults, read_table
-from shoal.cluster import Cluster
 from shoal.cluster.presets import load_cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory
 from shoal.plan.step.collective_time import MEGATRON_ORDER
-from shoal.plan.workloads import Recompute, Split
+from shoal.plan.workloads import Precision, Recompute, Split
 from shoal.plan.workloads.model_presets import PRESETS, is_transformer, transformer_named
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import as_strategy
-from tests.plan import published_runs as runs
-from tests.plan.published_runs import PublishedRun
+
+GPT = TransformerSizes(96, 12288, 96)
+LLAMA = transformer_named("llama-3.1-405b").sizes
+MODELS = {
+    "175B": GPT,
+    "175B, no dropout": replace(GPT, dropout=False),
+    "530B": TransformerSizes(105, 20480, 128),
+    "BLOOM": TransformerSizes(70, 14336, 112, vocab=250880),
+    "NeoX": TransformerSizes(44, 6144, 64, vocab=50432, tied=False),
+    "405B": LLAMA,
+    "405B, 128k": replace(LLAMA, sequence=131072),
+}
+# Speed is seconds of a step, TFLOP/s a GPU as Narayanan et al. count them (with recompute), or the
+# MFU. What a source does not say is noted: micro-batches of 1 where memory allows no more.
+RUNS = """\
+ptd      | 175B             | ddp + tp(8) + pp(12)     | 384   | 1536 | 1 | full      | 153 TFLOP/s
+ptd      | 175B             | ddp + tp(8) + pp(12)     | 768   | 1536 | 1 | full      | 149 TFLOP/s
+ptd      | 175B             | ddp + tp(8) + pp(12)     | 1536  | 1536 | 1 | full      | 141 TFLOP/s
+ptd      | 530B             | ddp + tp(8) + pp(35 * 3) | 560   | 2240 | 1 | full      | 171 TFLOP/s
+ptd      | 530B             | ddp + tp(8) + pp(35 * 3) | 1120  | 2240 | 1 | full      | 167 TFLOP/s
+ptd      | 530B             | ddp + tp(8) + pp(35 * 3) | 2240  | 2240 | 1 | full      | 159 TFLOP/s
+dp8      | 530B             | ddp + sp(8) + pp(35 * 3) | 2240  | 2240 | 1 | selective | 39.15 s
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 256   | 768  | 1 | selective | 0.530 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 512   | 768  | 1 | selective | 0.499 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 768   | 768  | 1 | selective | 0.467 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 1024  | 768  | 1 | selective | 0.447 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 3072  | 6144 | 1 | selective | 0.487 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 6144  | 6144 | 1 | selective | 0.478 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 8192  | 6144 | 1 | selective | 0.433 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 12288 | 6144 | 1 | selective | 0.412 MFU
+llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 8192  | 2048 | 1 | none | 0.43 MFU
+llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 16384 | 2048 | 1 | none | 0.41 MFU
+llama    | 405B, 128k | layers + sp(8) + cp(16) + pp(16 * 8) | 16384 | 128  | 1 | none | 0.38 MFU
+mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 2240  | 1920 | 1 | full      | 60.1 s
+mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 2800  | 1920 | 1 | full      | 50.2 s
+mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 3360  | 1920 | 1 | full      | 44.4 s
+bloom    | BLOOM            | zero(1) + tp(4) + pp(12) | 384   | 2048 | 2 | full      | 150 TFLOP/s
+neox     | NeoX             | zero(1) + tp(2) + pp(4)  | 96    | 1536 | 4 | full      | 117 TFLOP/s
+fsdp     | 175B, no dropout | zero(3)                  | 128   | 128  | 1 | full      | 173 TFLOP/s
+fsdp     | 175B, no dropout | zero(3)                  | 128   | 256  | 2 | full      | 186 TFLOP/s
+"""
+BF16 = Precision("bf16", 2, 4, 4, 8)
+WHOLE_SENDS = {"scatter_sends": False}  # DeepSpeed's pipeline sends whole activations
+# by table: the mean error at most, and what is not as Megatron-LM on a DGX A100 has it
+TABLES: dict[str, tuple[float, dict[str, Any]]] = {
+    "ptd": (0.05, {}),  # Narayanan et al., SC'21, table 2: PTD-P
+    "dp8": (0.04, {}),  # Korthikanti et al. 2022, section 6.3: 8 replicas of the 530B model
+    # Jiang et al., NSDI 2024, table 2: the rows of Megatron-LM; 8 x 8, 6 chunks
+    "megascale": (0.07, {"precision": BF16}),
+    # Dubey et al., "The Llama 3 Herd of Models", table 4. Its FSDP keeps parameters after forward,
+    # scatters gradients and gathers parameters by layers: in time, ddp with buckets of a layer
+    "llama": (0.12, {"precision": BF16, "overlap": True, "flash_attention": True}),
+    # Smith et al., "Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B", section 2.4
+    "mt-nlg": (0.22, WHOLE_SENDS),
+    # BigScience, BLOOM's training log and paper: 48 nodes with 4 Omni-Path links of 100 Gb/s each
+    "bloom": (0.15, {"precision": BF16, "nics": (4, 100), **WHOLE_SENDS}),
+    # Black et al., section 2.3 and table of its configuration: two HDR links a node
+    "neox": (0.27, {"nics": (2, 200), **WHOLE_SENDS}),
+    # Zhao et al., "PyTorch FSDP", section 5.4; gradients are sent in bf16
+    "fsdp": (0.22, {"precision": Precision("bf16", 2, 2, 4, 8), "overlap": True}),
+}
 
 
-def cluster_of(run: PublishedRun) -> Cluster:
-    cluster = load_cluster(run.preset)
-    if run.nics is not None:
-        count, gigabits = run.nics
-        assert cluster.node.nic is not None
-        nic = replace(cluster.node.nic, bytes_per_s=gigabits * 1e9 / 8)
-        cluster = replace(cluster, node=replace(cluster.node, nics=count, nic=nic))
-    return cluster.of_size(run.workers)
+def operations(sizes: TransformerSizes, batch: int, of_layer: int) -> float:
+    """Narayanan et al., SC'21, equation 3; 72 in place of 96: without recompute."""
+    s, h, layers = sizes.sequence, sizes.hidden, sizes.layers
+    more = 1 + s / (6 * h) + 6 * sizes.vocab / (of_layer * layers * h)
+    return of_layer * batch * s * layers * h**2 * more
 
 
-def error_of(run: PublishedRun) -> float:
-    workload = Transformer(run.source, run.sizes, run.precision)
-    settings = PlanSettings(
-        run.batch,
-        run.microbatch,
-        run.recompute,
-        run.flash_attention,
-        run.overlap,
-        even_stages=True,
-        scatter_sends=run.scatter_sends,
-    )
+def llama_operations(sizes: TransformerSizes, batch: int) -> float:
+    """Causal attention is counted once."""
+    per_layer = 2 * sizes.hidden * (sizes.hidden + sizes.key_heads * sizes.head_size)
+    per_layer += 3 * sizes.hidden * sizes.inner
+    weights = sizes.layers * per_layer + sizes.vocab * sizes.hidden
+    attention = 6 * sizes.layers * sizes.hidden * sizes.sequence
+    return batch * sizes.sequence * (6.0 * weights + attention)
+
+
+def seconds_of(speed: str, sizes: TransformerSizes, batch: int, workers: int) -> float:
+    number, unit = speed.split()
+    if unit == "s":
+        return float(number)
+    if unit == "TFLOP/s":
+        return operations(sizes, batch, 96) / (workers * float(number) * 1e12)
+    peak, counted = 312e12, operations(sizes, batch, 72)
+    if sizes.gated:
+        peak, counted = 989e12, llama_operations(sizes, batch)
+    return counted / (workers * float(number) * peak)
+
+
+def error_of(row: str) -> float:
+    table, model, text, *numbers, recompute, speed = (cell.strip() for cell in row.split("|"))
+    workers, batch, microbatch = map(int, numbers)
+    megatron = {"precision": MEGATRON, "overlap": False, "scatter_sends": True, "nics": None}
+    said = megatron | TABLES[table][1]
+    precision, nics = said.pop("precision"), said.pop("nics")
+    cluster = load_cluster("dgx-h100" if table == "llama" else "dgx-a100")
+    if nics is not None:
+        nic = replace(cluster.node.nic, bytes_per_s=nics[1] * 1e9 / 8)  # type: ignore[type-var]
+        cluster = replace(cluster, node=replace(cluster.node, nics=nics[0], nic=nic))
+    text = re.sub(r"pp\((\d+) \* (\d+)\)", r'pp(\1, schedule="interleaved", chunks=\2)', text)
+    text = text.replace("sp(8)", "tp(8, sequence=True)").replace("layers", "ddp(bucket_mb=400)")
     # Megatron-LM and DeepSpeed reduce gradients as one buffer
-    strategy = as_strategy(run.strategy.replace("ddp +", "ddp(bucket_mb=1000000) +"))
-    predictor = Predictor(workload, cluster_of(run), MEGATRON_ORDER)
-    return predictor.predict(strategy, run.workers, settings).step_s / run.measured_s - 1
+    strategy = as_strategy(text.replace("ddp +", "ddp(bucket_mb=1000000) +"))
+    model_sizes = MODELS[model]
+    workload = Transformer(model, model_sizes, precision)
+    predictor = Predictor(workload, cluster.of_size(workers), MEGATRON_ORDER)
+    settings = PlanSettings(batch, microbatch, recompute, even_stages=True, **said)  # type: ignore[arg-type]
+    predicted_s = predictor.predict(strategy, workers, settings).step_s
+    return predicted_s / seconds_of(speed, model_sizes, batch, workers) - 1
 
 
-@pytest.mark.parametrize(
-    ("table", "most"),
-    [
-        (runs.PTD, 0.05),
-        ((runs.KORTHIKANTI_DP8,), 0.04),
-        (runs.MEGASCALE, 0.07),
-        (runs.LLAMA, 0.12),
-        (runs.MT_NLG, 0.22),
-        ((runs.BLOOM_176B,), 0.15),
-        ((runs.NEOX_20B,), 0.27),
-        (runs.FSDP, 0.22),
-    ],
-    ids=["ptd", "korthikanti-dp8", "megascale", "llama-3", "mt-nlg", "bloom", "neox", "fsdp"],
-)
-def test_mean_error_of_a_published_table(table: Sequence[PublishedRun], most: float) -> None:
-    assert fmean(abs(error_of(run)) for run in table) < most
+@pytest.mark.parametrize("table", TABLES)
+def test_mean_error_of_a_published_table(table: str) -> None:
+    errors = [error_of(row) for row in RUNS.splitlines() if row.startswith(table)]
+    assert fmean(map(abs, errors)) < TABLES[table][0]
 
 
 # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC'21, table 1
@@ -104,10 +174,10 @@ KORTHIKANTI_MEMORY = {
     530: (31.640625, 114.0234375, 23.076171875),
     1000: (32.958984375, 131.25, 26.5625),
 }
-SIZES = {
+SIZES = {  # with stages, chunks, workers, batch and micro-batch
     22: (TransformerSizes(48, 6144, 64), 1, 1, 8, 4, 4),
-    175: (TransformerSizes(96, 12288, 96), 8, 3, 64, 64, 1),
-    530: (TransformerSizes(105, 20480, 128), 35, 3, 280, 280, 1),
+    175: (GPT, 8, 3, 64, 64, 1),
+    530: (MODELS["530B"], 35, 3, 280, 280, 1),
     1000: (TransformerSizes(128, 25600, 160), 64, 1, 512, 512, 1),
 }
 GIB = 2**30
