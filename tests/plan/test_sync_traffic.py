@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from shoal.plan.predict import PRICERS, PlanSettings, Predictor, price_of
 from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.workloads import Split
 from shoal.plan.workloads.model_presets import transformer_named
-from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.strategy.strategy import parse
 from shoal.strategy.terms import TERMS
 from shoal.sync.memory import ModelSizes
@@ -26,37 +26,30 @@ from tests.conftest import World
 from tests.elastic import Workers
 from tests.models import samples
 from tests.plan.sync_questions import ask, cluster_of
+from tests.products import few_or_all
 
 COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")
+SYNCS = {name: term for name, term in TERMS.items() if term.role == "sync"}
 TEXTS = [
-    "ddp",
+    "single",
+    *(text for term in SYNCS.values() for text in term.compared if text != "mapreduce"),
     "ddp(bucket_mb=0.1)",
-    *(f'ddp(compress="{name}")' for name in COMPRESSED),
-    "zero(1)",
-    "zero(2)",
-    "zero(3)",
     *(f"zero({stage}, elastic=True, copies={copies})" for stage in (1, 2, 3) for copies in (1, 2)),
-    'ps(placement="rank0")',
-    'ps(placement="workers")',
+    *(f'ps(placement="{place}")' for place in ("rank0", "workers")),
     'ps(placement="workers", update="worker")',
     'ps(placement="rank0", quorum=0.75)',
-    'ps(placement="rank0", staleness=2)',
     'ps(placement="workers", mode="async")',
-    'ps(mode="async")',
-    *(f'ps(placement="rank0", compress="{name}")' for name in COMPRESSED),
-    'gossip(graph="ring")',
     'gossip(graph="star")',
-    'gossip(graph="complete")',
     'gossip(graph="one-peer")',
-    'gossip(mode="async")',
     "gossip(elastic=True)",
-    "localsgd(every=8)",
     "localsgd(every=8, elastic=True)",
-    'localsgd(every=8, outer="nesterov")',
     'localsgd(every=8, outer="adam")',
-    *(f'localsgd(every=8, compress="{name}")' for name in COMPRESSED),
     "hogwild(momentum=True)",
-    'mapreduce(batch="mini")',
+    *(
+        f'{term}, compress="{name}")'
+        for term in ("ddp(bucket_mb=25", 'ps(placement="rank0"', "localsgd(every=8")
+        for name in COMPRESSED
+    ),
 ]
 
 
@@ -78,7 +71,7 @@ def sizes() -> ModelSizes:
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-@pytest.mark.parametrize("text", ["single", *TEXTS])
+@pytest.mark.parametrize("text", TEXTS)
 def test_memory_by_kind_is_that_of_the_plan(text: str, replicas: int, sizes: ModelSizes) -> None:
     if text == "single" and replicas > 1:
         return
@@ -87,21 +80,17 @@ def test_memory_by_kind_is_that_of_the_plan(text: str, replicas: int, sizes: Mod
     fullest = max(workers, key=lambda one: sum(vars(one).values()))
     question = ask(cluster_of(), replicas, sizes.flat.size, tensors=tensors_of(sizes))
     priced = price_of(strategy.sync_for(replicas), question).memory
-    other = fullest.gathered + fullest.copies + fullest.residuals + fullest.in_flight
-    other += fullest.shared + fullest.server
     whole = sum(vars(fullest).values())
     assert priced.total == pytest.approx(whole, rel=0.01)
-    near = 0.01 * whole
-    assert priced.parameters == pytest.approx(fullest.parameters, abs=near)
-    assert priced.gradients == pytest.approx(fullest.gradients, abs=near)
-    assert priced.optimizer == pytest.approx(fullest.optimizer, abs=near)
-    assert priced.buffers == pytest.approx(other, abs=near)
+    known = {name: getattr(fullest, name) for name in ("parameters", "gradients", "optimizer")}
+    for name, wanted in (known | {"buffers": whole - sum(known.values())}).items():
+        assert getattr(priced, name) == pytest.approx(wanted, abs=0.01 * whole), name
+    servers = servers_of(strategy, replicas, [sizes])
+    assert priced.servers == pytest.approx(max(servers, default=0), rel=0.01)
 
 
 def test_every_way_to_agree_has_a_price_and_is_tried_here() -> None:
-    names = {name for name, term in TERMS.items() if term.role == "sync"}
-    assert set(PRICERS) == names
-    assert names == {text.partition("(")[0] for text in ["single", *TEXTS]}
+    assert set(PRICERS) == set(SYNCS) == {text.partition("(")[0] for text in TEXTS}
 
 
 SGD = partial(torch.optim.SGD, lr=1e-2)
@@ -141,41 +130,25 @@ def priced(size: int, text: str) -> float:
     return price_of(parse(text).sync_for(size), question).sent_bytes
 
 
+QUICK = ["ddp", "zero(3)", 'gossip(graph="ring")', "localsgd(every=2)"]
 OTHERS = [
-    'ddp(compress="int8")',
-    'ddp(compress="powersgd(rank=4)")',
-    "zero(1)",
-    "zero(2)",
-    'gossip(graph="one-peer")',
-    'gossip(graph="star")',
+    *(f'ddp(compress="{name}")' for name in ("int8", "powersgd(rank=4)")),
+    *("zero(1)", "zero(2)", 'mapreduce(batch="mini")', 'ps(placement="rank0")'),
+    *(f'gossip(graph="{graph}")' for graph in ("one-peer", "star")),
     'localsgd(every=4, compress="topk(0.1)")',
-    'mapreduce(batch="mini")',
-    'ps(placement="rank0")',
 ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ddp",
-        "zero(3)",
-        'gossip(graph="ring")',
-        "localsgd(every=2)",
-        *(pytest.param(text, marks=pytest.mark.whole) for text in OTHERS),
-    ],
-)
+@pytest.mark.parametrize("text", few_or_all(QUICK, QUICK + OTHERS))
 def test_traffic_is_what_the_runtime_counts(world: World, text: str) -> None:
     assert priced(3, text) == pytest.approx(counted(world, 3, text), rel=0.02)
 
 
+ELASTIC = [f"zero({stage}, elastic=True)" for stage in (2, 1, 3)]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "zero(2, elastic=True)",
-        pytest.param("zero(1, elastic=True)", marks=pytest.mark.whole),
-        pytest.param("zero(3, elastic=True)", marks=pytest.mark.whole),
-        pytest.param("zero(3, elastic=True, copies=2)", marks=pytest.mark.whole),
-    ],
+    "text", few_or_all(ELASTIC[:1], [*ELASTIC, "zero(3, elastic=True, copies=2)"])
 )
 def test_so_is_that_of_the_copies_of_elastic_shards(tmp_path: Path, text: str) -> None:
     models = [model() for _ in range(4)]
@@ -184,95 +157,56 @@ def test_so_is_that_of_the_copies_of_elastic_shards(tmp_path: Path, text: str) -
     assert priced(4, text) == pytest.approx(sum(workers.results.values()) / 4, rel=0.02)
 
 
-BATCH = 16
-ADAM = partial(torch.optim.AdamW, lr=1e-3)
-PREDICTED = [
-    "ddp",
-    "zero(1)",
-    "zero(2)",
-    "zero(3)",
-    "ps",
-    'ps(placement="rank0")',
-    'ps(placement="workers")',
-    'ps(mode="async")',
-    'gossip(graph="ring")',
-    'gossip(graph="complete")',
-    "localsgd(every=8)",
-]
-
-
 def uneven_model() -> nn.Module:
     """One layer has nearly all parameters, as where a vocabulary is large; one is frozen."""
-    frozen = nn.Linear(64, 64)
-    frozen.requires_grad_(False)
-    return nn.Sequential(
-        nn.Linear(64, 64),
-        frozen,
-        nn.ReLU(),
-        nn.Linear(64, 40_000, bias=False),
-        nn.Linear(40_000, 8),
-    )
+    frozen = nn.Linear(64, 64).requires_grad_(False)
+    large = (nn.Linear(64, 40_000, bias=False), nn.Linear(40_000, 8))
+    return nn.Sequential(nn.Linear(64, 64), frozen, nn.ReLU(), *large)
 
 
 def even_model() -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)) for _ in range(8)]
-    return nn.Sequential(*blocks, nn.Linear(256, 8))
+    blocks = [nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)) for _ in range(8)]
+    return nn.Sequential(*blocks, nn.Linear(64, 8))
 
 
-@lru_cache
-def traced(name: str) -> TracedWorkload:
-    if name == "even":
-        return _traced(even_model(), 256)
-    return _traced(uneven_model(), 64)
+# stages have equal seconds in one and equal parameters in the other: a block more or less
+STAGES = [
+    (even_model, text, 0.15) for text in ("ddp + pp(2)", "zero(2) + pp(2)", "zero(3) + pp(2)")
+]
+ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
-def _traced(model: nn.Module, width: int) -> TracedWorkload:
-    content = (torch.zeros(BATCH, width), torch.zeros(BATCH, dtype=torch.long))
-    loss = nn.functional.cross_entropy
-    return trace_step(model, loss, content, precision_for(model, ADAM, "fp32"))
-
-
-@pytest.mark.parametrize("text", PREDICTED)
-@pytest.mark.parametrize("name", ["uneven", pytest.param("even", marks=pytest.mark.whole)])
-def test_memory_is_what_the_runtime_estimates(name: str, text: str) -> None:
-    strategy = parse(text)
-    model = {"uneven": uneven_model, "even": even_model}[name]()
-    sizes = stage_sizes(model, ADAM, None)
-    workers = memory_of(strategy, 4, sizes, [0])
-    servers = servers_of(strategy, 4, sizes)
-    prediction = Predictor(traced(name), cluster_of()).predict(strategy, 4, PlanSettings(BATCH))
-    memory = prediction.memory
-    most = max(sum(vars(one).values()) for one in workers)
-    assert memory.total - memory.activations == pytest.approx(most, rel=0.01)
-    assert memory.servers == pytest.approx(max(servers, default=0), rel=0.01)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("text", ["ddp + pp(2)", "zero(2) + pp(2)", "zero(3) + pp(2)"])
-def test_memory_of_stages_is_what_the_runtime_estimates(text: str) -> None:
-    strategy = parse(text)
-    sizes = stage_sizes(even_model(), ADAM, split_model(even_model(), strategy.pp))
+@pytest.mark.parametrize(
+    ("make", "text", "near"),
+    [
+        *((uneven_model, text, 0.01) for text in ("ddp", "zero(3)", "ps")),
+        *few_or_all(STAGES[:0], STAGES),
+    ],
+)
+def test_memory_of_a_traced_model_is_what_the_runtime_estimates(
+    make: Callable[[], nn.Module], text: str, near: float
+) -> None:
+    strategy, model = parse(text), make()
+    sizes = stage_sizes(model, ADAM, split_model(model, strategy.pp))
     workers = memory_of(strategy, 4, sizes, [0] * len(sizes))
-    prediction = Predictor(traced("even"), cluster_of()).predict(strategy, 4, PlanSettings(BATCH))
+    content = (torch.zeros(16, 64), torch.zeros(16, dtype=torch.long))
+    traced = trace_step(model, F.cross_entropy, content, precision_for(model, ADAM, "fp32"))
+    memory = Predictor(traced, cluster_of()).predict(strategy, 4, PlanSettings(16)).memory
     most = max(sum(vars(one).values()) for one in workers)
-    # stages have equal seconds in one and equal parameters in the other: a block more or less
-    assert prediction.memory.total - prediction.memory.activations == pytest.approx(most, rel=0.15)
+    assert memory.total - memory.activations == pytest.approx(most, rel=near)
 
 
-def test_a_gathered_layer_and_the_largest_gradient_are_part_of_zero() -> None:
+@pytest.mark.parametrize(
+    "sizes", ["layers=400,hidden=512,heads=8", "layers=1,hidden=8192,heads=64"]
+)
+def test_a_gathered_layer_and_the_largest_gradient_are_part_of_zero(sizes: str) -> None:
     """ZeRO's formula, (2 + 2 + 12) P / n, is what is left where a layer is small beside a shard."""
-    many = transformer_named("layers=400,hidden=512,heads=8,vocab=1024")
-    few = transformer_named("layers=1,hidden=8192,heads=64,vocab=1024")
-    for model, layers in ((many, 400), (few, 1)):
-        parameters = sum(
-            run.count * model.cost(i, Split()).parameters for i, run in enumerate(model.runs)
-        )
-        block = model.cost(1, Split()).parameters
-        predictor = Predictor(model, cluster_of())
-        memory = predictor.predict(parse("zero(3)"), 8, PlanSettings(8)).memory
-        formula = 16 * parameters / 8
-        held = memory.total - memory.activations
-        if layers == 400:
-            assert held == pytest.approx(formula, rel=0.06)
-        assert memory.buffers >= 2 * block * 7 / 8 * 0.99  # bytes of others' parts of a block
-        assert held >= formula + memory.buffers
+    model = transformer_named(f"{sizes},vocab=1024")
+    costs = [model.cost(run, Split()).parameters for run in range(3)]
+    formula = 16 * sum(n * run.count for n, run in zip(costs, model.runs, strict=True)) / 8
+    memory = Predictor(model, cluster_of()).predict(parse("zero(3)"), 8, PlanSettings(8)).memory
+    held = memory.total - memory.activations
+    if "layers=400" in sizes:
+        assert held == pytest.approx(formula, rel=0.06)
+    assert memory.buffers >= 2 * costs[1] * 7 / 8 * 0.99  # bytes of others' parts of a block
+    assert held >= formula + memory.buffers
