@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from benchmarks.host_schedules import PLAIN, WITH_RACKS, crossed, host_schedule
 from benchmarks.segments import simulate_in_segments
 from shoal.cluster import Cluster, Node
-from shoal.cluster.hardware import Device, LinkSpec
+from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import load_cluster
-from shoal.errors import BadInput
 from shoal.plan.price import price
 from shoal.plan.simulator.collectives import simulate_collective
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, explain_racks, hierarchical
 from shoal.plan.simulator.messages import FlowNetwork, Longs, max_min_rates
 from shoal.schedules.collectives.catalog import CATALOG, build
 from shoal.schedules.collectives.proof import prove
-from tests.plan.sync_questions import by_rank, ports
+from tests.plan.sync_questions import DEVICE, by_rank, ports
 from tests.products import few_or_all
 
 GB = 1_000_000_000
@@ -52,13 +51,9 @@ def test_on_racks_order_and_levels_count_by_what_both_say() -> None:
     assert re.search(r"Hierarchical .* 2\.33 times .* simulated, 2\.33 times in closed form", words)
 
 
-def test_a_cluster_grows_with_its_ranks_and_one_rank_sends_nothing() -> None:
-    cluster = load_cluster("rack-1-4")
-    assert ClusterNetwork(cluster, 40).cluster.devices == 40
-    (first, *_) = ClusterNetwork(cluster, 1).price_all("all_reduce", GB)
+def test_one_rank_sends_nothing() -> None:
+    (first, *_) = ClusterNetwork(load_cluster("rack-1-4"), 1).price_all("all_reduce", GB)
     assert first.seconds == 0 and first.bound == ""
-    with pytest.raises(BadInput, match="at least one rank, not 0"):
-        ClusterNetwork(cluster, 0)
 
 
 def test_levels_are_those_of_the_cluster() -> None:
@@ -104,35 +99,21 @@ ALGORITHMS = [(kind, name) for kind, family in CATALOG.items() for name in famil
 UNEVEN = ("sequential", "naive", "double_tree", "hierarchical")  # a rank may be ahead of others
 
 
-def check_equal(kind: str, name: str, ranks: int, num_bytes: int) -> None:
-    collective = build(kind, name, ranks)
-    wires = ports(ranks, RATE, ALPHA_S)
-    closed_s = price(collective, num_bytes, ALPHA_S, 1 / RATE).time_s
-    assert simulate_collective(collective, num_bytes, wires) == pytest.approx(closed_s, rel=1e-6)
-    if len(collective.table.src) <= 20_000:
-        own_pace_s = by_rank(collective, num_bytes, wires)
-        assert own_pace_s <= closed_s * (1 + 1e-6)
-        if name not in UNEVEN:
-            assert own_pace_s == pytest.approx(closed_s, rel=1e-3)
-
-
 @pytest.mark.parametrize("num_bytes", few_or_all([100_000_000], [1000, 100_000_000]))
 @pytest.mark.parametrize(
     "ranks", few_or_all([2, 5, 8], [*range(2, 9), 12, 16, 24, 31, 32, 33, 48, 63, 64])
 )
 def test_simulation_equals_the_closed_form_without_contention(ranks: int, num_bytes: int) -> None:
+    wires = ports(ranks, RATE, ALPHA_S)
     for kind, name in ALGORITHMS:
-        check_equal(kind, name, ranks, num_bytes)
-
-
-def test_the_worked_example_of_an_uplink() -> None:
-    """Two servers at 10 Gb/s behind one 10 Gb/s uplink take twice as long as one alone."""
-    star = build("broadcast", "star", 2)
-    assert simulate_collective(star, 1e9, ports(2, 1.25e9)) == pytest.approx(0.8)
-    racks = ports(4, 1.25e9, per_rack=2, oversubscription=2)
-    # rounds of shift 1, 2, 3: one of two flows leaves a rack, then both, then one
-    both = build("all_to_all", "shift", 4)
-    assert simulate_collective(both, 4e9, racks) == pytest.approx(0.8 + 1.6 + 0.8)
+        collective = build(kind, name, ranks)
+        closed_s = price(collective, num_bytes, ALPHA_S, 1 / RATE).time_s
+        simulated_s = simulate_collective(collective, num_bytes, wires)
+        assert simulated_s == pytest.approx(closed_s, rel=1e-6), (kind, name)
+        if len(collective.table.src) <= 20_000:
+            own_pace_s = by_rank(collective, num_bytes, wires)
+            assert own_pace_s <= closed_s * (1 + 1e-6)
+            assert name in UNEVEN or own_pace_s == pytest.approx(closed_s, rel=1e-3)
 
 
 def paths_of(*links: list[int]) -> Longs:
@@ -142,7 +123,6 @@ def paths_of(*links: list[int]) -> Longs:
 
 def test_a_flow_without_links_is_not_limited() -> None:
     assert max_min_rates(paths_of([], [0]), np.array([2.0])).tolist() == [math.inf, 2.0]
-    assert max_min_rates(np.empty((0, 1), np.int64), np.ones(1)).size == 0
 
 
 @st.composite
@@ -206,52 +186,34 @@ def _check_next_end(
         assert there.pop(tag) == pytest.approx(0, abs=1e-6)
 
 
-def test_links_count_what_they_carry() -> None:
-    flows = FlowNetwork(np.array([1.0, 2.0, 4.0]))
-    flows.start(paths_of([0, 1], [1]), np.array([3.0, 5.0]), np.array([7, 8]))
-    assert flows.carried_bytes.tolist() == [3.0, 8.0, 0.0]
-    assert flows.advance(flows.next_end_s()).tolist() == [7]  # both have rate 1
-    assert flows.now_s == pytest.approx(3.0)
-    assert flows.advance(flows.next_end_s()).tolist() == [8]  # 2 left, and the link alone
-    assert flows.now_s == pytest.approx(4.0)
-
-
 BYTES = 48e6
 PORT_RATE = 100e6
 PORT = ports(4, PORT_RATE)
 
 
 @pytest.mark.parametrize("name", ["ring", "star", "tree", "hierarchical"])
-def test_one_segment_is_the_simulation_without_segments(name: str) -> None:
+def test_a_star_sends_back_a_segment_while_the_next_ones_come_and_a_ring_gains_nothing(
+    name: str,
+) -> None:
     collective = build("all_reduce", name, 4)
     whole_s = by_rank(collective, BYTES, PORT)
     assert simulate_in_segments(collective, BYTES, PORT, 1) == pytest.approx(whole_s)
-
-
-def test_a_star_sends_back_a_segment_while_the_next_ones_come() -> None:
-    star = build("all_reduce", "star", 4)
-    one_way_s = 3 * BYTES / PORT_RATE
-    took_s = simulate_in_segments(star, BYTES, PORT, 12)
-    assert took_s == pytest.approx(one_way_s * (1 + 1 / 12))
-
-
-def test_a_ring_gains_nothing_from_segments() -> None:
-    ring = build("all_reduce", "ring", 4)
-    bound_s = 2 * 3 / 4 * BYTES / PORT_RATE
-    assert simulate_in_segments(ring, BYTES, PORT, 7) == pytest.approx(bound_s)
+    took_s = simulate_in_segments(collective, BYTES, PORT, 12)
+    if name == "ring":
+        assert took_s == pytest.approx(2 * 3 / 4 * BYTES / PORT_RATE)
+    if name == "star":
+        assert took_s == pytest.approx(3 * BYTES / PORT_RATE * (1 + 1 / 12))
 
 
 def test_bad_order_and_levels_are_priced_on_the_links_of_racks() -> None:
     """Two racks of two hosts at 1:4: the uplink of a rack has half the rate of a host."""
-    nic = LinkSpec("nic", 100e6, 0.0)
-    device = Device("cpu", 1e9, 1e9, {"fp32": 1e9})
-    cluster = Cluster("racks", device, Node(1, nic=nic), 4, 2, oversubscription=4.0)
+    node = Node(1, nic=LinkSpec("nic", 100e6, 0.0))
+    cluster = Cluster("racks", DEVICE, node, 4, 2, oversubscription=4.0)
     took_s = {
         name: host_schedule(name, 4, 2).predicted_s(cluster, int(BYTES))
         for name in (*PLAIN, *WITH_RACKS)
     }
     assert crossed(4, 2) == [0, 2, 1, 3]
-    assert took_s["ring"] == pytest.approx(2 * 3 / 4 * BYTES / 50e6)
-    assert took_s["gloo"] == took_s["ring"]
+    assert took_s["ring"] == took_s["gloo"] == pytest.approx(2 * 3 / 4 * BYTES / 50e6)
     assert took_s["crossed ring"] == pytest.approx(2 * took_s["ring"])
     assert BYTES / 50e6 < took_s["hierarchical"] < took_s["ring"] < took_s["star"]

@@ -33,15 +33,9 @@ def test_what_does_not_fit_into_columns_is_rounded_and_says_so() -> None:
     assert "rounded" not in shown("1f1b", 2, 3, Times(1e-6, 2e-6, 3e-6, 1e-6))
 
 
-def test_nothing_wider_than_the_console_is_printed() -> None:
-    for name in schedules():
-        wide = shown(name, 4, 8, Times(), width=70).split("\n\n")[0].splitlines()
-        assert max(map(len, wide)) <= 70
-        assert all(line == line.rstrip() for line in wide if line.startswith("stage"))
-
-
 def test_the_bands_of_a_narrow_console_join_to_the_whole_chart() -> None:
     lines = shown("1f1b", 2, 6, Times(), width=40).splitlines()
+    assert max(len(line) for line in lines[: lines.index("")]) <= 40
     for stage, whole in enumerate(gantt(simulate(build("1f1b", 2, 6))).splitlines()):
         bands = [line[9:] for line in lines if line.startswith(f"stage {stage}")]
         assert "".join(band.ljust(30) for band in bands).rstrip() == whole
@@ -49,13 +43,9 @@ def test_the_bands_of_a_narrow_console_join_to_the_whole_chart() -> None:
 
 def test_the_costs_stand_below() -> None:
     text = shown("zb-h1", 4, 8, Times())
-    assert "time     27\n" in text
-    assert "bubble   11.11% of the longest stage" in text
+    assert "time     27\nbubble   11.11% of the longest stage" in text
     assert "holds    at most 4 micro-batches, of which 1 2 3 4 only wait for W" in text
-    assert (
-        "every F before its I before its W, each once; never hangs with room for 1 message" in text
-    )
-    assert "holds    at most 4 3 2 1 micro-batches\n" in shown("1f1b", 4, 8, Times())
+    assert "every F before its I before its W, each once" in text
 
 
 def test_what_is_unreadable_is_refused() -> None:
@@ -63,6 +53,8 @@ def test_what_is_unreadable_is_refused() -> None:
         gantt(simulate(build("gpipe", 65, 1)))
     with pytest.raises(BadInput, match="columns long, too long to draw"):
         gantt(simulate(build("gpipe", 2, 2), Times(forward=1e-6)))
+    with pytest.raises(BadInput, match="too many to draw"):
+        picture("gpipe", 64, 200)
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -74,7 +66,7 @@ def picture(name: str, stages: int, microbatches: int, times: Times | None = Non
 
 
 def boxes(text: str) -> list[ElementTree.Element]:
-    return [r for r in ElementTree.fromstring(text).iter(f"{SVG}rect") if r.get("class") == "box"]
+    return ElementTree.fromstring(text).findall(f".//{SVG}rect[@class='box']")
 
 
 @pytest.mark.parametrize("name", schedules())
@@ -88,17 +80,8 @@ def test_every_action_has_a_box_that_says_what_it_is(name: str) -> None:
 
 
 def test_boxes_are_to_the_scale_of_time() -> None:
-    text = picture("1f1b", 2, 2, Times(1, 1, 2))
-    wide = [float(box.get("width", 0)) for box in boxes(text)]
+    drawn = boxes(picture("1f1b", 2, 2, Times(1, 1, 2)))
+    wide, lefts = ([float(box.get(name, 0)) for box in drawn] for name in ("width", "x"))
     assert wide[2] == pytest.approx(3 * wide[0], abs=0.2)
-    lefts = [float(box.get("x", 0)) for box in boxes(text)]
     assert lefts[4] - lefts[0] == pytest.approx(wide[0], abs=0.2)  # stage 1 begins after F0
-
-
-def test_actions_that_take_no_time_have_no_box() -> None:
-    assert len(boxes(picture("zb-h1", 2, 3, Times(weight=0)))) == 2 * 3 * 2
-
-
-def test_too_large_a_picture_is_refused() -> None:
-    with pytest.raises(BadInput, match="too many to draw"):
-        picture("gpipe", 64, 200)
+    assert len(boxes(picture("zb-h1", 2, 3, Times(weight=0)))) == 2 * 3 * 2  # none for W

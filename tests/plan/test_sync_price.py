@@ -11,7 +11,6 @@ from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, LinkSpec, MeasuredCalls
 from shoal.errors import BadInput
 from shoal.plan.predict import price_of
-from shoal.plan.prediction import Part
 from shoal.plan.sync_price import SyncPrice, SyncQuestion
 from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.strategy.strategy import parse
@@ -33,13 +32,10 @@ def alone(replicas: int, parameters: float = 1e9, **options: Any) -> SyncQuestio
     return ask(ONE_EACH, replicas, parameters, backward_s=0.0, **options)
 
 
-# ---- the seeds' examples ------------------------------------------------------------------------
-
-
 def test_three_replicas_send_1400_gb_up_and_as_much_down_through_a_server() -> None:
     found = cost('ps(placement="rank0")', alone(3, 175e9))
-    assert part(found, "push") == pytest.approx(1.4e12 / 25e9, rel=1e-3)
-    assert part(found, "pull") == pytest.approx(1.4e12 / 25e9, rel=1e-3)
+    for name in ("push", "pull"):
+        assert part(found, name) == pytest.approx(1.4e12 / 25e9, rel=1e-3)
 
 
 def test_server_time_grows_with_workers_where_the_rings_stays() -> None:
@@ -62,9 +58,6 @@ def test_two_servers_into_one_uplink_take_twice_as_long() -> None:
     assert narrow == pytest.approx(40, rel=1e-3)  # half of it crosses, at half the rate
 
 
-# ---- parameter servers --------------------------------------------------------------------------
-
-
 def test_replicas_add_hops_of_a_chain_and_the_first_of_an_eventual_one_waits_for_none() -> None:
     chains = [part(cost(f"ps(replicas={r})", alone(4)), "chain") for r in (1, 2, 3)]
     assert chains[0] == 0
@@ -82,10 +75,8 @@ def test_more_servers_divide_the_incast_and_placement_on_workers_removes_it() ->
 
 
 def test_async_is_the_sum_of_rates_until_the_servers_are_busy() -> None:
-    few = alone(2, 1e6, compute_s=0.3)
-    assert part(cost('ps(mode="async")', few), "servers") < 0.01 * 0.3
-    busy = alone(64, 1e9, compute_s=0.3)
-    found = cost('ps(mode="async")', busy)
+    assert part(cost('ps(mode="async")', alone(2, 1e6)), "servers") < 0.01 * 0.3
+    found = cost('ps(mode="async")', alone(64))
     cycle_s = 0.3 + sum(one.seconds for one in found.parts)
     assert cycle_s >= 64 * 2 * 4e9 / 25e9  # all pushes and pulls pass the server's NIC
 
@@ -108,9 +99,6 @@ def test_compressed_pushes_are_smaller_and_pulls_are_not() -> None:
     assert part(packed, "pull") == part(plain, "pull")
 
 
-# ---- overlap ------------------------------------------------------------------------------------
-
-
 def test_backward_hides_all_but_the_last_bucket_of_ddp() -> None:
     exposed = [
         part(cost("ddp", ask(ONE_EACH, 8, 1e9, backward_s=s, compute_s=9)), "gradients")
@@ -123,14 +111,13 @@ def test_backward_hides_all_but_the_last_bucket_of_ddp() -> None:
 
 def test_cpus_without_idle_cores_hide_nothing() -> None:
     device = replace(GPU, synchronous=True, threads=1)
-    shared = LinkSpec("shared memory", 5e9, 1e-6)
-    node = Node(4, fabric=shared, cores=4, memory_bytes_per_s=2e10)
-    host = Cluster("host", device, node)
-    hidden = part(cost("ddp", ask(host, 4, 1e8)), "gradients")
-    none = part(cost("ddp", ask(host, 4, 1e8, backward_s=0.0)), "gradients")
-    roomy = replace(host, node=replace(node, cores=8))
-    assert hidden == none
-    assert part(cost("ddp", ask(roomy, 4, 1e8)), "gradients") < none
+    memory = LinkSpec("shared memory", 5e9, 1e-6)
+
+    def gradients(cores: int, **options: float) -> float:
+        node = Node(4, fabric=memory, cores=cores, memory_bytes_per_s=2e10)
+        return part(cost("ddp", ask(Cluster("host", device, node), 4, 1e8, **options)), "gradients")
+
+    assert gradients(4) == gradients(4, backward_s=0.0) > gradients(8)
 
 
 def test_zero_3_gathers_beside_computation() -> None:
@@ -179,19 +166,20 @@ def test_backward_under_zero_2_stops_where_two_large_buckets_wait(
 
 
 def test_a_server_of_many_workers_finds_their_pushes_in_no_cache() -> None:
-    core = replace(
-        GPU, synchronous=True, threads=1, memory_efficiency=Curve(((1e6, 1.0), (1e7, 0.1)))
-    )
-    host = Cluster("host", core, Node(16, fabric=NVLINK, cores=16, crowded=((16, core),)))
+    host = cpu_host(memory_efficiency=Curve(((1e6, 1.0), (1e7, 0.1))))
     few, many = (
         part(cost('ps(mode="async")', ask(host, n, 2.5e5, backward_s=0.0)), "push") for n in (2, 16)
     )
     assert many > 1.1 * few  # the same bytes of one worker
 
 
+def cpu_host(**figures: Any) -> Cluster:
+    core = replace(GPU, synchronous=True, threads=1, **figures)
+    return Cluster("host", core, Node(16, fabric=NVLINK, cores=16, crowded=((16, core),)))
+
+
 def test_measured_asynchronous_pushes_take_the_place_of_passes_over_memory() -> None:
-    core = replace(GPU, synchronous=True, threads=1, served_bytes_per_s=1e9, request_s=1e-3)
-    host = Cluster("host", core, Node(16, fabric=NVLINK, cores=16, crowded=((16, core),)))
+    host = cpu_host(served_bytes_per_s=1e9, request_s=1e-3)
     question = ask(host, 16, 2.5e6, backward_s=0.0)  # 10 MB
     async_price = cost('ps(mode="async")', question)
     assert part(async_price, "push and pull") == pytest.approx(10e-3)
@@ -209,26 +197,17 @@ def test_zero_2_reduces_every_microbatch() -> None:
     assert two == pytest.approx(4 * one)
 
 
-# ---- racks --------------------------------------------------------------------------------------
-
-
 def test_hierarchical_all_reduce_beats_a_flat_ring_on_nodes_of_eight() -> None:
-    racks = cluster_of(16, nodes_per_rack=4, oversubscription=4.0)
-    question = ask(racks, 128, 1e9, backward_s=0.0)
+    question = ask(cluster_of(16, nodes_per_rack=4, oversubscription=4.0), 128, backward_s=0.0)
     ring = part(cost('ddp(algorithm="ring")', question), "gradients")
-    hierarchical = part(cost("ddp", question), "gradients")
-    assert hierarchical <= ring
+    assert part(cost("ddp", question), "gradients") <= ring
 
 
 def test_gossip_over_racks_pays_for_the_messages_that_leave_them() -> None:
     racks = replace(ONE_EACH, nodes_per_rack=8, oversubscription=8.0)
-    near = part(cost("gossip", ask(racks, 32, 1e9)), "neighbours")
-    far = part(cost('gossip(graph="complete")', ask(racks, 32, 1e9)), "neighbours")
-    assert far > 10 * near
-
-
-def test_the_convergence_factor_is_the_second_eigenvalue() -> None:
-    assert "second eigenvalue" in cost("gossip", alone(8)).convergence
+    near, far = (cost(text, ask(racks, 32)) for text in ("gossip", 'gossip(graph="complete")'))
+    assert part(far, "neighbours") > 10 * part(near, "neighbours")
+    assert "second eigenvalue" in near.convergence
 
 
 def test_local_sgd_divides_its_all_reduce_over_its_steps() -> None:
@@ -247,4 +226,3 @@ def test_hogwild_is_bound_by_the_hosts_memory() -> None:
     narrow = Cluster("host", GPU, Node(8, fabric=NVLINK, memory_bytes_per_s=1e10))
     found = cost("hogwild", ask(narrow, 8, 1e9, compute_s=0.01))
     assert part(found, "shared weights") > 1
-    assert all(isinstance(one, Part) for one in found.parts)

@@ -15,6 +15,7 @@ from shoal.plan.step.layer_time import KernelModel, LayerClock
 from shoal.plan.workloads import Kernel, LayerCost, Split
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import Line, TracedKernel, TracedLayer, TracedWorkload
+from shoal.plan.workloads.transformer_block import Transformer
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.ring_attention import RingAttention
 from shoal.strategy.strategy import parse
@@ -60,21 +61,18 @@ def test_a_slower_link_exposes_the_ring_and_a_fast_one_hides_it() -> None:
     assert parts(MODEL, "cp(8)", 1e8)["cp"] > parts(MODEL, "cp(8)", 1e9)["cp"] > 0
 
 
-def test_workers_of_cp_sum_the_gradients_of_all_parameters() -> None:
-    whole = sum(run.count * MODEL.cost(i, Split()).parameters for i, run in enumerate(MODEL.runs))
-    expected = Network(cluster(1e10)).collective("all_reduce", RankGroup(4, 1), 2 * whole)
-    assert parts(MODEL, "ddp + cp(4)", 1e10)["cp gradients"] == pytest.approx(expected.seconds)
-
-
-def test_workers_of_ep_sum_the_gradients_of_all_but_experts() -> None:
-    experts = 4 * 8 * 2 * 1024 * 4096
-    copies = sum(
-        run.count * MIXTURE.cost(i, Split()).parameters for i, run in enumerate(MIXTURE.runs)
-    )
-    expected = Network(cluster(1e10)).collective(
-        "all_reduce", RankGroup(8, 1), 2 * (copies - experts)
-    )
-    assert parts(MIXTURE, "ep(8)", 1e10)["ep gradients"] == pytest.approx(expected.seconds)
+@pytest.mark.parametrize(
+    ("model", "text", "ranks", "experts"),
+    [(MODEL, "ddp + cp(4)", 4, 0), (MIXTURE, "ep(8)", 8, 4 * 8 * 2 * 1024 * 4096)],
+)
+def test_workers_of_cp_and_ep_sum_the_gradients_of_all_but_experts(
+    model: Transformer, text: str, ranks: int, experts: int
+) -> None:
+    whole = sum(run.count * model.cost(i, Split()).parameters for i, run in enumerate(model.runs))
+    group = RankGroup(ranks, 1)
+    expected = Network(cluster(1e10)).collective("all_reduce", group, 2 * (whole - experts))
+    axis = "cp" if experts == 0 else "ep"
+    assert parts(model, text, 1e10)[f"{axis} gradients"] == pytest.approx(expected.seconds)
 
 
 def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
@@ -85,9 +83,8 @@ def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
 
 
 def test_ring_attention_keeps_no_scores_and_skips_chunks_that_are_masked() -> None:
-    plain = MODEL.cost(1, Split())
     ring = MODEL.cost(1, Split(cp=2))
-    scores = flops_of(plain, "scores")
+    scores = flops_of(MODEL.cost(1, Split()), "scores")
     assert flops_of(ring, "scores") == pytest.approx(scores / 2 * 5 / 8)
     flash = MODEL.cost(1, Split(cp=2, flash_attention=True))
     assert ring.activation_bytes == flash.activation_bytes
@@ -96,10 +93,9 @@ def test_ring_attention_keeps_no_scores_and_skips_chunks_that_are_masked() -> No
 
 
 def test_attention_under_cp_is_a_kernel_a_round_and_sums_of_their_results() -> None:
-    ring = MODEL.cost(1, Split(cp=8, flash_attention=True))
+    ring, whole = (MODEL.cost(1, Split(cp=cp, flash_attention=True)) for cp in (8, 1))
     names = [kernel.name for kernel in ring.forward]
     assert (names.count("attention"), names.count("sum of rounds")) == (8, 7)
-    whole = MODEL.cost(1, Split(flash_attention=True))
     assert flops_of(ring, "attention") == pytest.approx(flops_of(whole, "attention") / 8)
 
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
-from shoal.errors import BadInput
 from shoal.plan.price import price
 from shoal.plan.simulator.collectives import (
     MessageTable,
@@ -63,8 +62,6 @@ class ClusterNetwork:
     """The first ranks of a cluster, in order or shuffled by a seed."""
 
     def __init__(self, cluster: Cluster, ranks: int, seed: int = 0):
-        if ranks < 1:
-            raise BadInput(f"a collective needs at least one rank, not {ranks}")
         self.cluster = cluster.of_size(ranks)
         self.ranks = ranks
         self.topology = ClusterTopology(self.cluster)
