@@ -89,28 +89,12 @@ def test_the_file_in_the_documentation_is_read() -> None:
     [
         ('"nvlink"', '"nvlnk"', "node.fabric: there is no [link.nvlnk]; did you mean nvlink?"),
         ("oversubscription = 2", "oversubscription = 4", "spine.oversubscription: 1:4 is not"),
-        (
-            "memory_GB = 80",
-            "memory_Gb = 80",
-            "device: Object contains unknown field `memory_Gb`",
-        ),
-        (
-            "launch_us",
-            "lunch_us",
-            "device: Object contains unknown field `lunch_us`",
-        ),
+        ("launch_us", "lunch_us", "device: Object contains unknown field `lunch_us`"),
         ("memory_GB = 80", "", "device: Object missing required field `memory_GB`"),
         ("launch_us = 4", 'launch_us = "4"', "device.launch_us: Expected `float`, got `str`"),
         ("launch_us = 4", "launch_us = -4", "device.launch_us: Expected `float` >= 0"),
-        ("launch_us = 4", "launch_us = nan", "device.launch_us: Expected `float` >= 0"),
-        ("launch_us = 4", f"launch_us = 1{'0' * 400}", "device.launch_us: Number out of range"),
-        ("launch_us = 4", "launch_us = true", "device.launch_us: Expected `float`"),
-        ("GB_per_s = 300", "GB_per_s = 0", "link.nvlink.GB_per_s: Expected `float` > 0"),
         ("GB_per_s = 300", "", "link.nvlink.GB_per_s: give either GB_per_s (bytes) or"),
         ("fp16 = 312", "pf16 = 312", "device.peak_TFLOP_per_s: Invalid enum value 'pf16'"),
-        ("nodes = 4", "nodes = 0", "nodes: Expected `int` >= 1"),
-        ("nodes = 4", "nodes = 2.5", "nodes: Expected `int`"),
-        ("nodes = 4", "noeds = 4", "Object contains unknown field `noeds`"),
         ('nic = "infiniband"', "", "nodes: 4 nodes need a network, and [node] names no nic"),
         ('fabric = "nvlink"', "", "node.fabric: 2 devices need a fabric or a pcie to meet"),
         ("devices = 2", "devices = 2\ntorus = [3, 3]", "node.torus: a torus of 3 x 3 does not"),
@@ -118,15 +102,8 @@ def test_the_file_in_the_documentation_is_read() -> None:
         ("uplinks = 1", "uplinks = 1\nports = 2", "rack.ports: 2 nodes take 2 ports and"),
         ("nodes = 4", "nodes = 5", "rack.nodes: 5 nodes do not fill racks of 2"),
         ("alpha_us = 5", "efficiency = 1.5", "link.nvlink.efficiency: Expected `float` <= 1"),
-        ("alpha_us = 5", 'source = "guess"', "link.nvlink.source: Invalid enum value"),
         ("[1900, 2000]", "[2000, 1900]", "device.spread.memory_GB_per_s: the lowest value comes"),
-        (
-            "launch_us = 4",
-            "matmul_efficiency = [[1, 2]]",
-            "device.matmul_efficiency[0][1]: Expected",
-        ),
         ("[noise]", "[noise", "is not TOML"),
-        ("[noise]\n", "[[noise]]\n", "noise: Expected `object`, got `array`"),
     ],
 )
 def test_a_mistake_names_the_file_and_the_key(old: str, new: str, problem: str) -> None:
@@ -138,16 +115,16 @@ def test_a_mistake_names_the_file_and_the_key(old: str, new: str, problem: str) 
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="No such file"):
-        load_cluster(tmp_path / "none.toml")
-    with pytest.raises(BadInput, match="Is a directory"):
-        load_cluster(tmp_path)
     latin = tmp_path / "latin.toml"
     latin.write_bytes("name = 'Büro'".encode("latin-1"))
-    with pytest.raises(BadInput, match=r"latin.toml: byte 9 is not UTF-8"):
-        load_cluster(latin)
-    with pytest.raises(BadInput, match="did you mean dgx-a100"):
-        load_cluster("dgx-a10")
+    for name, problem in (
+        (tmp_path / "none.toml", "No such file"),
+        (tmp_path, "Is a directory"),
+        (latin, r"latin.toml: byte 9 is not UTF-8"),
+        ("dgx-a10", "did you mean dgx-a100"),
+    ):
+        with pytest.raises(BadInput, match=problem):
+            load_cluster(name)
 
 
 @pytest.mark.parametrize("preset", ["dgx-a100", "dgx-h100", "rack-1-4", "laptop"])

@@ -20,13 +20,7 @@ from shoal.cluster.host import (
 )
 
 A100_QUERY = "NVIDIA A100-SXM4-80GB, 81920, 4, 16\n" * 8
-LEGEND = """
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
+LEGEND = "\nLegend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n"
 
 
 def a100_matrix() -> str:
@@ -79,17 +73,11 @@ def test_a_dgx_a100_is_found() -> None:
     assert found.notes == ("The link between sockets is assumed: 320 Gb/s = 40 GB/s.",)
 
 
-def test_gpus_on_pcie_have_no_fabric() -> None:
-    host = gpu_host("Tesla T4, 15360, 3, 16\n" * 4, PCIE_MATRIX)
-    node = discover(host).cluster.node
-    assert node.fabric is None
-    assert node.devices_per_pcie == 2
-
-
-def test_bridges_between_pairs_do_not_join_all_gpus() -> None:
-    host = gpu_host("NVIDIA RTX A6000, 49140, 4, 16\n" * 4, BRIDGES)
-    assert not host.topology.joined_by_nvlink
-    found = discover(host)
+def test_gpus_that_nvlink_does_not_join_have_no_fabric() -> None:
+    node = discover(gpu_host("Tesla T4, 15360, 3, 16\n" * 4, PCIE_MATRIX)).cluster.node
+    assert node.fabric is None and node.devices_per_pcie == 2
+    # bridges between pairs do not join all
+    found = discover(gpu_host("NVIDIA RTX A6000, 49140, 4, 16\n" * 4, BRIDGES))
     assert found.cluster.node.fabric is None
     assert any("NVLink joins only some" in note for note in found.notes)
 
@@ -101,17 +89,14 @@ def test_two_bridged_gpus_have_the_rate_of_the_bridge() -> None:
 
 
 def test_an_unknown_gpu_is_said_to_be_assumed() -> None:
-    found = discover(gpu_host("NVIDIA Q9000, 8192, [N/A], [N/A]\n", ""))
-    assert any("NVIDIA Q9000 is not known" in note for note in found.notes)
-    assert any("PCIe of the GPUs is not reported" in note for note in found.notes)
+    said = " ".join(discover(gpu_host("NVIDIA Q9000, 8192, [N/A], [N/A]\n", "")).notes)
+    assert "NVIDIA Q9000 is not known" in said and "PCIe of the GPUs is not reported" in said
 
 
 def test_other_outputs_are_no_gpus() -> None:
     assert parse_gpus("No devices were found\n") == ()
-    assert parse_topology("Failed to initialize NVML: Driver/library version mismatch") == (
-        GpuTopology()
-    )
-    assert parse_topology("") == GpuTopology()
+    for text in ("Failed to initialize NVML: Driver/library version mismatch", ""):
+        assert parse_topology(text) == GpuTopology()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from shoal.cluster.drawing import levels, narrowest, narrowest_cut
 from shoal.cluster.presets import load_cluster
 from shoal.cluster.topology import ClusterTopology, neighbors
 
+RING = [(rank, (rank + 1) % 8) for rank in range(8)]
+
 
 def crowd(topology: ClusterTopology, pairs: list[tuple[int, int]]) -> float:
     """Seconds until messages of one byte are there, all at once: the busiest link decides."""
@@ -21,11 +23,9 @@ def crowd(topology: ClusterTopology, pairs: list[tuple[int, int]]) -> float:
     return max(count / topology.links[link].bytes_per_s for link, count in users.items())
 
 
-def two_racks(name: str, nodes: int = 4, oversubscription: float = 4) -> Cluster:
-    cluster = load_cluster(name)
-    return replace(
-        cluster, nodes=nodes, nodes_per_rack=nodes // 2, oversubscription=oversubscription
-    )
+def two_racks(oversubscription: float = 4) -> Cluster:
+    cluster = load_cluster("dgx-a100")
+    return replace(cluster, nodes=4, nodes_per_rack=2, oversubscription=oversubscription)
 
 
 def names(topology: ClusterTopology, src: int, dst: int) -> list[str]:
@@ -41,7 +41,7 @@ def test_two_servers_over_one_uplink_take_twice_as_long() -> None:
 
 
 def test_a_path_goes_through_nic_uplink_and_spine() -> None:
-    topology = ClusterTopology(two_racks("dgx-a100"))
+    topology = ClusterTopology(two_racks())
     assert names(topology, 0, 0) == []
     assert names(topology, 0, 5) == ["NVLink 3 of gpu 0", "NVLink 3 of gpu 5"]
     assert names(topology, 1, 8) == [
@@ -54,7 +54,7 @@ def test_a_path_goes_through_nic_uplink_and_spine() -> None:
 
 
 def test_alphas_of_a_path_add_up_to_that_of_its_outermost_link() -> None:
-    topology = ClusterTopology(two_racks("dgx-a100"))
+    topology = ClusterTopology(two_racks())
     assert topology.alpha_s(0, 1) == pytest.approx(5e-6)
     assert topology.alpha_s(0, 8) == pytest.approx(10e-6)
     assert topology.alpha_s(0, 16) == pytest.approx(11e-6)
@@ -66,8 +66,7 @@ def test_devices_without_a_fabric_share_pcie_and_the_link_between_sockets() -> N
     assert len(pcie.path(0, 1)) == 2
     assert len(pcie.path(0, 2)) == 4
     assert "Infinity Fabric of node 0" in names(pcie, 0, 7)
-    ring = [(rank, (rank + 1) % 8) for rank in range(8)]
-    assert crowd(ClusterTopology(cluster), ring) < crowd(pcie, ring) / 5
+    assert crowd(ClusterTopology(cluster), RING) < crowd(pcie, RING) / 5
     all_pairs = list(permutations(range(8), 2))
     assert crowd(ClusterTopology(cluster), all_pairs) < crowd(pcie, all_pairs) / 5
 
@@ -78,8 +77,7 @@ def test_a_shared_pcie_is_one_link_for_all_devices() -> None:
     shared = replace(cluster.node.pcie, shared=True)
     node = replace(cluster.node, fabric=None, pcie=shared, devices_per_pcie=8)
     topology = ClusterTopology(replace(cluster, node=node))
-    ring = [(rank, (rank + 1) % 8) for rank in range(8)]
-    assert crowd(topology, ring) == pytest.approx(8 * crowd(topology, ring[:1]))
+    assert crowd(topology, RING) == pytest.approx(8 * crowd(topology, RING[:1]))
 
 
 def test_ip_over_infiniband_goes_through_the_host() -> None:
@@ -106,21 +104,15 @@ def test_torus_paths_take_the_shorter_way_round() -> None:
     assert len(topology.path(0, 7)) == 1
     assert len(topology.path(0, 36)) == 8  # four steps along each axis
     assert topology.alpha_s(0, 2) == pytest.approx(2e-6)
-    ring = [(rank, (rank + 1) % 8) for rank in range(8)]
-    assert crowd(topology, ring) == 1 / 45e9
+    assert crowd(topology, RING) == 1 / 45e9
 
 
-@pytest.mark.parametrize("ratio", [1, 4, 16])
-def test_the_bisection_is_the_largest_flow_between_racks(ratio: float) -> None:
-    cluster = two_racks("dgx-a100", 4, ratio)
-    assert levels(cluster)[-1].bisection_bytes_per_s == pytest.approx(_flow(cluster, 16))
-
-
-def test_the_bisection_is_the_largest_flow_inside_a_node() -> None:
-    for name in ("dgx-a100", "tpu-torus"):
-        cluster = replace(load_cluster(name), nodes=1)
-        half = cluster.devices // 2
-        assert levels(cluster)[0].bisection_bytes_per_s == pytest.approx(_flow(cluster, half))
+def test_the_bisection_is_the_largest_flow_between_two_halves() -> None:
+    racks = [two_racks(ratio) for ratio in (1, 4, 16)]
+    inside = [replace(load_cluster(name), nodes=1) for name in ("dgx-a100", "tpu-torus")]
+    for cluster in (*racks, *inside):
+        flow = _flow(cluster, cluster.devices // 2)
+        assert levels(cluster)[-1].bisection_bytes_per_s == pytest.approx(flow)
 
 
 def _flow(cluster: Cluster, half: int) -> float:
@@ -142,12 +134,11 @@ def _flow(cluster: Cluster, half: int) -> float:
 
 
 def test_the_narrowest_cut_is_named_with_its_rate() -> None:
-    assert "between racks (uplinks to the spine, oversubscribed 1:2)" in narrowest_cut(
-        load_cluster("seeds-rack")
-    )
-    assert "10 Gb/s = 1.25 GB/s each way" in narrowest_cut(load_cluster("seeds-rack"))
-    even = narrowest(two_racks("dgx-a100", oversubscription=1))
-    assert even is not None and even.name == "rack"
-    inside = narrowest(replace(load_cluster("dgx-a100"), nodes=1))
-    assert inside is not None and inside.name == "node"
+    words = narrowest_cut(load_cluster("seeds-rack"))
+    assert "between racks (uplinks to the spine, oversubscribed 1:2)" in words
+    assert "10 Gb/s = 1.25 GB/s each way" in words
+    even, inside = two_racks(1), load_cluster("dgx-a100")
+    for cluster, name in ((even, "rack"), (replace(inside, nodes=1), "node")):
+        level = narrowest(cluster)
+        assert level is not None and level.name == name
     assert narrowest_cut(load_cluster("h200")) == "One device: nothing has to cross a link."

@@ -167,18 +167,13 @@ model,heads,hidden,layers,tp,pp,interleave,gpus,global_batch,micro_batch,full_re
 1T,160,25600,128,8,64,1,512,512,1,94.42,71.49
 """
 # the same, figures 1 and 7, in GiB: parameters with optimizer, activations without recompute,
-# activations with sequence parallelism and selective recompute
+# activations with sequence parallelism and selective recompute; with the sizes of each model,
+# stages, chunks, workers, batch and micro-batch
 KORTHIKANTI_MEMORY = {
-    22: (45.5625, 59.25, 9.5625),
-    175: (45.5625, 66.84375, 12.3515625),
-    530: (31.640625, 114.0234375, 23.076171875),
-    1000: (32.958984375, 131.25, 26.5625),
-}
-SIZES = {  # with stages, chunks, workers, batch and micro-batch
-    22: (TransformerSizes(48, 6144, 64), 1, 1, 8, 4, 4),
-    175: (GPT, 8, 3, 64, 64, 1),
-    530: (MODELS["530B"], 35, 3, 280, 280, 1),
-    1000: (TransformerSizes(128, 25600, 160), 64, 1, 512, 512, 1),
+    22: ((45.5625, 59.25, 9.5625), TransformerSizes(48, 6144, 64), 1, 1, 8, 4, 4),
+    175: ((45.5625, 66.84375, 12.3515625), GPT, 8, 3, 64, 64, 1),
+    530: ((31.640625, 114.0234375, 23.076171875), MODELS["530B"], 35, 3, 280, 280, 1),
+    1000: ((32.958984375, 131.25, 26.5625), TransformerSizes(128, 25600, 160), 64, 1, 512, 512, 1),
 }
 GIB = 2**30
 
@@ -206,7 +201,7 @@ def test_korthikanti_table_5_within_6_percent(tmp_path: Path) -> None:
 
 
 def memory_of(model: int, recompute: Recompute, sequence_parallel: bool) -> DeviceMemory:
-    sizes, stages, chunks, workers, batch, microbatch = SIZES[model]
+    _, sizes, stages, chunks, workers, batch, microbatch = KORTHIKANTI_MEMORY[model]
     tp = "tp(8, sequence=True)" if sequence_parallel else "tp(8)"
     shape = f', schedule="interleaved", chunks={chunks}' if chunks > 1 else ""
     strategy = as_strategy(tp if stages == 1 else f"{tp} + pp({stages}{shape})")
@@ -217,9 +212,9 @@ def memory_of(model: int, recompute: Recompute, sequence_parallel: bool) -> Devi
     return predictor.predict(strategy, workers, settings).memory
 
 
-@pytest.mark.parametrize("model", list(SIZES))
+@pytest.mark.parametrize("model", KORTHIKANTI_MEMORY)
 def test_activations_are_those_of_korthikanti(model: int) -> None:
-    _, whole, little = KORTHIKANTI_MEMORY[model]
+    _, whole, little = KORTHIKANTI_MEMORY[model][0]
     assert memory_of(model, "none", False).activations / GIB == pytest.approx(whole, rel=0.05)
     assert memory_of(model, "selective", True).activations / GIB == pytest.approx(little, rel=0.05)
 
@@ -227,63 +222,38 @@ def test_activations_are_those_of_korthikanti(model: int) -> None:
 def test_weights_and_optimizer_are_18_bytes_a_parameter() -> None:
     """The figures leave out embeddings, which the fullest device has."""
     errors = []
-    for model, (weights, _, activations) in KORTHIKANTI_MEMORY.items():
+    for model, ((weights, _, activations), sizes, stages, *_) in KORTHIKANTI_MEMORY.items():
         memory = memory_of(model, "selective", True)
         held = memory.parameters + memory.gradients + memory.optimizer
         errors.append((held + memory.activations) / GIB / (weights + activations) - 1)
-        sizes, stages, *_ = SIZES[model]
         embedding = (sizes.vocab / 8 + sizes.sequence) * sizes.hidden
         assert (held - 18 * embedding) / GIB == pytest.approx(weights, rel=0.01), stages
     assert fmean(map(abs, errors)) < 0.05
 
 
-def parameters(text: str) -> float:
-    model = transformer_named(text)
-    return sum(run.count * model.cost(i, Split()).parameters for i, run in enumerate(model.runs))
-
-
 # GPT-2: sizes of the released weights; GPT-3: table 2.1 of its paper, 174.6 billion in its
-# appendix D; others: the number of weights of the published checkpoints
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("gpt-2", 124.44e6),
-        ("gpt-2-xl", 1557.6e6),
-        ("gpt-3", 174.6e9),
-        ("GPT-3 175B", 174.6e9),
-        ("gpt-3-13b", 12.85e9),
-        ("llama-2-7b", 6.738e9),
-        ("llama-2-13b", 13.016e9),
-        ("llama-2-70b", 68.98e9),
-        ("llama-3-8b", 8.030e9),
-        ("llama3-70b", 70.554e9),
-        ("llama-3.1-405b", 405.85e9),
-        ("mistral-7b", 7.242e9),
-        ("mixtral-8x7b", 46.70e9),
-        ("mixtral-8x22b", 140.6e9),
-        ("llama-3-405b", 405.85e9),
-        ("llama-3.2-1b", 1.236e9),
-        ("llama-3.2-3b", 3.213e9),
-        ("qwen-2.5-0.5b", 494e6),
-        ("qwen-2.5-7b", 7.616e9),
-        ("qwen2.5-72b", 72.706e9),
-        ("mistral-large", 122.61e9),
-        ("bert-large", 334.09e6),  # without its pooler
-        ("vit-l", 304.33e6),
-        ("vit-h", 632.05e6),
-    ],
-)
-def test_a_model_has_its_published_number_of_parameters(name: str, published: float) -> None:
-    assert parameters(name) == pytest.approx(published, rel=0.003)
+# appendix D; BERT without its pooler; others: the number of weights of the published checkpoints
+PARAMETERS = """\
+gpt-2 124.44e6          gpt-2-xl 1557.6e6       gpt-3 174.6e9           GPT_3-175B 174.6e9
+gpt-3-13b 12.85e9       llama-2-7b 6.738e9      llama-2-13b 13.016e9    llama-2-70b 68.98e9
+llama-3-8b 8.030e9      llama3-70b 70.554e9     llama-3.1-405b 405.85e9 llama-3-405b 405.85e9
+llama-3.2-1b 1.236e9    llama-3.2-3b 3.213e9    mistral-7b 7.242e9      mistral-large 122.61e9
+mixtral-8x7b 46.70e9    mixtral-8x22b 140.6e9   qwen-2.5-0.5b 494e6     qwen-2.5-7b 7.616e9
+qwen2.5-72b 72.706e9    bert-large 334.09e6     vit-l 304.33e6          vit-h 632.05e6
+"""
 
 
-def test_sizes_give_the_same_as_the_name() -> None:
+@pytest.mark.parametrize(("name", "number"), re.findall(r"(\S+) (\S+)", PARAMETERS))
+def test_a_model_has_its_published_number_of_parameters(name: str, number: str) -> None:
+    model = transformer_named(name)
+    found = sum(run.count * model.cost(i, Split()).parameters for i, run in enumerate(model.runs))
+    assert found == pytest.approx(float(number), rel=0.003)
+
+
+def test_sizes_give_the_same_as_the_name_which_can_be_changed() -> None:
     sizes = "layers=96, hidden=12288, heads=96, vocab=50257, sequence=2048"
     assert transformer_named(sizes).sizes == transformer_named("gpt-3").sizes
     assert transformer_named("layers=2,hidden=8,heads=2,tied=no").sizes.tied is False
-
-
-def test_a_name_can_be_changed() -> None:
     model = transformer_named("llama-3-70b,seq=4096,precision=fp16")
     assert (model.sizes.sequence, model.precision.compute) == (4096, "fp16")
     assert transformer_named("llama-3-70b").precision.compute == "bf16"

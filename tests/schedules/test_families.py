@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import BadInput
-from shoal.schedules.collectives import Collective
+from shoal.schedules.collectives import Collective, rooted_at
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.collectives.transfer_table import Transfer as T
+from shoal.schedules.collectives.transfer_table import from_rounds
 
-ADD = True
-PUT = False
+ADD, PUT = True, False
 
 
 def test_naive_has_one_message_a_round() -> None:
@@ -29,14 +29,10 @@ def test_bruck_moves_a_piece_by_the_bits_of_its_distance() -> None:
 
 
 def test_double_tree_swaps_leaves_and_inner_nodes() -> None:
-    schedule = build("all_reduce", "double_tree", 8, segments=1)
-    first = {t.src for r in schedule.rounds for t in r if t.chunk == 0 and t.reduce}
-    adders = [
-        {t.dst for r in schedule.rounds for t in r if t.chunk == tree and t.reduce}
-        for tree in (0, 1)
-    ]
-    assert first == set(range(1, 8))
-    assert adders[0] == {0, 2, 4, 6} and adders[1] == {1, 3, 5, 7}
+    transfers = [t for r in build("all_reduce", "double_tree", 8, segments=1).rounds for t in r]
+    first, second = ([t for t in transfers if t.chunk == tree and t.reduce] for tree in (0, 1))
+    assert {t.src for t in first} == set(range(1, 8))
+    assert {t.dst for t in first} == {0, 2, 4, 6} and {t.dst for t in second} == {1, 3, 5, 7}
 
 
 def test_torus_of_6_talks_to_right_hand_neighbours_only() -> None:
@@ -101,3 +97,15 @@ def test_slow_ring_over_4_ranks_uses_one_link_at_a_time() -> None:
         (T(0, 1, 0, ADD),), (T(1, 2, 0, ADD),), (T(2, 3, 0, ADD),),
         (T(3, 0, 0, PUT),), (T(0, 1, 0, PUT),), (T(1, 2, 0, PUT),),
     )  # fmt: skip
+
+
+def test_a_table_reads_like_the_rounds_it_was_made_of() -> None:
+    rounds = ((T(0, 1, 0, PUT),), (T(1, 2, 0, ADD), T(0, 2, 1, PUT, into=3)))
+    table = from_rounds(rounds)
+    assert table == rounds and len(table) == 2 and table.num_transfers == 3
+    assert table[-1] == rounds[1] and table[:1] == rounds[:1]
+
+
+def test_a_gather_with_another_root_turns_ranks_and_pieces() -> None:
+    star = Collective("star", 3, 3, [[T(1, 0, 1, PUT), T(2, 0, 2, PUT)]], "gather")
+    assert rooted_at(star, 1).rounds == ((T(2, 1, 2, PUT), T(0, 1, 0, PUT)),)

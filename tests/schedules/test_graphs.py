@@ -81,18 +81,25 @@ def test_a_networkx_graph_has_a_text_form_that_reads_back(graph: nx.Graph, text:
     assert parse(str(part)).sync == part
 
 
-def test_graphs_without_a_text_form_are_refused() -> None:
-    lonely = nx.path_graph(2)
-    lonely.add_node(2)
-    with pytest.raises(StrategyError, match="node 2 of the graph has no edge"):
-        shoal.gossip(graph=lonely)
-    for weight in (-0.5, float("nan"), "heavy"):
-        with pytest.raises(StrategyError, match="the weights of a graph are numbers from 0 to 1"):
-            shoal.gossip(graph=nx.Graph([(0, 1, {"weight": weight})]))
-    with pytest.raises(StrategyError, match="no multigraph"):
-        shoal.gossip(graph=nx.MultiGraph([(0, 1)]))
-    with pytest.raises(StrategyError, match="write it to a file"):
-        shoal.gossip(graph=nx.complete_graph(100))
+LONELY = nx.path_graph(2)
+LONELY.add_node(2)
+
+
+@pytest.mark.parametrize(
+    ("graph", "sentence"),
+    [
+        (LONELY, "node 2 of the graph has no edge"),
+        (nx.MultiGraph([(0, 1)]), "no multigraph"),
+        (nx.complete_graph(100), "write it to a file"),
+        *(
+            (nx.Graph([(0, 1, {"weight": weight})]), "weights of a graph are numbers from 0 to 1")
+            for weight in (-0.5, float("nan"), "heavy")
+        ),
+    ],
+)
+def test_graphs_without_a_text_form_are_refused(graph: nx.Graph, sentence: str) -> None:
+    with pytest.raises(StrategyError, match=sentence):
+        shoal.gossip(graph=graph)
 
 
 @pytest.mark.parametrize("text", ["edges:", "edges:0", "edges:0-", "edges:0-1,", "edges:a-b"])

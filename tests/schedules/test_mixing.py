@@ -14,10 +14,7 @@ from shoal.errors import StrategyError
 from shoal.schedules.graphs import write_edges
 from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.options import GRAPHS
-from shoal.strategy.strategy import parse
 from shoal.strategy.terms import gossip
-
-EVERYWHERE = [graph for graph in GRAPHS if graph != "hypercube"]
 
 
 def assert_doubly_stochastic(mixing: Mixing) -> None:
@@ -27,18 +24,15 @@ def assert_doubly_stochastic(mixing: Mixing) -> None:
         np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-12)
 
 
-@given(graph=st.sampled_from(EVERYWHERE), workers=st.integers(1, 40))
+@given(graph=st.sampled_from(GRAPHS), workers=st.integers(1, 40))
 @settings(deadline=None)
 def test_every_named_graph_is_doubly_stochastic_and_converges(graph: str, workers: int) -> None:
+    if graph == "hypercube":
+        workers = 1 << workers % 7
     mixing = mixing_for(graph, workers)
     assert mixing.workers == workers
     assert_doubly_stochastic(mixing)
     assert mixing.second_eigenvalue < 1
-
-
-@given(dimension=st.integers(0, 6))
-def test_so_is_a_hypercube(dimension: int) -> None:
-    assert_doubly_stochastic(mixing_for("hypercube", 1 << dimension))
 
 
 @given(seed=st.integers(0, 10_000), workers=st.integers(3, 30))
@@ -66,11 +60,8 @@ def test_metropolis_hastings_on_a_path_of_three() -> None:
 
 def test_one_peer_takes_half_of_another_one_each_step() -> None:
     mixing = mixing_for("one-peer", 4)
-    assert [mixing.heard_by(3, step) for step in range(3)] == [
-        {3: 0.5, 2: 0.5},
-        {3: 0.5, 1: 0.5},
-        {3: 0.5, 2: 0.5},
-    ]
+    heard = [mixing.heard_by(3, step) for step in range(3)]
+    assert heard == [{3: 0.5, 2: 0.5}, {3: 0.5, 1: 0.5}, {3: 0.5, 2: 0.5}]
     assert [mixing.listeners(3, step) for step in range(2)] == [[0], [1]]
 
 
@@ -90,15 +81,14 @@ def test_second_eigenvalues_are_the_known_ones(graph: str, workers: int, expecte
     assert mixing_for(graph, workers).second_eigenvalue == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("graph", [*EVERYWHERE, "hypercube"])
+@pytest.mark.parametrize("graph", GRAPHS)
 def test_repeated_mixing_contracts_by_the_second_eigenvalue(graph: str) -> None:
     """Without gradients; over whole periods, from a random start, after the first ones."""
     mixing = mixing_for(graph, 16)
     x = np.random.RandomState(0).randn(16, 50)
     mean = x.mean(axis=0)
-    periods = 30
     distances = []
-    for step in range(periods * len(mixing.matrices)):
+    for step in range(30 * len(mixing.matrices)):
         x = mixing.at(step) @ x
         distances.append(np.linalg.norm(x - x.mean(axis=0)))
     np.testing.assert_allclose(x.mean(axis=0), mean, atol=1e-12)
@@ -115,21 +105,15 @@ def test_equal_weights_are_noticed_whatever_the_graph_is_called() -> None:
     assert not mixing_for("one-peer", 4).is_uniform
 
 
-def test_a_graph_in_two_parts_is_refused_with_its_parts() -> None:
-    with pytest.raises(StrategyError) as caught:
-        parse('gossip(graph="edges:0-1,2-3,3-4")').layout(5)
-    assert str(caught.value) == (
-        "gossip over the graph edges:0-1,2-3,3-4 cannot converge: it is not connected, its parts "
-        "are the workers {0, 1}, {2, 3, 4}; no path leads from one to another, so each would "
-        "train a model of its own"
-    )
-
-
 @pytest.mark.parametrize(
     ("graph", "workers", "sentence"),
     [
         ("edges:0>1,1>2,2>1", 3, r"not strongly connected, its parts are the workers \{0\}, \{1, "),
-        ("edges:0-1", 3, r"its parts are the workers \{0, 1\}, \{2\}"),
+        (
+            "edges:0-1",
+            3,
+            r"not connected, its parts are the workers \{0, 1\}, \{2\}; no path",
+        ),
         ("edges:0-1:0,1-2:0.5", 3, r"its parts are the workers \{0\}, \{1, 2\}"),
         ("edges:0-1,1-2", 2, "has a worker 2, and there are 2 replicas: 0 to 1"),
         ("edges:0>1,1>2,2>0,0>2", 3, "worker 0 hears 1 others and is heard by 2"),

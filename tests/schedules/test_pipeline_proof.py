@@ -39,39 +39,18 @@ def _action(word: str) -> Action:
 
 @pytest.mark.parametrize("name", schedules())
 def test_every_small_schedule_is_proven(name: str) -> None:
+    """Without chunks, room for one message is enough; where all forwards come first, none."""
     for stages, microbatches in product(range(1, 7), range(1, 10)):
         for chunks in range(1, 4 if name in LOOPED else 2):
-            prove(build(name, stages, microbatches, chunks))
-
-
-@pytest.mark.whole
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 16), st.integers(1, 32))
-def test_peak_of_live_activations(p: int, m: int) -> None:
-    def peaks(name: str) -> tuple[int, ...]:
-        return prove(build(name, p, m)).peak_live
-
-    assert peaks("inter-op") == (1,) * p
-    assert peaks("gpipe") == (m,) * p
-    assert peaks("1f1b") == tuple(min(p - s, m) for s in range(p))
-    assert max(peaks("zb-h1")) == min(p, m)
-    assert max(peaks("zb-h2")) == min(2 * p - 1, m)
-    assert peaks("bfs") == (2 * m,) * p
+            proof = prove(build(name, stages, microbatches, chunks))
+            if name not in LOOPED:
+                assert proof.capacity <= (0 if name in ("inter-op", "gpipe") else 1)
 
 
 def test_stage_s_of_zb_h1_lets_s_weight_gradients_wait_and_one_be_done() -> None:
     assert prove(build("zb-h1", 4, 8)).peak_waiting == (1, 2, 3, 4)
     assert prove(build("zb-h2", 4, 8)).peak_waiting == (1, 3, 5, 7)
     assert prove(build("1f1b", 4, 8)).peak_waiting == (0, 0, 0, 0)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(2, 12), st.integers(1, 24))
-def test_room_for_one_message_is_enough_without_chunks(stages: int, microbatches: int) -> None:
-    for name in ("inter-op", "gpipe"):
-        assert prove(build(name, stages, microbatches)).capacity == 0
-    for name in ("1f1b", "zb-h1", "zb-h2"):
-        run_blocking(build(name, stages, microbatches), 1)
 
 
 def test_1f1b_hangs_where_a_send_waits_for_its_receiver() -> None:
@@ -95,13 +74,6 @@ def test_less_room_than_is_needed_hangs_in_a_circle(name: str, p: int, m: int, v
             run_blocking(pipeline, capacity - 1)
         cycle = caught.value.cycle
         assert [wait.peer for wait in cycle] == [w.stage for w in (*cycle[1:], cycle[0])]
-
-
-def test_an_order_that_hangs_with_any_room_is_named() -> None:
-    """Stage 0 wants the gradient of 0 before it hands on 1, stage 1 takes 1 before it gives it."""
-    pipeline = written("F0 B0 F1 B1", "F0 F1 B0 B1", microbatches=2)
-    with pytest.raises(Deadlock, match="hangs: stage 0 before B0 waits for stage 1, stage 1 befo"):
-        prove(pipeline)
 
 
 def test_a_chunk_before_the_one_it_needs_on_the_same_stage_hangs() -> None:

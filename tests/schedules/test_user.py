@@ -56,8 +56,6 @@ def test_a_collective_of_the_user_is_built_by_its_name(collectives: Path) -> Non
         ("broadcast", "broadcast is a schedule for broadcast, not for all_reduce"),
         ("for_two", "for_two made a schedule for 2 ranks, not for 3"),
         ("nothing", "must return a Collective, and returned None for 3 ranks"),
-        ("fails", r"fails raised ValueError: no idea \(line \d+\)"),
-        ("absent", "collectives.py has no function absent"),
     ],
 )
 def test_a_wrong_collective_is_refused(collectives: Path, name: str, sentence: str) -> None:
@@ -73,7 +71,6 @@ def test_a_wrong_collective_is_refused(collectives: Path, name: str, sentence: s
         ("fails", r"fails raised ValueError: no idea \(line \d+\)"),
         ("Pair", r"Pair raised TypeError: .*takes 3 positional arguments"),
         ("number", "pipelines.py has no function number"),
-        ("absent", "pipelines.py has no function absent"),
     ],
 )
 def test_a_wrong_pipeline_is_refused(pipelines: Path, name: str, sentence: str) -> None:
@@ -85,23 +82,18 @@ def test_a_wrong_pipeline_is_refused(pipelines: Path, name: str, sentence: str) 
     ("text", "sentence"),
     [
         ("x = 1\nx +\n", r"broken.py cannot be loaded: SyntaxError: invalid syntax \(line 2\)"),
-        ("import no_such_thing\n", r"ModuleNotFoundError: No module named .* \(line 1\)"),
         ("\n\nraise ValueError('no')\n", r"cannot be loaded: ValueError: no \(line 3\)"),
+        (None, "there is no Python file .*broken.py"),
     ],
 )
 def test_a_file_that_cannot_be_loaded_is_refused_with_its_line(
-    tmp_path: Path, text: str, sentence: str
+    tmp_path: Path, text: str | None, sentence: str
 ) -> None:
     file = tmp_path / "broken.py"
-    file.write_text(text)
+    if text is not None:
+        file.write_text(text)
     with pytest.raises(BadInput, match=sentence):
         load_pipeline(f"{file}:f")
-
-
-@pytest.mark.parametrize("path", ["nowhere.py", "", "/", "nowhere.txt"])
-def test_a_file_that_does_not_exist_is_refused(path: str) -> None:
-    with pytest.raises(BadInput, match=f"there is no Python file {path}"):
-        load_collective(f"{path}:f")
 
 
 def test_the_catalog_of_pipelines_needs_neither_torch_nor_numpy() -> None:
