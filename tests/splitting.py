@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,34 @@ from tests.seeds import seeded
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
 ADAMW = partial(adamw, lr=1e-2)
+GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
 CPU = torch.device("cpu")
+
+
+def workers(strategy: str) -> int:
+    """How many it needs; two replicas where it has a term besides its splits."""
+    splits = [int(n) for n in re.findall(r"\b(?:tp|pp|ep|cp)\((\d)", strategy)]
+    is_one_replica = strategy == "single" or len(splits) == strategy.count(" + ") + 1
+    return math.prod(splits) * (1 if is_one_replica else 2)
+
+
+def model(**layers: tuple[int, int] | Callable[[], nn.Module]) -> Callable[..., type[nn.Module]]:
+    """The class of models with this forward; a pair of widths is a Linear. Seeded with 0."""
+
+    def class_of(forward: Callable[..., Any]) -> type[nn.Module]:
+        @seeded(0)
+        def build(self: nn.Module) -> None:
+            nn.Module.__init__(self)
+            for name, layer in layers.items():
+                setattr(self, name, nn.Linear(*layer) if isinstance(layer, tuple) else layer())
+
+        return type(forward.__name__, (nn.Module,), {"__init__": build, "forward": forward})
+
+    return class_of
+
+
+def linears(n: int, width: int = 6) -> Callable[[], nn.ModuleList]:
+    return lambda: nn.ModuleList(nn.Linear(width, width) for _ in range(n))
 
 
 @seeded(0)
@@ -219,8 +248,7 @@ def trained(
     **options: Any,
 ) -> dict[str, Tensor]:
     """The whole model after so many steps, from a checkpoint or the start."""
-    usual = 1 if strategy == "single" else 4 if "+" in strategy or "4" in strategy else 2
-    size = options.pop("size", usual)
+    size = options.pop("size", workers(strategy))
     models = [make() for _ in range(size)]
 
     def go(group: Group) -> dict[str, Tensor]:
@@ -242,33 +270,22 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
 
 
-def assert_another_goes_on(
-    world: World, path: Path, first: str, second: str, make: Callable[[], nn.Module]
+def assert_each_goes_on(
+    world: World,
+    path: Path,
+    chain: list[str],
+    make: Callable[[], nn.Module],
+    data: Any,
+    **opts: Any,
 ) -> None:
-    """Two steps under one strategy and two more under another are four steps of one worker."""
-    options = {"loss": next_token_loss, "optimizer": ADAMW}
-    trained(world, first, make, texts(32), 2, save=path, **options)
-    resumed = trained(world, second, make, texts(32), 4, load=path, **options)
-    assert_close(resumed, trained(world, "single", make, texts(32), 4, **options))
-
-
-def assert_evaluates_equal(world: World, cases: Sequence[tuple[int, str]], metric: Any) -> None:
-    """After a step, an evaluation gives the numbers of one worker, and training goes on."""
-
-    def body(group: Group, strategy: str, model: nn.Module) -> Any:
-        options = {"loss": next_token_loss, "optimizer": ADAMW}
-        with job_of(group, strategy, model, **options) as (job, step):
-            for batch in job.batches(texts(8), 8):
-                step(batch)
-            found = job.evaluate(metric, texts(11), batch_size=4)
-            assert model.training
-            return found
-
-    alone = body(solo_group(), "single", gpt(2))
-    for size, strategy in cases:
-        models = [gpt(2) for _ in range(size)]
-        for found in world(size, lambda g, s=strategy, m=models: body(g, s, m[g.rank])):
-            assert found == pytest.approx(alone, abs=1e-5)
+    """Two steps under each, from what the one before has saved, are the steps of one worker."""
+    found: dict[str, Tensor] = {}
+    for n, strategy in enumerate(chain):
+        load = path if n else None
+        found = trained(world, strategy, make, data, 2 * n + 2, load, path, **opts)
+    expected = trained(world, "single", make, data, 2 * len(chain), **opts)
+    assert list(found) == list(expected)
+    assert_close(found, expected)
 
 
 def saved_bytes(model: nn.Module, train_step: Callable[[], Any]) -> int:

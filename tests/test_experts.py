@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,17 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput
 from tests.conftest import World
+from tests.products import few_or_all
 from tests.splitting import (
     ADAMW,
-    assert_close,
+    assert_each_goes_on,
     assert_equal,
     assert_own_loop_equal,
     job_of,
+    refused,
     train,
-    trained,
+    workers,
 )
 
 WIDTH = 6
@@ -68,15 +71,16 @@ class StackedExperts(nn.Module):
 
 
 class Stacked(nn.Module):
+    Experts = StackedExperts
+
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, experts)
-        self.experts = StackedExperts(experts)
+        self.experts = self.Experts(experts)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, -1)
-        out: Tensor = self.experts(x, chosen, weights)
-        return out
+        return self.experts(x, chosen, weights)
 
 
 class BatchedExperts(nn.Module):
@@ -114,8 +118,7 @@ class Residual(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.inner(self.norm(x))
-        return out
+        return x + self.inner(self.norm(x))
 
 
 def mixture(kind: type[nn.Module], experts: int = 4) -> nn.Module:
@@ -131,31 +134,29 @@ def samples(n: int) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 3, (n,), generator=generator))
 
 
-WHOLE = pytest.mark.whole
+BOTH = pytest.mark.parametrize("kind", [Listed, Stacked])
+HYBRIDS = [
+    f"{sync} + ep(2)" for sync in ("zero(1)", "zero(2)", "zero(3)", 'gossip(graph="complete")')
+]
+PIPELINES = ["ep(2) + pp(2)", 'ep(2) + pp(2, recompute=True, schedule="gpipe")']
 
 
-@pytest.mark.parametrize("kind", [Listed, Stacked])
+@BOTH
 @pytest.mark.parametrize(
-    ("size", "strategy"),
+    "strategy",
     [
-        pytest.param(2, "ep(2)", marks=WHOLE),
-        (4, "ddp + ep(2)"),
-        pytest.param(4, "ep(4)", marks=WHOLE),
-        pytest.param(4, "zero(1) + ep(2)", marks=WHOLE),
-        pytest.param(4, "zero(2) + ep(2)", marks=WHOLE),
-        pytest.param(4, "zero(3) + ep(2)", marks=WHOLE),
-        pytest.param(4, "ep(2) + pp(2)", marks=WHOLE),
-        pytest.param(8, "ddp + ep(2) + pp(2)", marks=WHOLE),
-        pytest.param(4, 'ep(2) + pp(2, recompute=True, schedule="gpipe")', marks=WHOLE),
-        pytest.param(4, 'gossip(graph="complete") + ep(2)', marks=WHOLE),
+        "ddp + ep(2)",
+        *few_or_all([], ["ep(2)", "ep(4)", *HYBRIDS, *PIPELINES, "ddp + ep(2) + pp(2)"]),
+        *few_or_all([], ['ep(2) + tp(2, plan={"0": "column", "3": "column"})']),
     ],
 )
-def test_equal_to_one_worker(world: World, size: int, strategy: str, kind: type[nn.Module]) -> None:
-    assert_equal(world, size, strategy, partial(mixture, kind), samples(22), 6, **OPTIONS)
+def test_equal_to_one_worker(world: World, strategy: str, kind: type[nn.Module]) -> None:
+    make = partial(mixture, kind)
+    assert_equal(world, workers(strategy), strategy, make, samples(22), 6, **OPTIONS)
 
 
-@WHOLE
-@pytest.mark.parametrize("kind", [Listed, Stacked])
+@pytest.mark.whole
+@BOTH
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_workers_without_a_row(
     world: World, kind: type[nn.Module], options: dict[str, Any]
@@ -165,82 +166,51 @@ def test_workers_without_a_row(
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
-    [(2, "ep(2)"), *(pytest.param(4, f"{other} + ep(2)", marks=WHOLE) for other in
-                     ("ddp", "zero(2)", "zero(3)", "pp(2)"))],
-)  # fmt: skip
-def test_experts_that_take_a_slab_each(world: World, size: int, strategy: str) -> None:
-    assert_equal(world, size, strategy, partial(mixture, Dispatched), samples(10), 6, **OPTIONS)
+    ("kind", "experts", "strategy"),
+    [
+        *((Dispatched, 4, "ep(2)"), (Stacked, 5, "ep(2)")),
+        *few_or_all([], [(Dispatched, 4, s) for s in ("ddp + ep(2)", *HYBRIDS[1:3], PIPELINES[0])]),
+        *few_or_all([], [(Listed, 5, s) for s in ("ep(2)", PIPELINES[0])]),
+        *few_or_all([], [(Stacked, 5, "zero(2) + ep(2)")]),
+    ],
+)
+def test_slabs_and_a_number_of_experts_that_does_not_divide(
+    world: World, kind: type[nn.Module], experts: int, strategy: str
+) -> None:
+    make = partial(mixture, kind, experts)
+    assert_equal(world, workers(strategy), strategy, make, samples(10), 6, **OPTIONS)
 
 
-@WHOLE
-@pytest.mark.parametrize("kind", [Listed, Stacked])
-def test_with_a_split_head(world: World, kind: type[nn.Module]) -> None:
-    plan = '{"0": "column", "3": "column"}'
-    make = partial(mixture, kind)
-    assert_equal(world, 4, f"ep(2) + tp(2, plan={plan})", make, samples(22), 6, **OPTIONS)
-
-
-@WHOLE
+@pytest.mark.whole
 def test_zero_3_gathers_the_experts_of_a_list_together(world: World) -> None:
     """Ranks call different experts of it."""
     assert_equal(world, 2, "zero(3)", partial(mixture, Listed), samples(22), 6, **OPTIONS)
 
 
-@pytest.mark.parametrize("kind", [Listed, pytest.param(Stacked, marks=WHOLE)])
+@pytest.mark.parametrize("kind", [Listed, *few_or_all([], [Stacked])])
 def test_checkpoints_go_to_one_worker_and_back(
     world: World, tmp_path: Path, kind: type[nn.Module]
 ) -> None:
-    def run(strategy: str, steps: int, **paths: Path) -> dict[str, Tensor]:
-        make = partial(mixture, kind)
-        return trained(world, strategy, make, samples(24), steps, **paths, **OPTIONS)
-
-    expected = run("single", 3)
-    run("ep(2)", 1, save=tmp_path / "1")
-    run("single", 2, load=tmp_path / "1", save=tmp_path / "2")
-    resumed = run("ep(2)", 3, load=tmp_path / "2")
-    assert list(resumed) == list(expected)
-    assert_close(resumed, expected)
+    chain = ["ep(2)", "single", "ep(2)"]
+    assert_each_goes_on(world, tmp_path, chain, partial(mixture, kind), samples(48), **OPTIONS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "strategy"),
-    [
-        pytest.param(Listed, 2, "ep(2)", marks=WHOLE),
-        (Stacked, 2, "ep(2)"),
-        pytest.param(Stacked, 4, "zero(2) + ep(2)", marks=WHOLE),
-        pytest.param(Listed, 4, "ep(2) + pp(2)", marks=WHOLE),
-    ],
-)
-def test_a_number_of_experts_that_does_not_divide(
-    world: World, kind: type[nn.Module], size: int, strategy: str
-) -> None:
-    make = partial(mixture, kind, 5)
-    assert_equal(world, size, strategy, make, samples(10), 6, **OPTIONS)
-
-
-@pytest.mark.parametrize("kind", [Listed, pytest.param(Stacked, marks=WHOLE)])
-@pytest.mark.parametrize(
-    ("size", "strategy"), [(2, "ep(2)"), pytest.param(4, "ddp + ep(2)", marks=WHOLE)]
-)
-def test_a_loop_of_the_scripts_own(
-    world: World, kind: type[nn.Module], size: int, strategy: str
-) -> None:
+@pytest.mark.product
+@BOTH
+@pytest.mark.parametrize("strategy", ["ep(2)", "ddp + ep(2)"])
+def test_a_loop_of_the_scripts_own(world: World, kind: type[nn.Module], strategy: str) -> None:
     make = partial(mixture, kind)
-    assert_own_loop_equal(world, size, strategy, make, samples(10), F.cross_entropy)
-
-
-class Centered(StackedExperts):
-    """An expert depends on the weights of the others."""
-
-    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return super().forward(x + self.up.mean((0, 1)), top_k_index, top_k_weights)
+    assert_own_loop_equal(world, workers(strategy), strategy, make, samples(10), F.cross_entropy)
 
 
 class StackedCentered(Stacked):
-    def __init__(self, experts: int) -> None:
-        super().__init__(experts)
-        self.experts = Centered(experts)
+    """An expert depends on the weights of the others."""
+
+    class Centered(StackedExperts):
+        def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return super().forward(x + self.up.mean((0, 1)), top_k_index, top_k_weights)
+
+    Experts = Centered
 
 
 class Regularized(Listed):
@@ -249,18 +219,18 @@ class Regularized(Listed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
+    ("strategy", "make", "said"),
     [
-        (StackedCentered, r"1.inner.experts does not compute"),
-        (Regularized, r"cannot train Sequential: .* it fails with"),
+        ("ep(2)", partial(mixture, StackedCentered), r"1.inner.experts does not compute"),
+        ("ep(2)", partial(mixture, Regularized), r"cannot train Sequential: .* it fails with"),
+        ("ep(2)", partial(nn.Linear, WIDTH, 3), r"ep\(2\) finds no mixture of experts in Linear"),
+        ("ep(4)", partial(mixture, Stacked, 2), "at least 4 experts, and 1.inner.experts has 2"),
     ],
 )
-def test_experts_that_use_each_others_weights_are_refused(
-    world: World, kind: type[nn.Module], sentence: str
+def test_what_cannot_be_split_is_refused(
+    world: World, strategy: str, make: Callable[[], nn.Module], said: str
 ) -> None:
-    models = [mixture(kind) for _ in range(2)]
-    with pytest.raises(BadInput, match=sentence):
-        world(2, lambda g: train(g, "ep(2)", models[g.rank], samples(6), 6))
+    assert re.search(said, refused(world, workers(strategy), strategy, make, samples(6)))
 
 
 class Noisy(Listed):
@@ -309,12 +279,3 @@ def test_tokens_above_the_capacity_are_dropped(world: World) -> None:
         )[0]
     assert losses["ep(2, capacity=2)"] == losses["ep(2)"]
     assert losses["ep(2, capacity=0.5)"] != losses["ep(2)"]
-
-
-def test_what_has_no_experts_is_refused(world: World) -> None:
-    def refused(model: nn.Module, strategy: str, size: int, sentence: str) -> None:
-        with pytest.raises(BadInput, match=sentence):
-            world(size, lambda g: train(g, strategy, model, samples(6), 6))
-
-    refused(nn.Linear(WIDTH, 3), "ep(2)", 2, r"ep\(2\) finds no mixture of experts in Linear")
-    refused(mixture(Stacked, 2), "ep(4)", 4, "at least 4 experts, and 1.inner.experts has 2")

@@ -15,7 +15,6 @@ from shoal.embedding.module import Embedding
 from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.fsdp.sharded_params import ShardedParams
-from shoal.strategy.strategy import parse
 from shoal.sync.ddp import CompressedReduce
 from shoal.sync.ps.push import CompressedPush
 from shoal.sync.ps.worker import PsWorker
@@ -25,9 +24,9 @@ from tests.models import samples
 from tests.products import few_or_all
 from tests.server.helpers import launched
 from tests.splitting import (
-    ADAMW,
-    SGD,
+    GPT_OPTIONS,
     assert_close,
+    assert_each_goes_on,
     assert_equal,
     gpt,
     job_of,
@@ -36,22 +35,41 @@ from tests.splitting import (
     texts,
     train,
     trained,
+    workers,
 )
 
-GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
+# ---- every way to agree, beside every way to split ----------------------------------------------
+
+PS = [
+    *('ps(placement="rank0")', 'ps(placement="rank0", update="worker")'),
+    *('ps(placement="workers")', 'ps(placement="workers", update="worker")'),
+]
+PIPELINES = ['pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute=True)']
+TENSORS = ["tp(2)", "tp(2, sequence=True)"]
 
 
-# ---- a parameter server for each part of a replica ----------------------------------------------
-
-
-@pytest.mark.product(pairs=True)
-@pytest.mark.parametrize("update", ["server", "worker"])
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
-@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
-def test_served_parts(world: World, split: str, placement: str, update: str) -> None:
-    strategy = f'ps(placement="{placement}", update="{update}") + {split}'
+@pytest.mark.product
+@pytest.mark.parametrize(
+    "sync",
+    ["ddp(bucket_mb=0.0001)", 'gossip(graph="complete")', "zero(1)", "zero(2)", "zero(3)", *PS],
+)
+@pytest.mark.parametrize("split", ["pp(2)", *TENSORS, *PIPELINES, "cp(2)"])
+def test_replicas_that_are_split(world: World, split: str, sync: str) -> None:
+    strategy = f"{sync} + {split}"
     assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)  # the last batch is short
-    assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
+    if "cp" not in split:
+        assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("sync", ["", "ddp + ", "zero(1) + ", "zero(3) + ", f"{PS[0]} + "])
+@pytest.mark.parametrize("tp", TENSORS)
+@pytest.mark.parametrize("pp", ["pp(2)", *PIPELINES])
+def test_stages_of_layers_that_are_split(world: World, pp: str, tp: str, sync: str) -> None:
+    """Micro-batches of 3 and 2 windows of 5: as many positions as no size divides."""
+    strategy = f"{sync}{tp} + {pp}"
+    assert_equal(world, workers(strategy), strategy, gpt, texts(22, 5), 11, **GPT_OPTIONS)
+    assert_equal(world, workers(strategy), strategy, mlp, samples(28), 12, clip_norm=0.1)
 
 
 @pytest.mark.whole
@@ -68,44 +86,11 @@ def test_servers_that_all_parts_share(
         assert all(server.wait_idle(60) for server in servers)
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("sync", ['ps(placement="rank0")', "zero(3)"])
-def test_parts_in_three_dimensions(world: World, sync: str) -> None:
-    assert_equal(world, 8, f"{sync} + tp(2) + pp(2)", gpt, texts(16), **GPT_OPTIONS)
-
-
-def test_one_replica_with_servers(world: World) -> None:
-    strategy = 'ps(placement="rank0") + pp(2)'
-    assert_equal(world, 2, strategy, mlp, samples(28), 12, clip_norm=0.1)
-
-
-@pytest.mark.parametrize("sync", ['ps(placement="rank0")', 'ps(placement="workers")', "zero(3)"])
-def test_stages_give_the_same_bits(world: World, sync: str) -> None:
-    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
-    assert_equal(world, 4, f"{sync} + pp(2)", gpt, texts(16), exactly=True, **options)
-
-
-# ---- sharded parts ------------------------------------------------------------------------------
-
-PIPELINES = ["pp(2)", 'pp(2, schedule="zb-h1")', 'pp(2, schedule="interleaved", recompute=True)']
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("split", [*PIPELINES, "tp(2)"])
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(SGD, marks=pytest.mark.whole), ADAMW],
-    ids=["sgd", "adamw"],
-)
-def test_sharded_parts(world: World, split: str, optimizer: Any) -> None:
-    strategy = f"zero(3) + {split}"
-    options = {**GPT_OPTIONS, "optimizer": optimizer}
-    assert_equal(world, 4, strategy, gpt, texts(22), **options)
-    assert_equal(world, 4, strategy, mlp, samples(28), 12, clip_norm=0.1, optimizer=optimizer)
+# ---- memory--------------------------------------------------------------------------------------
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("split", ["pp(2)", "tp(2)", *few_or_all([], ['pp(2, schedule="zb-h1")'])])
+@pytest.mark.parametrize("split", ["pp(2)", "tp(2)", 'pp(2, schedule="zb-h1")'])
 def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, split: str) -> None:
     models = [gpt(8) for _ in range(4)]
     whole_bytes = sum(p.nbytes for p in gpt(8).parameters())
@@ -124,7 +109,7 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
 
             batches = job.batches(texts(16), 8)
             step(next(batches))  # on the first batch the stages are compared with the model
-            flat.unit_gather._wait = noting  # type: ignore[method-assign]
+            flat.unit_gather._wait = noting
             step(next(batches))
             stage_bytes = flat.size * flat.shard_data.element_size()
             shard_bytes = flat.shard_data.nbytes
@@ -141,26 +126,18 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
 @pytest.mark.parametrize(
     "chain",
     [
-        pytest.param(
-            ["single", 'ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", "single"],
-            marks=pytest.mark.whole,
-        ),
-        pytest.param(
-            ["zero(3) + pp(2)", 'ps(placement="workers") + tp(2)', "tp(2) + pp(2)"],
-            marks=pytest.mark.whole,
-        ),
-        pytest.param(
-            ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "zero(3) + pp(2)"],
-            marks=pytest.mark.whole,
-        ),
         ["ddp + pp(2)", "zero(3) + tp(2)", "zero(2) + pp(2)", 'ps(placement="workers")'],
-        pytest.param(
-            [f'ps(quorum=1, placement="rank0"){split}' for split in (" + pp(2)", " + tp(2)", "")],
-            marks=pytest.mark.whole,
-        ),
-        pytest.param(
-            ["ddp + tp(2)", 'ps(quorum=1, placement="workers") + pp(2)', "ddp"],
-            marks=pytest.mark.whole,
+        ["tp(2)", "ddp", "tp(2) + pp(2)", "zero(1) + tp(2)", "tp(4)"],
+        ["single", "zero(1) + pp(2)", PIPELINES[1], "zero(3)", PIPELINES[0]],
+        *few_or_all(
+            [],
+            [
+                ["single", 'ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", "single"],
+                ["zero(3) + pp(2)", 'ps(placement="workers") + tp(2)', "tp(2) + pp(2)"],
+                ["ddp", 'ps(placement="rank0", update="worker") + pp(2)', "zero(3)", "pp(2)"],
+                [f'ps(quorum=1, placement="rank0"){s}' for s in (" + pp(2)", " + tp(2)", "")],
+                ["ddp + tp(2)", 'ps(quorum=1, placement="workers") + pp(2)', "ddp"],
+            ],
         ),
     ],
     ids=lambda chain: chain[0],
@@ -168,13 +145,7 @@ def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, spli
 def test_each_goes_on_from_what_another_has_saved(
     world: World, tmp_path: Path, chain: list[str]
 ) -> None:
-    found: dict[str, Tensor] = {}
-    for n, strategy in enumerate(chain):
-        options = {**GPT_OPTIONS, "size": 1 if strategy == "single" else 4}
-        options |= {"load": tmp_path if n else None, "save": tmp_path}
-        found = trained(world, strategy, partial(gpt, 2), texts(64), 2 * n + 2, **options)
-    steps = 2 * len(chain)
-    assert_close(found, trained(world, "single", partial(gpt, 2), texts(64), steps, **GPT_OPTIONS))
+    assert_each_goes_on(world, tmp_path, chain, partial(gpt, 2), texts(80), **GPT_OPTIONS)
 
 
 # ---- replicas that do not exchange every gradient in full ---------------------------------------
@@ -224,12 +195,14 @@ def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -
 @pytest.mark.parametrize(
     "sync",
     [
-        pytest.param('ddp(compress="int8")', marks=pytest.mark.whole),
         'ddp(compress="topk(0.2)")',
-        pytest.param('ps(compress="int8", placement="workers")', marks=pytest.mark.whole),
         'ps(compress="topk(0.2)", placement="rank0", update="worker")',
-        pytest.param(
-            'ps(quorum=1, compress="topk(0.2)", placement="rank0")', marks=pytest.mark.whole
+        *few_or_all(
+            [],
+            [
+                *('ddp(compress="int8")', 'ps(compress="int8", placement="workers")'),
+                'ps(quorum=1, compress="topk(0.2)", placement="rank0")',
+            ],
         ),
     ],
 )
@@ -245,7 +218,7 @@ def test_a_continued_run_is_the_run_without_a_break(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("outer", [*few_or_all([], [""]), ', outer="nesterov(lr=0.7)"'])
+@pytest.mark.parametrize("outer", ["", ', outer="nesterov(lr=0.7)"'])
 def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: str) -> None:
     """Saved between two agreements; whole or split, replicas go on from it alike."""
 
@@ -262,11 +235,7 @@ def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "sync",
-    [
-        *few_or_all([], ["ddp(", 'ps(placement="rank0", ']),
-        'ps(staleness=2, placement="workers", ',
-    ],
+    "sync", ["ddp(", 'ps(placement="rank0", ', 'ps(staleness=2, placement="workers", ']
 )
 def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path, sync: str) -> None:
     def residual(step: Step) -> dict[str, Tensor]:
@@ -308,31 +277,36 @@ def _left_to_send(step: Step) -> Tensor:
 
 # ---- around training ----------------------------------------------------------------------------
 
-SYNCS = ['ps(placement="rank0")', "zero(3)", "localsgd(every=2)", 'gossip(graph="complete")']
+
+def _metrics(out: Tensor, y: Tensor) -> dict[str, Any]:
+    right = (out.argmax(-1) == y).float().mean()
+    return {"loss": next_token_loss(out, y), "right": right, "first": out[:, 0, 0].mean()}
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
-@pytest.mark.parametrize("sync", SYNCS)
-def test_evaluating_between_steps(world: World, sync: str, split: str) -> None:
-    def body(group: Group, strategy: str, model: nn.Module) -> list[float]:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("pp(2)", 'pp(2, schedule="bfs")', *TENSORS, "tp(2) + pp(2)", "cp(2)"),
+        *('ps(placement="rank0") + pp(2)', "zero(3) + tp(2)", 'gossip(graph="complete") + pp(2)'),
+        *("localsgd(every=2) + pp(2)", "localsgd(every=2) + tp(2)"),
+    ],
+)
+def test_evaluating_between_steps(world: World, strategy: str) -> None:
+    def body(group: Group, strategy: str, model: nn.Module) -> list[Any]:
         found = []
         with job_of(group, strategy, model, loss=next_token_loss, accumulate=4) as (job, step):
             for batch in job.batches(texts(16), 8):
                 step(batch)
-                found.append(job.evaluate(next_token_loss, texts(11), batch_size=4))
+                found.append(job.evaluate(_metrics, texts(11), batch_size=4))
+                assert model.training
         return found
 
     models = [gpt(2) for _ in range(6)]
-    size, alone = (2, sync) if "localsgd" in sync else (1, "single")
-    expected = world(size, lambda g: body(g, alone, models[g.rank]))[0]
-    for found in world(4, lambda g: body(g, f"{sync} + {split}", models[2 + g.rank])):
-        assert found == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("sync", ['ps(placement="rank0")', "zero(3)"])
-def test_batchnorm_in_stages_of_replicas(world: World, sync: str) -> None:
-    assert_equal(world, 4, f"{sync} + pp(2)", normed, samples(48), 16, accumulate=4)
+    alone = "localsgd(every=2)" if "localsgd" in strategy else "single"
+    expected = world(workers(alone), lambda g: body(g, alone, models[g.rank]))[0]
+    for found in world(workers(strategy), lambda g: body(g, strategy, models[2 + g.rank])):
+        for metrics, single in zip(found, expected, strict=True):
+            assert metrics == pytest.approx(single, abs=1e-4)
 
 
 def test_batchnorm_in_stages_that_train_alone(world: World) -> None:
@@ -355,9 +329,3 @@ def test_rows_on_servers_are_refused_in_a_split_model(world: World) -> None:
         plain = partial(torch.optim.SGD, lr=0.1)
         strategy = 'ps(placement="rank0") + pp(2)'
         world(2, lambda g: train(g, strategy, models[g.rank], None, 8, optimizer=plain))
-
-
-@pytest.mark.parametrize("split", ["pp(2)", "tp(2)"])
-def test_hearing_at_different_times_is_refused(split: str) -> None:
-    with pytest.raises(NotBuilt, match=r'take gossip\(graph="star"\) \+ '):
-        parse(f'gossip(graph="star", mode="async") + {split}').require_built()

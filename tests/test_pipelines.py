@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,62 +20,47 @@ from shoal.replica.split.stage_shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
 from shoal.train.step.options import StepOptions
+from tests import splitting
 from tests.conftest import World
 from tests.models import samples
 from tests.seeds import ThreadGenerator, seeded
 from tests.splitting import (
     ADAMW,
-    assert_another_goes_on,
+    GPT_OPTIONS,
     assert_equal,
-    assert_evaluates_equal,
     gpt,
     job_of,
+    linears,
     mlp,
     normed,
     refused,
     texts,
+    workers,
 )
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("schedule", schedules())
 @pytest.mark.parametrize("size", [2, 4])
-def test_an_mlp_under_every_schedule(world: World, size: int, schedule: str) -> None:
-    strategy = f'pp({size}, schedule="{schedule}")'
-    assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("schedule", schedules())
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_gpt_with_tied_embedding_under_every_schedule(
-    world: World, size: int, schedule: str
-) -> None:
-    strategy = f'pp({size}, schedule="{schedule}", microbatches=4)'
-    make = partial(gpt, size)  # with two chunks a stage, blocks are cut, too
-    options = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
-    assert_equal(world, size, strategy, make, texts(16), 8, **options)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize(
-    "sync", ["ddp(bucket_mb=0.0001)", "zero(1)", "zero(2)", 'gossip(graph="complete")']
-)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
-def test_replicas_of_pipelines(world: World, sync: str, schedule: str) -> None:
-    strategy = f'{sync} + pp(2, schedule="{schedule}")'
-    options = {"optimizer": ADAMW, "clip_norm": 0.5, "loss": next_token_loss}
-    assert_equal(world, 4, strategy, gpt, texts(22), 8, **options)  # the last batch is short
+def test_every_schedule(world: World, size: int, schedule: str) -> None:
+    """The embedding of the GPT is tied; with two chunks a stage its blocks are cut, too."""
+    strategy = f'pp({size}, schedule="{schedule}"'
+    assert_equal(world, size, f"{strategy})", mlp, samples(28), 12, clip_norm=0.1)
+    make = partial(gpt, size)
+    assert_equal(world, size, f"{strategy}, microbatches=4)", make, texts(16), **GPT_OPTIONS)
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
-    [*((2, f'pp(2, schedule="{schedule}")') for schedule in schedules()), (4, "ddp + pp(2)")],
+    "strategy",
+    [
+        *(f'pp(2, schedule="{schedule}")' for schedule in schedules()),
+        *(f"{sync} + pp(2)" for sync in ("ddp", "zero(3)", 'ps(placement="rank0")')),
+        'ps(placement="workers") + pp(2)',
+    ],
 )
-def test_exact_gives_the_same_bits(world: World, size: int, strategy: str) -> None:
-    options = {"exact": True, "microbatches": 4, "optimizer": ADAMW, "clip_norm": 0.5}
-    options["loss"] = next_token_loss
-    assert_equal(world, size, strategy, gpt, texts(14), 8, exactly=True, **options)
+def test_exact_gives_the_same_bits(world: World, strategy: str) -> None:
+    options = {"exact": True, "microbatches": 4, **GPT_OPTIONS}
+    assert_equal(world, workers(strategy), strategy, gpt, texts(14), exactly=True, **options)
 
 
 class Dropping(nn.Module):
@@ -110,35 +94,19 @@ def test_exact_drops_the_same(world: World, monkeypatch: pytest.MonkeyPatch, sch
 @pytest.mark.product
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize("sync", ["", "ddp + ", "zero(3) + ", 'ps(placement="rank0") + '])
 def test_batchnorm_sees_micro_batches_as_with_accumulation(
-    world: World, schedule: str, recompute: bool
+    world: World, sync: str, schedule: str, recompute: bool
 ) -> None:
-    strategy = f'pp(2, schedule="{schedule}", recompute={recompute})'
-    assert_equal(world, 2, strategy, normed, samples(48), 16, accumulate=4)
-    assert_equal(world, 4, f"ddp + {strategy}", normed, samples(48), 16, accumulate=4)
-    assert_equal(
-        *(world, 4, f"ddp + {strategy}", normed, samples(48), 16),
-        exactly=True,
-        exact=True,
-        microbatches=4,
-    )
+    strategy = f'{sync}pp(2, schedule="{schedule}", recompute={recompute})'
+    case = (world, workers(strategy), strategy, normed, samples(48), 16)
+    assert_equal(*case, accumulate=4)
+    assert_equal(*case, exactly=True, exact=True, microbatches=4)
 
 
-@pytest.mark.parametrize(
-    ("size", "strategy"), [(2, "pp(2)"), (2, 'pp(2, schedule="zb-h1")'), (4, "ddp + pp(2)")]
-)
-def test_batchnorm_sees_the_global_batch_by_default(world: World, size: int, strategy: str) -> None:
-    assert_equal(world, size, strategy, normed, samples(48), 16)
-
-
-def test_how_many_micro_batches_with_batchnorm() -> None:
-    def microbatches(strategy: str, **options: Any) -> int:
-        return StepOptions(**options).with_pipeline(parse(strategy).pp, normed()).accumulate
-
-    assert microbatches("pp(2)") == 1
-    assert microbatches("pp(2)", accumulate=3) == 3
-    assert microbatches("pp(2, microbatches=4)") == 4
-    assert microbatches("pp(2)", batchnorm="local") == 4
+@pytest.mark.parametrize("strategy", ["pp(2)", 'pp(2, schedule="zb-h1")', "ddp + pp(2)"])
+def test_batchnorm_sees_the_global_batch_by_default(world: World, strategy: str) -> None:
+    assert_equal(world, workers(strategy), strategy, normed, samples(48), 16)
 
 
 @pytest.mark.parametrize("schedule", schedules())
@@ -172,27 +140,18 @@ def test_counting_tokens(world: World) -> None:
     assert_equal(world, 4, "ddp + pp(2)", gpt, data, 8, loss=loss, count=count)
 
 
-class Skipping(nn.Module):
+@splitting.model(layers=linears(6), head=(6, 3))
+def skipping(self: Any, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Values that pass several cuts, one that needs no gradient, and an input used at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        first = x
-        skipped = x.sign()
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) * scale
-            if i == 0:
-                first = x
-        if mask is not None:
-            x = x * mask
-        rows = first.shape[0]
-        out: Tensor = self.head((x + first + skipped).view(rows, -1))
-        return out
+    first = x
+    skipped = x.sign()
+    for i, layer in enumerate(self.layers):
+        x = torch.tanh(layer(x)) * scale
+        if i == 0:
+            first = x
+    if mask is not None:
+        x = x * mask
+    return self.head((x + first + skipped).view(first.shape[0], -1))
 
 
 @pytest.mark.product
@@ -201,7 +160,7 @@ class Skipping(nn.Module):
 def test_values_that_skip_stages(world: World, size: int, schedule: str) -> None:
     for recompute in (False, True):
         strategy = f'pp({size}, schedule="{schedule}", recompute={recompute})'
-        assert_equal(world, size, strategy, Skipping, samples(20), 10)
+        assert_equal(world, size, strategy, skipping, samples(20), 10)
 
 
 @pytest.mark.parametrize(
@@ -211,38 +170,24 @@ def test_values_that_skip_stages(world: World, size: int, schedule: str) -> None
 )
 def test_inputs_may_be_tuples_and_dicts(world: World, inputs: Callable[[Tensor], Any]) -> None:
     x, y = samples(16).tensors
-    assert_equal(world, 2, "pp(2)", Skipping, [(inputs(x), y)] * 2, None)
+    assert_equal(world, 2, "pp(2)", skipping, [(inputs(x), y)] * 2, None)
 
 
-class Partly(nn.Module):
+@splitting.model(always=(3, 3), second=(3, 3))
+def halting(self: Any, x: Tensor) -> Tensor:
+    out = self.always(x)
+    return out + self.second(out) if x.mean() > 0.5 else out
+
+
+@splitting.model(first=(6, 3), halting=halting, never=(3, 3))
+def partly(self: Any, x: Tensor) -> Tensor:
     """The second half has a gradient for some batches only; `never` has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 3)
-        self.halting = Halting()
-        self.never = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.halting(self.first(x))
-        return out
-
-
-class Halting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.always(x)
-        return out + self.second(out) if x.mean() > 0.5 else out
+    return self.halting(self.first(x))
 
 
 def test_a_parameter_without_gradient_is_left_alone(world: World) -> None:
     for schedule in ("1f1b", "zb-h1"):
-        assert_equal(world, 2, f'pp(2, schedule="{schedule}")', Partly, samples(24), 8)
+        assert_equal(world, 2, f'pp(2, schedule="{schedule}")', partly, samples(24), 8)
 
 
 class Slow(nn.Linear):
@@ -270,113 +215,85 @@ def test_stages_are_balanced_by_measured_time(world: World) -> None:
     assert Stages(uneven(), 2).cuts == ("3",)
     assert world(2, body) == [("1",), ("1",)]
     assert_equal(world, 2, strategy, uneven, samples(16), 8, example=example)
-    said = refused(world, 2, strategy, uneven)
-    assert "give job.step(…, example=inputs) the inputs of a batch" in said
 
 
-def test_evaluating(world: World) -> None:
-    cases = ((2, "pp(2)"), (2, 'pp(2, schedule="bfs")'), (4, "ddp + pp(2)"))
-    assert_evaluates_equal(world, cases, next_token_loss)
-    assert_evaluates_equal(
-        world,
-        cases,
-        lambda out, y: {"loss": next_token_loss(out, y), "first": out[:, 0, 0].mean()},
-    )
+@splitting.model(layers=linears(2))
+def counting(self: Any, x: Tensor) -> Tensor:
+    """Its forward is another one every time, which tracing does not see."""
+    self.calls = getattr(self, "calls", 0) + 1
+    for layer in self.layers:
+        x = layer(x) * self.calls
+    return x
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("first", ["single", "zero(1) + pp(2)", 'pp(2, schedule="interleaved")'])
-@pytest.mark.parametrize("second", ["single", "zero(3)", 'pp(2, schedule="zb-h1")'])
-def test_what_one_strategy_saved_another_loads(
-    world: World, tmp_path: Path, first: str, second: str
-) -> None:
-    assert_another_goes_on(world, tmp_path / "saved", first, second, gpt)
+@splitting.model(layers=linears(2))
+def loss_in_training(self: Any, x: Tensor) -> Tensor:
+    """Returns something else in evaluation mode, and fails there, as a wrapped detector does."""
+    for layer in self.layers:
+        x = layer(x)
+    return x if self.training else [x].missing
 
 
-def test_what_cannot_be_split_is_refused(world: World) -> None:
-    one = refused(world, 2, "pp(2)", lambda: nn.Sequential(nn.Linear(6, 3)))
-    assert "Sequential cannot be split into 2 stages: its forward calls 1 modules with some" in one
-    assert "stage 1 has no parameter to train" in refused(
-        world, 2, 'pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())
-    )
+@pytest.mark.parametrize(
+    ("strategy", "make", "said"),
+    [
+        (
+            *("pp(2)", lambda: nn.Sequential(nn.Linear(6, 3))),
+            "Sequential cannot be split into 2 stages: its forward calls 1 modules with some",
+        ),
+        (
+            *('pp(2, cuts=["1"])', lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh())),
+            "stage 1 has no parameter to train",
+        ),
+        ("pp(2, chunks=3)", mlp, "1f1b has one chunk a stage, not 3"),
+        ("pp(2)", loss_in_training, "loss_in_training fails in evaluation mode"),
+        ("pp(2)", counting, "the stages of counting, split at layers.1, do not compute"),
+        ('pp(2, balance="measured")', mlp, "give job.step(…, example=inputs) the inputs of a"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(world: World, strategy: str, make: Any, said: str) -> None:
+    assert said in refused(world, 2, strategy, make, samples(8))
 
 
 def test_options_that_contradict_each_other_are_refused(world: World) -> None:
     assert "omit them in pp" in refused(world, 2, "pp(2, microbatches=4)", mlp, exact=True)
-    assert "1f1b has one chunk a stage, not 3" in refused(world, 2, "pp(2, chunks=3)", mlp)
 
 
-class Counting(nn.Module):
-    """Its forward is another one every time, which tracing does not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        for layer in self.layers:
-            x = layer(x) * self.calls
-        return x
-
-
-class CountingSteps(nn.Module):
+@splitting.model(layers=lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), steps=nn.Module)
+def counting_steps(self: Any, x: Tensor) -> Tensor:
     """Changes a buffer in place, which tracing would do once and for all."""
-
-    steps: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-        self.register_buffer("steps", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps.add_(1)
-        out: Tensor = self.layers(x)
-        return out
+    if self.training:
+        self.steps.number.add_(1)
+    return self.layers(x)
 
 
 def test_a_buffer_that_the_forward_counts_in_has_the_value_of_one_worker(world: World) -> None:
-    assert_equal(world, 2, "pp(2, microbatches=1)", CountingSteps, samples(24), 8)
+    def make() -> nn.Module:
+        model = counting_steps()
+        model.steps.register_buffer("number", torch.tensor(0))
+        return model
 
-
-class LossInTraining(nn.Module):
-    """Returns something else in evaluation mode, and fails there, as a wrapped detector does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.layers(x)
-        return out if self.training else [out].missing  # type: ignore[attr-defined, no-any-return]
-
-
-def test_a_model_that_fails_in_evaluation_mode_is_refused(world: World) -> None:
-    said = refused(world, 2, "pp(2)", LossInTraining, samples(8))
-    assert "LossInTraining fails in evaluation mode" in said
-
-
-def test_stages_that_do_not_compute_what_the_model_does_are_refused(world: World) -> None:
-    said = refused(world, 2, "pp(2)", Counting, samples(8))
-    assert "the stages of Counting, split at layers.1, do not compute" in said
+    assert_equal(world, 2, "pp(2, microbatches=1)", make, samples(24), 8)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate", "microbatches"),
+    ("strategy", "options", "microbatches"),
     [
-        ("pp(2)", 1, 4),
-        ("pp(4)", 1, 8),
-        ("pp(2)", 3, 3),
-        ("pp(2, microbatches=5)", 3, 5),
-        ('pp(2, schedule="inter-op")', 1, 1),
-        ("ddp", 2, 2),
+        ("pp(2)", {}, (4, 1)),
+        ("pp(4)", {}, (8, 1)),
+        ("pp(2)", {"accumulate": 3}, (3, 3)),
+        ("pp(2, microbatches=5)", {"accumulate": 3}, (5, 5)),
+        ('pp(2, schedule="inter-op")', {}, (1, 1)),
+        ("ddp", {"accumulate": 2}, (2, 2)),
+        ("pp(2)", {"batchnorm": "local"}, (4, 4)),
     ],
 )
-def test_how_many_micro_batches(strategy: str, accumulate: int, microbatches: int) -> None:
-    options = StepOptions(accumulate=accumulate).with_pipeline(parse(strategy).pp)
-    assert options.local_microbatches(1) == microbatches
+def test_how_many_micro_batches(
+    strategy: str, options: dict[str, Any], microbatches: tuple[int, int]
+) -> None:
+    """Without BatchNorm, and with it."""
+    found = [
+        StepOptions(**options).with_pipeline(parse(strategy).pp, model).local_microbatches(1)
+        for model in (mlp(), normed())
+    ]
+    assert tuple(found) == microbatches

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +13,23 @@ from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, Size, next_token_loss
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
-from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import convnet, samples
+from tests.products import few_or_all
 from tests.seeds import seeded
 from tests.splitting import (
-    ADAMW,
+    GPT_OPTIONS,
     SGD,
-    assert_another_goes_on,
     assert_equal,
-    assert_evaluates_equal,
     gpt,
+    job_of,
     mlp,
+    model,
     refused,
     saved_bytes,
     texts,
+    workers,
 )
-
-GPT_OPTIONS: dict[str, Any] = {"optimizer": ADAMW, "clip_norm": 1.0, "loss": next_token_loss}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -49,47 +44,10 @@ def test_a_gpt_with_tied_embedding(world: World, size: int, options: dict[str, A
     assert_equal(world, size, f"tp({size})", partial(gpt, 2), texts(16), 8, **options)
 
 
-@pytest.mark.parametrize(
-    ("size", "strategy"),
-    [
-        (4, "ddp(bucket_mb=0.0001) + tp(2)"),
-        pytest.param(4, "tp(2) + pp(2)", marks=pytest.mark.whole),
-        pytest.param(4, 'tp(2) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
-        pytest.param(
-            4, 'tp(2) + pp(2, recompute=True, schedule="interleaved")', marks=pytest.mark.whole
-        ),
-        (8, "ddp + tp(2) + pp(2)"),
-        (4, 'gossip(graph="complete") + tp(2)'),
-        pytest.param(4, "zero(1) + tp(2)", marks=pytest.mark.whole),
-        (4, "zero(2) + tp(2)"),
-        pytest.param(8, "zero(1) + tp(2) + pp(2)", marks=pytest.mark.whole),
-    ],
-)
-def test_hybrids(world: World, size: int, strategy: str) -> None:
-    assert_equal(world, size, strategy, gpt, texts(22), 8, **GPT_OPTIONS)
-    assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
-
-
-@pytest.mark.parametrize(
-    ("size", "strategy"),
-    [
-        (2, "tp(2, sequence=True)"),
-        pytest.param(3, "tp(3, sequence=True)", marks=pytest.mark.whole),
-        pytest.param(4, "ddp + tp(2, sequence=True)", marks=pytest.mark.whole),
-        pytest.param(4, "tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
-        pytest.param(4, 'tp(2, sequence=True) + pp(2, schedule="zb-h1")', marks=pytest.mark.whole),
-        pytest.param(
-            4,
-            'tp(2, sequence=True) + pp(2, recompute=True, schedule="interleaved")',
-            marks=pytest.mark.whole,
-        ),
-        pytest.param(8, "zero(1) + tp(2, sequence=True) + pp(2)", marks=pytest.mark.whole),
-    ],
-)
-def test_positions_are_shared_out_between_the_layers(
-    world: World, size: int, strategy: str
-) -> None:
+@pytest.mark.parametrize("size", [2, *few_or_all([], [3])])
+def test_positions_are_shared_out_between_the_layers(world: World, size: int) -> None:
     """Micro-batches of 3 and 2 windows of 5: as many positions as no size divides."""
+    strategy = f"tp({size}, sequence=True)"
     assert_equal(world, size, strategy, gpt, texts(22, 5), 11, **GPT_OPTIONS)
     assert_equal(world, size, strategy, mlp, samples(28), 12, clip_norm=0.1)
 
@@ -114,8 +72,7 @@ class Encoder(nn.Module):
         x = x if self.batch_first else x.transpose(0, 1)
         causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
         x = self.layers(x, mask=causal, src_key_padding_mask=torch.zeros(ids.shape), is_causal=True)
-        logits: Tensor = self.head(x if self.batch_first else x.transpose(0, 1))
-        return logits
+        return self.head(x if self.batch_first else x.transpose(0, 1))
 
 
 @pytest.mark.parametrize("strategy", ["tp(2)", "tp(2, sequence=True)"])
@@ -126,53 +83,30 @@ def test_transformer_encoder_layers(world: World, batch_first: bool, strategy: s
     assert_equal(world, 2, strategy, make, data, 8, loss=next_token_loss)
 
 
-class Attending(nn.Module):
+@model(attention=lambda: nn.MultiheadAttention(8, 4, kdim=6, vdim=5, batch_first=True), last=(8, 3))
+def attending(self: Any, x: Tensor) -> Tensor:
     """Looks at another sequence, and returns the weights of its attention, too."""
-
-    def __init__(self, average: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.average = average
-        self.attention = nn.MultiheadAttention(8, 4, kdim=6, vdim=5, batch_first=True)
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = x[..., :8]
-        key = x[..., 2:8]
-        value = x[..., 3:8]
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        out, weights = self.attention(
-            query, key, value, attn_mask=mask, average_attn_weights=self.average
-        )
-        logits: Tensor = self.last(out).mean(1) + weights.square().sum((-1, -2)).view(
-            len(x), -1
-        ).sum(1, keepdim=True) * torch.arange(3.0)
-        return logits
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    options = {"attn_mask": mask, "average_attn_weights": self.average}
+    out, weights = self.attention(x[..., :8], x[..., 2:8], x[..., 3:8], **options)
+    total = weights.square().sum((-1, -2)).view(len(x), -1).sum(1, keepdim=True)
+    return self.last(out).mean(1) + total * torch.arange(3.0)
 
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("strategy", ["tp(2)", "tp(3)", "tp(2, sequence=True)"])
-def test_multihead_attention(world: World, strategy: str, average: bool) -> None:
-    make = partial(Attending, average)
-    assert_equal(world, int(strategy[3]), strategy, make, samples(16, (5, 8)), 8)
+def test_multihead_attention(
+    world: World, monkeypatch: pytest.MonkeyPatch, strategy: str, average: bool
+) -> None:
+    monkeypatch.setattr(attending, "average", average, raising=False)
+    assert_equal(world, workers(strategy), strategy, attending, samples(16, (5, 8)), 8)
 
 
-class Gated(nn.Module):
+@model(first=(6, 5), gate=(5, 7), up=(5, 7), down=(7, 6), head=(6, 3))
+def gated(self: Any, x: Tensor) -> Tensor:
     """Two layers that read the same input, and one that reads their product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 5)
-        self.gate = nn.Linear(5, 7)
-        self.up = nn.Linear(5, 7)
-        self.down = nn.Linear(7, 6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        logits: Tensor = self.head(self.down(F.silu(self.gate(x)) * self.up(x)))
-        return logits
+    x = torch.tanh(self.first(x))
+    return self.head(self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
 LAYERS = ("first", "gate", "up", "down", "head")
@@ -191,12 +125,7 @@ LAYERS = ("first", "gate", "up", "down", "head")
 def test_a_plan(world: World, plan: dict[str, str]) -> None:
     for sequence in (False, True):
         strategy = f"tp(2, plan={plan}, sequence={sequence})"
-        assert_equal(world, 2, strategy, Gated, samples(20), 8, clip_norm=0.1)
-
-
-def build(group: Group, strategy: str, model: nn.Module, **options: Any) -> tuple[Job, Step]:
-    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    return job, job.step(model, next_token_loss, **{"optimizer": ADAMW, **options})
+        assert_equal(world, 2, strategy, gated, samples(20), 8, clip_norm=0.1)
 
 
 def test_every_worker_holds_near_half_of_the_parameters(world: World) -> None:
@@ -204,9 +133,10 @@ def test_every_worker_holds_near_half_of_the_parameters(world: World) -> None:
     whole = sum(p.numel() for p in models[0].parameters())
 
     def body(group: Group) -> int:
-        _, step = build(group, "tp(2)", models[group.rank])
-        assert all(p.untyped_storage().nbytes() <= step.flat.data.nbytes for p in step.flat.params)
-        return sum(p.numel() for p in step.flat.params)
+        with job_of(group, "tp(2)", models[group.rank]) as (_, step):
+            most = step.flat.data.nbytes
+            assert all(p.untyped_storage().nbytes() <= most for p in step.flat.params)
+            return sum(p.numel() for p in step.flat.params)
 
     held = world(2, body)
     # norms, positions and the biases behind row layers are on both
@@ -217,12 +147,11 @@ def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> No
     models = [gpt(2) for _ in range(4)]
 
     def body(group: Group) -> dict[str, Tensor]:
-        job, step = build(group, "tp(4)", models[group.rank], clip_norm=0.5)
-        for batch in job.batches(texts(32), 8):
-            step(batch)
-        tensor = step.shard.tensor
-        assert tensor is not None
-        return {n: p.detach().clone() for n, p in step.flat.named if n not in tensor.specs}
+        with job_of(group, "tp(4)", models[group.rank], **GPT_OPTIONS) as (job, step):
+            for batch in job.batches(texts(32), 8):
+                step(batch)
+            specs = step.shard.tensor.specs
+            return {n: p.detach().clone() for n, p in step.flat.named if n not in specs}
 
     first, *others = world(4, body)
     assert {"norm.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.down.bias"} <= set(first)
@@ -240,11 +169,11 @@ def test_less_is_kept_of_a_sequence_that_is_shared_out(world: World) -> None:
         return GPT(Size(4, 32, 2, 32, 1e-2), dropout=0.1)
 
     def backward(model: nn.Module) -> None:
-        next_token_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        next_token_loss(model(tokens), tokens).backward()
 
     def body(group: Group, strategy: str, model: nn.Module) -> int:
-        build(group, strategy, model)
-        return saved_bytes(model, lambda: backward(model))
+        with job_of(group, strategy, model):
+            return saved_bytes(model, lambda: backward(model))
 
     whole = make()
     alone = saved_bytes(whole, lambda: backward(whole))
@@ -254,89 +183,45 @@ def test_less_is_kept_of_a_sequence_that_is_shared_out(world: World) -> None:
         assert all(share - 0.05 < kept / alone < share + 0.05 for kept in found), (found, alone)
 
 
-def test_evaluating(world: World) -> None:
-    def metrics(out: Tensor, y: Tensor) -> dict[str, Any]:
-        return {
-            "loss": next_token_loss(out, y),
-            "right": (out.argmax(-1) == y).float().mean(),
-            "first": out[:, 0, 0].mean(),
-        }
-
-    cases = ((2, "tp(2)"), (4, "tp(2) + pp(2)"), (2, "tp(2, sequence=True)"))
-    assert_evaluates_equal(world, cases, metrics)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        *(("tp(2)", "ddp"), ("ddp", "tp(2)"), ("tp(2)", "single"), ("tp(2)", "pp(2)")),
-        *(("ddp + tp(2)", "tp(2) + pp(2)"), ("tp(2) + pp(2)", "zero(1) + tp(2)")),
-        ("zero(1) + tp(2)", "tp(4)"),
-    ],
+@model(
+    words=lambda: nn.Embedding(9, 5),
+    lstm=lambda: nn.LSTM(5, 7, num_layers=2, batch_first=True, bidirectional=True),
+    head=(14, 3),
 )
-def test_what_one_strategy_saved_another_loads(
-    world: World, tmp_path: Path, first: str, second: str
-) -> None:
-    assert_another_goes_on(world, tmp_path / "saved", first, second, partial(gpt, 2))
+def word_lstm(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.lstm(self.words((x.flatten(1) * 3).long().abs() % 9))[0].mean(1))
 
 
-class WordLstm(nn.Module):
-    @seeded(0)
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 5)
-        self.lstm = nn.LSTM(5, 7, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(14, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = (x.flatten(1) * 3).long().abs() % 9
-        logits: Tensor = self.head(self.lstm(self.words(ids))[0].mean(1))
-        return logits
-
-
-class PatchTransformer(nn.Module):
+@model(
+    stem=lambda: nn.Sequential(nn.Conv2d(1, 8, 2, 2), nn.BatchNorm2d(8)),
+    encoder=lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True),
+    head=(8, 3),
+)
+def patch_transformer(self: Any, x: Tensor) -> Tensor:
     """A convolution makes the tokens of a transformer."""
-
-    @seeded(0)
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 8, 2, 2), nn.BatchNorm2d(8))
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.stem(x).flatten(2).transpose(1, 2)
-        logits: Tensor = self.head(self.encoder(tokens).mean(1))
-        return logits
+    return self.head(self.encoder(self.stem(x).flatten(2).transpose(1, 2)).mean(1))
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
+    "strategy",
     [
-        (2, "tp(2)"),
-        (4, "ddp + tp(2)"),
-        pytest.param(4, "zero(3) + tp(2)", marks=pytest.mark.whole),
-        pytest.param(4, "tp(2) + pp(2)", marks=pytest.mark.whole),
-        pytest.param(2, "tp(2, sequence=True)", marks=pytest.mark.whole),
+        *("tp(2)", "ddp + tp(2)"),
+        *few_or_all([], ["zero(3) + tp(2)", "tp(2) + pp(2)", "tp(2, sequence=True)"]),
     ],
 )
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (convnet, "splits nothing of Sequential"),
-        (WordLstm, "whole (LSTM,"),
-        (PatchTransformer, "whole: Conv2d,"),
+        (word_lstm, "whole (LSTM,"),
+        (patch_transformer, "whole: Conv2d,"),
     ],
 )
 def test_convolutions_and_lstms_stay_whole(
-    world: World,
-    size: int,
-    strategy: str,
-    make: Callable[[], nn.Module],
-    told: str,
-    capsys: pytest.CaptureFixture[str],
+    world: World, strategy: str, make: Any, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_equal(world, size, strategy, make, samples(24, (1, 4, 4)), 8, clip_norm=1.0)
+    data = samples(24, (1, 4, 4))
+    assert_equal(world, workers(strategy), strategy, make, data, 8, clip_norm=1.0)
     assert told in capsys.readouterr().err
 
 
@@ -370,21 +255,19 @@ def test_what_cannot_be_split_is_refused_by_name(
 class MaskedLanguageModel(nn.Module):
     """As BERT's head: its bias is a parameter of the head and of the decoder inside it."""
 
+    @seeded(0)
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.words = nn.Embedding(11, 6)
         self.decoder = nn.Linear(6, 11)
         self.bias = self.decoder.bias
         self.decoder.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.decoder(self.words(ids).tanh())
-        return logits
+        return self.decoder(self.words(ids).tanh())
 
 
 def test_a_bias_that_two_modules_have_is_split_once(world: World) -> None:
     ids = torch.arange(96).view(16, 6) % 11
-    loss = lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten())  # noqa: E731
     data = TensorDataset(ids, ids.roll(1, 1))
-    assert_equal(world, 2, "tp(2)", MaskedLanguageModel, data, loss=loss)
+    assert_equal(world, 2, "tp(2)", MaskedLanguageModel, data, loss=next_token_loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,21 +53,17 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
     return torch.randn(*shape, generator=generator, dtype=dtype) * 3 + 10
 
 
-class Outcome:
+def outcome(layer: Any, batches: list[tuple[Tensor, Tensor]]) -> Any:
     """What one layer makes of some batches: outputs, gradients, running statistics."""
-
-    def __init__(self, layer: Any, batches: list[tuple[Tensor, Tensor]]):
-        self.out = []
-        self.grad_x = []
-        for x, slope in batches:
-            x = x.clone().requires_grad_()
-            out = layer(x)
-            (out * slope).sum().backward()
-            assert x.grad is not None
-            self.out.append(out.detach())
-            self.grad_x.append(x.grad)
-        self.grads = [p.grad for p in layer.parameters()]
-        self.buffers = {name: b.clone() for name, b in layer.named_buffers()}
+    out, grad_x = [], []
+    for x, slope in batches:
+        x = x.clone().requires_grad_()
+        out.append(layer(x))
+        (out[-1] * slope).sum().backward()
+        grad_x.append(x.grad)
+    grads = [p.grad for p in layer.parameters()]
+    out = [o.detach() for o in out]
+    return SimpleNamespace(out=out, grad_x=grad_x, grads=grads, buffers=dict(layer.named_buffers()))
 
 
 def compare(
@@ -83,9 +80,9 @@ def compare(
     layers = [copy.deepcopy(whole) for _ in parts]
     x = [numbers(sum(parts), *shape, seed=s) for s in range(steps)]
     slope = [numbers(sum(parts), *shape, seed=100 + s) for s in range(steps)]
-    wanted = Outcome(whole, list(zip(x, slope, strict=True)))
+    wanted = outcome(whole, list(zip(x, slope, strict=True)))
 
-    def body(group: Group) -> Outcome:
+    def body(group: Group) -> Any:
         forward_state = ForwardState()
         forward_state.rows_are_real = parts[group.rank] > 0
         layer = GlobalBatchNorm(layers[group.rank], group, forward_state)
@@ -95,7 +92,7 @@ def compare(
         ]
         if not forward_state.rows_are_real:
             pieces = [(numbers(1, *shape, seed=9) * 50, torch.zeros(1, *shape))] * steps
-        return Outcome(layer, pieces)
+        return outcome(layer, pieces)
 
     got = world(len(parts), body)
     real = [g for g, part in zip(got, parts, strict=True) if part]
@@ -108,12 +105,8 @@ def compare(
     for i, grad in enumerate(wanted.grads):
         torch.testing.assert_close(sum(g.grads[i] for g in got), grad, **close)
     for g in got:
-        assert g.buffers.keys() == wanted.buffers.keys()
-        for name, buffer in wanted.buffers.items():
-            torch.testing.assert_close(g.buffers[name], buffer, **close)
-    for g in got:
-        if g not in real:
-            assert not any(grad.any() for grad in g.grad_x)
+        torch.testing.assert_close(g.buffers, wanted.buffers, **close)
+        assert g in real or not any(grad.any() for grad in g.grad_x)
 
 
 @pytest.mark.parametrize(("kind", "shape"), SHAPES, ids=lambda v: str(getattr(v, "__name__", v)))
@@ -124,9 +117,7 @@ def test_equals_the_layer_on_the_concatenated_batch(
     compare(world, kind, shape, parts)
 
 
-@pytest.mark.parametrize(
-    "parts", [[1, 5], [7, 1, 2], [1, 1], [0, 3], [3, 0, 2], [0, 0, 2]], ids=str
-)
+@pytest.mark.parametrize("parts", [[7, 1, 2], [1, 1], [0, 3], [3, 0, 2], [0, 0, 2]], ids=str)
 def test_parts_may_be_uneven_and_rows_that_stand_in_do_not_count(
     world: World, parts: list[int]
 ) -> None:
@@ -134,21 +125,13 @@ def test_parts_may_be_uneven_and_rows_that_stand_in_do_not_count(
     compare(world, nn.BatchNorm2d, (CHANNELS, 3, 2), parts)
 
 
-HAS_BIAS = "bias" in inspect.signature(nn.BatchNorm1d).parameters
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"affine": False},
-        {"momentum": None},
-        {"momentum": 0.4},
-        {"track_running_stats": False},
-        {"eps": 0.5},
-        {"affine": False, "track_running_stats": False},
-        {"training": False},
-        {"training": False, "track_running_stats": False},
-        *([{"bias": False}] if HAS_BIAS else []),
+        *({"affine": False}, {"momentum": None}, {"momentum": 0.4}, {"eps": 0.5}),
+        *({"track_running_stats": False}, {"affine": False, "track_running_stats": False}),
+        *({"training": False}, {"training": False, "track_running_stats": False}),
+        *([{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm1d).parameters else []),
     ],
     ids=str,
 )
@@ -161,9 +144,8 @@ def test_a_microbatch_that_is_empty_on_every_rank_changes_nothing(world: World) 
 
     @seeded(0)
     def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        )
+        convolution = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        return nn.Sequential(*convolution, nn.Flatten(), nn.Linear(16, 3))
 
     data = samples(11, (1, 4, 4))
     assert_equal(world, 2, "ddp", make, data, 8, accumulate=4)
@@ -245,19 +227,9 @@ class NormAct(nn.BatchNorm2d):
     """With an activation behind it, and a call of F.batch_norm of its own."""
 
     def forward(self, input: Tensor, slope: float = 0.1) -> Tensor:
-        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        out = F.batch_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            0.2,
-            self.eps,
-        )
-        return F.leaky_relu(out, slope)
+        tensors = (self.running_mean, self.running_var, self.weight, self.bias)
+        return F.leaky_relu(F.batch_norm(input, *tensors, self.training, 0.2, self.eps), slope)
 
 
 class NormThenAct(nn.BatchNorm1d):
@@ -296,8 +268,7 @@ def test_a_subclass_keeps_its_forward_and_shares_statistics(
     got = world(2, body)
     torch.testing.assert_close(torch.cat([out for out, _ in got]), wanted.detach())
     for _, buffers in got:
-        for name, buffer in alone.named_buffers():
-            torch.testing.assert_close(buffers[name], buffer)
+        torch.testing.assert_close(buffers, dict(alone.named_buffers()))
 
 
 def test_a_subclass_that_takes_statistics_by_itself_is_refused() -> None:
@@ -346,11 +317,10 @@ def test_noted_microbatches_settle_in_the_order_of_the_batch(
         return out, dict(net[0].named_buffers())
 
     together = world(size, body)
-    for got, want in zip([o for out, _ in together for o in out], wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close([o for out, _ in together for o in out], wanted, **close)
     for _, buffers in together:
-        for name, buffer in alone.named_buffers():
-            torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(buffers, dict(alone.named_buffers()), **close)
 
 
 def test_noted_rows_that_stand_in_leave_no_trace() -> None:

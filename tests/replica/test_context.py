@@ -1,4 +1,4 @@
-"""Operations on a sequence of which every rank has some positions: what one device computes."""
+"""Context parallelism: sequences of which every rank has some positions train as on one device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ from torch.nn import functional as F
 from shoal.comm.counting import SentBytes
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import map_tensors, tensors_of
+from shoal.examples.gpt import GPT, Size, next_token_loss
+from shoal.pytree import tensors_of
 from shoal.replica.context.rules import sequence_context
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.context.stage import in_full
 from tests.conftest import World
+from tests.models import samples
+from tests.products import few_or_all
 from tests.seeds import seeded
+from tests.splitting import GPT_OPTIONS as OPTIONS
+from tests.splitting import (
+    assert_equal,
+    assert_own_loop_equal,
+    job_of,
+    mlp,
+    refused,
+    saved_bytes,
+    texts,
+    workers,
+)
 
 LENGTH = 10
 sdpa = F.scaled_dot_product_attention
@@ -130,14 +144,12 @@ def check(world: World, size: int, f: Callable[[Tensor], Any]) -> list[set[str]]
             assert a.shape == b.shape
             torch.testing.assert_close(in_full(a).detach(), b.detach())
         torch.testing.assert_close(total.detach(), loss.detach())
-        assert leaf.grad is not None and full.grad is not None
         grad = leaf.grad.clone()
         group.all_reduce(grad).wait()
         torch.testing.assert_close(grad, full.grad)
         return context.gathered
 
-    found: list[set[str]] = world(size, body)
-    return found
+    return world(size, body)
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -190,7 +202,7 @@ def test_attention_sends_keys_and_values_of_the_other_blocks(world: World) -> No
         out = sdpa(heads(x), heads(x), heads(x), is_causal=True)
         forward = counter.total
         assert isinstance(out, SequenceShard)
-        out.local.sum().backward()  # type: ignore[no-untyped-call]
+        out.local.sum().backward()
         return forward, counter.total - forward
 
     block = 2 * 16 // 4 * 6 * 8
@@ -201,24 +213,20 @@ def test_attention_dropout_is_the_same_in_forward_and_backward(world: World) -> 
     """The derivative along a direction is the change of the result."""
 
     def body(group: Group) -> None:
-        def f(x: Tensor) -> Tensor:
-            result: Tensor = sdpa(heads(x), heads(x), heads(x), dropout_p=0.4)
-            return result
-
         def attend(value: Tensor) -> tuple[Tensor, Tensor]:
             context = sequence_context(group)
             leaf = value.clone().requires_grad_()
             spec = context.shard(value, 1).spec
             torch.manual_seed(5)
             group.barrier().wait()
-            out = f(context.wrap(spec.take_local(leaf, group.rank), spec))
+            x = heads(context.wrap(spec.take_local(leaf, group.rank), spec))
+            out = sdpa(x, x, x, dropout_p=0.4)
             group.barrier().wait()
             return out.sum() / group.size, leaf
 
         step = 1e-6 * numbers(2, LENGTH, 6)
         loss, leaf = attend(numbers(2, LENGTH, 6))
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert leaf.grad is not None
+        loss.backward()
         grad = leaf.grad.clone()
         group.all_reduce(grad).wait()
         up, _ = attend(numbers(2, LENGTH, 6) + step)
@@ -244,4 +252,51 @@ def test_a_tree_of_outputs_is_gathered(world: World) -> None:
         return bool(torch.equal(found["a"][0], numbers(2, LENGTH, 6) + 1)) and found["b"] == 3
 
     assert world(2, body) == [True] * 2
-    assert map_tensors(lambda t: t, 3) == 3
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+CONTEXT = 24
+
+
+@seeded(0)
+def gpt(context: int = CONTEXT, width: int = 8) -> nn.Module:
+    return GPT(Size(2, width, 2, context, 1e-2))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["cp(2)", "cp(3)", "ddp + cp(2)", *few_or_all([], ["cp(2) + tp(2)", "pp(2) + cp(2)"])],
+)
+def test_a_gpt_is_that_of_one_device(world: World, strategy: str) -> None:
+    assert_equal(world, workers(strategy), strategy, gpt, texts(10, CONTEXT), 4, **OPTIONS)
+
+
+def test_a_length_that_does_not_divide_works(world: World) -> None:
+    assert_equal(world, 2, "cp(2)", gpt, texts(4, 7), 4, accumulate=2, **OPTIONS)
+
+
+@pytest.mark.parametrize("strategy", ["cp(2)", *few_or_all([], ["ddp + cp(2)"])])
+def test_a_loop_of_the_scripts_own(world: World, strategy: str) -> None:
+    data = texts(10, CONTEXT)
+    assert_own_loop_equal(world, workers(strategy), strategy, gpt, data, next_token_loss)
+
+
+def test_activations_are_halved_at_four_times_the_sequence(world: World) -> None:
+    data = texts(4, 4 * CONTEXT)
+    models = [gpt(4 * CONTEXT, 16) for _ in range(3)]
+
+    def body(group: Group, strategy: str, model: nn.Module) -> int:
+        with job_of(group, strategy, model, **OPTIONS) as (job, step):
+            batch = next(iter(job.batches(data, 2)))
+            return saved_bytes(model, lambda: step(batch))
+
+    alone = world(1, lambda g: body(g, "single", models[2]))[0]
+    for shared in world(2, lambda g: body(g, "cp(2)", models[g.rank])):
+        assert 0.45 < shared / alone < 0.55
+
+
+def test_what_has_no_sequence_or_divides_it_twice_is_refused(world: World) -> None:
+    assert "cp(2) splits sequences" in refused(world, 2, "cp(2)", mlp, samples(8))
+    said = refused(world, 4, "tp(2, sequence=True) + cp(2)", gpt, **OPTIONS)
+    assert "both divide the positions of a sequence" in said

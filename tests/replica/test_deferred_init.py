@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
-from tests.models import convnet
+from tests.conftest import World
+from tests.models import convnet, samples
+from tests.splitting import train, workers
 
 
 def test_filling_gives_the_model_that_building_gives() -> None:
@@ -29,13 +30,6 @@ def test_filling_gives_the_model_that_building_gives() -> None:
         assert torch.equal(got, wanted), name
 
 
-def test_batchnorm_is_filled_at_once_since_others_take_its_place() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    DeferredInit(model)
-    assert [t.tolist()[0] for t in (model[1].weight, model[1].running_var)] == [1.0, 1.0]
-
-
 def test_in_turn_a_tensor_comes_after_its_last_fill() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
@@ -49,25 +43,6 @@ def test_in_turn_a_tensor_comes_after_its_last_fill() -> None:
     assert filled == [["0.bias"], ["1.weight"], ["0.weight", "2.weight"], ["2.bias"]]
 
 
-def test_tied_parameters_stay_tied() -> None:
-    with torch.device("meta"):
-        one = nn.Linear(3, 3)
-        two = nn.Linear(3, 3)
-        two.weight = one.weight
-    model = nn.Sequential(one, two)
-    DeferredInit(model).fill_all(model)
-    assert one.weight is two.weight and not one.weight.is_meta
-
-
-def test_a_job_trains_such_a_model() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(6, 3)
-    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
-    step = job.step(model, nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1))
-    batch = (torch.ones(4, 6), torch.zeros(4, dtype=torch.long))
-    assert float(step(batch)) > float(step(batch)) > 0
-
-
 def test_a_module_that_cannot_fill_itself_is_refused_by_name() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
@@ -78,3 +53,59 @@ def test_a_module_that_cannot_fill_itself_is_refused_by_name() -> None:
         model = nn.Sequential(nn.Linear(3, 3), Bare())
     with pytest.raises(BadInput, match=r"1 \(Bare\) was built on the meta device and has no reset"):
         DeferredInit(model)
+
+
+class Steady(nn.Linear):
+    """Starts as its shape says: threads that fill models at the same time share one generator."""
+
+    def reset_parameters(self) -> None:
+        generator = torch.Generator().manual_seed(7 * self.in_features + self.out_features)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.3, generator=generator)
+
+
+class Net(nn.Module):
+    """Two pairs that are split, one weight at two places, and BatchNorm with its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Steady(6, 7), nn.Tanh(), Steady(7, 5))
+        self.twice = Steady(5, 5, bias=False)
+        self.norm = nn.BatchNorm1d(5)
+        self.second = nn.Sequential(Steady(5, 9), nn.Tanh(), Steady(9, 5))
+        self.again = Steady(5, 5)
+        self.again.weight = self.twice.weight
+        self.last = Steady(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.twice(self.first(x)))
+        return self.last(self.again(self.second(x)))
+
+
+def blank() -> nn.Module:
+    with torch.device("meta"):
+        return Net()
+
+
+STAGES = 'pp(2, schedule="inter-op")'
+
+
+@pytest.mark.parametrize(
+    "strategy", [STAGES, "tp(2)", f"tp(2) + {STAGES}", f"ddp + {STAGES}", "zero(1) + tp(2)"]
+)
+def test_it_trains_as_on_one_worker(world: World, strategy: str) -> None:
+    alone = train(solo_group(), "single", blank(), samples(24), 8)
+
+    def body(group: Group) -> Any:
+        model = blank()
+        found = train(group, strategy, model, samples(24), 8)
+        here = sum(p.numel() for p in model.parameters() if p.device.type != "meta")
+        return *found, here
+
+    whole = sum(p.numel() for p in Net().parameters())
+    together = world(workers(strategy), body)
+    for losses, _, here in together:
+        assert losses == pytest.approx(alone[0], abs=1e-5)
+        assert here < 0.8 * whole
+    for name, tensor in alone[1].items():
+        torch.testing.assert_close(together[0][1][name], tensor, rtol=1e-4, atol=1e-5)

@@ -8,23 +8,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from shoal.comm.call import Call
 from shoal.comm.executors.solo import Solo, solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.batchnorm import ForwardState
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.microbatch_context import MicroBatch, call_model
-from shoal.runtime.trace import Recorder
+from shoal.replica.microbatch_context import MicroBatch
 from shoal.schedules.pipelines import accumulate
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.transport.threads import DoneWork
 from shoal.transport.transport import Work
-from tests.models import mlp, samples
+from tests.conftest import World
+from tests.models import samples
+from tests.splitting import assert_equal, model
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -40,14 +42,6 @@ def engine_of(
 
 def ignore(bucket: slice) -> None:
     return None
-
-
-# -------------------------------------------------------------------------- schedule
-
-
-def test_accumulation_has_one_stage() -> None:
-    with pytest.raises(ValueError, match="one stage, not stage 1 of 2"):
-        accumulate(2, 1, 4)
 
 
 # -------------------------------------------------------------------------- gradients
@@ -70,7 +64,6 @@ def test_gradients_and_the_loss_are_sums_by_weight() -> None:
     engine = engine_of(model, 2)
     loss = engine.run([micro([1.0, 0.0], 0.75), micro([1.0, 3.0], 0.25)], ignore)
     assert loss.item() == 0.75 * 1 + 0.25 * 16
-    assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[0.75 * 2 + 0.25 * 8, 0.25 * 24]]
 
 
@@ -112,43 +105,7 @@ def test_the_scale_of_a_loss_multiplies_gradients_and_not_the_loss() -> None:
     model = linear()
     engine = engine_of(model, loss_scale=lambda weight: weight * 1024)
     assert engine.run([micro([1.0, 0.0], 1.0)], ignore).item() == 1.0
-    assert model.weight.grad is not None and model.weight.grad.tolist() == [[2048.0, 0.0]]
-
-
-def test_the_model_can_tell_rows_that_stand_in() -> None:
-    forward_state = ForwardState()
-    seen: list[bool] = []
-
-    def loss(out: Tensor, target: Tensor) -> Tensor:
-        seen.append(forward_state.rows_are_real)
-        return F.mse_loss(out, target)
-
-    engine = engine_of(linear(), 2, loss, forward_state=forward_state)
-    engine.run([micro([1.0, 0.0], 0.0, real=False), micro([1.0, 0.0], 1.0)], ignore)
-    assert seen == [False, True]
-
-
-def test_forward_and_backward_leave_spans() -> None:
-    tracer = Recorder(0, 0)
-    engine_of(linear(), 2, tracer=tracer).run([micro([1.0, 0.0], 0.5)] * 2, ignore)
-    assert [s.kind for s in tracer.spans] == ["forward", "backward"] * 2
-
-
-# -------------------------------------------------------------------------- inputs
-
-
-class Difference(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return a - b
-
-
-def test_a_tuple_is_spread_over_positions_and_a_dict_over_names() -> None:
-    a = torch.tensor(5.0)
-    b = torch.tensor(3.0)
-    assert call_model(Difference(), (a, b)).item() == 2.0
-    assert call_model(Difference(), [b, a]).item() == -2.0
-    assert call_model(Difference(), {"b": a, "a": b}).item() == -2.0
-    assert call_model(nn.Identity(), a) is a
+    assert model.weight.grad.tolist() == [[2048.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -165,17 +122,16 @@ def test_a_loss_that_is_no_single_number_is_refused(loss: Any, what: str) -> Non
         engine_of(linear(), loss=loss).run([micro([1.0, 0.0], 1.0)], ignore)
 
 
-def test_fp16_needs_a_gpu() -> None:
-    with pytest.raises(BadInput, match='needs a CUDA GPU; on a CPU take "bf16"'):
-        engine_of(linear(), precision="fp16")
-    job = Job(parse("single"), solo_group(), device=CPU)
-    with pytest.raises(BadInput, match="needs a CUDA GPU"):
-        job.step(mlp(), F.cross_entropy, optimizer=SGD, precision="fp16")
-
-
-def test_an_unknown_precision_is_refused_by_name() -> None:
-    with pytest.raises(BadInput, match="one of fp32, bf16, fp16, not 'fp8'"):
-        engine_of(linear(), precision="fp8")
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("fp16", 'needs a CUDA GPU; on a CPU take "bf16"'),
+        ("fp8", "one of fp32, bf16, fp16, not 'fp8'"),
+    ],
+)
+def test_a_precision_that_there_is_not_is_refused(precision: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        engine_of(linear(), precision=precision)
 
 
 def test_bf16_computes_forward_in_bfloat16_and_keeps_parameters_in_float32() -> None:
@@ -189,7 +145,7 @@ def test_bf16_computes_forward_in_bfloat16_and_keeps_parameters_in_float32() -> 
     engine_of(model, loss=loss, precision="bf16").run([micro([1.0, 0.0], 1.0)], ignore)
     assert seen == [torch.bfloat16]
     assert model.weight.dtype == torch.float32
-    assert model.weight.grad is not None and model.weight.grad.dtype == torch.float32
+    assert model.weight.grad.dtype == torch.float32
 
 
 # -------------------------------------------------------------------------- randomness
@@ -326,3 +282,80 @@ def test_two_models_of_one_script_draw_different_masks() -> None:
     for step in steps:
         step((torch.ones(4), torch.ones(4)))
     assert first.masks != second.masks
+
+
+# -------------------------------------------------------------------------- autograd in forward
+
+
+@model(
+    critic=lambda: nn.Sequential(
+        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()),
+        *(nn.Linear(8, 7), nn.BatchNorm1d(7, affine=False), nn.Tanh(), nn.Linear(7, 3)),
+    )
+)
+def penalized(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A critic with BatchNorm whose forward returns its outputs and a gradient penalty."""
+    x = x.detach().requires_grad_()
+    out = self.critic(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return out, slope.square().sum(1)
+
+
+@model(inner=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+def per_sample(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients by sample, with torch.func, without BatchNorm."""
+    params = dict(self.inner.named_parameters())
+
+    def out(row: Tensor) -> Tensor:
+        return functional_call(self.inner, params, (row,))
+
+    return vmap(out)(x), vmap(grad(lambda row: out(row).square().sum()))(x).square().sum(1)
+
+
+class Normed(nn.Module):
+    """Weight norm, spectral norm, a shared and a frozen layer, and hooks of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = parametrizations.weight_norm(nn.Linear(6, 8))
+        self.second = parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.shared = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+        self.head.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.shared.weight.register_hook(lambda g: g * 0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        x = self.shared(torch.tanh(self.frozen(self.shared(x))))
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 3)
+        return self.head(x), x.square().mean(1)
+
+
+def loss(outputs: Any, targets: Tensor) -> Tensor:
+    out, penalty = outputs
+    return F.cross_entropy(out, targets) + 0.5 * penalty.mean()
+
+
+STRATEGIES = [
+    *("ddp", "zero(1)", "zero(2)", "zero(3)"),
+    *('ps(placement="rank0")', 'gossip(graph="complete")'),
+]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("make", [penalized, per_sample, Normed])
+def test_derivatives_inside_forward(world: World, make: Any, strategy: str) -> None:
+    if make is per_sample and strategy == "zero(3)":
+        with pytest.raises(BadInput, match=r"torch\.func\.grad.*zero\(2\)"):
+            assert_equal(world, 2, strategy, make, samples(22), loss=loss)
+    else:
+        assert_equal(world, 2, strategy, make, samples(22), loss=loss)
+
+
+def test_a_penalty_where_a_replica_has_no_rows(world: World) -> None:
+    """The last batch has 2 rows for 3 replicas."""
+    assert_equal(world, 3, "ddp", penalized, samples(18), loss=loss)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
-from shoal.replica.pipeline.stage_io import PipelineStage
+from shoal.replica.pipeline.split_backward import SplitBackward
 from shoal.runtime.trace import Recorder
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import prove
@@ -22,8 +21,7 @@ from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from tests.conftest import World
 from tests.models import samples
-
-SGD = partial(torch.optim.SGD, lr=0.1)
+from tests.splitting import SGD, gpt, job_of, model, texts
 
 
 class Alive:
@@ -33,40 +31,25 @@ class Alive:
         self.now = 0
         self.most = 0
 
-    def begin(self, marker: object) -> None:
+    def begin(self, node: Any) -> None:
         self.now += 1
         self.most = max(self.most, self.now)
+        node.metadata["alive"] = marker = nn.Module()  # it is let go with the node
         weakref.finalize(marker, self.end)
 
     def end(self) -> None:
         self.now -= 1
 
 
-class Marker:
-    pass
-
-
-class Watch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alive: Alive) -> Tensor:
-        ctx.marker = Marker()
-        if any(ctx.needs_input_grad):
-            alive.begin(ctx.marker)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class Watched(nn.Module):
+class Watched(nn.Linear):
     def __init__(self, alive: Alive):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
+        super().__init__(6, 6)
         self.alive = alive
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Watch.apply(self.linear(x), self.alive)
+        out = super().forward(x)
+        if out.grad_fn is not None:
+            self.alive.begin(out.grad_fn)
         return out
 
 
@@ -75,13 +58,12 @@ def peaks(world: World, strategy: str, stages: int, layers: int) -> list[int]:
     models = [nn.Sequential(*(Watched(a) for _ in range(layers))) for a in alive]
 
     def body(group: Group) -> None:
-        job = Job(parse(strategy), group, device=torch.device("cpu"))
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(32, classes=6), 16):
-            step(batch)
-            if step.steps == 1:  # before it the first stage had a graph of the whole model
-                assert alive[group.rank].now == 0
-                alive[group.rank].most = 0
+        with job_of(group, strategy, models[group.rank]) as (job, step):
+            for batch in job.batches(samples(32, classes=6), 16):
+                step(batch)
+                if step.steps == 1:  # before it the first stage had a graph of the whole model
+                    assert alive[group.rank].now == 0
+                    alive[group.rank].most = 0
 
     world(stages, body)
     assert all(a.now == 0 for a in alive)
@@ -107,22 +89,19 @@ def test_what_was_taken_is_let_go_during_the_step(world: World) -> None:
     models = [nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(3)]
 
     def body(group: Group) -> int:
-        job = Job(parse("pp(3, microbatches=16)"), group, device=torch.device("cpu"))
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        stage = step.engine.stage
         most = 0
-        assert isinstance(stage, PipelineStage)
-        messages = stage.messages
-        send = messages.send
+        with job_of(group, "pp(3, microbatches=16)", models[group.rank]) as (job, step):
+            messages = step.engine.stage.messages
+            send = messages.send
 
-        def counting(*args: Any) -> None:
-            nonlocal most
-            send(*args)
-            most = max(most, sum(map(len, messages.held.values())))
+            def counting(*args: Any) -> None:
+                nonlocal most
+                send(*args)
+                most = max(most, sum(map(len, messages.held.values())))
 
-        messages.send = counting  # type: ignore[method-assign]
-        for batch in job.batches(samples(32, classes=6), 32):
-            step(batch)
+            messages.send = counting
+            for batch in job.batches(samples(32, classes=6), 32):
+                step(batch)
         return most
 
     assert max(world(3, body)) <= 2 * 3
@@ -152,3 +131,96 @@ def test_every_action_leaves_a_span(world: World) -> None:
         *("wait receive F1", "forward F1", "backward I1", "send I1"),
         *("backward W0", "backward W1"),
     ]
+
+
+# ---- input gradients and weight gradients together are the backward ------------------------------
+
+
+@model(layer=(4, 4))
+def twice(self: Any, x: Tensor) -> Tensor:
+    """One layer in two places."""
+    return self.layer(torch.tanh(self.layer(x)))
+
+
+@model(first=(4, 4), second=lambda: nn.Linear(4, 4, bias=False), unused=(4, 4))
+def skipping(self: Any, x: Tensor) -> Tensor:
+    first, second = self.first(x * self.first.bias).chunk(2, dim=1)
+    return x + self.second(torch.cat([second, first.exp()], dim=1))
+
+
+@model(lstm=lambda: nn.LSTM(2, 3, batch_first=True))
+def lstm(self: Any, x: Tensor) -> Tensor:
+    return self.lstm(x.unflatten(1, (2, 2)))[0]
+
+
+MODELS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4)),
+    "one parameter": lambda: nn.Linear(4, 4, bias=False),
+    "conv": lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    **{"lstm": lstm, "used twice": twice, "skipping": skipping},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("with_input", [True, False])
+def test_halves_add_up_to_a_backward(name: str, with_input: bool) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x = torch.randn(3, 4, requires_grad=with_input)
+    out = model(x)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+
+    split = SplitBackward([model(x)], [grad])
+    leaves = split.input_grads([x] if with_input else [])
+    if with_input:
+        torch.testing.assert_close(leaves[0], x.grad)
+    found = {id(p): g for p, g in split.weight_grads()}
+    assert len(found) == sum(g is not None for g in wanted.values())
+    for n, p in model.named_parameters():
+        if wanted[n] is not None:
+            torch.testing.assert_close(found[id(p)], wanted[n])
+
+
+def test_a_gpt_with_tied_embedding() -> None:
+    model = gpt(2)
+    tokens = texts(2).tensors[0]
+
+    def loss() -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    loss().backward()
+    split = SplitBackward([loss()], [None])
+    assert split.input_grads([]) == []
+    found = {id(p): g for p, g in split.weight_grads()}
+    for p in model.parameters():
+        torch.testing.assert_close(found[id(p)], p.grad)
+
+
+class Counted(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Counted.calls += 1
+        return grad
+
+
+def test_the_second_half_does_not_repeat_the_first() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    x = torch.randn(2, 4, requires_grad=True)
+    out = x
+    for layer in layers:
+        out = Counted.apply(layer(out))
+    Counted.calls = 0
+    split = SplitBackward([out.sum()], [None])
+    split.input_grads([x])
+    assert Counted.calls == 3
+    assert len(split.weight_grads()) == 6
+    assert Counted.calls == 3

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +15,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from shoal.comm.executors.solo import solo_group
+from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Block, Size
 from shoal.replica.pipeline.balance import balanced_split
 from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.stages import Stages
+from shoal.replica.split.comparison import gradients_of, is_close
 from shoal.replica.split.stage_check import StageCheck
 from tests.conftest import World
 from tests.models import samples
-from tests.splitting import assert_equal, refused, train
+from tests.splitting import assert_close, assert_equal, linears, model, refused, train
 
 
 def gpt(layers: int = 4) -> GPT:
@@ -88,7 +94,7 @@ def test_a_tied_embedding_has_two_holders() -> None:
 
 def test_a_tie_by_another_name_is_a_tie() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False))
-    model[2].weight = model[0].weight  # type: ignore[union-attr]
+    model[2].weight = model[0].weight
     stages = Stages(model, 2)
     assert stages.aliases["2.weight"] == "0.weight"
     assert stages.holders["0.weight"] == (0, 1)
@@ -120,23 +126,16 @@ class Inner(nn.Module):
         return x
 
 
-class Outer(nn.Module):
+@model(transformer=Inner, head=(4, 2))
+def outer(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """A trunk inside a module, as Hugging Face's models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.transformer = Inner()
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.transformer(x)
-        return self.head(hidden), hidden
+    hidden = self.transformer(x)
+    return self.head(hidden), hidden
 
 
 @pytest.mark.parametrize(("size", "chunks"), [(2, 1), (2, 2), (3, 1)])
 def test_a_trunk_inside_a_module_is_found(size: int, chunks: int) -> None:
-    model = Outer()
+    model = outer()
     stages = Stages(model, size, chunks)
     assert all(cut.startswith("transformer.h.") for cut in stages.cuts)
     assert stages.holders["transformer.scale"] == tuple(range(size))
@@ -148,18 +147,13 @@ def test_a_trunk_inside_a_module_is_found(size: int, chunks: int) -> None:
         assert torch.equal(found, wanted)
 
 
+@model(first=(4, 4), second=(4, 4))
+def dropping(self: Any, x: Tensor) -> Tensor:
+    return self.second(F.dropout(self.first(x), 0.9, self.training))
+
+
 def test_training_and_evaluating_are_traced_apart() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.second = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.second(nn.functional.dropout(self.first(x), 0.9, self.training))
-            return out
-
-    model = Dropping()
+    model = dropping()
     model.second.eval()
     stages = Stages(model, 2)
     assert model.training and not model.second.training
@@ -183,15 +177,13 @@ def test_a_cut_may_open_a_block() -> None:
     [
         (["blocks.9"], "the model has no such module; it has positions, blocks.0, blocks.1"),
         ([""], "no such module"),
-        ([], "3 stages need 2 cuts, got 0"),
         (["blocks.1", "blocks.2", "blocks.3"], "3 stages need 2 cuts, got 3"),
         (["blocks.2", "blocks.1"], "not in the order"),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(cuts: list[str], said: str) -> None:
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(BadInput, match=re.escape(said)):
         Stages(gpt(), 3, cuts=cuts)
-    assert said in str(caught.value)
 
 
 def test_inputs_that_the_model_does_not_take_are_refused() -> None:
@@ -199,98 +191,66 @@ def test_inputs_that_the_model_does_not_take_are_refused() -> None:
         Stages(gpt(), 2).bind_inputs({"words": torch.zeros(1)})
 
 
-class Optional(nn.Module):
+@model(blocks=linears(4, 4))
+def optional(self: Any, x: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """Its mask cannot be traced, and without required arguments a batch may have one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        assert x is not None
-        if mask is not None and mask.dim() == 1:
-            x = x * mask
-        for block in self.blocks:
-            x = block(x)
-        return x
+    if mask is not None and mask.dim() == 1:
+        x = x * mask
+    for block in self.blocks:
+        x = block(x)
+    return x
 
 
 def test_a_forward_that_some_optional_argument_makes_untraceable_is_split_between_modules() -> None:
-    assert Stages(Optional(), 2).replays
+    assert Stages(optional(), 2).replays
 
 
-class _ByType(nn.Module):
-    """It asks for the type of its input, or of what a module returns."""
+def by_type(question: Callable[[Any], bool]) -> type[nn.Module]:
+    """It asks for the type of what a module returns."""
 
-    def __init__(self, question: Callable[[Any], bool]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.head = nn.Linear(6, 3)
-        self.question = question
-
-    def forward(self, x: Any) -> Any:
+    @model(layers=linears(4), head=(6, 3))
+    def by_type(self: Any, x: Any) -> Any:
         for layer in self.layers:
             x = layer(x)
-            if self.question(x):
+            if question(x):
                 x = torch.tanh(x)
         return self.head(x)
+
+    return by_type
 
 
 @pytest.mark.parametrize("question", [torch.is_tensor, lambda x: isinstance(x, Tensor)])
 def test_a_forward_that_asks_for_types_is_split_between_modules(
     world: World, question: Callable[[Any], bool]
 ) -> None:
-    assert Stages(_ByType(question), 2).replays
-    assert_equal(world, 2, "pp(2)", lambda: _ByType(question), samples(16))
+    assert Stages(by_type(question)(), 2).replays
+    assert_equal(world, 2, "pp(2)", by_type(question), samples(16))
 
 
 def test_a_question_whose_answer_changes_nothing_does_not_matter() -> None:
-    assert not Stages(_ByType(lambda x: isinstance(x, int | str)), 2).replays
+    assert not Stages(by_type(lambda x: isinstance(x, int | str))(), 2).replays
     assert isinstance(1, int) and isinstance.__module__ == "builtins"
 
 
-class _Nested(nn.Module):
-    """A traced value has every attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-
-    def forward(self, x: Any) -> Any:
-        return self.layers(x.tensors if hasattr(x, "tensors") else x)
-
-
-def test_a_trace_that_does_not_fit_the_batch_is_refused(world: World) -> None:
-    said = refused(world, 2, "pp(2)", _Nested, samples(16))
-    assert re.search(r"_Nested, traced .* \(AttributeError: .* 'tensors'", said)
-
-
-class _FixedFeatures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            x = torch.tanh(self.layers[0](x))
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return self.head(x)
+@model(layers=linears(4), head=(6, 3))
+def fixed_features(self: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        x = torch.tanh(self.layers[0](x))
+    for layer in self.layers[1:]:
+        x = torch.tanh(layer(x))
+    return self.head(x)
 
 
 def test_modules_that_a_forward_calls_without_gradients_stay_as_they_are(world: World) -> None:
-    assert Stages(_FixedFeatures(), 2).replays
-    assert_equal(world, 2, "pp(2)", _FixedFeatures, samples(16))
+    assert Stages(fixed_features(), 2).replays
+    assert_equal(world, 2, "pp(2)", fixed_features, samples(16))
 
 
 def test_a_gradient_that_stages_lose_is_refused_by_the_name_of_its_parameter(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.replica.pipeline.faithful_trace._modes", tuple)  # a wrong trace
-    said = refused(world, 2, "pp(2)", _FixedFeatures, samples(16))
+    said = refused(world, 2, "pp(2)", fixed_features, samples(16))
     assert re.search(r"split at .*, do not give layers\.0\.weight the gradient", said)
 
 
@@ -303,26 +263,16 @@ def test_gradients_that_cannot_be_compared_are_named_at_the_start(
         return expected(*args, **options) if options else 1 / 0
 
     monkeypatch.setattr(StageCheck, "_expected", fails)
-    models = [_FixedFeatures() for _ in range(2)]
+    models = [fixed_features() for _ in range(2)]
     world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))
-    assert capsys.readouterr().err.count("_FixedFeatures could not be compared") == 1
+    assert capsys.readouterr().err.count("fixed_features could not be compared") == 1
 
 
-class _TiedAndRandom(nn.Module):
-    """Weights that two stages use, dropout in a function, BatchNorm, a parameter that is fixed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.norm = nn.BatchNorm1d(6)
-        self.layers[3].weight = self.layers[0].weight
-        self.layers[1].bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = nn.functional.dropout(torch.tanh(layer(x)), 0.5, self.training)
-        return self.norm(x)
+@model(layers=linears(4), norm=lambda: nn.BatchNorm1d(6))
+def tied_and_random(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = F.dropout(torch.tanh(layer(x)), 0.5, self.training)
+    return self.norm(x)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -338,38 +288,50 @@ def test_gradients_of_tied_weights_and_with_dropout_are_compared(
 
     monkeypatch.setattr(StageCheck, "_judge", note)
     strategy = f'pp(2, schedule="{schedule}")'
-    models = [_TiedAndRandom() for _ in range(2)]
+    models = [tied_and_random() for _ in range(2)]
+    for each in models:
+        each.layers[3].weight = each.layers[0].weight
+        each.layers[1].bias.requires_grad_(False)
     world(2, lambda group: train(group, strategy, models[group.rank], samples(16), 8))
     assert verdicts == [-1.0]  # no difference, at once
 
 
-class _Leaving(_FixedFeatures):
-    def forward(self, x: Any) -> Any:
-        if type(x) is not Tensor:
-            sys.exit(1)
-        return super().forward(x)
+@model(layers=linears(4), head=(6, 3))
+def leaving(self: Any, x: Any) -> Any:
+    if type(x) is not Tensor:
+        sys.exit(1)
+    for layer in self.layers:
+        x = torch.tanh(layer(x))
+    return self.head(x)
 
 
 def test_a_forward_that_ends_the_process_while_it_is_traced_is_split_by_its_modules(
     world: World,
 ) -> None:
-    assert Stages(_Leaving(), 2).replays
-    assert_equal(world, 2, "pp(2)", _Leaving, samples(16))
-    with pytest.raises(BadInput, match=r"_Leaving cannot be split .*it calls sys.exit\(1\)"):
-        GraphSplit(_Leaving(), 2)
+    assert Stages(leaving(), 2).replays
+    assert_equal(world, 2, "pp(2)", leaving, samples(16))
+    with pytest.raises(BadInput, match=r"leaving cannot be split .*it calls sys.exit\(1\)"):
+        GraphSplit(leaving(), 2)
 
 
-class _Mapped(_FixedFeatures):
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = torch.func.vmap(layer)(x)
-        return self.head(x)
+@model(layers=linears(4), head=(6, 3))
+def mapped(self: Any, x: Tensor) -> Any:
+    for layer in self.layers:
+        x = torch.func.vmap(layer)(x)
+    return self.head(x)
+
+
+@model(layers=lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+def nested(self: Any, x: Any) -> Any:
+    """A traced value has every attribute."""
+    return self.layers(x.tensors if hasattr(x, "tensors") else x)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (_Mapped, "calls layers.0 inside a transform of torch.func"),
+        (mapped, "calls layers.0 inside a transform of torch.func"),
+        (nested, r"nested, traced .* \(AttributeError: .* 'tensors'"),
         (lambda: nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(3)), "1 is a LazyLinear whose shape"),
         (lambda: nn.Sequential(*(torch.jit.script(nn.Linear(6, 6)) for _ in "ab")), "torch.jit"),
     ],
@@ -379,3 +341,107 @@ def test_what_pp_cannot_split_is_refused(
     world: World, make: Callable[[], nn.Module], said: str
 ) -> None:
     assert re.search(said, refused(world, 2, "pp(2)", make, samples(16)))
+
+
+def test_nan_in_the_same_places_is_equal_and_hides_no_difference() -> None:
+    expected = torch.tensor([1.0, math.nan, 3.0])
+    assert is_close(expected, expected.clone())
+    assert not is_close(expected, torch.tensor([1.0, math.nan, 3.1]))
+    assert not is_close(expected, torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_an_output_of_nan_does_not_hide_gradients_of_the_others() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    outputs = [torch.stack([weight[0] * 2, weight[1] * 3, torch.tensor(math.nan)])]
+    gradient = gradients_of(outputs, {"weight": weight})["weight"]
+    assert gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.all())
+
+
+# ---- tensors that modules keep as attributes while they compute ----------------------------------
+
+
+@model(linear=(6, 6))
+def block(self: Any, x: Tensor) -> Tensor:
+    y = torch.tanh(self.linear(x))
+    if self.training:
+        self.aux = y.square().mean()
+    return y
+
+
+BLOCKS = {"blocks": lambda: nn.ModuleList(block() for _ in range(4)), "last": (6, 3)}
+
+
+@model(**BLOCKS)
+def net(self: Any, x: Tensor) -> Tensor:
+    """The blocks keep an auxiliary loss in training mode alone."""
+    for each in self.blocks:
+        x = each(x)
+    return self.last(x)
+
+
+@model(**BLOCKS)
+def adding(self: Any, x: Tensor) -> Tensor:
+    return net.forward(self, x) + getattr(self.blocks[0], "aux", 0.0)
+
+
+@model(**BLOCKS)
+def keeping(self: Any, x: Tensor) -> Tensor:
+    """The model itself keeps what its loss uses."""
+    x = self.blocks[0](x)
+    self.kept = x.square().mean()
+    for each in self.blocks[1:]:
+        x = each(x)
+    return self.last(x)
+
+
+def untraced(kind: type[nn.Module]) -> type[nn.Module]:
+    @model(**BLOCKS)
+    def untraced(self: Any, x: Tensor) -> Tensor:
+        return kind.forward(self, x if bool(x.isfinite().all()) else x * 0)
+
+    return untraced
+
+
+def _with_aux(model: Any, outputs: Tensor, targets: Tensor) -> Any:
+    return F.cross_entropy(outputs, targets) + sum(block.aux for block in model.blocks)
+
+
+def _with_kept(model: Any, outputs: Tensor, targets: Tensor) -> Any:
+    return F.cross_entropy(outputs, targets) + model.kept
+
+
+def _pipelined(world: World, make: Callable[[], nn.Module], loss: Any = None) -> Any:
+    models = [make(), make()]
+
+    def run(group: Group) -> Any:
+        model = models[group.rank]
+        used = F.cross_entropy if loss is None else partial(loss, model)
+        return train(group, "pp(2)", model, samples(16), 8, loss=used)
+
+    return world(2, run)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(net, _with_aux), (untraced(net), _with_aux), (adding, None), (untraced(adding), None)],
+)
+def test_what_another_stage_keeps_cannot_be_used(
+    world: World, make: Callable[[], nn.Module], loss: Any
+) -> None:
+    with pytest.raises(BadInput, match=r"blocks\.0\.aux is set by stage 0 .* let the forward of"):
+        _pipelined(world, make, loss)
+
+
+@pytest.mark.parametrize("make", [net, untraced(net)])
+def test_what_is_kept_and_not_used_does_not_matter(
+    world: World, make: Callable[[], nn.Module]
+) -> None:
+    assert_equal(world, 2, "pp(2)", make, samples(16))
+
+
+def test_the_loss_uses_what_the_model_keeps(world: World) -> None:
+    whole = keeping()
+    alone = train(solo_group(), "single", whole, samples(16), 8, loss=partial(_with_kept, whole))
+    losses, tensors = _pipelined(world, keeping, _with_kept)[0]
+    assert losses == pytest.approx(alone[0], abs=2e-5)
+    assert_close(tensors, alone[1])
