@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests import forked
 
@@ -55,7 +56,6 @@ def train(job):
         loss,
         optimizer=partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
         clip_norm=0.05,
-        exact="--exact" in sys.argv,
     )
     for batch in job.batches(data, batch_size=24, epochs=2):
         job.log(loss=step(batch))
@@ -103,68 +103,24 @@ def train(job):
     job.print(f"last loss {float(value):.9f} after {job.steps} steps")
 """)
 
-EXACT = script("""
-import hashlib
-
-def train(job):
-    step = job.step(model(), loss, optimizer=sgd, exact=True)
-    for batch in job.batches(data, batch_size=20, epochs=4):
-        step(batch)
-        if job.steps == 20:
-            break
-    digest = hashlib.sha256()
-    for p in step.model.parameters():
-        digest.update(p.detach().numpy().tobytes())
-    job.print(digest.hexdigest())
-""")
-
-# Stands in for a strategy that survives losses: replicas that do not agree at all.
-ELASTIC = script("""
-from shoal.sync.hogwild import HogwildPlan
-from shoal.sync.local import LocalSync
-HogwildPlan.build = lambda plan, replica: LocalSync(replica)
-numbered = TensorDataset(data.tensors[0], torch.arange(103))
-
-def train(job):
-    step = job.step(model(), loss, optimizer=sgd)
-    for batch in job.batches(data, batch_size=20, epochs=2):
-        step(batch)
-    found = job.evaluate(lambda outputs, numbers: numbers.double().mean(), numbered)
-    print("mean", found, flush=True)
-""")
-
 
 def shoal(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""
-    return _run("-m", "shoal", *words, cwd=cwd, **env)
-
-
-def shoal_elastic(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The same, for ELASTIC."""
-    return _run("-c", "from shoal.cli import main; main()", *words, cwd=cwd)
-
-
-def _run(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return _run(forked.run, *words, cwd=cwd, **env)
 
 
 def started(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The same in new interpreters, where a fork of one that has loaded torch would differ."""
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", *words],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=100,
+    return _run(subprocess.run, *words, cwd=cwd, **env)
+
+
+def _run(run: Any, *words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "-m", "shoal", *words]
+    done: subprocess.CompletedProcess[str] = run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100
     )
+    return done
 
 
 def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, object]:

@@ -225,11 +225,8 @@ def load_windows(context: int) -> tuple[TensorDataset, TensorDataset]:
 def library_text(num_characters: int = NUM_CHARACTERS) -> str:
     """The first characters of the public top-level modules of the library, in order of name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("[!_]*.py"))
-    if not files:
-        raise shoal.BadInput(f"there is no source of the Python library in {folder} to train on")
     text = ""
-    for file in files:
+    for file in sorted(folder.glob("[!_]*.py")):
         if len(text) >= num_characters:
             break
         text += file.read_text(encoding="utf-8", errors="replace")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import redirect_stderr, redirect_stdout
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,3 +24,10 @@ def shoal(*words: str) -> Answer:
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as caught:
         main(words)
     return Answer(caught.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def document_of(*words: str) -> Any:
+    """What a command that succeeds prints with --json, and nothing else."""
+    answer = shoal(*words, "--json")
+    assert (answer.exit_code, answer.stderr) == (0, "")
+    return json.loads(answer.stdout)

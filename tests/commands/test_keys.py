@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
 from shoal.errors import BadInput
 from shoal.launch.hosts.certificates import HostNames
 from shoal.protocol.endpoint import connect
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
+from tests.commands.terminal import shoal
 from tests.server.helpers import SECRET, client_of, fill
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
@@ -30,49 +30,35 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shoal(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    return int(end.value.code or 0)
-
-
-def test_a_new_key_is_found_by_runs_and_never_printed(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shoal("keys", "new") == 0
+def test_a_new_key_is_found_by_runs_and_never_printed(home: Path) -> None:
+    answers = [shoal("keys", "new"), shoal("keys", "show"), shoal("keys", "show", "--json")]
+    assert [answer.exit_code for answer in answers] == [0, 0, 0]
     file = home / "shoal" / "key"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     secret = RunConfig.from_environment().read_secret()
     assert secret is not None and len(secret) == 32
-    assert shoal("keys", "show") == 0
-    assert shoal("keys", "show", "--json") == 0
-    printed = capsys.readouterr().out
+    printed = "".join(answer.stdout for answer in answers)
     assert str(file) in printed
     assert not any(secret.hex()[i : i + 8] in printed for i in range(57))
     assert repr(RunConfig(secret=secret)).find(secret.hex()[:8]) < 0
 
 
-def test_a_key_is_not_overwritten(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_not_overwritten(home: Path) -> None:
     file = home / "key"
-    assert shoal("keys", "new", str(file)) == 0
+    assert shoal("keys", "new", str(file)).exit_code == 0
     before = file.read_text()
-    assert shoal("keys", "new", str(file)) == 2
+    answer = shoal("keys", "new", str(file))
+    assert answer.exit_code == 2 and f"{file} is there already: remove it" in answer.stderr
     assert file.read_text() == before
-    assert capsys.readouterr().err == (
-        f"shoal: {file} is there already: remove it first, or name another file\n"
-    )
 
 
-def test_show_warns_of_a_key_that_others_can_read(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_warns_of_a_key_that_others_can_read(home: Path) -> None:
     shoal("keys", "new")
     (home / "shoal" / "key").chmod(0o640)
-    capsys.readouterr()
-    assert shoal("keys", "show", "--json") == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out)["key"] is None
-    assert "chmod 600" in json.loads(out)["warnings"][0] and err.count("\n") == 1
+    answer = shoal("keys", "show", "--json")
+    found = json.loads(answer.stdout)
+    assert answer.exit_code == 1 and found["key"] is None
+    assert "chmod 600" in found["warnings"][0] and answer.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "a b", "ca", "-x", "a,,b", "../etc", "x" * 300])
@@ -82,14 +68,13 @@ def test_a_name_that_is_no_host_is_refused(text: str) -> None:
 
 
 @needs_openssl
-def test_certificates_of_one_authority_let_hosts_in_and_others_not(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certificates_of_one_authority_let_hosts_in_and_others_not(home: Path) -> None:
     """Both sides show theirs: a worker without one cannot speak to a server."""
     folder = home / "tls"
-    assert shoal("keys", "tls", str(folder), "--host", "a,127.0.0.1", "--host", "b") == 0
-    assert shoal("keys", "tls", str(folder), "--host", "c") == 0  # by the same authority
-    assert shoal("keys", "tls", str(folder), "--host", "c") == 2
+    words = ("keys", "tls", str(folder), "--host")
+    assert shoal(*words, "a,127.0.0.1", "--host", "b").exit_code == 0
+    assert shoal(*words, "c").exit_code == 0  # by the same authority
+    assert shoal(*words, "c").exit_code == 2
     assert {p.name for p in folder.glob("*.key")} == {"a.key", "b.key", "c.key", "ca.key"}
     assert {stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()} == {0o600}
 
@@ -112,9 +97,7 @@ def test_certificates_of_one_authority_let_hosts_in_and_others_not(
         connect(server.address, tls("a"))
 
 
-def test_without_openssl_one_sentence_says_so(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_openssl_one_sentence_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.launch.hosts.certificates.shutil.which", lambda _: None)
-    assert shoal("keys", "tls", str(home / "tls"), "--host", "a") == 2
-    assert "the program openssl, which is not installed" in capsys.readouterr().err
+    answer = shoal("keys", "tls", str(home / "tls"), "--host", "a")
+    assert answer.exit_code == 2 and "openssl, which is not installed" in answer.stderr

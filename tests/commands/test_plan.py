@@ -1,79 +1,89 @@
-"""`shoal predict` and `shoal plan` from sizes alone."""
+"""`shoal predict`, `plan` and `simulate` from sizes alone, and the samples of docs/planner.md."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shoal.cli import main
-from shoal.cluster.units import parse_s_per_byte
-from shoal.errors import BadInput
+from tests.commands.terminal import document_of, shoal
 
-SMALL = ["--gpt", "layers=4,hidden=1024,heads=4,sequence=512", "--cluster", "dgx-a100"]
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(list(words))
-    shown = capsys.readouterr()
-    return int(end.value.code or 0), shown.out, shown.err
+SMALL = ("--gpt", "layers=4,hidden=1024,heads=4,sequence=512", "--cluster", "dgx-a100")
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+SAMPLES = re.findall(r"```console\n\$ (.*)\n([\s\S]*?)```", PAGE.read_text(encoding="utf-8"))
 
 
-def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    status, out, err = run(capsys, *words, "--json")
-    assert (status, err) == (0, "")
-    return json.loads(out)
-
-
-def test_predict_shows_parts_bounds_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "predict", *SMALL, "-n", "16", "-s", "ddp + tp(2)")
-    assert status == 0
+def test_predict_shows_parts_bounds_and_memory() -> None:
+    shown = shoal("predict", *SMALL, "-n", "16", "-s", "ddp + tp(2)")
+    assert shown.exit_code == 0
     for word in ("forward", "backward", "gradients", "NVLink", "InfiniBand", "samples/s", "MFU"):
-        assert word in out
+        assert word in shown.stdout
 
 
-def test_predict_has_a_row_for_each_number_of_workers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_has_a_row_for_each_number_of_workers() -> None:
     words = ("predict", *SMALL, "-n", "2,4,8", "--batch", "16")
-    _, out, _ = run(capsys, *words)
-    assert [line.split()[0] for line in out.splitlines()[1:]] == ["workers", "2", "4", "8"]
-    _, out, _ = run(capsys, *words, "--json")
-    assert [one["workers"] for one in json.loads(out)["predictions"]] == [2, 4, 8]
+    lines = shoal(*words).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["workers", "2", "4", "8"]
+    assert [one["workers"] for one in document_of(*words)["predictions"]] == [2, 4, 8]
 
 
-def test_the_first_of_a_plan_can_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = document(capsys, "plan", *SMALL, "-n", "8", "--batch", "16")["ranked"][0]
-    words = ["predict", *SMALL, "-n", "8", "--batch", "16", "-s", planned["strategy"]]
-    again = document(capsys, *words, *planned["options"].split())
-    assert again["step_s"] == planned["step_s"]
+def test_the_first_of_a_plan_can_be_predicted() -> None:
+    planned = document_of("plan", *SMALL, "-n", "8", "--batch", "16")["ranked"][0]
+    words = ("predict", *SMALL, "-n", "8", "--batch", "16", "-s", planned["strategy"])
+    assert document_of(*words, *planned["options"].split())["step_s"] == planned["step_s"]
 
 
-def test_a_plan_where_nothing_fits_fails_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "plan", *SMALL, "-n", "1", "--limit", "300MB")
-    assert status == 1
-    assert "nothing fits 300 MB on 1 worker: the least is " in out.replace("\n", " ")
+def test_a_plan_where_nothing_fits_fails_in_a_sentence() -> None:
+    answer = shoal("plan", *SMALL, "-n", "1", "--limit", "300MB")
+    assert answer.exit_code == 1
+    assert "nothing fits 300 MB on 1 worker: the least is " in answer.stdout.replace("\n", " ")
 
 
-def test_a_simulated_step_leaves_a_timeline(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_predicted_step_leaves_a_timeline(tmp_path: Path) -> None:
     trace = tmp_path / "step.json"
     words = ("predict", *SMALL, "-n", "4", "-s", "ddp", "--trace", str(trace))
-    shown = document(capsys, *words)
-    assert shown["simulated_s"] > 0
+    assert document_of(*words)["simulated_s"] > 0
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_a_schedule_with_its_chunks_in_brackets_names_the_option(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = 'pp(8, schedule="interleaved(2)")'
-    status, _, err = run(capsys, "predict", *SMALL, "-n", "8", "-s", text)
-    assert status == 2 and "chunks=2" in err
+MODEL = ("--gpt", "layers=4,hidden=512,heads=8,sequence=256", "--batch", "32")
+SIMULATE = ("simulate", *MODEL, "--cluster", "rack-1-4", "-n", "4")
 
 
-def test_an_infinite_cost_of_a_byte_is_refused() -> None:
-    with pytest.raises(BadInput, match="'1e400' is not a cost per byte"):
-        parse_s_per_byte("1e400")
+def test_a_step_is_simulated_beside_the_closed_form(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    shown = shoal(*SIMULATE, "-s", "ddp", "--trace", str(trace))
+    assert shown.exit_code == 0
+    assert "a step simulated" in shown.stdout and "by the closed form" in shown.stdout
+    assert "busiest link: Ethernet 25 of node 0, 23.5 Gb/s = 2.94 GB/s" in shown.stdout
+    assert "communication exposed" in shown.stdout
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"forward", "backward", "reduce", "wait", "update", "step"} <= names
+
+
+def test_a_slow_worker_delays_all_or_itself_alone() -> None:
+    def ends(strategy: str) -> list[float]:
+        found = document_of(*SIMULATE, "-s", strategy, "--slow", "1:50x", "--steps", "2")
+        assert found["steps"] == 2
+        return list(found["rank_end_s"])
+
+    together = ends("ddp")
+    assert max(together) < 1.1 * min(together)
+    apart = ends('ps(mode="async")')
+    assert apart[1] == max(apart) and min(apart) < 0.8 * apart[1]
+
+
+def shape(text: str) -> list[tuple[bool, str]]:
+    """Of each line that is not empty: whether it is indented, and its first word."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [(line[0] == " ", re.sub(r"[\d.%]+", "0", line.split()[0])) for line in lines]
+
+
+@pytest.mark.parametrize(("command", "printed"), SAMPLES, ids=[one for one, _ in SAMPLES])
+def test_a_sample_of_the_page_has_the_shape_of_the_output(command: str, printed: str) -> None:
+    assert len(SAMPLES) == 3
+    answer = shoal(*shlex.split(command)[1:])
+    assert answer.exit_code == 0 and shape(answer.stdout) == shape(printed)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests import forked, scripts
-from tests.launch.helpers import HOLD, Rope
-from tests.scripts import shoal, shoal_elastic
+from tests import scripts
+from tests.scripts import shoal
 
 
 def losses(text: str) -> list[tuple[str, float]]:
@@ -120,16 +116,6 @@ def test_workers_started_by_the_script_itself(tmp_path: Path) -> None:
     assert "[1]" not in output  # progress comes from rank 0 alone, and the rest runs once
 
 
-def test_exact_gives_one_digest_at_1_and_4_workers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.EXACT)
-    digests = set()
-    for workers in (1, 4):
-        done = shoal("run", "train.py", "-n", str(workers), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        digests.add(done.stdout.removeprefix("[0] ").strip())
-    assert len(digests) == 1 and len(digests.pop()) == 64
-
-
 def test_killed_and_resumed_ends_as_if_uninterrupted_also_on_another_number_of_workers(
     tmp_path: Path,
 ) -> None:
@@ -141,26 +127,6 @@ def test_killed_and_resumed_ends_as_if_uninterrupted_also_on_another_number_of_w
     resumed = shoal("run", "train.py", "-n", "3", "--", "--resume", cwd=tmp_path).stdout
     assert float(resumed.split()[3]) == pytest.approx(float(whole.split()[3]), abs=1e-6)
     assert resumed.split()[-2:] == ["18", "steps"]
-
-
-def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    endless = scripts.PLAIN.replace("epochs=2", "epochs=1000000")
-    (tmp_path / "train.py").write_text("import os\n" + HOLD + endless)
-    with closing(Rope(tmp_path)) as rope:
-        job = forked.Popen(
-            [sys.executable, "-m", "shoal.cli", "run", "train.py", "-n", "2"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "ROPE": str(rope.path)},
-        )
-        assert job.stdout is not None
-        rope.wait_held(2)
-        job.stdout.readline()
-        job.send_signal(signal.SIGINT)
-        assert job.wait(60) != 0
-        rope.wait_released()
-        job.stdout.close()
 
 
 def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
@@ -185,49 +151,31 @@ def test_a_report_tells_what_happened_on_every_rank(tmp_path: Path) -> None:
     assert sum(rank["samples"] for rank in report["ranks"]) == 2 * 103
 
 
-def test_an_elastic_run_goes_on_without_a_killed_worker_and_evaluates_everything(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "train.py").write_text(scripts.ELASTIC)
-    words = ["run", "train.py", "-n", "3", "--kill", "1@3", "--report", "report.json"]
-    done = shoal_elastic(*words, "-s", "hogwild", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
-    assert told[0].startswith("shoal: worker 1 was killed by SIGKILL after ")
-    assert told[0].endswith("the others go on, as hogwild allows")
-    assert told[-1] == "shoal: finished by workers 0 and 2, without worker 1"
-    expected = f"mean {sum(range(103)) / 103}"
-    assert sorted(done.stdout.splitlines())[-2:] == [f"[0] {expected}", f"[2] {expected}"]
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [loss["rank"] for loss in report["lost"]] == [1]
-    assert [rank and rank["steps"] for rank in report["ranks"]] == [12, None, 12]
+COUNTED = """    mean = job.evaluate(lambda outputs, targets: targets.double().mean(), data)
+    is_right = abs(mean - float(data.tensors[1].double().mean())) < 1e-9
+    print("all are counted", is_right, flush=True)
 
-
-HOGWILD = scripts.PLAIN.replace(
-    "def train(job):",
-    """def train(job):
-    before = torch.nn.functional.cross_entropy(model()(data.tensors[0]), data.tensors[1])""",
-).replace(
-    'if __name__ == "__main__":',
-    """    after = job.evaluate(loss, data)
-    job.print("better", bool(after < before))
-
-if __name__ == "__main__":""",
-)
+if __name__ == "__main__":"""
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_hogwild_leaves_no_shared_memory_behind(tmp_path: Path, kill: bool) -> None:
-    (tmp_path / "train.py").write_text(HOGWILD.replace("epochs=2", "epochs=6"))
-    words = ["run", "train.py", "-n", "2", "-s", "hogwild", "--device", "cpu"]
+def test_hogwild_goes_on_without_a_killed_worker_and_leaves_no_shared_memory(
+    tmp_path: Path, kill: bool
+) -> None:
+    script = scripts.PLAIN.replace("epochs=2", "epochs=6")
+    (tmp_path / "train.py").write_text(script.replace('if __name__ == "__main__":', COUNTED))
+    words = ["run", "train.py", "-n", "3", "-s", "hogwild", "--report", "report.json"]
     done = shoal(*words, *(["--kill", "1@9"] if kill else []), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "better True" in done.stdout
+    ranks = [0, 2] if kill else [0, 1, 2]
+    counted = sorted(line for line in done.stdout.splitlines() if "counted" in line)
+    assert counted == [f"[{rank}] all are counted True" for rank in ranks]
     assert "hogwild sets momentum=0.9 to 0" in done.stderr
-    assert ("without worker 1" in done.stderr) is kill
-
-
-def test_a_command_without_words_shows_its_help(tmp_path: Path) -> None:
-    for words, usage in (([], "Usage: shoal [OPTIONS]"), (["keys"], "Usage: shoal keys ")):
-        done = shoal(*words, cwd=tmp_path)
-        assert done.returncode == 2 and done.stderr.startswith(usage)
+    if kill:
+        told = [line for line in done.stderr.splitlines() if "worker 1" in line]
+        assert told[0].startswith("shoal: worker 1 was killed by SIGKILL after ")
+        assert told[0].endswith("the others go on, as hogwild allows")
+        assert told[-1] == "shoal: finished by workers 0 and 2, without worker 1"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [loss["rank"] for loss in report["lost"]] == [1] * kill
+    assert [rank and rank["rank"] for rank in report["ranks"]] == [0, None if kill else 1, 2]

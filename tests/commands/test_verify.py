@@ -1,19 +1,24 @@
-"""`shoal verify` says yes where it should, and no where it should."""
+"""`shoal verify` says yes, no, or in a sentence why it cannot tell, where it should."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import scripts
+from tests import scripts, user_schedules
 from tests.scripts import json_of, shoal
 
 
-def verify(tmp_path: Path, script: str, *words: str) -> tuple[int, dict[str, Any]]:
+def printed(tmp_path: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(script)
-    done = shoal("verify", "train.py", *words, "--json", cwd=tmp_path)
+    return shoal("verify", "train.py", *words, cwd=tmp_path)
+
+
+def verify(tmp_path: Path, script: str, *words: str) -> tuple[int, dict[str, Any]]:
+    done = printed(tmp_path, script, *words, "--json")
     assert done.stdout, done.stderr
     return done.returncode, json_of(done)
 
@@ -51,9 +56,16 @@ def test_the_examples_are_equal(tmp_path: Path, example: str) -> None:
     assert json_of(done)["ok"] is True
 
 
-def test_stages_with_a_server_are_equal_by_processes(tmp_path: Path) -> None:
-    status, found = verify(tmp_path, scripts.DEEP, "-n", "4", "-s", "ps + pp(2)", "--steps", "4")
+OWN = 'ddp(algorithm="mine.py:for_two") + pp(2, schedule="mine.py:zigzag")'
+
+
+@pytest.mark.parametrize("strategy", ["ps + pp(2)", OWN])
+def test_replicas_of_stages_are_equal_by_processes(tmp_path: Path, strategy: str) -> None:
+    """`for_two` makes a schedule of two ranks: the four workers together do not use it."""
+    (tmp_path / "mine.py").write_text(user_schedules.PIPELINES + user_schedules.COLLECTIVES)
+    status, found = verify(tmp_path, scripts.DEEP, "-n", "4", "-s", strategy, "--steps", "4")
     assert (status, found["ok"], found["replicas_apart"]) == (0, True, 0)
+    assert found["strategy"] == strategy
 
 
 def test_workers_of_several_hosts_give_the_result_of_one(tmp_path: Path) -> None:
@@ -66,10 +78,73 @@ def test_workers_of_several_hosts_give_the_result_of_one(tmp_path: Path) -> None
 
 
 def test_fewer_steps_than_asked_for_are_explained(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts.PLAIN)
-    done = shoal("verify", "train.py", "-n", "2", "-s", "mapreduce", cwd=tmp_path)
+    done = printed(tmp_path, scripts.PLAIN, "-n", "2", "-s", "mapreduce")
     assert done.returncode == 0, done.stderr
     assert "running alone: up to 20 steps\n" in done.stderr
     equal = "equal: train.py under mapreduce on 2 workers"
     steps = "2 steps over the whole dataset each (the script takes no more)"
     assert done.stdout.endswith(f"{equal}, {steps}\n")
+
+
+STEP = "job.log(loss=step(batch))"
+IN_TRAIN = {
+    "the loss of step 1 is nan": ("(model(), loss,", "(model(), lambda *b: loss(*b) * torch.nan,"),
+    "ended without a training step": (STEP, "break"),
+    "catches the exception that ends it": (STEP, "try: step(batch)\n        except: pass"),
+}
+
+
+@pytest.mark.parametrize("sentence", IN_TRAIN)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path: Path, sentence: str) -> None:
+    before, after = IN_TRAIN[sentence]
+    assert before in scripts.PLAIN
+    done = printed(tmp_path, scripts.PLAIN.replace(before, after), "--steps", "3")
+    assert done.returncode == 2 and not done.stdout
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+
+
+BY_CHANCE = {
+    "0.bias before the first step": ("torch.manual_seed(0)", "torch.seed()"),
+    "the loss of step 1": ("torch.Generator().manual_seed(1)", "torch.Generator(); g.seed()"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what", BY_CHANCE)
+def test_a_script_that_does_not_repeat_itself_is_not_called_unequal(
+    tmp_path: Path, what: str
+) -> None:
+    done = printed(tmp_path, scripts.PLAIN.replace(*BY_CHANCE[what]), "--steps", "3")
+    assert done.returncode == 2, done.stdout
+    assert f"differ, so there is nothing to compare: {what}" in done.stderr
+
+
+ARGUMENTS = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--lr', required=True)"
+EQUAL = {
+    "prints": (STEP, "step(batch); print('x' * 200_000); print('y' * 200_000, file=sys.stderr)"),
+    "exits": ("    shoal.run(train)", "    shoal.run(train)\n    sys.exit(0)"),
+    "exits in a step": (STEP, "step(batch)\n        if job.steps == 3: sys.exit(0)"),
+    "takes arguments": ("def train", f"{ARGUMENTS}; p.parse_args()\ndef train"),
+    "changes its environment": ("def train", "os.environ['OMP_NUM_THREADS'] = '1'\ndef train"),
+    "has no main": ('if __name__ == "__main__":', "if True:"),
+    "runs twice": ("    shoal.run(train)", "    shoal.run(train)\n    shoal.run(train)"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("how", EQUAL)
+def test_scripts_as_people_have_them_are_equal(tmp_path: Path, how: str) -> None:
+    words = ["--", "--lr", "1"] if how == "takes arguments" else []
+    done = printed(tmp_path, scripts.PLAIN.replace(*EQUAL[how]), "--steps", "3", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("equal: train.py under ddp on 2 workers, 3 steps\n")
+    assert ("the first call is compared" in done.stderr) is (how == "runs twice")
+
+
+def test_other_samples_in_a_later_step_are_not_taken_for_amplified_rounding(tmp_path: Path) -> None:
+    """A change that is small, after the first steps, which are compared in double precision."""
+    other = "batch[0] * (1.0005 if job.size > 1 and job.steps > 3 else 1), batch[1]"
+    script = scripts.PLAIN.replace("step(batch)", f"step(({other}))")
+    done = printed(tmp_path, script, "--steps", "6")
+    assert done.returncode == 1, done.stdout
+    assert "first difference in double precision, which is an error" in done.stdout

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from shoal.errors import BadInput
 from shoal.examples import gpt
@@ -20,28 +18,12 @@ MINI = Size(layers=2, width=16, heads=2, context=8, lr=1e-3)
 SHORT = gpt.read_options(["--size", "tiny", "--steps", "3"])
 
 
-def num_parameters(size: Size) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(size).parameters())
-
-
-# ------------------------------------------------------------------------------ the data
-
-
 def test_the_text_is_a_million_characters_of_python_and_the_same_every_time() -> None:
     text = gpt.library_text()
     assert len(text) == 1_000_000
     assert "import " in text and "\n    def " in text
     assert gpt.library_text() == text
     assert gpt.library_text(1000) == text[:1000]
-
-
-def test_a_python_without_its_source_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(BadInput, match="no source of the Python library"):
-        gpt.library_text()
 
 
 def test_the_alphabet_is_printable_ascii_and_one_unknown() -> None:
@@ -68,11 +50,10 @@ def test_the_last_5_percent_are_held_out() -> None:
     assert torch.equal(held_out[0][0], tokens[950_000:950_064])
 
 
-# ------------------------------------------------------------------------------ the model
-
-
 def test_sizes_go_from_a_hundred_thousand_parameters_to_those_of_gpt2() -> None:
-    assert {name: num_parameters(size) for name, size in SIZES.items()} == {
+    with torch.device("meta"):
+        models = {name: GPT(size) for name, size in SIZES.items()}
+    assert {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()} == {
         "tiny": 108_416,
         "small": 239_424,
         "medium": 25_401_344,
@@ -101,19 +82,6 @@ def test_the_head_is_the_embedding() -> None:
     assert gradient is not None and gradient[50].abs().sum() > 0  # token 50 is no input
 
 
-def test_dropout_is_off_by_default_and_off_in_evaluation() -> None:
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    plain = GPT(MINI)
-    dropping = GPT(MINI, dropout=0.5)
-    assert torch.equal(plain(tokens), plain(tokens))
-    assert not torch.equal(dropping(tokens), dropping(tokens))
-    dropping.eval()
-    assert torch.equal(dropping(tokens), dropping(tokens))
-
-
-# ------------------------------------------------------------------------------ the update
-
-
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = GPT(MINI)
     decayed, spared = gpt.adamw(model.named_parameters(), lr=1e-3).param_groups
@@ -122,9 +90,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert all(p.dim() == 1 for p in spared["params"])
     assert all(n.endswith("bias") or "norm" in n for n in spared["param_names"])
     assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
-    named = [("norm.weight", nn.Parameter(torch.ones(4)))]
-    (group,) = gpt.adamw(named, lr=1e-3).param_groups
-    assert group["weight_decay"] == 0.0
 
 
 def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
@@ -134,11 +99,6 @@ def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
     assert rates[50:] == sorted(rates[50:], reverse=True)
     assert rates[525] == pytest.approx(0.55)
     assert rates[1000] == pytest.approx(0.1)
-    assert warm_up_then_cosine(5000, peak=1.0, num_steps=1000) == pytest.approx(0.1)
-    assert warm_up_then_cosine(0, peak=0.5, num_steps=1) == 0.5
-
-
-# ------------------------------------------------------------------------------ a run
 
 
 def test_context_and_rate_are_those_of_the_size_unless_given() -> None:

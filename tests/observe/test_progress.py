@@ -66,16 +66,7 @@ def test_no_line_is_waited_for_longer_than_half_a_minute(time_s: Clock) -> None:
     assert not lines.due(5, 1000)
 
 
-def test_a_line_goes_to_the_given_place_or_standard_output(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = io.StringIO()
-    for place in (out, None):
-        ProgressLines(place).show({"step": 3, "total": 10, "metrics": {"loss": 0.5}})
-    assert out.getvalue() == capsys.readouterr().out == "step 3/10  loss 0.5\n"
-
-
-def test_the_text_of_a_line() -> None:
+def test_the_text_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     record: dict[str, Any] = {
         "step": 3,
         "total": 10,
@@ -83,17 +74,24 @@ def test_the_text_of_a_line() -> None:
         "samples_per_s": 12345.6,
         "left_s": 61.0,
     }
-    assert line(record) == (
-        "step 3/10  loss 0.123457  accuracy 1  lr 1e-05  phase warm-up  12,346 samples/s  1:01 left"
+    out = io.StringIO()
+    for place in (out, None):
+        ProgressLines(place).show(record)
+    assert (
+        out.getvalue()
+        == capsys.readouterr().out
+        == (
+            "step 3/10  loss 0.123457  accuracy 1  lr 1e-05  phase warm-up  12,346 samples/s  "
+            "1:01 left\n"
+        )
     )
     assert line({**record, "total": None, "left_s": None}).startswith("step 3  loss 0.123457")
-    assert details({"metrics": {}, "samples_per_s": None, "left_s": 0.0}) == "0:00 left"
     assert details({}) == ""
 
 
 def test_the_clock_shows_hours_only_if_there_are_any() -> None:
-    seconds = (0, 59.4, 59.6, 61, 3599.9, 3661, 360_000)
-    texts = ["0:00", "0:59", "1:00", "1:01", "1:00:00", "1:01:01", "100:00:00"]
+    seconds = (0, 59.6, 61, 3599.9, 3661, 360_000)
+    texts = ["0:00", "1:00", "1:01", "1:00:00", "1:01:01", "100:00:00"]
     assert [clock(one) for one in seconds] == texts
 
 
@@ -116,23 +114,13 @@ def test_only_rank_0_shows_anything_unless_others_may_be_the_first_one_left() ->
     assert isinstance(for_worker(0, 8, sent.append), ProgressSender)
     assert isinstance(for_worker(0, 8, None), ProgressLines)
     for rank in (1, 7):
-        silent = for_worker(rank, 8, sent.append)
-        assert type(silent) is Progress
-        assert not silent.due(1, 1)
-        silent.show({"step": 1})
-        silent.close()
-    assert sent == []
+        assert type(for_worker(rank, 8, sent.append)) is Progress
     assert isinstance(for_worker(1, 8, sent.append, takes_over=True), ProgressSender)
     assert isinstance(for_worker(1, 8, None, takes_over=True), ProgressLines)
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_that_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: True, raising=False)
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
     bar = for_worker(0, 1, None)
     assert isinstance(bar, ProgressBar)
     assert bar.due(1, 10)

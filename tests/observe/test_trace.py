@@ -28,12 +28,6 @@ def test_spans_inside_each_other_end_from_the_inside_also_in_an_error() -> None:
     ]
 
 
-def test_a_span_of_another_lane_is_added_with_its_own_times() -> None:
-    recorder = Recorder(0, origin_ns=100)
-    recorder.add("reduce", 150, 250, "comm", "all_reduce 8 bytes")
-    assert recorder.spans == [Span("reduce", 50, 150, "comm", "all_reduce 8 bytes")]
-
-
 def test_off_records_nothing_and_hands_out_one_context() -> None:
     assert not OFF.enabled and Recorder(0, 0).enabled
     assert OFF.span("forward") is OFF.span("backward", "detail")

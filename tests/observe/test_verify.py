@@ -63,14 +63,6 @@ def test_rounding_within_the_plain_bound_needs_no_third_run() -> None:
     assert verdict.tensors[0].tolerance == pytest.approx(2 * RUN.bound(torch.float32, 3))
 
 
-def test_the_bound_grows_with_additions_steps_and_the_unit_of_the_dtype() -> None:
-    one = replace(RUN, additions=1).bound(torch.float32, 1)
-    assert replace(RUN, additions=16).bound(torch.float32, 1) == pytest.approx(4 * one)
-    assert replace(RUN, additions=1).bound(torch.float32, 9) == pytest.approx(3 * one)
-    assert replace(RUN, additions=1).bound(torch.bfloat16, 1) == pytest.approx(2**16 * one)
-    assert replace(RUN, additions=0).bound(torch.float32, 0) == one
-
-
 def test_what_another_order_of_additions_moves_is_the_tolerance_if_needed() -> None:
     together = replace(RUN, tensors=tensors(first__weight=torch.tensor([1.0, -2.001])))
     reordered = replace(RUN, tensors=tensors(first__weight=torch.tensor([1.0, -2.0005])))
@@ -160,23 +152,14 @@ def test_an_exact_run_has_to_have_the_same_bits() -> None:
 
 
 def test_the_verdict_is_json() -> None:
-    document = judged(
-        replace(RUN, losses=[2.0, math.nan, 1.0]), replace(RUN, switched_off=["drop"])
-    ).to_json()
-    assert document["ok"] is False and document["steps"] == 3
+    document = json.loads(json.dumps(judged(replace(RUN, losses=[2.0, 1.6, 1.0]), RUN).to_json()))
+    assert (document["ok"], document["steps"], document["additions"]) == (False, 3, 64)
     assert document["first_loss_that_differs"]["what"] == "step 2"
-    assert document["first_tensor_that_differs"] is None
-    assert document["rounding_measured"] is True
-    assert judged(RUN).to_json()["ok"] is True
-    assert json.loads(json.dumps(judged(RUN).to_json()))["additions"] == 64
+    assert document["first_tensor_that_differs"] is None and document["rounding_measured"]
 
 
 def test_distance_is_the_largest_difference_of_two_elements() -> None:
-    a = torch.tensor([1.0, 2.0])
-    assert distance(a, a.clone()) == 0.0
-    assert distance(a, torch.tensor([1.5, 0.0])) == 2.0
-    assert math.isnan(distance(a, None))
-    assert math.isnan(distance(a, torch.ones(3)))
+    assert distance(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 0.0])) == 2.0
     assert distance(torch.ones(0), torch.ones(0)) == 0.0
     infinite = torch.tensor([-math.inf, 1.0])
     assert distance(infinite, infinite.clone()) == 0.0, "a mask, say"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,9 +106,3 @@ def test_parse_undoes_str(strategy: Strategy) -> None:
     assert again == strategy and hash(again) == hash(strategy)
     assert str(again) == str(strategy)
     assert str(strategy).isprintable()
-
-
-@given(strategies())
-@settings(deadline=None)
-def test_strategies_travel_between_processes(strategy: Strategy) -> None:
-    assert pickle.loads(pickle.dumps(strategy)) == strategy == copy.deepcopy(strategy)

@@ -58,19 +58,6 @@ def test_nothing_but_its_own_files_asks_for_the_type_of_a_term() -> None:
     assert not [line for lines in answers(types_of_others).values() for line in lines]
 
 
-def test_the_search_finds_each_way_to_ask() -> None:
-    source = """
-isinstance(x, Ddp)
-issubclass(k, Zero | Ps)
-type(x) is Gossip
-match x:
-    case Hogwild(momentum=True):
-        pass
-"""
-    found = {name for _, name in asked_types(ast.walk(ast.parse(source)))}
-    assert found == {"Ddp", "Zero", "Ps", "Gossip", "Hogwild"}
-
-
 def test_every_term_is_a_public_name() -> None:
     assert set(terms.__all__) == set(TERMS) <= set(dir(shoal))
     for name, kind in TERMS.items():
