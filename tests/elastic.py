@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
@@ -199,6 +200,16 @@ class Workers:
         return Job(parse(self.strategy), group, device=cpu, seed=3, services=services)
 
 
+def random_deaths(
+    choose: random.Random, count: int, calls: int
+) -> dict[GroupMember, tuple[int, str]]:
+    """So many of four workers die in one of the first calls, before or after it."""
+    return {
+        GroupMember(rank, 0): (choose.randrange(calls), choose.choice(("before", "after")))
+        for rank in choose.sample(range(4), count)
+    }
+
+
 def alone(train: Train, folder: Path) -> Any:
     """What one worker that is never disturbed returns."""
     job = Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=3)
@@ -214,10 +225,6 @@ def built(make: Callable[[], nn.Module] = mlp) -> nn.Module:
     """A model that the threads make one after the other."""
     with _drawing:
         return make()
-
-
-def weights(step: Any) -> list[Tensor]:
-    return [tensor.clone() for tensor in step.model.state_dict().values()]
 
 
 def wait_for_request(job: Job) -> None:

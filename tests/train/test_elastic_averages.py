@@ -22,7 +22,7 @@ from shoal.comm.members.board import GroupMember
 from shoal.errors import BadInput
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Return, Workers
+from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Return, Workers, random_deaths
 from tests.numbered import Killed
 
 SAMPLES = BATCH * PER_EPOCH
@@ -30,7 +30,6 @@ LOCALSGD = "localsgd(every=4, elastic=True)"
 COMPLETE = 'gossip(graph="complete", elastic=True)'
 RING = "gossip(elastic=True)"  # with 3 workers it averages as the complete graph does
 ONE_PEER = 'gossip(graph="one-peer", elastic=True)'
-Data = Callable[[], Any]
 
 
 def one_hot() -> TensorDataset:
@@ -67,22 +66,16 @@ def tally_step(job: Job) -> Any:
     return job.step(Tally(), optimizer=partial(torch.optim.SGD, lr=BATCH))
 
 
-def counts_of(path: Path, model: int = 0) -> Tensor:
-    """How often each sample has counted, by the weights of a checkpoint."""
-    return -files.read(path).model[f"{model}:counts"]
-
-
 def train(
     workers: Workers,
     job: Job,
-    data: Data = one_hot,
     evaluates: bool = False,
     changes: bool = False,
     at_step: Callable[[Job], None] = lambda job: None,
 ) -> Any:
     step = tally_step(job)
     for _ in range(EPOCHS):
-        for batch in job.batches(data(), BATCH, shuffle=data is one_hot):
+        for batch in job.batches(one_hot(), BATCH):
             at_step(job)
             if evaluates and job.steps % 3 == 0:  # the batch was fetched before
                 job.evaluate(lambda loss, targets: loss, one_hot())
@@ -91,10 +84,11 @@ def train(
     return job.steps
 
 
-def check(workers: Workers, each: float = EPOCHS, model: int = 0) -> None:
+def check(workers: Workers, model: int = 0) -> None:
+    """By the weights of the checkpoint."""
     assert set(workers.results.values()) == {EPOCHS * PER_EPOCH}
-    counts = counts_of(workers.folder / "saved", model)
-    torch.testing.assert_close(counts, torch.full_like(counts, each), rtol=1e-4, atol=1e-4)
+    counts = -files.read(workers.folder / "saved").model[f"{model}:counts"]
+    torch.testing.assert_close(counts, torch.full_like(counts, EPOCHS), rtol=1e-4, atol=1e-4)
 
 
 def test_a_worker_that_is_lost_between_two_averages_is_noticed_in_the_next_step(
@@ -117,16 +111,12 @@ def test_a_worker_that_is_lost_between_two_averages_is_noticed_in_the_next_step(
     assert steps_when_noticed == [2]
 
 
-def loader_of(data: Any) -> DataLoader[Any]:
-    return DataLoader(data, batch_size=BATCH)
-
-
 def train_on_global_batches(workers: Workers, job: Job) -> Any:
     """Each replica makes the global batches itself, and takes its rows."""
     step = tally_step(job)
     for batch in job.batches(Stream(), BATCH):
         step(batch)
-    for batch in job.batches(loader_of(OneByOne()), epochs=EPOCHS - 1):
+    for batch in job.batches(DataLoader(OneByOne(), batch_size=BATCH), epochs=EPOCHS - 1):
         step(batch)
     job.save(workers.folder / "saved")
     return job.steps
@@ -214,14 +204,10 @@ def test_each_sample_counts_once_whatever_workers_are_lost(
     tmp_path: Path, strategy: str, seed: int
 ) -> None:
     choose = random.Random(seed)
-    ranks = choose.sample(range(4), choose.randint(1, 3))
     calls = 40 if strategy == LOCALSGD else 150 if strategy == COMPLETE else 60
-    dies = {
-        GroupMember(rank, 0): (choose.randrange(calls), choose.choice(("before", "after")))
-        for rank in ranks
-    }
+    dies = random_deaths(choose, choose.randint(1, 3), calls)
     script = partial(train, evaluates=choose.random() < 0.7)
     workers = Workers(tmp_path, 4, script, strategy, dies=dies)
     workers.run()
-    assert set(workers.results) >= set(range(4)) - set(ranks)
+    assert set(workers.results) >= set(range(4)) - {member.worker for member in dies}
     check(workers)
