@@ -30,8 +30,10 @@ def job_in(folder: Path, group: Group | None = None, preemption: Preemption | No
     return job_of(group, config=config, preemption=preemption)
 
 
-def losses_of(job: Job, crash_at: int | None = None) -> dict[int, float]:
+def losses_of(job: Job, crash_at: int | None = None, load: Path | None = None) -> dict[int, float]:
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    if load is not None:
+        job.load(load)
     losses = {}
     for batch in job.batches(samples(20), batch_size=5, epochs=3):
         loss = float(step(batch))
@@ -61,11 +63,9 @@ def test_a_script_that_is_started_again_has_the_losses_of_one_that_was_not(
 def test_a_preempted_job_saves_there(tmp_path: Path) -> None:
     preemption = Preemption(None)
     job = job_in(tmp_path, preemption=preemption)
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    job.on_step.append(lambda step, loss: setattr(preemption, "is_asked", job.steps == 5))
     with pytest.raises(SystemExit) as end:
-        for batch in job.batches(samples(20), batch_size=5, epochs=3):
-            step(batch)
-            preemption.is_asked = job.steps == 5
+        losses_of(job)
     assert end.value.code == EXIT_STATUS
     assert steps_in(tmp_path) == 5
     assert list(losses_of(job_in(tmp_path))) == list(range(6, 13))
@@ -78,10 +78,7 @@ def test_a_later_checkpoint_that_the_script_loads_itself_counts(tmp_path: Path) 
     losses_of(own)
     own.save(tmp_path / "own")
     job = job_in(tmp_path / "automatic")
-    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    job.load(tmp_path / "own")
-    for _ in job.batches(samples(20), batch_size=5, epochs=3):
-        step(_)
+    assert losses_of(job, load=tmp_path / "own") == {}
     assert job.steps == 12
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.comm.executors.solo import solo_group
@@ -19,7 +20,6 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.comm.objects import encode
 from shoal.errors import BadInput, ShoalError
-from shoal.strategy.strategy import parse
 from shoal.train.evaluate import SampleAssignment
 from shoal.train.job import Job
 from shoal.train.map_reduce import map_reduce_over
@@ -34,6 +34,13 @@ def accuracy(out: Tensor, y: Tensor) -> Tensor:
 
 def loss_and_accuracy(out: Tensor, y: Tensor) -> dict[str, Any]:
     return {"loss": F.cross_entropy(out, y), "accuracy": accuracy(out, y).item()}
+
+
+@pytest.fixture
+def job() -> Job:
+    job = job_of()
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    return job
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -59,19 +66,16 @@ def test_evaluate_is_the_metric_of_the_whole_dataset(
 
 @pytest.mark.parametrize(("lost", "batch_size"), [((), 5), ((1,), 5), ((2, 1), 4), ((2,), 2)])
 def test_evaluate_covers_all_samples_when_ranks_are_lost(
-    world: World, tmp_path: Path, lost: tuple[int, ...], batch_size: int
+    world: World, tmp_path: Path, job: Job, lost: tuple[int, ...], batch_size: int
 ) -> None:
     """A batch size of 2 leaves one of three ranks without a sample."""
     data = samples(23)
-    models = [mlp() for _ in range(4)]  # threads share the seed of torch
-    alone = job_of()
-    alone.step(models[3], F.cross_entropy, optimizer=SGD)
-    expected = alone.evaluate(loss_and_accuracy, data, batch_size)
+    models = [mlp() for _ in range(3)]  # threads share the seed of torch
+    expected = job.evaluate(loss_and_accuracy, data, batch_size)
 
     def body(group: Group) -> Any:
-        job = job_of(
-            group, elastic_sum=ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
-        )
+        sums = ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
+        job = job_of(group, elastic_sum=sums)
         job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         if group.rank in lost:
             return None
@@ -84,15 +88,18 @@ def test_evaluate_covers_all_samples_when_ranks_are_lost(
         assert result == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluate_gives_a_number_for_a_number() -> None:
-    job = job_of()
-    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+def test_evaluate_gives_a_number_for_a_number_and_needs_samples(job: Job) -> None:
     assert isinstance(job.evaluate(accuracy, samples(20)), float)
     assert job.evaluate(lambda out, y: 2, samples(20)) == 2.0
+    with pytest.raises(BadInput, match="no samples"):
+        job.evaluate(accuracy, [])
+    with pytest.raises(BadInput, match="has to be one number"):
+        job.evaluate(lambda outputs, targets: outputs.argmax(1) == targets, samples(10))
+    with pytest.raises(ShoalError, match=r"job\.evaluate comes after job\.step"):
+        job_of().evaluate(accuracy, samples(4))
 
 
-def test_evaluate_switches_training_off_and_on_again() -> None:
-    job = job_of()
+def test_evaluate_switches_training_off_and_on_again(job: Job) -> None:
     seen = []
     model = nn.Sequential(nn.Dropout(0.9), mlp())
     job.step(model, F.cross_entropy, optimizer=SGD)
@@ -110,43 +117,25 @@ def test_evaluate_switches_training_off_and_on_again() -> None:
     assert model.training and not model[0].training
 
 
-def test_evaluate_uses_the_latest_model_or_the_one_it_is_given() -> None:
-    job = job_of()
+def test_evaluate_uses_the_latest_model_or_the_one_it_is_given(job: Job) -> None:
     first = job.step(nn.Linear(6, 1), F.mse_loss, optimizer=SGD)
     job.step(nn.Linear(6, 2), F.mse_loss, optimizer=SGD)
-
-    def width(out: Tensor, y: Tensor) -> int:
-        return out.shape[1]
-
-    assert job.evaluate(width, samples(4)) == 2.0
-    assert job.evaluate(width, samples(4), step=first) == 1.0
-
-
-def test_evaluate_needs_a_model_samples_and_one_number() -> None:
-    job = job_of()
-    with pytest.raises(ShoalError, match=r"job\.evaluate comes after job\.step"):
-        job.evaluate(accuracy, samples(4))
-    job.step(mlp(), F.cross_entropy, optimizer=SGD)
-    with pytest.raises(BadInput, match="no samples"):
-        job.evaluate(accuracy, [])
-    with pytest.raises(BadInput, match="has to be one number"):
-        job.evaluate(lambda outputs, targets: outputs.argmax(1) == targets, samples(10))
+    assert job.evaluate(lambda out, y: out.shape[1], samples(4)) == 2.0
+    assert job.evaluate(lambda out, y: out.shape[1], samples(4), step=first) == 1.0
 
 
 def test_evaluate_does_not_disturb_the_place_in_the_data() -> None:
-    data = samples(40)
-
-    def losses(evaluating: bool) -> list[float]:
+    def losses(evaluations: int) -> list[float]:
         job = job_of()
         step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
         found = []
-        for batch in job.batches(data, 10, epochs=2):
+        for batch in job.batches(samples(40), 10, epochs=2):
             found.append(step(batch).item())
-            if evaluating:
+            for _ in range(evaluations):
                 job.evaluate(accuracy, samples(7))
         return found
 
-    assert losses(True) == losses(False)
+    assert losses(1) == losses(0)
 
 
 def test_evaluate_with_statistics_of_the_batch_equals_one_device(world: World) -> None:
@@ -171,36 +160,21 @@ def test_evaluate_with_statistics_of_the_batch_equals_one_device(world: World) -
         assert found == pytest.approx(alone, abs=1e-5)
 
 
-def assigned(samples: int, ranks: tuple[int, ...], batch_size: int) -> SampleAssignment:
-    return SampleAssignment(torch.arange(samples), ranks, batch_size)
-
-
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 20), st.data())
 def test_every_sample_is_evaluated_once_after_any_losses_in_any_round(
     samples: int, ranks: int, batch_size: int, data: st.DataObject
 ) -> None:
-    now = assigned(samples, tuple(range(ranks)), batch_size)
+    numbers = torch.arange(samples)
+    now = SampleAssignment(numbers, tuple(range(ranks)), batch_size)
     done: list[int] = []
     while len(now.samples):
         missing = data.draw(st.sets(st.sampled_from(now.ranks), max_size=len(now.ranks) - 1))
         for rank in set(now.ranks) - missing:
-            done += now.samples_of(rank).tolist()
+            for batch in now.batches(TensorDataset(numbers, numbers), rank):
+                inputs: Any = batch[0]
+                done += inputs.tolist()[: batch.microbatch_sizes[0]]
         now = now.without(missing)
     assert sorted(done) == list(range(samples))
-
-
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 20))
-def test_the_batches_of_a_rank_hold_its_samples(samples: int, ranks: int, batch_size: int) -> None:
-    numbers = torch.arange(samples)
-    data = torch.utils.data.TensorDataset(numbers, numbers)
-    now = assigned(samples, tuple(range(ranks)), batch_size)
-    for rank in range(ranks):
-        found: list[int] = []
-        for batch in now.batches(data, rank):
-            inputs = batch[0]
-            assert isinstance(inputs, torch.Tensor)
-            found += inputs.tolist()[: batch.microbatch_sizes[0]]
-        assert found == now.samples_of(rank).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -214,29 +188,21 @@ def test_results_are_reduced_in_the_order_of_items(world: World, size: int) -> N
 def test_items_are_mapped_once_where_they_are(world: World) -> None:
     def body(group: Group) -> tuple[list[int], list[int]]:
         seen: list[int] = []
-
-        def note(item: int) -> list[int]:
-            seen.append(item)
-            return [item * item]
-
-        job = Job(parse("ddp"), group, device=torch.device("cpu"))
-        return seen, job.map_reduce(note, iter(range(7)), operator.add)
+        return seen, job_of(group).map_reduce(
+            lambda item: seen.append(item) or [item * item], iter(range(7)), operator.add
+        )
 
     found = world(3, body)
     assert [seen for seen, _ in found] == [[0, 1], [2, 3], [4, 5, 6]]
     assert all(result == [0, 1, 4, 9, 16, 25, 36] for _, result in found)
 
 
-def test_alone_it_needs_no_job() -> None:
+def test_alone_map_reduce_needs_no_job_and_refuses_what_cannot_travel() -> None:
     assert shoal.map_reduce(lambda x: x * x, [1, 2, 3], operator.add) == 14
     with pytest.raises(BadInput, match="no items"):
         shoal.map_reduce(str, [], operator.add)
-
-
-def test_what_cannot_travel_is_refused_alone_as_well() -> None:
     with pytest.raises(BadInput, match="a set cannot be sent to another worker"):
         shoal.map_reduce(lambda x: {x}, [1, 2], operator.or_)
-    with pytest.raises(BadInput, match="cannot be sent"):
-        encode({1 << 70: "a key"})
-    with pytest.raises(BadInput, match="cannot be sent"):
-        encode(torch.eye(2).to_sparse())
+    for value in ({1 << 70: "a key"}, torch.eye(2).to_sparse()):
+        with pytest.raises(BadInput, match="cannot be sent"):
+            encode(value)

@@ -25,22 +25,14 @@ DATA = samples(40)
 
 
 def two_groups(named: Any) -> torch.optim.Optimizer:
-    pairs = list(named)
-    weights = [p for name, p in pairs if name.endswith("weight")]
-    biases = [p for name, p in pairs if name.endswith("bias")]
-    groups = [{"params": weights, "lr": 0.2}, {"params": biases}]
-    return torch.optim.SGD(groups, lr=0.1)
+    params = [p for _, p in named]  # weights and biases in turns
+    return torch.optim.SGD([{"params": params[::2], "lr": 0.2}, {"params": params[1::2]}], lr=0.1)
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
-            lr_scheduler.CosineAnnealingLR(optimizer, 6),
-        ],
-        milestones=[2],
-    )
+    linear = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    return lr_scheduler.SequentialLR(optimizer, [linear, cosine], milestones=[2])
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -91,20 +83,16 @@ def test_a_loaded_run_continues_the_schedule(tmp_path: Path, scheduler: Any) -> 
     assert go(3)[3:] == go(None, load=True)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler", "sentence"),
-    [
-        (MOMENTUM, one_cycle, "the scheduler changes momentum"),
-        (two_groups, apart, "parameter groups schedules of their own"),
-    ],
-)
-def test_what_servers_cannot_follow_is_refused_before_the_first_step(
-    optimizer: Any, scheduler: Any, sentence: str
-) -> None:
-    update = OptimizerStep(list(mlp().named_parameters()), optimizer, scheduler=scheduler)
-    with pytest.raises(BadInput, match=sentence):
-        update.check_for_servers()
-    OptimizerStep(list(mlp().named_parameters()), two_groups, scheduler=warm_up).check_for_servers()
+def test_what_servers_cannot_follow_is_refused_before_the_first_step() -> None:
+    def check(optimizer: Any, scheduler: Any) -> None:
+        params = list(mlp().named_parameters())
+        OptimizerStep(params, optimizer, scheduler=scheduler).check_for_servers()
+
+    with pytest.raises(BadInput, match="the scheduler changes momentum"):
+        check(MOMENTUM, one_cycle)
+    with pytest.raises(BadInput, match="parameter groups schedules of their own"):
+        check(two_groups, apart)
+    check(two_groups, warm_up)
 
 
 def test_what_is_no_scheduler_is_refused() -> None:
