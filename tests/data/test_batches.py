@@ -75,6 +75,19 @@ def test_an_iterable_that_differs_between_ranks_is_refused(world: World, make: A
         world(2, body)
 
 
+def test_ranks_with_other_numbers_of_threads_compare_batches_exactly() -> None:
+    batch = torch.randn(640, 1000, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    digests = set()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            digests.add(batch_digest(batch, 640))
+    finally:
+        torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
 @given(st.data())
 def test_a_batch_with_other_bits_has_another_digest(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool]))

@@ -1,8 +1,8 @@
 """A table of real models under strategies: `python -m tests.models [--models bert,t5] [--json F]`.
 
 Each cell is one `shoal verify` with 3 steps. It is "equal"; or "refused", and the sentence stands
-below the table; all else is "WRONG" and the exit status is 1. Seconds for a cell, with ranks that
-are threads: `tests/test_transformers.py`.
+below the table; all else is "WRONG" and the exit status is 1. With `--quick` ranks are threads and
+a cell takes seconds (`quick.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shoal.strategy.strategy import parse
 from tests.models.catalog import CATALOG
+from tests.models.quick import run_forked
 
 STRATEGIES = ["ddp", "zero(3)", "ps", "pp(2)", "tp(2)", "ddp + tp(2) + pp(2)"]
 SCRIPT = Path(__file__).with_name("train.py")
@@ -53,19 +54,24 @@ def verify(model: str, strategy: str, timeout_s: float) -> Cell:
     return Cell(model, strategy, verdict, last)
 
 
+def quick(model: str, strategy: str, timeout_s: float) -> Cell:
+    return Cell(model, strategy, *run_forked(model, strategy, workers(strategy), timeout_s))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("--models", help="names, with commas between them (default: all)")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--jobs", type=int, default=1, help="how many run at the same time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one of them")
+    parser.add_argument("--quick", action="store_true", help="ranks are threads of one process")
     parser.add_argument("--json", type=Path, help="a file for the cells")
     args = parser.parse_args()
     models = args.models.split(",") if args.models else list(CATALOG)
     strategies = [str(parse(text)) for text in args.strategies]
 
     def run(pair: tuple[str, str]) -> Cell:
-        cell = verify(*pair, args.timeout)
+        cell = (quick if args.quick else verify)(*pair, args.timeout)
         print(f"{cell.model}, {cell.strategy}: {cell.verdict}", file=sys.stderr, flush=True)
         return cell
 
