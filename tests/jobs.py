@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def after_training(
     steps: int | None = None,
     load: Path | None = None,
     shuffle: bool = True,
+    services: Sequence[RunServices | None] = (None,) * 8,
     **options: Any,
 ) -> list[Any]:
     """What `look` returns on each worker when it has trained."""
@@ -75,7 +76,7 @@ def after_training(
     options = {"optimizer": SGD, **options}
 
     def body(group: Group) -> Any:
-        job = Job(parse(strategy), group, device=CPU, seed=3)
+        job = Job(parse(strategy), group, device=CPU, seed=3, services=services[group.rank])
         try:
             step = job.step(models[group.rank], F.cross_entropy, **options)
             if load is not None:

@@ -27,8 +27,7 @@ OLDEST = (3, 10)  # Python that reads them
 Question = Callable[[Path, list[ast.AST]], Iterable[str]]
 Answers = dict[str, list[str]]  # of one file, by the name of the question
 _ASKED_IN = (
-    *("tests.runtime.test_config", "tests.runtime.test_run_dir", "tests.runtime.test_decoders"),
-    "tests.strategy.test_terms_describe_themselves",
+    *("tests.runtime.test_one_home", "tests.strategy.test_terms_describe_themselves"),
     *("tests.test_layers", "tests.test_names", "tests.test_python_versions"),
 )
 _questions: dict[str, Question] = {}

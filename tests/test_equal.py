@@ -145,16 +145,16 @@ def test_count_weighs_uneven_batches(world: World, size: int) -> None:
         assert losses == pytest.approx(alone, abs=1e-5)
 
 
-def assert_same_bits(world: World, size: int, strategy: str, microbatches: int) -> None:
+@pytest.mark.product
+@pytest.mark.parametrize("strategy", ["ddp", *SYNCHRONOUS[4:]])
+@pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 8), (8, 8)])
+def test_exact_gives_the_same_bits(
+    world: World, size: int, microbatches: int, strategy: str
+) -> None:
     """Running statistics of BatchNorm included."""
     options: Any = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
     data = samples(64, (1, 4, 4))
     assert_equal_to_single(world, size, strategy, convnet, data, 24, exactly=True, **options)
-
-
-@pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 8), (8, 8)])
-def test_exact_gives_the_same_bits(world: World, size: int, microbatches: int) -> None:
-    assert_same_bits(world, size, "ddp", microbatches)
 
 
 def test_inputs_may_be_tuples_and_dicts() -> None:

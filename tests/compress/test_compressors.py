@@ -77,15 +77,18 @@ def test_onebit_loses_36_percent_of_the_square_whatever_the_shape() -> None:
         assert float(lost) == pytest.approx(1 - 2 / math.pi, abs=0.02)
 
 
-@given(SIZES, st.integers(0, 99))
+@given(SIZES | st.just(2 * BLOCK + 1000), st.sampled_from([0.01, 0.001]), st.integers(0, 99))
 @settings(deadline=None)
-def test_topk_keeps_the_largest_and_nothing_else(numel: int, seed: int) -> None:
+def test_topk_keeps_the_largest_of_every_block_and_nothing_else(
+    numel: int, share: float, seed: int
+) -> None:
     x = numbers(numel, seed=seed)
-    found = there_and_back("topk(0.01)", x)
-    largest = x.abs().topk(math.ceil(0.01 * numel)).indices
-    wanted = torch.zeros(numel)
-    wanted[largest] = x[largest].bfloat16().float()
-    assert torch.equal(found, wanted)
+    found = there_and_back(f"topk({share})", x)
+    for block, kept in zip(x.split(BLOCK), found.split(BLOCK), strict=True):
+        largest = block.abs().topk(math.ceil(share * len(block))).indices
+        wanted = torch.zeros(len(block))
+        wanted[largest] = block[largest].bfloat16().float()
+        assert torch.equal(kept, wanted)
 
 
 @pytest.mark.parametrize("text", FLAT)
@@ -93,15 +96,6 @@ def test_nothing_becomes_nothing_and_bytes_repeat(text: str) -> None:
     assert (there_and_back(text, torch.zeros(700)) == 0).all()
     x = numbers(700)
     assert torch.equal(make(text).pack(x), make(text).pack(x.clone()))
-
-
-@pytest.mark.parametrize(
-    ("text", "times"),
-    [("fp16", 2.0), ("bf16", 2.0), ("int8", 3.938), ("onebit", 31.03), ("topk(0.01)", 99.9)],
-)
-def test_a_million_elements_get_so_many_times_smaller(text: str, times: float) -> None:
-    n = 1 << 20
-    assert 4 * n / make(text).num_bytes(n) == pytest.approx(times, abs=0.01)
 
 
 @pytest.mark.parametrize("text", [*FLAT, "powersgd(rank=1)"])
@@ -123,15 +117,6 @@ def test_an_element_that_is_not_there_is_refused(index: int, numel: int) -> None
     payload[last : last + 2] = torch.tensor([index - BLOCK // 2]).short().view(torch.uint8)
     with pytest.raises(ShoalError, match=f"outside of {numel}"):
         topk.unpack(payload, numel)
-
-
-def test_topk_takes_the_largest_of_every_block() -> None:
-    x = numbers(2 * BLOCK + 1000)
-    found = there_and_back("topk(0.001)", x)
-    for block, kept, count in zip(x.split(BLOCK), found.split(BLOCK), (66, 66, 1), strict=True):
-        largest = block.abs().topk(count).indices
-        assert kept.count_nonzero() == count
-        assert torch.equal(kept[largest], block[largest].bfloat16().float())
 
 
 def test_onebit_rotates_differently_for_every_tensor() -> None:
@@ -157,22 +142,11 @@ def test_a_matrix_that_would_not_get_smaller_is_left_as_it_is() -> None:
     assert torch.equal(compressor.unpack(compressor.pack(x), 164), x)
 
 
-def test_a_matrix_of_low_rank_comes_back_whole() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.zeros(1440)
-    x[:1200] = (
-        torch.randn(40, 3, generator=generator) @ torch.randn(3, 30, generator=generator)
-    ).view(-1)
-    x[1200:1230] = 7.0
-    compressor = PowerSgd(3, SHAPES, 1440)
-    torch.testing.assert_close(compressor.unpack(compressor.pack(x), 1440), x, atol=1e-4, rtol=0)
-
-
 def test_from_step_to_step_powersgd_finds_the_largest_directions() -> None:
     """Of a matrix that stays, the error becomes that of the best matrix of this rank."""
     matrix = numbers(1200).view(40, 30)
-    x = torch.cat([matrix.view(-1), torch.zeros(240)])
-    compressor = PowerSgd(4, SHAPES[:2], 1440)
+    x = torch.cat([matrix.view(-1), torch.full((30,), 7.0), torch.zeros(210)])
+    compressor = PowerSgd(4, SHAPES, 1440)
     for _ in range(30):
         found = compressor.unpack(compressor.pack(x), 1440)
     best = torch.linalg.svdvals(matrix)[4:].norm()

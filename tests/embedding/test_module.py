@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from shoal.embedding.module import (
     embeddings_of,
 )
 from shoal.embedding.spec import TableSpec
-from shoal.embedding.table import RowTable
 from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
@@ -63,30 +63,6 @@ class Bags(nn.Module):
         return logits
 
 
-class Calls(RowTable):
-    """Notes what is asked for. The store of one table: itself."""
-
-    def create(self, spec: TableSpec) -> Calls:
-        super().__init__(spec)
-        self.pulls: list[list[int]] = []
-        self.pushes: list[list[int]] = []
-        return self
-
-    def __init__(self) -> None:
-        """Without rows, until it is created."""
-
-    def __bool__(self) -> bool:
-        return True
-
-    def pull(self, ids: Tensor) -> Tensor:
-        self.pulls.append(ids.tolist())
-        return super().pull(ids)
-
-    def push(self, ids: Tensor, grads: Tensor, *update: Any) -> None:
-        self.pushes.append(ids.tolist())
-        super().push(ids, grads, *update)
-
-
 def make_job(group: Group | None = None) -> Job:
     group = group or solo_group()
     return Job(parse("ddp" if group.size > 1 else "single"), group, device=CPU, seed=3)
@@ -114,10 +90,17 @@ def rows_of(embedding: shoal.Embedding) -> Tensor:
         return rows
 
 
-def bound(embedding: shoal.Embedding, optimizer: Any = SGD) -> Calls:
-    store = Calls()
-    bind_embeddings(embedding, optimizer, seed=0, store=store)
-    return store
+def calls_of(embedding: shoal.Embedding) -> Mock:
+    """Of the table of an embedding that is bound to a store."""
+    bind_embeddings(embedding, SGD, seed=0)
+    assert embedding.table is not None
+    table = Mock(wraps=embedding.table)
+    embedding.table = table
+    return table
+
+
+def ids_of(method: Mock) -> list[list[int]]:
+    return [call.args[0].tolist() for call in method.call_args_list]
 
 
 # ------------------------------------------------------------------------------ equal to torch's
@@ -160,7 +143,6 @@ def test_training_equals_nn_embedding_with_sparse_gradients(
 
 def test_rows_keep_their_ratio_to_the_learning_rate() -> None:
     embedding = shoal.Embedding(3, 1, init="zeros", optimizer=partial(torch.optim.SGD, lr=0.4))
-    bound(embedding)
     for lr, base in [(2.0, 0.1), (2.0, 0.0), (None, 0.1)]:
         embedding(torch.tensor([0])).sum().backward()
         apply_embeddings([embedding], lr, base)
@@ -172,14 +154,13 @@ def test_rows_keep_their_ratio_to_the_learning_rate() -> None:
 
 def test_a_step_pulls_and_pushes_every_row_once() -> None:
     embedding = shoal.Embedding(50, 2)
-    store = bound(embedding)
+    table = calls_of(embedding)
     embedding(torch.tensor([[7, 7], [3, 9]])).sum().backward()
     embedding(torch.tensor([9, 1])).sum().backward()
-    assert store.pulls == [[3, 7, 9], [1, 9]] and store.pushes == []
-    apply_embeddings([embedding])
-    assert store.pushes == [[1, 3, 7, 9]]
-    apply_embeddings([embedding])
-    assert len(store.pushes) == 1
+    assert ids_of(table.pull) == [[3, 7, 9], [1, 9]] and not table.push.called
+    for _ in range(2):
+        apply_embeddings([embedding])
+        assert ids_of(table.push) == [[1, 3, 7, 9]]
 
 
 @given(
@@ -190,7 +171,6 @@ def test_a_step_pulls_and_pushes_every_row_once() -> None:
 def test_gradients_are_those_of_nn_embedding(calls: list[list[int]], padding: int | None) -> None:
     """For any ids, any number of calls and any padding; no row twice, none without a call."""
     embedding = shoal.Embedding(10, 3, padding)
-    bound(embedding)
     reference = nn.Embedding(10, 3, padding)
     with torch.no_grad():
         reference.weight.copy_(rows_of(embedding))
@@ -226,16 +206,12 @@ def test_ids_may_have_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 def test_without_gradients_rows_are_pulled_and_nothing_is_kept() -> None:
     embedding = shoal.Embedding(10, 3)
-    store = bound(embedding)
+    table = calls_of(embedding)
     with torch.no_grad():
         assert not embedding(torch.tensor([1])).requires_grad
     embedding(torch.tensor([2]))  # no backward follows
-    assert store.pulls == [[1], [2]]
+    assert ids_of(table.pull) == [[1], [2]]
     assert embedding.take_gradients() is None
-
-
-def test_a_forward_without_a_backward_keeps_no_memory() -> None:
-    embedding = shoal.Embedding(10, 3)
     out = embedding(torch.tensor([2]))
     leaf = weakref.ref(out.grad_fn.next_functions[0][0].variable)
     assert leaf() is not None
@@ -253,30 +229,16 @@ def test_an_embedding_that_was_first_used_in_inference_mode_can_be_trained() -> 
     torch.testing.assert_close(rows_of(embedding)[2:3], before - 0.1)
 
 
-def test_a_store_keeps_tables_of_one_name_apart() -> None:
-    store = LocalStore()
-    store.create(TableSpec("users", 5, 2))
-    store.create(TableSpec("users", 5, 2))
-    with pytest.raises(BadInput, match="there is another table 'users' already"):
-        store.create(TableSpec("users", 6, 2))
-
-
 def test_what_is_discarded_is_not_pushed() -> None:
     embedding = shoal.Embedding(10, 3)
-    store = bound(embedding)
+    table = calls_of(embedding)
     embedding(torch.tensor([2])).sum().backward()
     embedding.discard()
     apply_embeddings([embedding])
-    assert store.pushes == [] and embedding.updates == 0
+    assert not table.push.called and embedding.updates == 0
 
 
 # ------------------------------------------------------------------------------ in a model
-
-
-def test_rows_are_no_parameters() -> None:
-    model = Bags(shoal.Embedding(20, 4))
-    assert [name for name, _ in model.named_parameters()] == ["head.weight", "head.bias"]
-    assert "rows" in str(model) and "Embedding(20, 4)" in str(model)
 
 
 def test_embeddings_go_by_their_place_in_the_model_or_their_name() -> None:
@@ -317,25 +279,6 @@ def test_a_second_step_of_a_model_goes_on_with_its_rows() -> None:
         embedding.bind(LocalStore(), embedding.spec)
 
 
-def test_a_stopped_and_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
-    def train(steps: int, load: bool) -> tuple[Tensor, list[Tensor]]:
-        job = make_job()
-        model = Bags(shoal.Embedding(20, 4, padding_idx=2))
-        step = job.step(model, nn.CrossEntropyLoss(), optimizer=partial(torch.optim.Adam, lr=0.01))
-        if load:
-            job.load(tmp_path)
-        for batch in batches(job, steps=steps, epochs=2):
-            step(batch)
-        job.save(tmp_path)
-        return rows_of(step.embeddings[0]), [p.detach() for p in model.parameters()]
-
-    train(5, load=False)
-    resumed = train(12, load=True)
-    whole = train(12, load=False)
-    assert torch.equal(resumed[0], whole[0])
-    assert all(map(torch.equal, resumed[1], whole[1]))
-
-
 @pytest.mark.parametrize(
     "rows, optimizer, complaint",
     [
@@ -367,18 +310,13 @@ def test_a_checkpoint_of_other_rows_is_refused(
     [
         (torch.tensor([[-1]]), "table 'users' has no row -1: ids are 0 to 9"),
         (torch.tensor([1.0]), "must be int64 or int32, not torch.float32"),
-        (torch.tensor([True]), "must be int64 or int32, not torch.bool"),
+        (torch.tensor([1]), "has no optimizer: pass one"),
     ],
 )
-def test_bad_ids_are_refused(ids: Tensor, complaint: str) -> None:
+def test_what_cannot_be_trained_is_refused(ids: Tensor, complaint: str) -> None:
+    embedding = shoal.Embedding(10, 3, name="users")
     with pytest.raises(BadInput, match=complaint):
-        shoal.Embedding(10, 3, name="users")(ids)
-
-
-def test_training_without_an_optimizer_is_refused() -> None:
-    embedding = shoal.Embedding(3, 3)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(BadInput, match="has no optimizer: pass one"):
+        embedding(ids).sum().backward()
         apply_embeddings([embedding])
 
 

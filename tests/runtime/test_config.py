@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,9 @@ from hypothesis import strategies as st
 
 from shoal.errors import BadInput
 from shoal.runtime import variable_text as codecs
-from shoal.runtime.config import (
-    VARIABLES,
-    CaptureConfig,
-    CheckpointConfig,
-    EtcdConfig,
-    MemoryEstimateConfig,
-    MemoryProbeConfig,
-    RunConfig,
-    ServerCheckpointConfig,
-    ServerConfig,
-    TlsConfig,
-    WaitConfig,
-    WorkloadTraceConfig,
-    variable_name,
-)
+from shoal.runtime.config import VARIABLES, RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.variable_text import Codec
-from tests.sources import SHOAL, Question, answers, question
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
 word = st.text(st.characters(codec="utf-8", exclude_characters="\0,"), min_size=1).filter(
@@ -55,10 +39,6 @@ VALUES: dict[Codec, st.SearchStrategy[Any]] = {
     codecs.RUN_DIR: run_dirs,
     codecs.SECRET: st.binary(min_size=16, max_size=40),
 }
-SECTIONS = (
-    *(ServerConfig, ServerCheckpointConfig, CheckpointConfig, TlsConfig, EtcdConfig, WaitConfig),
-    *(CaptureConfig, MemoryProbeConfig, MemoryEstimateConfig, WorkloadTraceConfig),
-)
 
 
 def built(cls: type[Any]) -> st.SearchStrategy[Any]:
@@ -68,7 +48,7 @@ def built(cls: type[Any]) -> st.SearchStrategy[Any]:
         if "codec" in f.metadata:
             values = VALUES[f.metadata["codec"]]
             found[f.name] = values if f.default is not None else st.none() | values
-        elif f.default_factory in SECTIONS:
+        elif is_dataclass(f.default_factory):
             found[f.name] = built(f.default_factory)
     if cls is RunConfig:
         found["environ"] = st.dictionaries(st.sampled_from(["PATH", "RANK", "SLURM_PROCID"]), text)
@@ -81,13 +61,9 @@ def test_what_is_written_is_read_back(config: RunConfig) -> None:
     assert RunConfig.from_environment(config.to_environment()) == config
 
 
-def test_nothing_is_written_for_what_is_not_set() -> None:
-    assert RunConfig().to_environment() == {}
-    assert RunConfig.from_environment({}) == RunConfig()
-
-
 def test_an_empty_variable_is_not_set() -> None:
     assert RunConfig.from_environment(dict.fromkeys(VARIABLES, "")) == RunConfig()
+    assert RunConfig().to_environment() == {}
 
 
 def test_other_variables_are_kept_as_they_are() -> None:
@@ -109,11 +85,7 @@ def test_other_variables_are_kept_as_they_are() -> None:
         ("SHOAL_RENDEZVOUS", "/tmp/x", "SHOAL_RENDEZVOUS is '/tmp/x': use file:///"),
         ("SHOAL_PROGRESS_FD", "x", "SHOAL_PROGRESS_FD is 'x'"),
         ("SHOAL_CAPTURE_STEPS", "many", "SHOAL_CAPTURE_STEPS is 'many'"),
-        (
-            "SHOAL_LEASE",
-            "0.0001",
-            "SHOAL_LEASE is '0.0001': a lease lasts 0.5 s or longer",
-        ),
+        ("SHOAL_LEASE", "0.0001", "SHOAL_LEASE is '0.0001': a lease lasts 0.5 s or longer"),
         ("SHOAL_SERVERS", ",", "SHOAL_SERVERS is ','"),
         ("SHOAL_SECRET", "00", "SHOAL_SECRET has to hold a secret of at least 32"),
         ("SHOAL_SECRET", "é" * 64, "SHOAL_SECRET has to hold a secret"),
@@ -153,52 +125,3 @@ def test_export_replaces_what_this_process_had(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SHOAL_SEED", "1")
     RunConfig(seed=2).export()
     assert os.environ["SHOAL_SEED"] == "2" and "SHOAL_RANK" not in os.environ
-
-
-def test_names_for_errors() -> None:
-    assert variable_name("local_size") == "SHOAL_LOCAL_SIZE"
-
-
-# ---------------------------------------------------------------------- the only reader
-
-
-@question
-def uses_of_environment(file: Path, nodes: list[ast.AST]) -> list[str]:
-    """Lines that touch the environment of the process."""
-    return [
-        f"{file}:{node.lineno}"
-        for node in nodes
-        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "os"
-    ] + [
-        f"{file}:{node.lineno}"
-        for node in nodes
-        if isinstance(node, ast.ImportFrom)
-        and node.module == "os"
-        and {alias.name for alias in node.names} & {"environ", "environb", "getenv"}
-    ]
-
-
-def test_no_other_file_reads_the_environment() -> None:
-    assert in_other_files(uses_of_environment) == []
-
-
-@question
-def variables(file: Path, nodes: list[ast.AST]) -> list[str]:
-    """Names may stand in sentences; as a text of their own they are a second definition."""
-    return [
-        f"{file}:{node.lineno} {node.value!r}"
-        for node in nodes
-        if isinstance(node, ast.Constant) and node.value in VARIABLES
-    ]
-
-
-def in_other_files(ask: Question) -> list[str]:
-    found = answers(ask)
-    assert found.pop(SHOAL / "runtime" / "config.py"), "what is sought is there"
-    return [line for lines in found.values() for line in lines]
-
-
-def test_no_other_file_defines_a_variable_of_shoal() -> None:
-    assert in_other_files(variables) == []

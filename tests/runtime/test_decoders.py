@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 
 import msgspec
 
 from shoal.runtime.decoders import lax_json_decoder, msgpack_decoder
-from tests.sources import SHOAL, answers, question
 
 THREADS = 4
 
@@ -34,21 +31,3 @@ def test_threads_that_meet_a_type_for_the_first_time_decode_it() -> None:
 def test_numbers_of_lax_json_may_be_in_strings() -> None:
     kind = msgspec.defstruct("Number", [("number", int)])
     assert lax_json_decoder(kind).decode(b'{"number": "7"}') == kind(7)
-
-
-@question
-def parses(file: Path, nodes: list[ast.AST]) -> list[str]:
-    return [
-        f"{file}:{node.lineno}"
-        for node in nodes
-        if isinstance(node, ast.Attribute)
-        and node.attr == "parse"
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "ast"
-    ]
-
-
-def test_no_other_file_makes_syntax_trees() -> None:
-    found = answers(parses)
-    assert found.pop(SHOAL / "runtime" / "decoders.py"), "what is sought is there"
-    assert [line for lines in found.values() for line in lines] == []

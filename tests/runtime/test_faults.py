@@ -18,10 +18,6 @@ def test_what_the_command_line_says_is_what_a_worker_reads() -> None:
     assert env == {"SHOAL_SLOW": "1:4x,3:2.5x", "SHOAL_KILL": "3@50"}
     faults = [faults_of(RunConfig.from_environment(env), rank, 4) for rank in range(4)]
     assert faults == [None, Faults(4.0), None, Faults(2.5, 50)]
-
-
-def test_without_faults_there_is_nothing() -> None:
-    assert RunConfig().to_environment() == {}
     assert faults_of(RunConfig(), 0, 4) is None
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import stat
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from shoal.errors import BadInput
 from shoal.runtime.files import write_atomically
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
 from shoal.runtime.secret import SECRET_BYTES, new_secret
-from tests.sources import SHOAL, answers, question
 
 
 def test_a_new_directory_is_private_has_a_secret_and_is_removed() -> None:
@@ -32,29 +29,6 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     run_dir.secret.chmod(0o640)
     with pytest.raises(BadInput, match="other users can read it: chmod 600"):
         run_dir.read_secret()
-
-
-NAMES = re.compile(
-    r"(all-joined|(failure|finished|exited|report|operations|spans|server|start|tally)-)$"
-)
-
-
-@question
-def names_of_files(path: Path, nodes: list[ast.AST]) -> list[str]:
-    """As a text, or as the beginning of an f-string."""
-    return [
-        f"{path}:{node.lineno} {node.value}"
-        for node in nodes
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and NAMES.match(node.value)
-    ]
-
-
-def test_no_other_file_names_a_file_of_a_run() -> None:
-    found = answers(names_of_files)
-    assert found.pop(SHOAL / "runtime" / "run_dir.py"), "what is sought is there"
-    assert [line for lines in found.values() for line in lines] == []
 
 
 def test_finished_workers_in_the_order_in_which_they_finished(tmp_path: Path) -> None:

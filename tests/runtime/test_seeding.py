@@ -8,19 +8,16 @@ import pytest
 
 from shoal.runtime.config import RunConfig
 from tests import forked
+from tests.scripts import script
 
 DRAW = "import shoal, random\nimport numpy\nprint(random.random(), numpy.random.rand())"
-SCRIPT = """
-import random, sys
-import numpy, torch, shoal
+SCRIPT = script("""
+import numpy, random
 
 def train(job):
     drawn = [random.random(), numpy.random.rand(), float(torch.rand(()))]
     sys.stderr.write(f"drawn {drawn}\\n")
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
+""")
 
 
 def test_what_a_script_draws_before_shoal_run_is_the_same_on_every_worker() -> None:
@@ -35,12 +32,14 @@ def test_what_a_script_draws_before_shoal_run_is_the_same_on_every_worker() -> N
 
 @pytest.mark.whole
 def test_what_a_training_function_draws_does_not_depend_on_the_worker(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT)
     drawn = set()
     for words in ([], ["-m", "shoal", "run"], ["-m", "shoal", "run", "-n", "2", "-s", "ddp"]):
         done = forked.run(
-            [sys.executable, *words, str(script)], capture_output=True, text=True, check=True
+            [sys.executable, *words, str(tmp_path / "script.py")],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         drawn |= {
             line[line.index("drawn") :] for line in done.stderr.splitlines() if "drawn" in line

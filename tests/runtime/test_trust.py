@@ -26,19 +26,13 @@ def test_the_key_of_this_user_is_found_without_a_variable(tmp_path: Path) -> Non
     file = tmp_path / "shoal" / "key"
     file.parent.mkdir()
     file.write_text(secret.hex())
+    file.chmod(0o644)
+    with pytest.raises(BadInput, match="chmod 600"):
+        require_protected(config(tmp_path), "the store")
     file.chmod(0o600)
     assert require_protected(config(tmp_path), "the store") == secret
     other = new_secret()
     assert require_protected(config(tmp_path, SHOAL_SECRET=other.hex()), "the store") == other
-
-
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "shoal" / "key"
-    file.parent.mkdir()
-    file.write_text(new_secret().hex())
-    file.chmod(0o644)
-    with pytest.raises(BadInput, match="chmod 600"):
-        require_protected(config(tmp_path), "the store")
 
 
 def test_a_trusted_network_needs_no_key_and_is_said_once(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.comm.group import Group
-from shoal.runtime.config import RunConfig, WaitConfig
+from shoal.runtime.config import WaitConfig
 from shoal.runtime.waits import LongWait, Watcher, add_source, process_in_words, waiting
 from shoal.transport.shm.segment import is_built
 from tests.comm.shm import on_shm_threads
@@ -91,14 +91,6 @@ def test_a_stopped_process_is_called_so() -> None:
     assert process_in_words(process.pid) == f"process {process.pid} is stopped"
     process.kill()
     process.communicate()
-
-
-def test_the_times_come_from_the_environment() -> None:
-    environ = {"SHOAL_WAIT_NOTICE": "0.5", "SHOAL_WAIT_REPEAT": "2", "SHOAL_TIMEOUT": "7.5"}
-    config = RunConfig.from_environment(environ)
-    assert config.wait == WaitConfig(0.5, 2.0, 7.5)
-    assert config.to_environment() == {**environ, "SHOAL_WAIT_REPEAT": "2.0"}
-    assert RunConfig.from_environment({}).wait == WaitConfig(10.0, 60.0, None)
 
 
 @pytest.mark.skipif(not is_built(), reason="built without a compiler")

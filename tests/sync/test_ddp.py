@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,50 +22,38 @@ from tests.conftest import World
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("takes_cores", [False, True])
-def test_a_call_that_would_take_a_core_from_backward_follows_it(
-    world: World, takes_cores: bool
-) -> None:
-    def rank(group: Group) -> tuple[int, float]:
-        group.executor.takes_cores = takes_cores
-        weight = nn.Parameter(torch.zeros(3))
-        flat = FlatParams([("weight", weight)])
-        sync = DdpSync(Replica(flat, OptimizerStep(flat.named, SGD), group), [slice(0, flat.size)])
-        sync.begin()
-        flat.grads.arm(sync.reduce)
-        (weight * (group.rank + 1)).sum().backward()  # type: ignore[no-untyped-call]
-        flat.grads.flush()
-        sent_in_backward = sync.traffic.total
-        sync.finish()
-        return sent_in_backward, weight[0].item()
-
-    for sent_in_backward, updated in world(2, rank):
-        assert (sent_in_backward == 0) == takes_cores
-        assert updated == pytest.approx(-0.1 * (1 + 2))
-
-
 _LARGE = 1 << 18  # numbers: a bucket of its own
 
 
+def ddp(flat: FlatParams, group: Group) -> DdpSync:
+    return DdpSync(Replica(flat, OptimizerStep(flat.named, SGD), group), [slice(0, flat.size)])
+
+
+def zero(flat: FlatParams, group: Group) -> ZeroReduce:
+    replica = Replica(flat, OptimizerStep(owned_params(flat, group), SGD), group)
+    return ZeroReduce(replica, 2, ShardedUpdate(replica), bucket_bytes=1 << 20)
+
+
 @pytest.mark.parametrize(
-    ("takes_cores", "numbers", "sent_in_backward"),
-    [(False, 3, True), (True, 3, False), (True, _LARGE, True)],
-    ids=["beside backward", "after it", "where two buckets wait"],
+    ("make", "takes_cores", "numbers", "sent_in_backward"),
+    [
+        *((make, False, 3, True) for make in (ddp, zero)),
+        *((make, True, 3, False) for make in (ddp, zero)),
+        (zero, True, _LARGE, True),  # two buckets wait
+    ],
 )
-def test_a_call_that_would_take_a_core_waits_while_there_is_room(
-    world: World, takes_cores: bool, numbers: int, sent_in_backward: bool
+def test_a_call_that_would_take_a_core_from_backward_follows_it_while_there_is_room(
+    world: World, make: Any, takes_cores: bool, numbers: int, sent_in_backward: bool
 ) -> None:
     def rank(group: Group) -> tuple[int, list[float]]:
         group.executor.takes_cores = takes_cores
         weights = [nn.Parameter(torch.zeros(numbers)) for _ in range(4)]
         flat = FlatParams([(f"weight{i}", weight) for i, weight in enumerate(weights)])
-        update = OptimizerStep(owned_params(flat, group), SGD)
-        replica = Replica(flat, update, group)
-        sync = ZeroReduce(replica, 2, ShardedUpdate(replica), bucket_bytes=1 << 20)
+        sync = make(flat, group)
         sync.begin()
         flat.grads.arm(sync.reduce)
         loss = torch.stack([(i + 1) * weight.sum() for i, weight in enumerate(weights)]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * (group.rank + 1)).backward()
         sent = sync.traffic.total
         flat.grads.flush()
         sync.finish()
@@ -73,4 +62,4 @@ def test_a_call_that_would_take_a_core_waits_while_there_is_room(
     outcomes = world(2, rank)
     assert (sum(sent for sent, _ in outcomes) > 0) == sent_in_backward
     for _, updated in outcomes:
-        assert updated == pytest.approx([-0.1 * 2 * (i + 1) for i in range(4)])
+        assert updated == pytest.approx([-0.1 * (1 + 2) * (i + 1) for i in range(4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,13 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, children, full_subtrees, tree_sum
-from shoal.strategy.strategy import parse
+from shoal.strategy.sync_terms import Ddp
 from shoal.sync import Replica, plan_for
 from shoal.sync.ddp_exact import ExactReduce
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.train.job import Job
 from shoal.train.step.options import StepOptions
 from tests.conftest import World
-from tests.models import mlp
+from tests.jobs import after_training
 
 MOST = 32
 pairs = [(m, r) for m in range(1, MOST + 1) for r in range(1, m + 1) if m % r == 0]
@@ -51,25 +51,18 @@ def test_the_left_half_is_a_power_of_two_and_not_the_smaller_one(start: int, lea
     assert leaves // 2 <= size < leaves
 
 
-@pytest.mark.parametrize(("m", "r"), pairs)
-def test_the_subtrees_of_all_runs_tile_the_tree(m: int, r: int) -> None:
-    """A run needs at most twice the depth of the tree."""
-    subtrees = [full_subtrees((0, m), run) for run in runs_of(m, r)]
-    assert [leaf for nodes in subtrees for a, b in nodes for leaf in range(a, b)] == list(range(m))
-    assert max(map(len, subtrees)) <= 2 * max(1, (m - 1).bit_length())
-
-
 @quick
 @given(st.sampled_from(pairs), st.integers(0, 1 << 30))
 def test_the_sum_has_the_same_bits_at_any_number_of_replicas(
     pair: tuple[int, int], seed: int
 ) -> None:
+    """Each sends at most twice the depth of the tree."""
     m, r = pair
     leaves = {(i, i + 1): leaf for i, leaf in enumerate(leaves_of(m, seed))}
     alone = tree_sum((0, m), leaves)
-    gathered = {
-        node: tree_sum(node, leaves) for run in runs_of(m, r) for node in full_subtrees((0, m), run)
-    }
+    subtrees = [full_subtrees((0, m), run) for run in runs_of(m, r)]
+    assert max(map(len, subtrees)) <= 2 * max(1, (m - 1).bit_length())
+    gathered = {node: tree_sum(node, leaves) for nodes in subtrees for node in nodes}
     assert torch.equal(tree_sum((0, m), gathered), alone)
 
 
@@ -124,38 +117,28 @@ def test_the_update_has_the_same_bits_at_any_number_of_replicas(
             assert got_head == head
 
 
-def test_more_replicas_than_microbatches_are_refused(world: World) -> None:
-    models = [mlp() for _ in range(3)]
-
-    def body(group: Group) -> None:
-        job = Job(parse("ddp"), group, device=torch.device("cpu"))
-        optimizer = partial(torch.optim.SGD, lr=0.1)
-        job.step(models[group.rank], nn.MSELoss(), optimizer=optimizer, exact=True, microbatches=2)
-
-    with pytest.raises(BadInput, match="3 replicas are more than microbatches=2"):
-        world(3, body)
-
-
-def test_exact_and_accumulate_are_refused_together() -> None:
-    job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
-    with pytest.raises(BadInput, match="set microbatches, not accumulate"):
-        job.step(
-            mlp(),
-            nn.MSELoss(),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            exact=True,
-            accumulate=2,
-        )
-
-
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "options", "words"),
     [
-        *('ddp(compress="int8")', 'ps(placement="rank0", compress="int8")'),
-        *("hogwild", "gossip", "localsgd", "mapreduce"),
+        *(
+            (strategy, {}, "exact=True .*take ddp")
+            for strategy in (
+                *('ddp(compress="int8")', 'ps(placement="rank0", compress="int8")'),
+                *("hogwild", "gossip", "localsgd", "mapreduce"),
+            )
+        ),
+        ("ddp", {"microbatches": 1}, "2 replicas are more than microbatches=1"),
+        ("ddp", {"accumulate": 2}, "set microbatches, not accumulate"),
+        ('ps(placement="rank0", mode="async")', {}, "exact=True needs the gradients of every"),
     ],
 )
-def test_what_does_not_add_up_in_full_is_refused(strategy: str) -> None:
-    term = parse(strategy).sync
-    with pytest.raises(BadInput, match=r"exact=True .*take ddp"):
-        plan_for(term).check(StepOptions(exact=True), 2)
+def test_what_does_not_add_up_in_full_is_refused(
+    world: World, strategy: str, options: Any, words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        after_training(world, 2, strategy, exact=True, **options)
+
+
+def test_scaled_gradients_are_not_compressed() -> None:
+    with pytest.raises(BadInput, match='precision="fp16" exclude each other'):
+        plan_for(Ddp(compress="int8")).check(StepOptions(precision="fp16"), 1)

@@ -24,17 +24,12 @@ from shoal.train.step.run_services import RunServices
 from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.jobs import after_training
-from tests.models import convnet, mlp, samples
+from tests.models import convnet, samples
 from tests.test_equal import Halting
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-
-
-def make(group: Group, model: nn.Module, strategy: str, **options: Any) -> tuple[Job, Step]:
-    job = Job(parse(strategy), group, device=CPU, seed=1)
-    return job, job.step(model, F.cross_entropy, **{"optimizer": SGD, **options})
 
 
 # ---- mixing alone -------------------------------------------------------------------------------
@@ -128,8 +123,9 @@ def test_the_loss_is_that_of_the_neighbours_samples(world: World) -> None:
     assert len(set(alike)) == 5
 
 
+@pytest.mark.parametrize("strategy", ["gossip", 'gossip(mode="async")'])
 def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
-    world: World, capsys: pytest.CaptureFixture[str]
+    world: World, capsys: pytest.CaptureFixture[str], strategy: str
 ) -> None:
     def look(job: Job, step: Any, losses: Any) -> tuple[list[Tensor], list[Tensor]]:
         buffers = [b for b in step.model.buffers() if b.is_floating_point()]
@@ -139,7 +135,7 @@ def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
         assert all(map(torch.equal, own, buffers))
         return own, mean
 
-    found = after_training(world, 4, "gossip", look, make=convnet, data=samples(48, (1, 4, 4)))
+    found = after_training(world, 4, strategy, look, make=convnet, data=samples(48, (1, 4, 4)))
     assert not torch.equal(found[0][0][0], found[1][0][0])
     for i, mean in enumerate(found[2][1]):
         torch.testing.assert_close(mean, torch.stack([own[i] for own, _ in found]).mean(0))
@@ -147,35 +143,29 @@ def test_batchnorm_is_each_replicas_own_and_its_mean_is_evaluated(
 
 
 # ---- saving -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", ["gossip", "localsgd(every=4)"])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW])
 def test_a_checkpoint_holds_the_mean_and_training_goes_on_from_where_it_was(
-    world: World, tmp_path: Path, optimizer: Any
+    world: World, tmp_path: Path, optimizer: Any, strategy: str
 ) -> None:
     def save(job: Job, step: Step, losses: Any) -> tuple[Tensor, list[Tensor]]:
-        before, states = state_of(step)
+        before, states = state_of(job, step, losses)
         job.save(tmp_path / "model")
-        after, states_after = state_of(step)
+        after, states_after = state_of(job, step, losses)
         assert torch.equal(after, before) and all(map(torch.equal, states, states_after))
         return before, states
 
-    found = after_training(world, 4, "gossip", save, optimizer=optimizer)
-    loaded = after_training(
-        world,
-        4,
-        "gossip",
-        lambda job, step, losses: state_of(step),
-        optimizer=optimizer,
-        load=tmp_path / "model",
-    )
+    after = partial(after_training, world, 4, strategy, optimizer=optimizer)
+    found = after(save)
     mean = torch.stack([weights for weights, _ in found]).mean(0)
     assert not torch.equal(found[0][0], found[1][0])
-    for weights, states in loaded:  # no batch is left
+    for weights, states in after(state_of, load=tmp_path / "model"):  # no batch is left
         torch.testing.assert_close(weights, mean)
         for i, state in enumerate(states):
             torch.testing.assert_close(state, torch.stack([s[i] for _, s in found]).mean(0))
 
 
-def state_of(step: Step) -> tuple[Tensor, list[Tensor]]:
+def state_of(job: Job, step: Step, losses: Any) -> tuple[Tensor, list[Tensor]]:
     state = step.update.optimizer.state
     held = [t for p in step.flat.params for _, t in sorted(state[p].items()) if t is not None]
     return step.flat.data.clone(), [t.clone() for t in held]
@@ -196,41 +186,32 @@ def test_a_state_that_not_all_replicas_have_stays_out_of_the_mean(world: World) 
 
 
 # ---- what is said and refused -------------------------------------------------------------------
-def test_what_to_expect_is_said_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    models = [mlp() for _ in range(4)]
-    world(4, lambda g: make(g, models[g.rank], "gossip") and None)
-    assert capsys.readouterr().err.count("ring of 4: a worker averages with 2 others a step") == 1
-
-
-def test_the_distance_between_replicas_is_traced(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_what_to_expect_is_said_once_and_the_distance_between_replicas_is_traced(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gossip, "MEASURE_EVERY", 2)
-    models = [mlp() for _ in range(4)]
 
-    def body(group: Group) -> list[str]:
-        tracer = Recorder(group.rank, 0)
-        job = Job(parse("gossip"), group, device=CPU, services=RunServices(tracer=tracer))
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(64), 16):
-            step(batch)
+    def look(job: Job, step: Step, losses: Any) -> list[str]:
         report = step.sync.report()["consensus_distance"]
         assert [at for at, _ in report] == [2, 4]
         assert step.sync.summary()[0].startswith("gossip: replicas were ")
-        return [s.detail for s in tracer.spans if "consensus" in s.detail]
+        return [s.detail for s in tracers[job.rank].spans if "consensus" in s.detail]
 
-    details = world(4, body)
+    tracers = [Recorder(rank, 0) for rank in range(4)]
+    services = [RunServices(tracer=tracer) for tracer in tracers]
+    details = after_training(world, 4, "gossip", look, data=samples(64), services=services)
     assert len(details[0]) == 2 and details[0][0].startswith("consensus distance 0.")
+    assert capsys.readouterr().err.count("ring of 4: a worker averages with 2 others a step") == 1
 
 
 def test_a_graph_that_differs_between_ranks_is_refused(world: World, tmp_path: Path) -> None:
     for rank in range(4):
         lines = "0 1\n1 2\n2 3\n3 0\n" + "0 2\n" * (rank == 3)
         (tmp_path / f"{rank}.txt").write_text(lines)
-    models = [mlp() for _ in range(4)]
 
     def body(group: Group) -> None:
-        make(group, models[group.rank], f'gossip(graph="{tmp_path}/{group.rank}.txt")')
+        job = Job(parse(f'gossip(graph="{tmp_path}/{group.rank}.txt")'), group, device=CPU)
+        job.step(nn.Linear(6, 3), F.cross_entropy, optimizer=SGD)
 
     with pytest.raises(BadInput, match="not all ranks have the same graph"):
         world(4, body)

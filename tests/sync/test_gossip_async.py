@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.group import Group
@@ -19,10 +19,11 @@ from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
+from shoal.train.step.step import Step
 from shoal.transport.shm.rank_memory import RankMemory
 from tests.conftest import World
 from tests.jobs import after_training
-from tests.models import convnet, mlp, samples
+from tests.models import mlp, samples
 from tests.scripts import shoal
 from tests.sync.test_gossip import accuracies
 
@@ -38,29 +39,27 @@ def test_it_trains(world: World) -> None:
         assert report["lost"] == [] and 0 < report["bytes_read"] <= 2 * report["bytes_sent"]
 
 
-def test_when_a_worker_is_killed_the_others_finish(tmp_path: Path) -> None:
-    words = ["run", "digits", "-n", "4", "-s", 'gossip(mode="async")', "--kill", "2@20"]
-    done = shoal(*words, "--report", "report.json", "--", "--epochs", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "shoal: finished by workers 0, 1 and 3, without worker 2" in done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [rank and rank["steps"] for rank in report["ranks"]] == [48, 48, None, 48]
-    for rank in (0, 1, 3):
-        assert report["ranks"][rank]["sync"][0]["lost"] == [2]
-    accuracy = float(done.stdout.split("test accuracy ")[1].split("%")[0])
-    assert accuracy > 80
-
-
-@pytest.mark.parametrize("strategy", ["hogwild", 'gossip(mode="async")'])
-def test_when_rank_0_is_killed_the_first_that_is_left_tests_and_saves(
-    tmp_path: Path, strategy: str
+@pytest.mark.parametrize(("strategy", "victim"), [("hogwild", 0), (str(RING), 0), (str(RING), 2)])
+def test_when_a_worker_is_killed_the_others_finish_and_the_first_of_them_tests_and_saves(
+    tmp_path: Path, strategy: str, victim: int
 ) -> None:
-    words = ["train", "digits", "-n", "3", "-s", strategy, "--kill", "0@10", "--out", "saved"]
-    done = shoal(*words, "--", "--epochs", "1", cwd=tmp_path)
+    words = ["train", "digits", "-n", "4", "-s", strategy, "--kill", f"{victim}@20"]
+    words += ["--out", "saved", "--report", "report.json"]
+    done = shoal(*words, "--", "--epochs", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "shoal: finished by workers 1 and 2, without worker 0" in done.stderr
-    assert "[1] test accuracy" in done.stdout and "[2] test accuracy" not in done.stdout
-    assert files.read(tmp_path / "saved").document["steps"] == 24
+    first, second, third = (rank for rank in range(4) if rank != victim)
+    others = f"workers {first}, {second} and {third}, without worker {victim}"
+    assert f"shoal: finished by {others}" in done.stderr
+    assert f"[{second}] test accuracy" not in done.stdout
+    assert float(done.stdout.split(f"[{first}] test accuracy ")[1].split("%")[0]) > 80
+    assert files.read(tmp_path / "saved").document["steps"] == 48
+    report = json.loads((tmp_path / "report.json").read_text())
+    steps = [rank and rank["steps"] for rank in report["ranks"]]
+    assert steps == [None if rank == victim else 48 for rank in range(4)]
+    if strategy != "hogwild":
+        assert [report["ranks"][rank]["sync"][0]["lost"] for rank in (first, third)] == [
+            [victim]
+        ] * 2
 
 
 def alone(group: Group, model: nn.Module) -> AsyncGossip:
@@ -136,21 +135,6 @@ def test_neither_a_count_nor_batches_of_the_script_need_the_others(world: World)
     assert world(4, body)[0] == pytest.approx(1.1, abs=0.3)
 
 
-def test_buffers_are_averaged_for_an_evaluation(world: World) -> None:
-    def look(job: Job, step: Any, losses: Any) -> tuple[Tensor, Tensor]:
-        own = next(step.model.buffers()).clone()
-        with step.sync.full_weights():
-            mean = next(step.model.buffers()).clone()
-        assert torch.equal(next(step.model.buffers()), own)
-        return own, mean
-
-    options: Any = {"make": convnet, "data": samples(48, (1, 4, 4))}
-    found = after_training(world, 4, str(RING), look, **options)
-    expected = torch.stack([own for own, _ in found]).mean(0)
-    for _, mean in found:
-        torch.testing.assert_close(mean, expected)
-
-
 def test_without_common_memory_it_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankMemory, "join", classmethod(lambda cls, *args: None))
     models = [mlp() for _ in range(2)]
@@ -162,17 +146,11 @@ def test_distances_to_neighbours_are_recorded(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gossip_async, "MEASURE_EVERY", 1)
-    models = [mlp() for _ in range(4)]
 
-    def body(group: Group) -> list[list[float]]:
-        job = Job(RING, group, device=CPU)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(64), 16):
-            step(batch)
-            group.barrier().wait()  # so that there is always something to read
-        job.close()
-        found: list[list[float]] = step.sync.report()["distance_to_neighbours"]
-        return found
+    def look(job: Job, step: Step, losses: Any) -> Any:
+        job.group.barrier().wait()
+        step(next(job.batches(samples(16), 16)))  # there is something to read of each
+        return step.sync.report()["distance_to_neighbours"]
 
-    for distances in world(4, body):
+    for distances in after_training(world, 4, str(RING), look):
         assert distances and all(distance > 0 for _, distance in distances)

@@ -22,6 +22,7 @@ from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import after_training
 from tests.models import convnet, mlp, samples
+from tests.seeds import seeded
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
@@ -91,24 +92,17 @@ def test_the_weights_of_all_workers_are_the_same_memory(world: World) -> None:
     assert after_training(world, 2, "hogwild", look, **options) == [12.0, 12.0]
 
 
-class Rows(nn.Module):
-    """A bag of rows of a table, of which a sample names two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows = nn.Embedding(50, 4, sparse=True)
-        self.out = nn.Linear(8, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.out(self.rows(ids).flatten(1))
-        return logits.squeeze(1)
+@seeded(0)
+def rows() -> nn.Module:
+    """Each sample names two rows of a table."""
+    table = nn.Embedding(50, 4, sparse=True)
+    return nn.Sequential(table, nn.Flatten(), nn.Linear(8, 1), nn.Flatten(0))
 
 
 def test_sparse_gradients_write_the_rows_that_they_name_and_no_others(world: World) -> None:
     ids = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
     data = TensorDataset(ids, torch.tensor([0.0, 1.0, 1.0, 0.0]))
-    models = [Rows(), Rows()]
+    models = [rows(), rows()]
 
     def body(group: Group) -> Tensor:
         job = job_of(group)
@@ -118,10 +112,10 @@ def test_sparse_gradients_write_the_rows_that_they_name_and_no_others(world: Wor
             if group.rank == 1:  # the second half: rows 5 to 8
                 step(batch)
         group.barrier().wait()
-        return step.model.rows.weight.detach().clone()
+        return step.model[0].weight.detach().clone()
 
     for weight in world(2, body):
-        changed = (weight != Rows().rows.weight).any(dim=1).nonzero().flatten().tolist()
+        changed = (weight != rows()[0].weight).any(dim=1).nonzero().flatten().tolist()
         assert changed == [5, 6, 7, 8]
 
 

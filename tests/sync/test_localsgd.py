@@ -15,13 +15,11 @@ from shoal.comm.group import Group, Op
 from shoal.errors import StrategyError
 from shoal.strategy.strategy import parse
 from shoal.sync.localsgd import LocalSgdSync
-from shoal.train.checkpoints.files import read
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.jobs import after_training, model_of, report_of, weights_of
-from tests.models import Partly, convnet, mlp, samples
-from tests.sync.compressing import signs
+from tests.models import convnet, mlp, samples
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -109,22 +107,6 @@ def test_evaluating_sees_the_average_and_leaves_training_as_it_was(world: World)
     after(world, 2, "localsgd(every=4)", look, steps=6)
 
 
-def test_saving_leaves_training_as_it_was(world: World, tmp_path: Path) -> None:
-    def body(group: Group, models: list[nn.Module], save: bool) -> list[float]:
-        job, step, _ = start(group, "localsgd(every=3)", models[group.rank], optimizer=ADAM)
-        losses = []
-        for batch in job.batches(samples(80), 10):
-            losses.append(float(step(batch)))
-            if save:
-                job.save(tmp_path)
-        return losses
-
-    # made before the threads start: they share torch's seed
-    one = [mlp(), mlp()]
-    other = [mlp(), mlp()]
-    assert world(2, lambda g: body(g, one, True)) == world(2, lambda g: body(g, other, False))
-
-
 def test_batchnorm_is_local_and_its_running_statistics_are_averaged(world: World) -> None:
     def look(job: Job, step: Any, losses: Any) -> bool:
         own = step.model[1].running_mean
@@ -134,25 +116,6 @@ def test_batchnorm_is_local_and_its_running_statistics_are_averaged(world: World
     for steps in range(1, 5):
         found = after(world, 2, "localsgd(every=3)", look, steps=steps, **options)
         assert found == [steps == 3] * 2
-
-
-def test_without_a_gradient_a_parameter_keeps_its_bits(world: World) -> None:
-    found = after(world, 3, "localsgd(every=2)", model_of, make=Partly, steps=4)
-    assert torch.equal(found[0].unused.weight, Partly().unused.weight)
-
-
-@pytest.mark.parametrize("method", ["int8", "onebit", "topk(0.1)", "powersgd(rank=2)"])
-def test_compressed_differences_keep_replicas_the_same(world: World, method: str) -> None:
-    def look(job: Job, step: Step, losses: list[float]) -> Any:
-        return losses[1::2], step.flat.data.clone(), step.sync.report()
-
-    text = f'localsgd(every=2, compress="{method}")'
-    found = after(world, 3, text, look, data=signs(), batch_size=12, epochs=10)
-    for losses, data, report in found:
-        assert losses == found[0][0]
-        assert torch.equal(data, found[0][1])
-        assert report["bytes_per_step"] < 0.35 * report["ddp_bytes_per_step"]
-    assert sum(found[0][0][-4:]) < 0.7 * sum(found[0][0][:4])
 
 
 # ------------------------------------------------------------------------------ the outer step
@@ -216,45 +179,6 @@ def test_an_outer_optimizer_that_makes_no_sense_is_refused(outer: str, sentence:
 # ------------------------------------------------------------------------------ checkpoints
 
 
-def continued(
-    group: Group, text: str, model: nn.Module, path: Path, save_at: int | None, **options: Any
-) -> tuple[list[float], Tensor]:
-    """Eight steps, saved after one of them; or the rest of them, continued from there."""
-    job, step, _ = start(group, text, model, **options)
-    if save_at is None:
-        job.load(path)
-    losses = []
-    for batch in job.batches(samples(64), 8, epochs=9, steps=8):
-        losses.append(float(step(batch)))
-        if job.steps == save_at:
-            job.save(path)
-    return losses, step.flat.data.clone()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("compress", [None, "topk(0.1)", "int8"])
-@pytest.mark.parametrize("outer", [None, "nesterov(lr=0.7)", "adam(lr=0.01)"])
-def test_a_run_that_was_saved_where_replicas_agree_continues_with_the_same_bits(
-    world: World, tmp_path: Path, outer: str | None, compress: str | None, size: int
-) -> None:
-    """The inner optimizer remembers nothing here, so nothing is averaged."""
-    options = [f'outer="{outer}"'] * bool(outer) + [f'compress="{compress}"'] * bool(compress)
-    text = f"localsgd({', '.join(['every=2', *options])})"
-    models = [[mlp(seed) for _ in range(size)] for seed in (0, 9)]
-    whole, again = (
-        world(
-            size,
-            lambda g, at=at, own=own: continued(
-                g, text, own[g.rank], tmp_path, at, optimizer=PLAIN
-            ),
-        )
-        for at, own in zip((4, None), models, strict=True)
-    )
-    for (losses, data), (losses_again, data_again) in zip(whole, again, strict=True):
-        assert losses_again == losses[4:]
-        assert torch.equal(data_again, data)
-
-
 def test_between_averages_a_checkpoint_keeps_what_the_next_outer_step_needs(
     world: World, tmp_path: Path
 ) -> None:
@@ -277,14 +201,3 @@ def test_between_averages_a_checkpoint_keeps_what_the_next_outer_step_needs(
             assert (sync.since == 0) == (i == 1)
 
     world(3, load)
-
-
-def test_the_saved_momentum_is_the_mean_over_replicas(world: World, tmp_path: Path) -> None:
-    def look(job: Job, step: Step, losses: Any) -> Tensor:
-        job.save(tmp_path)
-        buffer = step.update.optimizer.state[step.flat.params[0]]["momentum_buffer"]
-        return mean(job.group, buffer)
-
-    wanted = after(world, 2, "localsgd(every=4)", look, steps=6)[0]
-    saved = read(tmp_path).optimizer["0:0.weight/momentum_buffer"]
-    torch.testing.assert_close(saved, wanted)

@@ -24,18 +24,16 @@ from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
+from tests.jobs import CPU, after_training
 from tests.models import convnet, mlp, samples
 from tests.server.helpers import launched
+from tests.splitting import assert_close, trained
 from tests.test_equal import (
     ADAMW,
     SGD,
     Halting,
     assert_equal_to_single,
-    assert_same_bits,
-    train,
 )
-
-CPU = torch.device("cpu")
 
 
 def sync_of(step: Step) -> PsWorker:
@@ -50,59 +48,65 @@ def sync_of(step: Step) -> PsWorker:
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("update", ["server", "worker"])
 @pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_servers_equal_one_device(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
+    tcp: bool,
     count: int,
     size: int,
     update: str,
     optimizer: Any,
 ) -> None:
     strategy = f'ps(servers={count}, update="{update}")'
-    with launched(monkeypatch, count):
-        options = {"optimizer": optimizer, "clip_norm": 0.1}
+    options = {"optimizer": optimizer, "clip_norm": 0.1, "accumulate": 2, "lr": falling}
+    with launched(monkeypatch, count, tcp):
         assert_equal_to_single(world, size, strategy, mlp, samples(50), 12, **options)
 
 
-@pytest.mark.parametrize("update", ["server", "worker"])
-def test_tcp_equals_one_device(world: World, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
-    with launched(monkeypatch, 2, tcp=True):
-        strategy = f'ps(servers=2, update="{update}")'
-        options = {"accumulate": 2, "lr": lambda step: 0.1 / (1 + step)}
-        assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
-
-
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
-def test_staleness_0_equals_one_device(world: World, placement: str) -> None:
-    strategy = f'ps(staleness=0, placement="{placement}")'
-    assert_equal_to_single(world, 3, strategy, convnet, samples(66, (1, 4, 4)), 20)
-
-
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
-def test_a_parameter_without_gradient_is_left_alone(world: World, placement: str) -> None:
-    assert_equal_to_single(world, 2, f'ps(placement="{placement}")', Halting, samples(40), 10)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
-@pytest.mark.parametrize(("size", "microbatches"), [(1, 6), (2, 6), (3, 6), (4, 8)])
-def test_exact_gives_the_same_bits(
-    world: World, size: int, microbatches: int, placement: str
-) -> None:
-    assert_same_bits(world, size, f'ps(placement="{placement}")', microbatches)
-
-
-# ---- what is refused ----------------------------------------------------------------------------
+def falling(step: int) -> float:
+    return 0.01 / (1 + step)
 
 
 class Unknown(torch.optim.SGD):
     pass
 
 
+def unknown(named: Any) -> torch.optim.Optimizer:
+    return Unknown(named, lr=0.1)
+
+
+def groups(named: Any) -> torch.optim.Optimizer:
+    """Each keeps its options and its ratio to the learning rate."""
+    named = list(named)
+    matrices = {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1}
+    vectors = {"params": [p for _, p in named if p.dim() <= 1], "lr": 0.02}
+    return torch.optim.AdamW([matrices, vectors], lr=0.01, eps=1e-3)
+
+
+CASES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    "staleness 0": (", staleness=0", convnet, samples(66, (1, 4, 4)), {}),
+    "a parameter without gradient": ("", Halting, samples(40), {}),
+    "parameter groups": ("", mlp, samples(30), {"optimizer": groups, "lr": falling}),
+    "any optimizer": (', update="worker"', mlp, samples(30), {"optimizer": unknown}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+def test_servers_of_workers_equal_one_device(world: World, placement: str, case: str) -> None:
+    rule, make, data, options = CASES[case]
+    strategy = f'ps(placement="{placement}"{rule})'
+    assert_equal_to_single(world, 3, strategy, make, data, 20, **options)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda named: Unknown(named, lr=0.1), "Unknown is not a class of torch.optim"),
+        (unknown, "Unknown is not a class of torch.optim"),
         (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "not a plain number"),
         (partial(torch.optim.SparseAdam, lr=0.1), "SparseAdam is not a class of torch.optim"),
     ],
@@ -113,49 +117,7 @@ def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> N
         job.step(mlp(), F.cross_entropy, optimizer=optimizer)
 
 
-def test_workers_that_update_take_any_optimizer(world: World) -> None:
-    options = {"optimizer": lambda named: Unknown(named, lr=0.1)}
-    strategy = 'ps(placement="rank0", update="worker")'
-    assert_equal_to_single(world, 2, strategy, mlp, samples(30), 10, **options)
-
-
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
-def test_parameter_groups_keep_their_options_and_their_ratio_to_the_learning_rate(
-    world: World, placement: str
-) -> None:
-    def groups(named: Any) -> torch.optim.Optimizer:
-        named = list(named)
-        matrices = {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1}
-        vectors = {"params": [p for _, p in named if p.dim() <= 1], "lr": 0.02}
-        return torch.optim.AdamW([matrices, vectors], lr=0.01, eps=1e-3)
-
-    options = {"optimizer": groups, "lr": lambda step: 0.01 / (1 + step)}
-    strategy = f'ps(placement="{placement}")'
-    assert_equal_to_single(world, 2, strategy, mlp, samples(30), 10, **options)
-
-
-def test_exact_without_waiting_is_refused() -> None:
-    job = Job(parse('ps(placement="rank0", mode="async")'), solo_group(), device=CPU)
-    with pytest.raises(BadInput, match="exact=True needs the gradients of every worker"):
-        job.step(mlp(), F.cross_entropy, optimizer=SGD, exact=True)
-
-
 # ---- bounded staleness, quorum, async -----------------------------------------------------------
-
-
-class Slow(nn.Module):
-    """Waits before each forward, as a busy machine does."""
-
-    def __init__(self, pause_s: list[float]) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.pause_s = pause_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.pause_s:
-            time.sleep(self.pause_s.pop())
-        out: Tensor = self.net(x)
-        return out
 
 
 def run(
@@ -183,7 +145,9 @@ def test_no_pull_is_ahead_of_the_slowest_by_more_than_the_bound(
 ) -> None:
     generator = torch.Generator().manual_seed(staleness)
     pauses = torch.rand(3, 30, generator=generator) * 0.01 * torch.tensor([[1.0], [3], [0.1]])
-    models = [Slow(pauses[r].tolist()) for r in range(3)]
+    models = [mlp() for _ in range(3)]
+    for model, pause_s in zip(models, map(iter, pauses.tolist()), strict=True):
+        model.register_forward_pre_hook(lambda *_, pause_s=pause_s: time.sleep(next(pause_s)))
     strategy = f'ps(staleness={staleness}, placement="{placement}")'
     found = world(3, lambda g: run(g, strategy, models[g.rank], 30)[0])
     clocks = [(step, slowest) for sync in found for step, slowest in sync.pulls]
@@ -200,20 +164,8 @@ def test_no_pull_is_ahead_of_the_slowest_by_more_than_the_bound(
 def test_a_quorum_goes_on_without_the_slow_worker(world: World, late: str, placement: str) -> None:
     """Worker 2 starts its first step and finishes it only when the others have done eight."""
     ahead = threading.Event()
-
-    class Stuck(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-            self.waited = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.waited:
-                self.waited = ahead.wait(60)
-            out: Tensor = self.net(x)
-            return out
-
-    models: list[nn.Module] = [mlp(), mlp(), Stuck()]
+    models = [mlp(), mlp(), mlp()]
+    models[2].register_forward_pre_hook(lambda *_: ahead.wait(60) and None)
     strategy = f'ps(quorum=0.6, late="{late}", placement="{placement}")'
 
     def each(rank: int, step: Step) -> None:
@@ -275,43 +227,19 @@ def test_over_a_network_the_next_weights_come_while_a_step_computes(
 def test_a_checkpoint_goes_on_under_another_strategy(
     world: World, tmp_path: Path, first: str, second: str, optimizer: Any
 ) -> None:
-    data = samples(60)
-    whole = train(solo_group(), "single", mlp(), data, 12, epochs=2, optimizer=optimizer)
-
-    def go(group: Group, model: nn.Module, strategy: str, load: bool) -> dict[str, Tensor]:
-        job = Job(parse(strategy), group, device=CPU, seed=3)
-        step = job.step(model, F.cross_entropy, optimizer=optimizer)
-        if load:
-            job.load(tmp_path / "saved")
-        for batch in job.batches(data, 12, epochs=2, steps=None if load else 4):
-            step(batch)
-        if not load:
-            job.save(tmp_path / "saved")
-            assert not step.update.optimizer.state or "ddp" in strategy or 'worker"' in strategy
-        job.close()
-        return {name: t.detach().clone() for name, t in model.state_dict().items()}
-
-    models = [mlp() for _ in range(5)]
-    world(2, lambda g: go(g, models[g.rank], first, False))
-    for state in world(3, lambda g: go(g, models[2 + g.rank], second, True)):
-        for name, tensor in whole[1].items():
-            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=2e-5)
+    after = partial(trained, world, make=mlp, data=samples(64), optimizer=optimizer)
+    after(first, steps=4, save=tmp_path / "saved", size=2)
+    resumed = after(second, steps=8, load=tmp_path / "saved", size=3)
+    assert_close(resumed, after("single", steps=8))
 
 
 def test_evaluation_sees_the_weights_of_the_servers(world: World) -> None:
-    models = [mlp() for _ in range(3)]
+    def look(job: Job, step: Step, losses: Any) -> tuple[float, Tensor]:
+        assert not step.update.optimizer.state, "it is on the servers"
+        return job.evaluate(F.cross_entropy, samples(30)), step.flat.data.clone()
 
-    def body(group: Group) -> tuple[float, Tensor]:
-        job = Job(parse('ps(mode="async", placement="rank0")'), group, device=CPU)
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(samples(60), 12):
-            step(batch)
-        value = job.evaluate(F.cross_entropy, samples(30))
-        data = step.flat.data.clone()
-        job.close()
-        return float(value), data
-
-    first, *others = world(3, body)
+    strategy = 'ps(mode="async", placement="rank0")'
+    first, *others = after_training(world, 3, strategy, look, data=samples(60), batch_size=12)
     for value, data in others:
         assert value == first[0]
         assert torch.equal(data, first[1])

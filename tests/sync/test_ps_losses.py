@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,17 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import ReplicaSplit
 from shoal.strategy.strategy import parse
 from shoal.sync.ps.worker import PsWorker
+from shoal.train.checkpoints.files import read
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
-from tests import forked
 from tests.conftest import World
+from tests.jobs import CPU
 from tests.models import mlp, samples
+from tests.scripts import shoal
 from tests.server.helpers import MODEL, client_of, launched, servers
 from tests.splitting import job_of
+from tests.splitting import mlp as split_mlp
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys
 
@@ -71,36 +70,29 @@ shoal.run(train)
 def run(
     folder: Path, strategy: str, end: str, victim: int, *options: str, workers: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
-    command = ["-m", "shoal.cli", "run", "train.py", "-n", str(workers), "-s", strategy]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "END": end, "VICTIM": str(victim)}
-    return forked.run(
-        [sys.executable, *command, *options],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    (folder / "train.py").write_text(SCRIPT)
+    words = ["run", "train.py", "-n", str(workers), "-s", strategy, *options]
+    return shoal(*words, cwd=folder, END=end, VICTIM=str(victim))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "victim", "end", "options"),
+    [
+        ("ps(quorum=0.5)", 0, "import kill", []),
+        ('ps(staleness=2, placement="rank0")', 1, "never -", ["--kill", "1@0"]),
+    ],
+)
 def test_the_others_begin_without_a_worker_that_was_killed_before_it_joined(
-    tmp_path: Path,
+    tmp_path: Path, strategy: str, victim: int, end: str, options: list[str]
 ) -> None:
-    done = run(tmp_path, "ps(quorum=0.5)", "import kill", 0)
+    done = run(tmp_path, strategy, end, victim, *options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[1] evaluated True", "[1] saved by 1"]
-    assert "worker 0 was killed by SIGKILL" in done.stderr
-    assert "[1] shoal: worker 1: 10 pushes counted" in done.stderr
-    assert done.stderr.endswith("shoal: finished by worker 1, without worker 0\n")
+    left = 1 - victim
+    assert done.stdout.splitlines() == [f"[{left}] evaluated True", f"[{left}] saved by {left}"]
+    assert f"worker {victim} was killed by SIGKILL" in done.stderr
+    assert f"[{left}] shoal: worker {left}: 10 pushes counted" in done.stderr
+    assert done.stderr.endswith(f"shoal: finished by worker {left}, without worker {victim}\n")
     assert (tmp_path / "saved").is_dir()
-
-
-def test_kill_at_0_is_before_the_worker_has_joined(tmp_path: Path) -> None:
-    done = run(tmp_path, 'ps(staleness=2, placement="rank0")', "never -", 1, "--kill", "1@0")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[0] evaluated True", "[0] saved by 0"]
-    assert "shoal: finished by worker 0, without worker 1" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["import", "train"])
@@ -162,7 +154,10 @@ def test_a_lost_worker_takes_its_replica_with_it_and_the_others_go_on(
 # ---- as threads ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["quorum=0.5", 'mode="async"', "staleness=1"])
+RULES = ["quorum=0.5", 'mode="async"', "staleness=1", 'mode="async", compress="topk(0.05)"']
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_the_lowest_surviving_worker_saves(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rule: str
 ) -> None:
@@ -172,11 +167,9 @@ def test_the_lowest_surviving_worker_saves(
     lost: set[int] = set()  # what a launcher notes
 
     def body(group: Group) -> int:
-        services = RunServices(
-            elastic_sum=ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
-        )
+        sums = ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
         strategy = parse(f"ps({rule}, servers=2)")
-        job = Job(strategy, group, device=torch.device("cpu"), seed=3, services=services)
+        job = Job(strategy, group, device=CPU, seed=3, services=RunServices(elastic_sum=sums))
         step = job.step(models[group.rank], F.cross_entropy, optimizer=adam)
         assert isinstance(step.sync, PsWorker)
         for batch in job.batches(samples(60), 12, epochs=2):
@@ -191,11 +184,14 @@ def test_the_lowest_surviving_worker_saves(
 
     with launched(monkeypatch, 2):
         assert world(3, body) == [-1, 1, 1]
-    alone = Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=3)
+    alone = Job(parse("single"), solo_group(), device=CPU, seed=3)
     step = alone.step(mlp(), F.cross_entropy, optimizer=adam)
     alone.load(saved)
     assert torch.equal(models[1][0].weight, step.model[0].weight)  # type: ignore[index]
     assert len(step.update.optimizer.state) == 6, "Adam's state of every parameter"
+    left_to_send = {n.rpartition("/")[2] for n in read(saved).optimizer if "residual" in n}
+    workers = (1, 2) if "compress" in rule else ()
+    assert left_to_send == {f"gradients:worker:{rank}:residual" for rank in workers}
 
 
 def test_of_a_split_replica_the_rank_is_asked_for_and_named() -> None:
@@ -236,18 +232,31 @@ class _Mine(Exception):
     pass
 
 
-@pytest.mark.parametrize("strategy", ['ps(placement="rank0")', 'ps(placement="rank0", quorum=1)'])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("strategy", "failing"),
+    [
+        *(('ps(placement="rank0")', rank) for rank in range(2)),
+        *(('ps(placement="rank0", quorum=1)', rank) for rank in range(2)),
+        ('ps(mode="async", placement="rank0") + pp(2)', 3),
+    ],
+)
 def test_the_error_of_a_worker_is_what_is_seen(world: World, strategy: str, failing: int) -> None:
+    """The others do not wait for the worker that fails."""
+    size = 4 if "pp" in strategy else 2
+    models = [split_mlp() for _ in range(size)]
+
     def train(group: Group) -> None:
-        with job_of(group, strategy, mlp()) as (job, step):
-            for number, batch in enumerate(job.batches(samples(32), 8)):
-                if number == 1 and group.rank == failing:
-                    raise _Mine
+        def loss(outputs: Any, targets: Any) -> Any:
+            if group.rank == failing and job.steps == 1:
+                raise _Mine
+            return F.cross_entropy(outputs, targets)
+
+        with job_of(group, strategy, models[group.rank], loss=loss) as (job, step):
+            for batch in job.batches(samples(32), 8):
                 step(batch)
 
     with pytest.raises(_Mine):
-        world(2, train)
+        world(size, train)
 
 
 @pytest.mark.parametrize("early", [0, 1])

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
-from shoal.examples.gpt import next_token_loss
 from shoal.server.consistency import LedgerState
 from shoal.server.messages import PushDecided
 from shoal.server.model.served_model import ServedModel
@@ -239,25 +238,3 @@ def test_one_norm_clips_all_parts_where_pushes_are_compressed(
 
     world(2, body)
     assert len(norms[0]) == 4 and norms[0] == norms[1]
-
-
-# ---- death --------------------------------------------------------------------------------------
-
-
-def test_a_failing_step_does_not_wait_for_the_other_workers(world: World) -> None:
-    models = [gpt(2) for _ in range(4)]
-
-    def body(group: Group) -> None:
-        def loss(outputs: Any, targets: Any) -> Any:
-            if group.rank == 3:
-                raise ZeroDivisionError
-            return next_token_loss(outputs, targets)
-
-        options = {**GPT_OPTIONS, "loss": loss}
-        strategy = 'ps(mode="async", placement="rank0") + pp(2)'
-        with job_of(group, strategy, models[group.rank], **options) as (job, step):
-            for batch in job.batches(texts(16), 8):
-                step(batch)
-
-    with pytest.raises(ZeroDivisionError):
-        world(4, body)

@@ -6,25 +6,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from shoal.comm.group import Group
 from shoal.runtime.trace import COMMUNICATE, COMPUTE, TRAINING, WAIT, Recorder, Span
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from tests.conftest import World
+from tests.jobs import after_training
 from tests.models import mlp, samples
 from tests.server.helpers import launched
 from tests.sync.test_ps_rows import OPTIMIZERS, Clicks
 from tests.sync.test_ps_rows import data as clicks
 from tests.test_equal import SGD
 
-CPU = torch.device("cpu")
 STEPS = 4
 
 
@@ -62,12 +59,14 @@ class Late(nn.Module):
         return out
 
 
-def train(group: Group, strategy: str, model: nn.Module, tracer: Recorder) -> None:
-    job = Job(parse(strategy), group, device=CPU, services=RunServices(tracer=tracer))
-    step = job.step(model, F.cross_entropy, optimizer=SGD)
-    for batch in job.batches(samples(12 * STEPS), 12):
-        step(batch)
-    job.close()
+def train(
+    world: World, monkeypatch: pytest.MonkeyPatch, strategy: str, tcp: bool, **options: Any
+) -> None:
+    options = {"optimizer": SGD, "data": samples(12 * STEPS), "batch_size": 12, **options}
+    tracers = options.pop("tracers")
+    with launched(monkeypatch, 2 if "servers=2" in strategy else 1, tcp):
+        services = [RunServices(tracer=tracer) for tracer in tracers]
+        after_training(world, 2, strategy, services=services, **options)
 
 
 def details(spans: list[Span], kind: str) -> set[str]:
@@ -84,22 +83,19 @@ def test_a_worker_that_waits_for_another_is_in_a_wait_span(
 ) -> None:
     tracers = [Signalling(rank, pulls) for rank in range(2)]
     late = Late(tracers[0])
-    models = [mlp(), late]
-    with launched(monkeypatch, 1, tcp):
-        world(2, lambda g: train(g, strategy, models[g.rank], tracers[g.rank]))
+    models = iter([mlp(), late])
+    train(world, monkeypatch, strategy, tcp, tracers=tracers, make=lambda: next(models))
     waits = [span for span in tracers[0].spans if span.kind == WAIT and span.track == "main"]
     assert any(span.start_ns <= late.moment_ns <= span.end_ns for span in waits)
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["memory", "tcp"])
-@pytest.mark.parametrize("strategy", ["ps", "ps(staleness=1)", 'ps(mode="async")'])
+@pytest.mark.parametrize("rule", ["", ", staleness=1", ', mode="async"'])
 def test_every_push_and_pull_is_recorded_and_every_span_is_counted(
-    world: World, monkeypatch: pytest.MonkeyPatch, strategy: str, tcp: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, rule: str, tcp: bool
 ) -> None:
     tracers = [Recorder(rank, 0) for rank in range(2)]
-    with launched(monkeypatch, 2, tcp):
-        sized = strategy.replace("ps(", "ps(servers=2, ") if "(" in strategy else "ps(servers=2)"
-        world(2, lambda g: train(g, sized, mlp(), tracers[g.rank]))
+    train(world, monkeypatch, f"ps(servers=2{rule})", tcp, tracers=tracers)
     for tracer in tracers:
         spans = tracer.spans
         assert {span.kind for span in spans} <= {*COMPUTE, *COMMUNICATE, WAIT, *TRAINING}
@@ -113,16 +109,7 @@ def test_every_push_and_pull_is_recorded_and_every_span_is_counted(
 
 def test_a_pull_of_rows_is_a_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     tracers = [Recorder(rank, 0) for rank in range(2)]
-
-    def body(group: Group) -> None:
-        services = RunServices(tracer=tracers[group.rank])
-        job = Job(parse("ps"), group, device=CPU, services=services)
-        step = job.step(Clicks(OPTIMIZERS["adam"]), F.cross_entropy, optimizer=SGD)
-        for batch in job.batches(clicks(), 12):
-            step(batch)
-        job.close()
-
-    with launched(monkeypatch, 1):
-        world(2, body)
+    make = partial(Clicks, OPTIMIZERS["adam"])
+    train(world, monkeypatch, "ps", False, tracers=tracers, make=make, data=clicks())
     for tracer in tracers:
         assert any("rows of" in detail for detail in details(tracer.spans, WAIT))

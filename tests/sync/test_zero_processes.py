@@ -9,17 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.products import few_or_all
-from tests.scripts import shoal, started
+from tests.scripts import script, shoal, started
 
 # the same model, batches and optimizer under zero(2) and under FSDP2, in the same processes
-AGAINST_FSDP = """
-from functools import partial
-import json, sys, torch, shoal
+AGAINST_FSDP = script("""
+import json
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
 
 def make():
     torch.manual_seed(0)
@@ -32,7 +29,7 @@ batches = [(torch.randn(8, 16, generator=g), torch.randint(0, 5, (8,), generator
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 def train(job):
-    step = job.step(make(), cross_entropy, optimizer=adamw)
+    step = job.step(make(), loss, optimizer=adamw)
     ours = [float(step(batch)) for batch in job.batches(batches)]
     model = make()
     mesh = init_device_mesh("cpu", (job.size,))
@@ -43,24 +40,19 @@ def train(job):
     theirs = []
     for x, y in batches:
         half = slice(job.rank * 4, job.rank * 4 + 4)
-        loss = cross_entropy(model(x[half]), y[half])
-        loss.backward()
+        value = loss(model(x[half]), y[half])
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach().clone()
+        total = value.detach().clone()
         dist.all_reduce(total)
         theirs.append(float(total) / job.size)
     job.print(json.dumps([ours, theirs]))
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
+""")
 
 # 128 MB of parameters, built on the meta device; MEGABYTES is how much may be taken from there on
-LARGE = """
-from functools import partial
-import json, os, resource, torch, shoal
-from torch import nn
+LARGE = script("""
+import json, resource
 
 LIMIT = int(os.environ.get("MEGABYTES", "0"))
 
@@ -83,10 +75,7 @@ def train(job):
         model = nn.Sequential(*(nn.Linear(1000, 1000, bias=i % 2 == 0) for i in range(32)))
     step = job.step(model, nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-4))
     job.print(json.dumps([float(step(b)) for b in job.batches([batch] * 2)]))
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
+""")
 
 
 def last_json(text: str) -> list[object]:
