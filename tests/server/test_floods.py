@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.protocol.endpoint import PLAIN, Listener
+from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.acceptor import MAX_UNAUTHENTICATED, Strangers
 from shoal.runtime.config import TlsConfig
 from shoal.server.consistency import Rule
 from shoal.server.process.server import Server
 from tests.coordinator.helpers import until
-from tests.descriptors import no_descriptors
 from tests.server.helpers import SECRET, client_of, fill, weights
 from tests.server.test_tls import certificate, needs_openssl
 
@@ -76,34 +75,6 @@ def test_a_flood_from_one_host_does_not_end_the_connections_of_another() -> None
     for pair in pairs:
         for sock in pair:
             sock.close()
-
-
-def test_a_listener_without_descriptors_sheds_connections_and_goes_on() -> None:
-    listener = Listener("tcp:127.0.0.1:0")
-    _, host, port = listener.address.split(":")
-    accepted: list[socket.socket | None] = []
-
-    def accept() -> None:
-        accepted.append(listener.accept())
-
-    early = [socket.socket() for _ in range(3)]
-    late = socket.socket()
-    thread = threading.Thread(target=accept)
-    with no_descriptors():
-        thread.start()
-        for sock in early:
-            sock.settimeout(20.0)
-            sock.connect((host, int(port)))
-            assert sock.recv(1) == b"", "told at once that it cannot be served"
-        assert thread.is_alive()
-    late.connect((host, int(port)))
-    thread.join(60)
-    assert accepted[0] is not None
-    assert accepted[0].getpeername() == late.getsockname()
-    for sock in (*early, late, accepted[0]):
-        sock.close()
-    listener.close()
-    assert listener.accept() is None
 
 
 def test_a_hello_that_comes_byte_by_byte_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

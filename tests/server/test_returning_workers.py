@@ -10,13 +10,12 @@ import pytest
 from shoal.errors import RunOver, ShoalError
 from shoal.runtime import waits
 from shoal.server.client.client import Client
-from shoal.server.consistency import Ledger, Rule
+from shoal.server.consistency import Rule
 from shoal.server.messages import Commit, LogEntry
 from shoal.server.model.served_model import ServedModel
 from shoal.server.process.server import Server
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL, client_of, fill, servers, weights
-from tests.server.test_consistency import push as push_to
 
 ASYNC = Rule(2, asynchronous=True)
 
@@ -175,25 +174,3 @@ def test_a_barrier_waits_for_the_processes_that_take_part_and_no_others() -> Non
             client.meet(6 << 20, (1, 0, 0))
         list(pool.map(Client.barrier, (zero, one, two)))
         assert zero.lowest_survivor == one.lowest_survivor == 0
-
-
-@pytest.mark.parametrize(
-    ("rule", "pushes", "present"),
-    [
-        (Rule(3, asynchronous=True), [(0, 0), (0, 1), (1, 0)], 2),
-        (Rule(3, staleness=2), [(0, 0), (0, 1), (1, 0)], 2),
-        (Rule(3, quorum=2), [(0, 0), (1, 0)], 1),
-        (Rule(3, quorum=2), [(0, 0)], 0),
-    ],
-)
-def test_the_present_step_is_one_that_was_not_trained_before(
-    rule: Rule, pushes: list[tuple[int, int]], present: int
-) -> None:
-    ledger = Ledger(rule)
-    ledger.lose(2)
-    for worker, step in pushes:
-        push_to(ledger, worker, step)
-    assert ledger.present == present
-    ledger.rejoin(2, present)
-    assert 2 in ledger.live and ledger.clocks[2] == present
-    assert ledger.skipped(2, to_the_end=False) == present

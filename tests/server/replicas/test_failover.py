@@ -21,7 +21,7 @@ from shoal.server.consistency import Rule
 from shoal.server.member import peer_link
 from shoal.server.member.core import Outcome, Waiter, Waiters
 from shoal.server.member.peer_link import PeerLink
-from shoal.server.messages import Commit, ShardState
+from shoal.server.messages import ShardState
 from shoal.sync.ps.summary import counts_of_shards
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL
@@ -111,17 +111,6 @@ def test_pushes_that_wait_to_be_sent_are_not_overwritten_by_later_ones(
         assert made.weights_of(0, 1 - made.head())[:6].tolist() == [-1.0] * 5 + [0.0]
 
 
-def test_a_push_is_overwritten_only_when_all_have_it() -> None:
-    """`push_one_hot` overwrites the memory at once: each copy would differ."""
-    with world() as made:
-        client = made.client(0, ASYNC)
-        for step in range(30):
-            push_one_hot(client, step % 5, step)
-        copies = [made.weights_of(0, replica) for replica in range(3)]
-        assert pulled(client)[:5] == [-6.0] * 5
-        assert all(torch.equal(copies[0], copy) for copy in copies)
-
-
 @pytest.mark.parametrize("rule", [Rule(2), Rule(2, quorum=2)], ids=["synchronous", "quorum"])
 def test_a_push_that_waits_for_others_is_kept(rule: Rule) -> None:
     """Worker 0 overwrites its memory while its push waits for that of worker 1."""
@@ -149,36 +138,6 @@ def test_pushes_count_on_all_shards_when_a_replica_ends(victim: tuple[int, int])
         weights = pulled(client, version=5)
         assert [i for i, value in enumerate(weights) if value] == [0, *elements]
         assert made.copies_are_equal()
-
-
-def step_of(client: Client, step: int, value: float) -> None:
-    client.out.fill_(value)
-    client.push(slice(0, client.size))
-    heads = torch.ones(1, 1 + client.specs[0].parameters)
-    client.commit(Commit(step, step, 0.5), heads)
-    client.pull(step + 1, step + 1).wait()
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("victim", [None, (0, 0), (1, 0)])
-def test_a_clipped_step_has_one_factor_on_all_shards(victim: tuple[int, int] | None) -> None:
-    with world(replicas=2, shards=2) as made:
-        clients = [made.client(rank, Rule(2), clip_norm=0.5) for rank in range(2)]
-
-        def train(client: Client) -> None:
-            for step in range(4):
-                if step == 2 and victim is not None and client.rank == 0:
-                    made.crash(*victim)
-                step_of(client, step, 1.0)
-
-        threads = [threading.Thread(target=train, args=(client,)) for client in clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        weights = torch.tensor(pulled(clients[0], version=4))
-        expected = -4 * 0.5 / len(weights) ** 0.5
-        assert torch.allclose(weights, torch.full_like(weights, expected), atol=1e-5)
 
 
 # ------------------------------------------------------------------------------ the worker's route
