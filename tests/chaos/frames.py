@@ -29,8 +29,16 @@ from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.greeting import fresh_nonce
 from tests.chaos import read_numbers
-from tests.server.attacked import DESCRIPTORS, PATIENCE_S, Attacked, Training, server
-from tests.server.floods import dripping_flood, hasty_flood, silent_flood
+from tests.server.attacked import (
+    DESCRIPTORS,
+    PATIENCE_S,
+    Attacked,
+    Training,
+    dripping_flood,
+    hasty_flood,
+    server,
+    silent_flood,
+)
 from tests.server.helpers import SECRET
 from tests.server.test_hostile import ATTACKS, NO_UTF8, attack_of, damaged
 from tests.server.test_tls import certificate

@@ -1,22 +1,25 @@
-"""Server processes with few descriptors, and workers that train while a stranger attacks them."""
+"""Server processes with few descriptors, workers that train meanwhile, and floods of strangers."""
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import resource
 import signal
 import socket
+import ssl
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
+from shoal.errors import ShoalError
+from shoal.protocol import FrameKind, Header, pack
 from shoal.runtime.config import RunConfig, ServerConfig, TlsConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
@@ -26,11 +29,10 @@ from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.sync.ps.connect import ServedOptions, specs_of
 from tests.coordinator.helpers import until
 from tests.processes import resident_mb
-from tests.server.helpers import SECRET, flat_of
+from tests.server.helpers import SECRET, fill, flat_of, weights
 
 DESCRIPTORS = 256  # of a server process: fewer than a flood has connections
 PATIENCE_S = 60.0
-LR = 1e-3
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Training(threading.Thread):
         self.steps = 0
         self.wrong = ""
         self._ending = threading.Event()
-        self._client = open_client(attacked, attacked.remote, 7)
+        self._client = open_client(attacked, 7)
         attacked.specs = list(self._client.specs)
 
     def run(self) -> None:
@@ -117,25 +119,73 @@ class Training(threading.Thread):
         self.join(PATIENCE_S)
 
     def _step(self) -> None:
-        client = self._client
-        if not self.steps:
-            client.pull(None, 0).wait()
-            self._expected = client.inbox[: client.size].clone()
-        client.out[0].fill_(1.0)
-        client.push(slice(0, client.size))
-        heads = torch.ones(1, 1 + client.specs[0].parameters)
-        client.commit(Commit(self.steps, self.steps, 1.0), heads)
+        _, heads = fill(self._client, 1.0)
+        self._client.commit(Commit(self.steps, self.steps, 1.0), heads)
         self.steps += 1
-        client.pull(None, self.steps).wait()
-        for piece in client.specs[0].slices:
-            stop = piece.start + math.prod(piece.shape)
-            self._expected[piece.start : stop].add_(torch.ones(()), alpha=-LR)
-        if not torch.equal(client.inbox[: client.size], self._expected):
+        if set(weights(self._client, self.steps).tolist()) != {-float(self.steps), 0.0}:
             self.wrong = f"weights after step {self.steps} are not those of its own pushes"
             self._ending.set()
 
 
-def open_client(attacked: Attacked, address: str, model: int) -> Client:
-    served = ServedOptions(Rule(1), optimizer=NamedOptimizer("SGD", {"lr": LR}))
-    specs = specs_of(flat_of(), [address], served)
-    return Client(0, model, [address], SECRET, specs, RunConfig(tls=attacked.tls))
+def open_client(attacked: Attacked, model: int) -> Client:
+    served = ServedOptions(Rule(1), optimizer=NamedOptimizer("SGD", {"lr": 1.0}))
+    specs = specs_of(flat_of(), [attacked.remote], served)
+    return Client(0, model, [attacked.remote], SECRET, specs, RunConfig(tls=attacked.tls))
+
+
+# ------------------------------------------------------------------------------ floods
+
+
+_models = itertools.count(100_000)  # of honest workers
+Flood = Callable[[Attacked, int], Counter[str]]
+
+
+def _flood_of(act: Callable[[Attacked, list[socket.socket]], None]) -> Flood:
+    """Connections that stay open, unless `act` closes the latest; every 100 a worker joins."""
+
+    def flood(attacked: Attacked, count: int) -> Counter[str]:
+        ends: Counter[str] = Counter()
+        held: list[socket.socket] = []
+        for i in range(count):
+            try:
+                held.append(attacked.connect(is_remote=True))
+                act(attacked, held)
+                ends["connected"] += 1
+            except OSError as error:
+                ends[type(error).__name__] += 1
+            if i % 100 == 99 or i == count - 1:
+                attacked.descriptors()
+                ends[_honest_join(attacked)] += 1
+        for sock in held:
+            sock.close()
+        return ends
+
+    return flood
+
+
+def _drip(attacked: Attacked, held: list[socket.socket]) -> None:
+    """A TLS record or a frame that never ends: a byte now and then."""
+    half = b"\x16\x03\x01\x02\x00" if attacked.tls.certificate else pack(Header(FrameKind.HELLO))
+    held[-1].sendall(half[: 1 + len(held) % (len(half) - 1)])
+    with suppress(OSError):
+        held[len(held) // 2].sendall(b"\x00")
+
+
+def _reset(attacked: Attacked, held: list[socket.socket]) -> None:
+    held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    held.pop().close()
+
+
+silent_flood = _flood_of(lambda attacked, held: None)
+dripping_flood = _flood_of(_drip)
+hasty_flood = _flood_of(_reset)
+
+
+def _honest_join(attacked: Attacked) -> str:
+    try:
+        client = open_client(attacked, next(_models))
+        client.leave()
+        client.close()
+    except (ShoalError, OSError, ssl.SSLError) as error:
+        return f"WRONG: an honest worker was kept out ({error})"[:200]
+    return "honest workers served"
