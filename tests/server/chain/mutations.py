@@ -17,8 +17,6 @@ from tests.server.chain.replica import Answer, PendingRead, Replica
 
 
 class HeadCommits(ChainNode):
-    """The head takes its own log for committed."""
-
     def propose(self, op: Any) -> tuple[int, list[Effect]]:
         position, effects = super().propose(op)
         return position, effects + self._commit(position)
@@ -32,8 +30,6 @@ class AcceptsLowerEpochs(ChainNode):
 
 
 class CommitsWhileAdding(ChainNode):
-    """The tail commits alone although a learner may have become the tail."""
-
     def _commit_alone(self) -> list[Effect]:
         return self._commit(self.position) if self.is_tail else []
 
@@ -44,16 +40,12 @@ class _AsksTooEarly(Teaching):
 
 
 class AddsIncompleteLearner(ChainNode):
-    """A learner becomes a member before it has all that is committed."""
-
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._teaching = _AsksTooEarly()
 
 
 class RepairsNothing(ChainNode):
-    """A new successor is taken to have all that its predecessor has sent to the old one."""
-
     def reconfigure(self, config: ChainConfig) -> list[Effect]:
         effects = super().reconfigure(config)
         self._successor_is_known = self.successor is not None
@@ -61,15 +53,11 @@ class RepairsNothing(ChainNode):
 
 
 class SkipsPositions(ChainNode):
-    """Entries are taken as they come, whatever their position."""
-
     def _append_in_order(self, message: Any) -> list[Effect]:
         return self._append(message.op) if message.position > self.position else []
 
 
 class AcceptsRepeats(ChainNode):
-    """An entry that comes twice is taken twice."""
-
     def _append_in_order(self, message: Any) -> list[Effect]:
         is_next = message.position in (self.position, self.position + 1)
         return self._append(message.op) if is_next else super()._append_in_order(message)
@@ -85,8 +73,6 @@ class ConfirmsWhileAdding(ChainNode):
 
 
 class ForgetsWhatItAsked(ChainManager):
-    """No answer to the compare-and-set is taken for a refusal."""
-
     def next_request(self, now_s: float) -> CoordinatorRequest | None:
         request = super().next_request(now_s)
         if isinstance(request, Swap) and request.config == self.node.asked:
@@ -104,15 +90,11 @@ class _CountsAtOnce(ReadLease):
 
 
 class TrustsNewLease(ChainManager):
-    """A lease that follows a lost one counts although a removal may be under way."""
-
     def __init__(self, node: ChainNode, founders: tuple[int, ...]):
         super().__init__(node, founders, _CountsAtOnce())
 
 
 class CountsAgain(Counters):
-    """There is no table of pushes already counted."""
-
     def apply(self, op: Push | Resume) -> bool:
         assert isinstance(op, Push)
         self.sums[op.key] += 4**op.number
@@ -131,8 +113,6 @@ def replica(**parts: Any) -> type[Replica]:
 
 
 class ReadsBeforeItApplies(Replica):
-    """A read does not wait until what is logged is applied."""
-
     def read(self, key: int, answer: Answer) -> None:
         super().read(key, answer)
         for read in self.reads:
@@ -141,36 +121,26 @@ class ReadsBeforeItApplies(Replica):
 
 
 class ComesBackAsItself(Replica):
-    """A replica that has lost its memory takes itself for the member that it was."""
-
     def reset(self) -> None:
         super().reset()
         self.incarnation = self.node.incarnation = 1
 
 
 class ReadsDirty(Replica):
-    """It does not wait until what was read is committed."""
-
     def may_show(self, read: PendingRead) -> bool:
         return True
 
 
 class ReadsAlone(Replica):
-    """It reads without a lease and without asking."""
-
     is_leased = True  # type: ignore[assignment]
 
 
 class AsksOnce(Replica):
-    """It waits for an answer that was lost."""
-
     def ask_again(self) -> None:
         return None
 
 
 class LeavesWithItsLease(ChainManager):
-    """A member that leaves the chain goes on answering reads until it knows that it has left."""
-
     def next_request(self, now_s: float) -> CoordinatorRequest | None:
         lease = copy(self.lease)
         request = super().next_request(now_s)

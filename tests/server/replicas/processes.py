@@ -22,6 +22,7 @@ from shoal.server.consistency import Rule
 from tests import forked
 from tests.coordinator.helpers import until
 from tests.server.helpers import SECRET, client_at
+from tests.server.replicas.world import push_one_hot
 
 START_S = 60.0
 NO_CHECKPOINT = ServerCheckpointConfig()
@@ -79,9 +80,9 @@ class Processes:
         self._start(name, replace(config, server=server), "shoal.server.main")
 
     def start_worker(self, rank: int, generation: int, workers: int) -> None:
-        """See pusher.py."""
+        """See `push_what_is_read`."""
         numbers = map(str, (self.replicas, rank, generation, workers))
-        self._start(WORKER, self.config, "tests.server.replicas.pusher", *numbers)
+        self._start(WORKER, self.config, "tests.server.replicas.processes", *numbers)
 
     def _start(self, name: Name, config: RunConfig, module: str, *arguments: str) -> None:
         pipe = subprocess.PIPE if name == WORKER else None
@@ -160,3 +161,20 @@ def processes(
         yield made
     finally:
         made.close()
+
+
+def push_what_is_read() -> None:
+    """A worker process: it pushes the elements that it reads, and writes those acknowledged."""
+    replicas, rank, generation, workers = map(int, sys.argv[1:])
+    run_dir = RunConfig.from_environment().run_dir
+    assert run_dir is not None
+    client = make_client(run_dir, replicas, rank, generation, workers)
+    step = client.enter().step if client.comes_back else 0
+    for line in sys.stdin:
+        push_one_hot(client, int(line), step)
+        step += 1
+        print(line, end="", flush=True)
+
+
+if __name__ == "__main__":
+    push_what_is_read()

@@ -1,12 +1,184 @@
-"""Cuts between hosts, in both directions and in one: nothing is lost, nothing counts twice."""
+"""Cuts between hosts, in both directions and in one: nothing is lost, nothing counts twice.
+
+Each replica is on a host of its own, the coordinator on another, a worker on a third. Hosts are
+network namespaces; all run as threads of one process, with real TCP between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from tests.server.replicas.hosts import HostWorld, Pusher, hosts_world
+from shoal.coordinator.client import RemoteCoordinator
+from shoal.coordinator.service import CoordinatorService
+from shoal.runtime.config import TlsConfig
+from shoal.server.chain import ChainConfig
+from shoal.server.consistency import Rule
+from shoal.server.member.place import ChainPlace
+from shoal.server.member.start import ChainSettings
+from shoal.server.process.server import Server
+from tests.namespaces import Host, Lan, lan, why_not
+from tests.server.helpers import SECRET
+from tests.server.replicas.world import TTL_S, World, pulled, push_one_hot
+
+TRUSTED = TlsConfig(trusted_network=True)
+LIMIT_S = 60.0  # of every wait, on a busy machine
+ASYNC = Rule(1, asynchronous=True)
+KEYS = 8
+
+
+class HostWorld(World):
+    """Hosts 0 to replicas - 1 have a replica each, then come the coordinator and the worker."""
+
+    def __init__(self, net: Lan, replicas: int = 3):
+        self.net = net
+        self.acknowledged: Counter[tuple[int, int]] = Counter()  # (epoch, replica)
+        self._tick = threading.Event()  # never set
+        self.of_coordinator = replicas
+        self.of_worker = replicas + 1
+        super().__init__(Path(), replicas, tls=TRUSTED)
+
+    @cached_property
+    def service(self) -> CoordinatorService:
+        there = self.net.hosts[self.of_coordinator]
+        core, address = self.coordinator._core, [f"tcp:{there.address}:0"]
+        return there.call(lambda: CoordinatorService(core, SECRET, address, TRUSTED))
+
+    def start(self, shard: int, replica: int) -> Server:
+        server = self.net.hosts[replica].call(lambda: self._start(replica))
+        self.addresses[shard][replica] = server.address
+        self.servers[shard, replica] = server
+        return server
+
+    def _start(self, replica: int) -> Server:
+        place = ChainPlace(0, replica, self.replicas)
+        who = place.in_words()
+        coordinator = RemoteCoordinator(self.service.addresses[0], SECRET, who, TRUSTED)
+        settings = ChainSettings(place, {}, coordinator, TTL_S)
+        listen = f"tcp:{self.net.hosts[replica].address}:0"
+        server = Server(listen, SECRET, tls=TRUSTED, chain=settings)
+        self._record(server, replica)
+        return server
+
+    def _record(self, server: Server, replica: int) -> None:
+        """Who acknowledges in which epoch; under the lock in which operations are applied."""
+        assert server.chain is not None
+        runtime = server.chain.runtime
+        apply = runtime._apply
+
+        def recorded(position: int, proposed: Any) -> None:
+            if position in runtime.waiters:
+                self.acknowledged[runtime.node.epoch, replica] += 1
+            apply(position, proposed)
+
+        runtime._apply = recorded  # type: ignore[method-assign]
+
+    @property
+    def config(self) -> ChainConfig:
+        """As the coordinator has it."""
+        stored = self.coordinator.get("chain/0")
+        assert stored is not None
+        return msgspec.msgpack.decode(stored.value, type=ChainConfig)
+
+    def wait(self, is_reached: Callable[[], bool]) -> None:
+        """Until the coordinator or a client has got there."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not is_reached():
+            assert time.monotonic() < deadline_s, f"not reached in {LIMIT_S:.0f} s: {self.config}"
+            self._tick.wait(0.02)
+
+    def one_head_an_epoch(self) -> bool:
+        return len({epoch for epoch, _ in self.acknowledged}) == len(self.acknowledged)
+
+    def close(self) -> None:
+        self.net.heal()
+        super().close()
+        self.service.close()
+
+
+class Pusher:
+    """A thread on the host of the worker that pushes one-hot integers until it is stopped."""
+
+    def __init__(self, world: HostWorld):
+        self._world = world
+        self._changed = threading.Condition()
+        self._is_over = False
+        self.counts = [0] * KEYS  # acknowledged pushes of each element
+        self.error: BaseException | None = None
+        self.found: list[float] = []
+        host = world.net.hosts[world.of_worker]
+        self._thread = threading.Thread(target=self._inside, args=(host,), daemon=True)
+        self._thread.start()
+
+    @property
+    def acknowledged(self) -> int:
+        return sum(self.counts)
+
+    def wait(self, is_reached: Callable[[], bool]) -> None:
+        """Until it is so, as seen after each push."""
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: is_reached() or self.error, LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        assert is_done, f"not reached in {LIMIT_S:.0f} s: {self.counts}, {self._world.config}"
+
+    def wait_more(self, pushes: int = 5) -> None:
+        wanted = self.acknowledged + pushes
+        self.wait(lambda: self.acknowledged >= wanted)
+
+    def stop(self) -> list[float]:
+        """What is pulled after the last push."""
+        self._is_over = True
+        self._thread.join(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+    def _inside(self, host: Host) -> None:
+        try:
+            host.enter()
+            self._push()
+        except BaseException as error:
+            self.error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _push(self) -> None:
+        client = self._world.client(0, ASYNC)
+        try:
+            step = 0
+            while not self._is_over:
+                push_one_hot(client, step % KEYS, step)
+                self.counts[step % KEYS] += 1
+                step += 1
+                with self._changed:
+                    self._changed.notify_all()
+            self.found = pulled(client)
+        finally:
+            client.close()
+
+
+@contextmanager
+def hosts_world(replicas: int = 3) -> Iterator[HostWorld]:
+    """Skips the test where there are no namespaces."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with lan(replicas + 2) as net:
+        made = HostWorld(net, replicas)
+        try:
+            yield made
+        finally:
+            made.close()
+
 
 pytestmark = pytest.mark.whole
 Cut = Callable[[HostWorld], object]

@@ -1,22 +1,130 @@
-"""Strong consistency: what real clients see is linearizable, whatever is lost between them."""
+"""Strong consistency: what real clients see is linearizable, whatever is lost between them.
+
+All weights of a shard are one key. A push adds 4**n to one of them, twelve pushes to each: float32
+holds such sums exactly, and a pull shows which pushes it contains.
+"""
 
 from __future__ import annotations
 
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
-from tests.server.replicas.histories import History, HistoryWorker
-from tests.server.replicas.hosts import HostWorld, hosts_world
+from shoal.server.messages import Commit
+from tests.server.chain.history import NEVER, Added, Observed, violation
 from tests.server.replicas.processes import COORDINATOR, processes
-from tests.server.replicas.world import world
+from tests.server.replicas.world import element_of, pulled, world
+
+PER_ELEMENT = 12
+LIMIT_S = 60.0
+
+
+class History:
+    """Of all clients; their clocks are one."""
+
+    def __init__(self) -> None:
+        self.added: list[Added] = []
+        self.observed: list[Observed] = []
+        self._lock = threading.Lock()
+        self._begun: dict[int, float] = {}
+
+    def push(self, client: Client, step: int) -> None:
+        with self._lock:
+            number = len(self._begun)
+            self._begun[number] = time.monotonic()
+        verdict = push_number(client, number, step)
+        with self._lock:
+            begun_s = self._begun[number]
+            if verdict == "admitted":
+                self.added.append(Added(number, begun_s, time.monotonic()))
+            else:  # a worker that is far behind skips a step
+                self._begun[number] = NEVER
+
+    def pull(self, client: Client) -> None:
+        begun_s = time.monotonic()
+        value = value_of(pulled(client))
+        ended_s = time.monotonic()
+        with self._lock:
+            self.observed.append(Observed(value, begun_s, ended_s))
+
+    def violation(self) -> str | None:
+        known = {added.push for added in self.added}
+        unanswered = [
+            Added(number, begun_s, NEVER)
+            for number, begun_s in self._begun.items()
+            if number not in known and begun_s < NEVER
+        ]
+        return violation([*self.added, *unanswered], self.observed)
+
+
+def push_number(client: Client, number: int, step: int) -> str:
+    element, digit = divmod(number, PER_ELEMENT)
+    client.out.zero_()
+    client.out[0, element_of(client, element)] = 4.0**digit
+    client.push(slice(0, client.size))
+    ack = client.commit(Commit(step, 0, 1.0), torch.ones(1, 1 + client.specs[0].parameters))
+    client.settle(ack.position)
+    client.wait_settled()
+    return ack.verdict
+
+
+def value_of(weights: list[float]) -> int:
+    """As the checker takes it: base-4 digits, one for each push."""
+    return sum(round(-weight) << 2 * PER_ELEMENT * i for i, weight in enumerate(weights))
+
+
+class HistoryWorker:
+    """A thread that pushes and pulls by turns."""
+
+    def __init__(self, history: History, make: Callable[[], Client], pushes: int):
+        self.error: BaseException | None = None
+        self.done = 0
+        self._history = history
+        self._make = make
+        self._pushes = pushes
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self, steps: int) -> None:
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: self.done >= steps or self.error, LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        assert is_done, f"{self.done} of {steps} pushes in {LIMIT_S:.0f} s"
+
+    def join(self) -> None:
+        self.wait(self._pushes)
+        self._thread.join(LIMIT_S)
+
+    def _run(self) -> None:
+        try:
+            with closing(self._make()) as client:
+                self._work(client)
+        except BaseException as error:
+            self.error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _work(self, client: Client) -> None:
+        for step in range(self._pushes):
+            self._history.push(client, step)
+            for _ in range(2):
+                self._history.pull(client)
+            with self._changed:
+                self.done = step + 1
+                self._changed.notify_all()
 
 
 def test_what_clients_see_around_the_loss_of_a_head_is_linearizable() -> None:
@@ -73,70 +181,3 @@ def test_processes_that_are_killed_and_stopped_show_linearizable_histories(
             worker.join()
     assert history.violation() is None
     assert len(history.observed) > 400
-
-
-def worker_on_its_host(
-    made: HostWorld, history: History, rank: int, workers: int, pushes: int, reads: int = 2
-) -> HistoryWorker:
-    rule = Rule(workers, asynchronous=True)
-    host = made.net.hosts[made.of_worker]
-    return HistoryWorker(history, lambda: made.client(rank, rule), pushes, reads, host.enter)
-
-
-def reads_at_a_tail_that_is_cut_off(spoil: Callable[[HostWorld], None]) -> History:
-    """A client that only reads is served by the tail, which reaches no one but it."""
-    history = History()
-    with hosts_world() as made:
-        spoil(made)
-        host = made.net.hosts[made.of_worker]
-        is_over = threading.Event()
-        is_ready = threading.Event()
-        rule = Rule(3, asynchronous=True)
-
-        def read() -> None:
-            host.enter()
-            client = made.client(2, rule)
-            while not is_over.is_set():
-                history.pull(client)
-                is_ready.set()
-            client.close()
-
-        threads = [threading.Thread(target=read)]
-        threads.append(threading.Thread(target=lambda: host.call(lambda: idle(made, rule))))
-        for thread in threads:
-            thread.start()
-        writer = worker_on_its_host(made, history, 0, 3, pushes=30, reads=0)
-        writer.wait(5)
-        is_ready.wait(30)
-        epoch = made.config.epoch
-        made.net.isolate(2, but=(made.of_worker,))
-        made.wait(lambda: made.config.epoch > epoch)
-        writer.join()
-        count = len(history.observed)
-        made.wait(lambda: len(history.observed) > count + 2)
-        is_over.set()
-        made.net.heal()
-        for thread in threads:
-            thread.join(60)
-    return history
-
-
-def idle(made: HostWorld, rule: Rule) -> None:
-    made.client(1, rule).close()
-
-
-@pytest.mark.whole
-def test_a_tail_that_is_cut_off_shows_no_old_value() -> None:
-    assert reads_at_a_tail_that_is_cut_off(lambda made: None).violation() is None
-
-
-@pytest.mark.whole
-def test_a_replica_that_answers_without_a_lease_is_found_out() -> None:
-    def spoil(made: HostWorld) -> None:
-        replica = made.servers[0, 2].chain
-        assert replica is not None
-        replica.runtime.confirm = lambda node: None  # type: ignore[method-assign]
-
-    wrong = reads_at_a_tail_that_is_cut_off(spoil).violation()
-    assert wrong is not None
-    assert "lacks" in wrong
