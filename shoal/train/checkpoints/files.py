@@ -16,8 +16,9 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,6 +36,7 @@ from shoal.runtime.checkpoint_folders import (
     read_manifest_bytes,
 )
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 FORMAT = "shoal checkpoint 2"
 _DIGEST = "sha256"
 _PARTS = ("model", "optimizer")
@@ -46,7 +48,6 @@ class Checkpoint:
     """What is saved. Names of tensors are those of the model's `state_dict`.
 
     `digest` is that of the manifest, and with it of everything, once it was saved or read.
-    `is_listed` is False for the first format, whose manifest does not list the optimizer's state.
     """
 
     model: dict[str, Tensor]
@@ -99,8 +100,12 @@ def digest_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_COUNT
+def check_counts(path: Path, document: dict[str, Any]) -> None:
+    for key in ("steps", "batches"):
+        try:
+            msgspec.convert(document.get(key), Count)
+        except msgspec.ValidationError as error:
+            raise damaged(path, f"{key!r} is not a count: {error}") from error
 
 
 def _manifest_bytes(path: Path) -> bytes:
@@ -133,9 +138,7 @@ def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
     if not isinstance(files, dict) or set(files) != set(_PARTS):
         raise damaged(path, "its manifest names no files")
     document = {k: v for k, v in manifest.items() if k not in ("format", "files", _DIGEST)}
-    for key in ("steps", "batches"):
-        if not is_count(document.get(key)):
-            raise damaged(path, f"{key!r} is not a count")
+    check_counts(path, document)
     with ExitStack() as stack:  # all files are opened before the first one is read
         opened = [_open_tensors(path, files[part], stack) for part in _PARTS]
         model, optimizer = (

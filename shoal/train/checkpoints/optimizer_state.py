@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -44,11 +45,9 @@ def model_tensors(
 
 
 def fit_model(
-    model: nn.Module, tensors: dict[str, Tensor], tied: Any, where: Path
+    model: nn.Module, tensors: dict[str, Tensor], tied: dict[str, str], where: Path
 ) -> dict[str, Tensor]:
     """A tensor for each one of the model, tied ones included; another model's are an error."""
-    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
-        raise damaged(where, "'tied' is not a table")
     if twice := sorted(set(tied) & set(tensors)):
         raise damaged(where, f"{twice[0]!r} is there twice")
     complete = {**tensors, **{name: tensors[t] for name, t in tied.items() if t in tensors}}
@@ -124,16 +123,21 @@ def join_optimizers(shards: list[dict[str, Any]]) -> dict[str, Any]:
     return {"class": shards[0]["class"], "groups": list(groups.values()), **by_parameter}
 
 
+class OptimizerRest(msgspec.Struct, frozen=True):
+    """What the manifest has of an optimizer: the rest of `optimizer_tensors`."""
+
+    kind: str = msgspec.field(name="class")
+    groups: list[dict[str, Any]]
+    values: dict[str, dict[str, Any]]
+    keys: dict[str, list[str]]
+
+
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What a checkpoint has of an optimizer.
-
-    `names` are those of the whole model. `lists_keys` is False for checkpoints of the first
-    format, which do not say which state there has to be.
-    """
+    """What a checkpoint has of an optimizer. `names` are those of the whole model."""
 
     tensors: dict[str, Tensor]
-    rest: Any
+    rest: OptimizerRest
     names: Collection[str]
     where: Path
 
@@ -145,24 +149,26 @@ class SavedOptimizer:
         Also the names of parameters that have no state and will need one. Changes nothing; what
         does not fit is an error.
         """
-        if not isinstance(self.rest, dict) or self.rest.get("class") != type(optimizer).__name__:
-            saved = self.rest.get("class") if isinstance(self.rest, dict) else "nothing"
+        if self.rest.kind != type(optimizer).__name__:
             raise CheckpointError(
-                f"the checkpoint at {self.where} has the state of {saved}, and the script now "
-                f"trains with {type(optimizer).__name__}"
+                f"the checkpoint at {self.where} has the state of {self.rest.kind}, and the script "
+                f"now trains with {type(optimizer).__name__}"
             )
         names = {id(p): name for name, p in named}
         document = optimizer.state_dict()
-        self._restore_groups(document, optimizer, names)
+        pairs = list(zip(document["param_groups"], optimizer.param_groups, strict=True))
+        for packed, group in pairs:  # numbers (lr, betas, …) of a copy become the saved ones
+            if group_names := [names[id(p)] for p in group["params"]]:
+                restore_numbers(packed, self._group_of(group_names), self.where)
         settings = [
             {**group, **{k: v for k, v in packed.items() if k != "params"}}
-            for group, packed in zip(optimizer.param_groups, document["param_groups"], strict=True)
+            for packed, group in pairs
         ]
         expected = expected_state(optimizer, settings)
         state = self._state_by_name()
         document["state"] = {}
         bare = []
-        for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
+        for packed, group in pairs:
             for index, p in zip(packed["params"], group["params"], strict=True):
                 name = names[id(p)]
                 forms = None if expected is None else expected.get(p, {})
@@ -173,24 +179,12 @@ class SavedOptimizer:
                     bare.append(name)
         return document, bare
 
-    def _restore_groups(
-        self, document: dict[str, Any], optimizer: torch.optim.Optimizer, names: dict[int, str]
-    ) -> None:
-        """Numbers (lr, betas, …) of the groups of `document`, a copy, become the saved ones."""
-        saved = self.rest.get("groups")
-        if not isinstance(saved, list):
-            raise damaged(self.where, "its parameter groups")
-        for packed, group in zip(document["param_groups"], optimizer.param_groups, strict=True):
-            group_names = [names[id(p)] for p in group["params"]]
-            if group_names:
-                restore_numbers(packed, self._group_of(group_names, saved), self.where)
-
-    def _group_of(self, names: list[str], saved: list[Any]) -> dict[str, Any]:
+    def _group_of(self, names: list[str]) -> dict[str, Any]:
         """The saved group that holds these parameters; it may also hold those of other ranks."""
-        for group in saved:
-            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise damaged(self.where, "its parameter groups")
-            if set(names) <= {name for name in group["params"] if isinstance(name, str)}:
+        for group in self.rest.groups:
+            saved = group.get("params")
+            held = saved if isinstance(saved, list) else []
+            if set(names) <= {name for name in held if isinstance(name, str)}:
                 return group
         raise CheckpointError(
             f"the checkpoint at {self.where} has other parameter groups than the script: none "
@@ -198,10 +192,7 @@ class SavedOptimizer:
         )
 
     def _state_by_name(self) -> State:
-        values = self.rest.get("values")
-        if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
-            raise damaged(self.where, "optimizer values")
-        state: State = {name: dict(value) for name, value in values.items() if value}
+        state: State = {name: dict(value) for name, value in self.rest.values.items() if value}
         for full, tensor in self.tensors.items():
             name, _, key = full.rpartition("/")
             if key in state.get(name, {}):
@@ -209,16 +200,14 @@ class SavedOptimizer:
             state.setdefault(name, {})[key] = tensor
         if strange := sorted(set(state) - set(self.names)):
             raise damaged(self.where, f"optimizer state of {strange[0]!r}, which the model has not")
-        if self.rest.get("keys") != {name: sorted(values) for name, values in state.items()}:
+        if self.rest.keys != {name: sorted(values) for name, values in state.items()}:
             raise damaged(self.where, "its optimizer state is not what its manifest lists")
         return state
 
     def _check(self, name: str, state: dict[str, Any], p: Tensor, forms: Forms | None) -> None:
-        missing = sorted(set(forms or {}) - set(state))
-        if missing:
-            raise damaged(
-                self.where, f"it has no {missing[0]} of {name}, which the optimizer needs"
-            )
+        if missing := sorted(set(forms or {}) - set(state)):
+            problem = f"it has no {missing[0]} of {name}, which the optimizer needs"
+            raise damaged(self.where, problem)
         for key, value in state.items():
             is_count = key == "step" and _is_number(value, float)
             if isinstance(value, Tensor):

@@ -29,7 +29,7 @@ from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
 from shoal.server.process.shard_file import SavedShard, read_shard, read_tensors_of
 from shoal.sync.ps.push import PREFIX
-from shoal.train.checkpoints.files import Checkpoint, is_count
+from shoal.train.checkpoints.files import Checkpoint, check_counts
 from shoal.train.checkpoints.optimizer_state import model_tensors, optimizer_tensors
 from shoal.train.step.step import Step
 
@@ -81,19 +81,19 @@ def _assemble(version: ServerVersion) -> Checkpoint:
     buffers, described, digest = read_tensors_of(version.path / WORKER_FILE, WorkerDocument)
     joined = _Joined(version, shards, described)
     joined.check()
-    weights = joined.parameters()
-    model = {f"0:{n}": weights[n] if n in weights else buffers[n] for n in joined.names(buffers)}
-    state, rest = joined.optimizer()
-    document = described.document
-    of_model = document["models"][0]
-    of_model["optimizer"] = rest
-    rows, of_model["tables"] = joined.rows(of_model["tables"])
-    optimizer = {f"0:{name}": t for name, t in state.items()}
-    optimizer |= joined.residuals()
-    saved = Checkpoint(model | rows, optimizer, document)
+    try:
+        weights = joined.parameters()
+        model = {f"0:{n}": weights[n] if n in weights else buffers[n] for n in described.names}
+        state, rest = joined.optimizer()
+        document = described.document
+        (of_model,) = document["models"]
+        of_model["optimizer"] |= rest
+        rows, of_model["tables"] = joined.rows(of_model["tables"])
+        optimizer = {f"0:{name}": t for name, t in state.items()} | joined.residuals()
+    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(version.path, f"its parts do not fit each other: {error}") from error
     parts = b"".join([digest, *(shard.digest for shard in shards)])
-    saved.digest = hashlib.sha256(parts).hexdigest()
-    return saved
+    return Checkpoint(model | rows, optimizer, document, hashlib.sha256(parts).hexdigest())
 
 
 class _Joined:
@@ -117,35 +117,15 @@ class _Joined:
         filled = [0] * len(self._shapes)
         for shard in self._shards:
             for held in shard.document.spec.slices:
-                self._check_slice(held)
+                shape = self._shapes[held.parameter]
+                rows = held.first_row + (held.shape[0] if held.shape else 0)
+                is_part = shape and held.shape[1:] == shape[1:] and rows <= shape[0]
+                if held.shape != shape and not is_part:
+                    raise damaged(self._where, "a slice does not fit its parameter")
                 filled[held.parameter] += math.prod(held.shape)
         if filled != [math.prod(shape) for shape in self._shapes]:
             raise damaged(self._where, "its servers do not have all parameters")
-        self._check_document(self._described.document)
-
-    def _check_slice(self, held: ParameterSlice) -> None:
-        shape = self._shapes[held.parameter]
-        if held.shape == shape:
-            return
-        rows = held.first_row + (held.shape[0] if held.shape else 0)
-        if not shape or held.shape[1:] != shape[1:] or rows > shape[0]:
-            raise damaged(self._where, "a slice does not fit its parameter")
-
-    def _check_document(self, document: dict[str, Any]) -> None:
-        models: Any = document.get("models")
-        is_one = isinstance(models, list) and len(models) == 1 and isinstance(models[0], dict)
-        if not is_one or not all(is_count(document.get(key)) for key in ("steps", "batches")):
-            raise damaged(self._where, "its position")
-        optimizer = models[0].get("optimizer")
-        tables = models[0].get("tables")
-        if not isinstance(optimizer, dict) or not isinstance(tables, dict):
-            raise damaged(self._where, "its optimizer")
-
-    def names(self, buffers: dict[str, Tensor]) -> tuple[str, ...]:
-        known = {name for name, _ in self._described.parameters} | set(buffers)
-        if set(self._described.names) != known:
-            raise damaged(self._where, "its tensors are not those that it describes")
-        return self._described.names
+        check_counts(self._where, self._described.document)
 
     def parameters(self) -> dict[str, Tensor]:
         dtype = DTYPES[self._shards[0].document.spec.dtype]
@@ -159,7 +139,7 @@ class _Joined:
         return {name: t for (name, _), t in zip(self._described.parameters, found, strict=True)}
 
     def optimizer(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As `optimizer_tensors` gives it."""
+        """The tensors of `optimizer_tensors`, and the part of its rest that servers know."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, dict[str, Any]] = {}
         for shard in self._shards:
@@ -174,9 +154,8 @@ class _Joined:
         for full in tensors:
             name, _, key = full.rpartition("/")
             keys.setdefault(name, set()).add(key)
-        rest = self._described.document["models"][0]["optimizer"]
         found = {name: sorted(of_name) for name, of_name in keys.items()}
-        return tensors, {**rest, "values": values, "keys": found}
+        return tensors, {"values": values, "keys": found}
 
     def _put(
         self, tensors: dict[str, Tensor], key: str, tensor: Tensor, held: ParameterSlice
@@ -218,10 +197,7 @@ class _Joined:
                 for chunk in shard.tables[name]:
                     for key, tensor in chunk.items():
                         chunks.setdefault(f"0:{name}/{key}", []).append(tensor)
-        try:
-            return {name: torch.cat(tensors) for name, tensors in chunks.items()}, steps
-        except (RuntimeError, TypeError) as error:
-            raise damaged(self._where, f"its rows: {error}") from error
+        return {name: torch.cat(tensors) for name, tensors in chunks.items()}, steps
 
 
 def _rows(tensor: Tensor, held: ParameterSlice) -> Tensor:

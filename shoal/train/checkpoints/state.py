@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +18,9 @@ from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.state_dicts import state_of
 from shoal.runtime.checkpoint_folders import damaged
 from shoal.train.checkpoints import files
-from shoal.train.checkpoints.files import Checkpoint, is_count
+from shoal.train.checkpoints.files import Checkpoint, Count
 from shoal.train.checkpoints.optimizer_state import (
+    OptimizerRest,
     SavedOptimizer,
     copy_into,
     fit_model,
@@ -111,7 +114,27 @@ def gather_sync_state(
 
 
 OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
-_SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
+
+
+class SavedScaler(msgspec.Struct, frozen=True):
+    """As GradScaler names it."""
+
+    scale: Positive
+    growth_factor: Positive
+    backoff_factor: Positive
+    growth_interval: Count
+    _growth_tracker: Count
+
+
+class SavedModel(msgspec.Struct, frozen=True):
+    """What the manifest says about one step."""
+
+    steps: Count
+    optimizer: OptimizerRest
+    tied: dict[str, str]
+    tables: dict[str, Count] = {}  # name -> updates
+    scaler: SavedScaler | None = None
 
 
 @dataclass(frozen=True)
@@ -147,16 +170,18 @@ class FittingState:
 
 def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
     """The states of all steps of a job; CheckpointError if one of them does not fit."""
-    models = saved.document.get("models")
-    if not isinstance(models, list) or len(models) != len(steps):
-        count = len(models) if isinstance(models, list) else 0
+    try:
+        models = msgspec.convert(saved.document.get("models"), list[SavedModel])
+    except msgspec.ValidationError as error:
+        raise damaged(path, f"its models: {error}") from error
+    if len(models) != len(steps):
         raise CheckpointError(
-            f"the checkpoint at {path} is of another script: it holds {count} models, and this "
-            f"one trains {len(steps)}"
+            f"the checkpoint at {path} is of another script: it holds {len(models)} models, and "
+            f"this one trains {len(steps)}"
         )
     return [
-        _Fitting(step, i, saved, path).fit(rest)
-        for i, (step, rest) in enumerate(zip(steps, models, strict=True))
+        _Fitting(step, i, saved, path).fit(model)
+        for i, (step, model) in enumerate(zip(steps, models, strict=True))
     ]
 
 
@@ -175,8 +200,11 @@ def fit_others(
 
     Nothing where the checkpoint was saved without them.
     """
-    ties: Any = saved.document.get(OTHERS[kind], [])
-    if not isinstance(ties, list) or len(ties) not in (0, len(models)):
+    try:
+        ties = msgspec.convert(saved.document.get(OTHERS[kind], []), list[dict[str, str]])
+    except msgspec.ValidationError as error:
+        raise damaged(path, f"its {OTHERS[kind]}: {error}") from error
+    if len(ties) not in (0, len(models)):
         raise CheckpointError(
             f"the checkpoint at {path} is of a script with other models: {OTHERS[kind]}"
         )
@@ -197,79 +225,61 @@ class _Fitting:
         self._shard = step.shard.take_shard
         self.names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
 
-    def fit(self, rest: Any) -> FittingState:
-        """`rest` is what the manifest says about this step."""
-        if not isinstance(rest, dict) or not is_count(rest.get("steps")):
-            raise damaged(self.path, "its models")
+    def fit(self, saved: SavedModel) -> FittingState:
+        step = self.step
         tensors = _named(f"{self.index}:", self.saved.model)
-        tables, tensors = self._tables(tensors, rest.get("tables", {}))
+        tables, tensors = self._tables(tensors, saved.tables)
         model: dict[str, Tensor] = {}
-        if self.step.saves_model:  # else another step has it
-            model = fit_model(self.step.model, self._shard(tensors), rest.get("tied"), self.path)
-        optimizer, bare = self._optimizer(rest.get("optimizer"))
+        if step.saves_model:  # else another step has it
+            model = fit_model(step.model, self._shard(tensors), saved.tied, self.path)
+        optimizer, bare = None, list[str]()
+        if step.update.named:
+            state = self._shard(_named(f"{self.index}:", self.saved.optimizer))
+            of_optimizer = SavedOptimizer(state, saved.optimizer, self.names, self.path)
+            optimizer, bare = of_optimizer.fit(step.update.optimizer, step.flat.named)
         return FittingState(
-            step=self.step,
-            steps=rest["steps"],
+            step=step,
+            steps=saved.steps,
             model=model,
             tables=tables,
             optimizer=optimizer,
-            scaler=self._scaler(rest.get("scaler")),
+            scaler=saved.scaler and msgspec.structs.asdict(saved.scaler),
             sync=self._sync(),
-            bare=tuple(bare) if rest["steps"] else (),
+            bare=tuple(bare) if saved.steps else (),
         )
 
-    def _optimizer(self, rest: Any) -> tuple[dict[str, Any] | None, list[str]]:
-        if not self.step.update.named:
-            return None, []
-        tensors = self._shard(_named(f"{self.index}:", self.saved.optimizer))
-        saved = SavedOptimizer(tensors, rest, self.names, self.path)
-        return saved.fit(self.step.update.optimizer, self.step.flat.named)
-
     def _tables(
-        self, tensors: dict[str, Tensor], tables: Any
+        self, tensors: dict[str, Tensor], tables: dict[str, int]
     ) -> tuple[list[tuple[dict[str, Tensor], int]], dict[str, Tensor]]:
         """The rows and updates of each embedding, and the other tensors."""
-        names = {embedding.spec.name for embedding in self.step.embeddings}
-        if not isinstance(tables, dict) or set(tables) != names:
+        if set(tables) != {embedding.spec.name for embedding in self.step.embeddings}:
             raise CheckpointError(
                 f"the checkpoint at {self.path} is of a model with other embeddings"
             )
         found = []
         for embedding in self.step.embeddings:
             prefix = embedding.spec.name + "/"
-            if not is_count(tables[embedding.spec.name]):
-                raise damaged(self.path, "its tables")
-            rows = _named(prefix, tensors)
-            try:
-                embedding.check_state(rows, tables[embedding.spec.name])
-            except BadInput as error:
-                raise CheckpointError(
-                    f"the checkpoint at {self.path} does not fit: {error}"
-                ) from error
-            found.append((rows, tables[embedding.spec.name]))
+            rows, updates = _named(prefix, tensors), tables[embedding.spec.name]
+            with self._fitting():
+                embedding.check_state(rows, updates)
+            found.append((rows, updates))
             tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
         return found, tensors
 
-    def _scaler(self, saved: Any) -> dict[str, Any] | None:
-        if saved is None or self.step.update.scaler is None:
-            return None
-        if not isinstance(saved, dict):
-            raise damaged(self.path, "its gradient scaler")
-        numbers = [saved.get(key) for key in _SCALER_NUMBERS]
-        is_complete = all(isinstance(n, (int, float)) and 0 < n < 1e30 for n in numbers)
-        if not is_complete or not is_count(saved.get("_growth_tracker")):
-            raise damaged(self.path, "its gradient scaler")
-        return saved
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        try:
+            yield
+        except BadInput as error:
+            raise CheckpointError(f"the checkpoint at {self.path} does not fit: {error}") from error
 
     def _sync(self) -> dict[str, Tensor]:
         """This worker's shard of the strategy's state, in the sync's own layout."""
         tensors = self._shard(_named(f"sync{self.index}/", self.saved.optimizer))
         state = _named(f"sync{self.index}:", self.saved.optimizer)
         state |= self._flat_state(tensors)
-        try:
+        with self._fitting():
             self.step.sync.check_state(state)
-        except CheckpointError as error:
-            raise CheckpointError(f"the checkpoint at {self.path} does not fit: {error}") from error
         return state
 
     def _flat_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -280,16 +290,14 @@ class _Fitting:
         for full, tensor in tensors.items():
             name, _, key = full.rpartition("/")
             if name not in self.names:
-                raise damaged(
-                    self.path, f"state of the strategy for {name!r}, which the model has not"
-                )
+                problem = f"state of the strategy for {name!r}, which the model has not"
+                raise damaged(self.path, problem)
             if name not in positions:
                 continue  # another worker holds it
             i, p = positions[name]
             if tensor.shape != p.shape or not tensor.is_floating_point():
-                raise damaged(
-                    self.path, f"state of the strategy for {name} is {tuple(tensor.shape)}"
-                )
+                problem = f"state of the strategy for {name} is {tuple(tensor.shape)}"
+                raise damaged(self.path, problem)
             key = key.replace(":", "/")
             if key not in state:
                 state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
