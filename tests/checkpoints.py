@@ -39,9 +39,12 @@ OPTIMIZERS = {"sgd": SGD, "momentum": MOMENTUM, "adam": ADAM, "adamw": adamw_wit
 
 
 def start(
-    model: nn.Module | None = None, group: Group | None = None, **options: Any
+    model: nn.Module | None = None,
+    group: Group | None = None,
+    strategy: str = "ddp",
+    **options: Any,
 ) -> tuple[Job, Step]:
-    job = Job(parse("ddp"), group or solo_group(), device=CPU, seed=3)
+    job = Job(parse(strategy), group or solo_group(), device=CPU, seed=3)
     options = {"optimizer": MOMENTUM, **options}
     return job, job.step(model if model is not None else mlp(), F.cross_entropy, **options)
 

@@ -47,9 +47,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-# -------------------------------------------------------------------------- round trips
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_continued_run_has_the_losses_of_one_that_was_never_stopped(
     tmp_path: Path, name: str
@@ -100,9 +97,6 @@ def test_the_manifest_tells_where_it_comes_from(saved: Path) -> None:
     assert document["about"] == {"name": "test"}
 
 
-# -------------------------------------------------------------------------- other worlds
-
-
 def shuffled(job: Job) -> Iterator[Any]:
     return job.batches(samples(43, (1, 4, 4)), 10, epochs=2)
 
@@ -150,9 +144,6 @@ def test_an_exact_run_continues_with_the_same_bits_elsewhere(world: World, tmp_p
         assert found == whole[2:]
 
 
-# -------------------------------------------------------------------------- another script's
-
-
 def test_another_models_tensor_is_named(saved: Path) -> None:
     def refuse(model: nn.Module, sentence: str) -> None:
         before = copy.deepcopy(model.state_dict())
@@ -182,9 +173,6 @@ def test_another_optimizer_number_of_models_or_none_at_all_is_refused(saved: Pat
     job = Job(parse("single"), solo_group(), device=CPU)
     with pytest.raises(ShoalError, match=r"job\.load comes after job\.step"):
         job.load(saved)
-
-
-# -------------------------------------------------------------------------- writing
 
 
 def test_files_of_the_user_stay(saved: Path) -> None:

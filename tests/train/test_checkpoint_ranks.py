@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.errors import CheckpointError
-from shoal.strategy.strategy import parse
 from shoal.train.agreement import Agreement
 from shoal.train.checkpoints import files
-from shoal.train.job import Job
-from shoal.train.step.step import Step
-from tests.checkpoints import CPU, MOMENTUM, file_of, save_some
+from tests.checkpoints import CPU, file_of, save_some, start
 from tests.conftest import World
 from tests.models import mlp, samples
-
-
-def begin(group: Group, strategy: str, seed: int = 0) -> tuple[Job, Step]:
-    job = Job(parse(strategy), group, device=CPU, seed=3)
-    return job, job.step(mlp(seed), F.cross_entropy, optimizer=MOMENTUM)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "gossip", "localsgd(every=2)"])
@@ -35,7 +26,7 @@ def test_all_workers_load_what_was_saved_right_before(
     world: World, tmp_path: Path, strategy: str
 ) -> None:
     def body(group: Group) -> list[torch.Tensor]:
-        job, step = begin(group, strategy)
+        job, step = start(mlp(), group, strategy)
         found = []
         for batch in job.batches(samples(160), 16):
             step(batch)
@@ -55,7 +46,7 @@ def refusals(world: World, paths: list[Path]) -> list[str]:
     """What each rank says that refuses to load its path; nothing of it is loaded."""
 
     def body(group: Group) -> str:
-        job, step = begin(group, "ddp")
+        job, step = start(mlp(), group)
         before = step.flat.data.clone()
         with pytest.raises(CheckpointError) as caught:
             job.load(paths[group.rank])
@@ -94,7 +85,7 @@ def test_if_the_checkpoint_cannot_be_written_all_workers_say_so(
     (tmp_path / "file").write_text("not a folder")
 
     def body(group: Group) -> str:
-        job, _ = begin(group, "ddp")
+        job, _ = start(mlp(), group)
         with pytest.raises(CheckpointError) as caught:
             job.save(tmp_path / "file" / "model")
         return str(caught.value)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shoal.comm.members.board import GroupMember
 from shoal.errors import BadInput
@@ -41,16 +41,6 @@ class Stream(IterableDataset[tuple[Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor]]:
         return ((row,) for row in torch.eye(SAMPLES))
-
-
-class OneByOne(Dataset[tuple[Tensor]]):
-    """The same samples, which a DataLoader has to fetch."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, i: int) -> tuple[Tensor]:
-        return (torch.eye(SAMPLES)[i],)
 
 
 class Tally(nn.Module):
@@ -116,17 +106,17 @@ def train_on_global_batches(workers: Workers, job: Job) -> Any:
     step = tally_step(job)
     for batch in job.batches(Stream(), BATCH):
         step(batch)
-    for batch in job.batches(DataLoader(OneByOne(), batch_size=BATCH), epochs=EPOCHS - 1):
+    for batch in job.batches(DataLoader(one_hot(), batch_size=BATCH), epochs=EPOCHS - 1):
         step(batch)
     job.save(workers.folder / "saved")
     return job.steps
 
 
 def train_two_models(workers: Workers, job: Job) -> Any:
-    first, second = tally_step(job), tally_step(job)
+    steps = [tally_step(job), tally_step(job)]
     for batch in job.batches(one_hot(), BATCH, epochs=EPOCHS):
-        first(batch)
-        second(batch)
+        for step in steps:
+            step(batch)
     job.save(workers.folder / "saved")
     return job.steps
 

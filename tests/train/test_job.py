@@ -28,8 +28,6 @@ from tests.conftest import World
 from tests.jobs import CPU, SGD, Shown, after_training, job_of
 from tests.models import convnet, mlp, samples
 
-# -------------------------------------------------------------------------- place
-
 
 def test_a_job_knows_its_place(world: World) -> None:
     def body(group: Group) -> tuple[int, ...]:
@@ -44,9 +42,6 @@ def test_what_has_no_runtime_or_no_sense_is_refused_at_once(world: World) -> Non
         Job(parse('gossip(mode="async") + pp(2)'), solo_group(), device=CPU)
     with pytest.raises(StrategyError):
         world(2, lambda group: Job(parse("single"), group, device=CPU))
-
-
-# -------------------------------------------------------------------------- around a step
 
 
 def reports(world: World, strategy: str) -> list[Any]:
@@ -67,9 +62,6 @@ def test_a_report_counts_this_rank_s_own_steps_and_samples(world: World) -> None
 def test_workers_of_one_replica_share_its_samples(world: World, strategy: str) -> None:
     for report in reports(world, strategy):
         assert report["samples_per_s"] == pytest.approx(2.5 * report["steps_per_s"])
-
-
-# -------------------------------------------------------------------------- randomness
 
 
 def draws(group: Group, seed: int = 3, path: Path | None = None, load: bool = False) -> Any:
@@ -97,9 +89,6 @@ def test_the_generator_differs_between_replicas_and_batches_and_continues(
     alone = draws(solo_group(), path=tmp_path)
     assert draws(solo_group(), seed=4) != alone
     assert draws(solo_group(), path=tmp_path, load=True) == alone[3:]
-
-
-# -------------------------------------------------------------------------- progress
 
 
 class Lines(ProgressLines):
@@ -241,9 +230,6 @@ def test_steps_without_any_backward_are_reported(capsys: pytest.CaptureFixture[s
     optimizer.step()
     job.close()
     assert capsys.readouterr().err.count("nothing is trained") == 1
-
-
-# -------------------------------------------------------------------------- steps
 
 
 def test_augmentation_may_replace_a_batch(world: World) -> None:
