@@ -106,17 +106,6 @@ class Cluster:
         ]
 
 
-def start_rank(
-    cluster: Cluster, rank: int, port: int, strategy: str = "ddp", **changes: str
-) -> subprocess.Popen[str]:
-    """One rank of two, by the four plain variables: rank 0 listens at MASTER_PORT."""
-    host = cluster.hosts[rank]
-    four = {"WORLD_SIZE": "2", "MASTER_ADDR": cluster.hosts[0].address, "MASTER_PORT": str(port)}
-    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank)}
-    environ = {**cluster.environment(host, port, strategy), **four, **local, **changes}
-    return host.run([sys.executable, str(cluster.script)], environ)
-
-
 def finish(processes: list[subprocess.Popen[str]]) -> Ended:
     """Both hosts; when one has ended with an error the other has a while to notice."""
     texts = ["", ""]

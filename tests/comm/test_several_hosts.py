@@ -49,7 +49,9 @@ def test_a_strategy_over_two_hosts_equals_one_device(
     assert len(ended.losses) == 2 * per_host
 
 
-def test_without_a_key_nothing_starts(cluster: Cluster) -> None:
+def test_without_a_key_nothing_starts_but_in_a_trusted_network(cluster: Cluster) -> None:
     none = {"SHOAL_SECRET": "", "XDG_CONFIG_HOME": "/nonexistent"}
+    ended = run(cluster, "ddp", 1, SHOAL_TRUSTED_NETWORK="1", **none)
+    assert ended.statuses == (0, 0) and "lets in every process that reaches it" in ended.output
     ended = run(cluster, "ddp", 1, SHOAL_TRUSTED_NETWORK="0", **none)
     assert "shoal keys" in ended.output and not ended.losses

@@ -218,6 +218,7 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("collectives --cluster rack-1-4 --beta 10GB/s", "--beta does not go with --cluster"),
         ("collectives --cluster rack-1-5", "rack-1-4"),
         (f"keys tls {'x' * 300} --host a", "cannot make the folder"),
+        ("run train.py --on nowhere", "not 'nowhere'"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(

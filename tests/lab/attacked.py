@@ -1,54 +1,67 @@
-"""A run in a lab, what is recorded of it, and strangers on a host that has no rank of it."""
+"""A run in a lab, what is recorded of it, and a stranger on a host that has no rank of it.
+
+The stranger does not have the key of the run, and tries everything at all that listens.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import random
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
+from shoal.comm.store.link import StoreLink
+from shoal.comm.store.session import BadFrame, StoreRequest
+from shoal.errors import ShoalError
 from shoal.lab.lab import Lab
 from shoal.lab.namespaces import Namespace
+from shoal.protocol import Channel, FrameKind, Header, pack
+from shoal.protocol.connection import Connection
+from shoal.protocol.handshake import authenticate
 from shoal.runtime.secret import new_secret
+from shoal.transport.tcp.connect import StreamName, prove
 from tests.namespaces import Host, Sniffer
 
 ROOT = Path(__file__).parents[2]
 SHOAL = (sys.executable, "-m", "shoal")
-_LOOK_S = 0.02
+Address = tuple[str, int]
+_PAUSE_S = 0.02
 _RUN_S = 280.0
+_CONNECT_S = 0.5
+_ANSWER_S = 0.2
+_HELD = 400  # connections that say nothing, at a time
 _MOST_RECORDED = 4096
+_MOST_RECEIVED = 100_000  # messages
 _SYN, _SYN_ACK = 2, 18
-
-
-class Told(NamedTuple):
-    """What strangers report at their end."""
-
-    tried: dict[str, int]
-    let_in: list[str]
-    received: bytes
+_REFUSED = (OSError, ShoalError, BadFrame)
+_CHANNELS: tuple[Channel, ...] = ("control", "push", "pull", "rows", "follow", "coordinator")
 
 
 class AttackedLab:
-    """The last host is that of the strangers."""
+    """The last host is that of the stranger."""
 
     def __init__(self, lab: Lab, folder: Path):
         self.lab = lab
         self.folder = folder
         self.secret = new_secret()
-        self.key_file = folder / "secret"
-        self.key_file.touch(mode=0o600)
-        self.key_file.write_text(self.secret.hex() + "\n")
-        (folder / "recorded").mkdir()
-        self._victims = [host.namespace for host in lab.hosts[:-1]] + lab.switches
-        self._outside = lab.hosts[-1].namespace
+        self.recordings: list[bytes] = []
+        key_file = folder / "secret"
+        key_file.touch(mode=0o600)
+        key_file.write_text(self.secret.hex() + "\n")
+        # Runs of other tests have other folders for temporary files
+        given = {"SHOAL_SECRET_FILE": str(key_file), "TMPDIR": str(folder)}
+        self._environ = {**os.environ, **given, "PYTHONPATH": str(ROOT)}
 
     def run(self, *words: str, on_line: Callable[[str], None] = lambda line: None) -> str:
         """`shoal run` on the lab, in the folder; its output, with its exit status at the end."""
@@ -74,12 +87,6 @@ class AttackedLab:
         """`shoal join` for the run of this lab."""
         subprocess.run([*SHOAL, "join"], env=self._environ, check=True, stdout=subprocess.DEVNULL)
 
-    @property
-    def _environ(self) -> dict[str, str]:
-        """Runs of other tests have other folders for temporary files."""
-        given = {"SHOAL_SECRET_FILE": str(self.key_file), "TMPDIR": str(self.folder)}
-        return {**os.environ, **given, "PYTHONPATH": str(ROOT)}
-
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """What ranks and servers send to what listens, in the block, is kept for replay."""
@@ -89,64 +96,33 @@ class AttackedLab:
             yield
         finally:
             sniffer.close()
-        for index, data in enumerate(sent_by_those_who_connect(sniffer.packets)):
-            (self.folder / "recorded" / f"{index}").write_bytes(data)
+        self.recordings += sent_by_those_who_connect(sniffer.packets)
 
     @contextmanager
-    def strangers(
-        self, told: list[Told], keys: Sequence[str] = ("", "", new_secret().hex())
-    ) -> Iterator[list[subprocess.Popen[str]]]:
-        """One for each key, in the block; at its end `told` has their reports."""
-        (self.folder / "targets").touch()
-        with self._scouting():
-            started = [self._start(number, key) for number, key in enumerate(keys)]
-            try:
-                for process in started:
-                    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-                yield started
-                told += [self._end(number, process) for number, process in enumerate(started)]
-            finally:
-                for process in started:
-                    process.kill()
-                    process.communicate()
+    def stranger(self) -> Iterator[Stranger]:
+        """In the block, in threads whose sockets are those of the last host."""
+        victims = [host.namespace for host in self.lab.hosts[:-1]] + self.lab.switches
+        outside = self.lab.hosts[-1].namespace
 
-    def _start(self, number: int, key: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "tests.lab.stranger", str(self.folder), str(number), key]
-        return subprocess.Popen(
-            self._outside.command(words),
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        def targets() -> list[Address]:
+            return [pair for victim in victims for pair in listening(victim)]
 
-    def _end(self, number: int, process: subprocess.Popen[str]) -> Told:
-        said = json.loads(process.communicate("\n", 60.0)[0].splitlines()[-1])
-        received = (self.folder / f"received.{number}").read_bytes()
-        return Told(said["tried"], said["let_in"], received)
-
-    @contextmanager
-    def _scouting(self) -> Iterator[None]:
-        """Keeps the file of targets as it is on the hosts."""
-        over = threading.Event()
-
-        def look() -> None:
-            while not over.wait(_LOOK_S):
-                now = {pair for victim in self._victims for pair in listening(victim)}
-                text = "".join(f"{host} {port}\n" for host, port in sorted(now))
-                (self.folder / "targets.new").write_text(text)
-                (self.folder / "targets.new").rename(self.folder / "targets")
-
-        scout = threading.Thread(target=look)
-        scout.start()
+        stranger = Stranger((b"", new_secret()), self.recordings, targets)
+        acts = (stranger.attack, stranger.flood)
+        threads = [threading.Thread(target=outside.call, args=(act,)) for act in acts]
+        for thread in threads:
+            thread.start()
         try:
-            yield
+            yield stranger
         finally:
-            over.set()
-            scout.join()
+            stranger.over.set()
+            for thread in threads:
+                thread.join()
+            for sock in stranger.held:
+                sock.close()
 
 
-def listening(namespace: Namespace) -> list[tuple[str, int]]:
+def listening(namespace: Namespace) -> list[Address]:
     """What other hosts reach in it."""
     text = ""
     with suppress(OSError):
@@ -174,3 +150,112 @@ def sent_by_those_who_connect(packets: list[bytes]) -> list[bytes]:
         if flow in flows and len(flows[flow]) < _MOST_RECORDED:
             flows[flow] += packet[begin:end]
     return [data for data in flows.values() if data]
+
+
+@dataclass
+class Stranger:
+    keys: Sequence[bytes]
+    recorded: Sequence[bytes]
+    targets: Callable[[], list[Address]]
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    over: threading.Event = field(default_factory=threading.Event)
+    rounds: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    held: deque[socket.socket] = field(default_factory=deque)
+    received: dict[bytes, None] = field(default_factory=dict)
+    tried: Counter[str] = field(default_factory=Counter)
+    let_in: list[str] = field(default_factory=list)
+
+    def attack(self) -> None:
+        while not self.over.wait(_PAUSE_S):
+            if found := self.targets():
+                for target, attack in product(found, ATTACKS):
+                    self.tried[attack.__name__] += 1
+                    with suppress(*_REFUSED):
+                        attack(self, target)
+                self.rounds.release()
+
+    def flood(self) -> None:
+        """Many connections that say nothing; what they are sent is kept when others replace them.
+
+        Those that are held say a byte now and then: a limit for each byte would not end them.
+        """
+        while not self.over.wait(_PAUSE_S):
+            for sock in self.held:
+                with suppress(OSError):
+                    sock.send(b"s", socket.MSG_DONTWAIT)
+            for target in self.targets():
+                with suppress(OSError):
+                    for _ in range(50):
+                        self.held.append(dial(target))
+                        self.tried["silence"] += 1
+            while len(self.held) > _HELD:
+                with self.held.popleft() as sock:
+                    if select.select([sock], [], [], 0)[0]:
+                        self.keep(sock)
+
+    def say(self, target: Address, *parts: bytes) -> None:
+        """Send these, and keep what comes."""
+        with dial(target) as sock:
+            for part in parts:
+                sock.sendall(part)
+            self.keep(sock)
+
+    def keep(self, sock: socket.socket) -> None:
+        sock.settimeout(_ANSWER_S)
+        with suppress(OSError):
+            while len(self.received) < _MOST_RECEIVED and (data := sock.recv(1 << 16)):
+                self.received[data] = None
+
+
+def dial(target: Address) -> socket.socket:
+    return socket.create_connection(target, _CONNECT_S)
+
+
+def one_byte_at_a_time(stranger: Stranger, target: Address) -> None:
+    stranger.say(target, *[b"\0"] * 8)
+
+
+def garbage(stranger: Stranger, target: Address) -> None:
+    stranger.say(target, stranger.chance.randbytes(4096))
+
+
+def huge_lengths(stranger: Stranger, target: Address) -> None:
+    """In the place of a handshake, and behind one that proves nothing."""
+    frame = pack(Header(FrameKind.PULL), b"", 1 << 40)
+    for data in (b"\xff" * 4, bytes(64) + b"\xff" * 8, frame, frame[:-8] + b"\xff" * 8):
+        stranger.say(target, data)
+
+
+def replay(stranger: Stranger, target: Address) -> None:
+    for data in stranger.chance.sample(stranger.recorded, min(4, len(stranger.recorded))):
+        stranger.say(target, data)
+
+
+def as_a_rank_at_the_rendezvous(stranger: Stranger, target: Address) -> None:
+    for key in stranger.keys:
+        with suppress(*_REFUSED), dial(target) as sock:
+            request = StoreRequest("set", ["hello/1"], b"stranger")
+            StoreLink(sock, key).ask(request, _ANSWER_S)
+            stranger.let_in.append(f"rendezvous at {target}")
+
+
+def as_a_rank_in_the_data_plane(stranger: Stranger, target: Address) -> None:
+    for key, (source, to) in product(stranger.keys, ((1, 0), (0, 1))):
+        with suppress(*_REFUSED), dial(target) as sock:
+            sock.settimeout(_ANSWER_S)
+            prove(sock, key, StreamName(source, to, 0))
+            stranger.let_in.append(f"data plane at {target}")
+
+
+def as_a_worker_at_servers(stranger: Stranger, target: Address) -> None:
+    for key, channel in product(stranger.keys, _CHANNELS):
+        with suppress(*_REFUSED), dial(target) as sock:
+            sock.settimeout(_ANSWER_S)
+            authenticate(Connection(sock, b""), key, channel, Header(FrameKind.HELLO, 0, 7, 1))
+            stranger.let_in.append(f"{channel} at {target}")
+
+
+ATTACKS: tuple[Callable[[Stranger, Address], None], ...] = (
+    *(one_byte_at_a_time, garbage, huge_lengths, replay),
+    *(as_a_rank_at_the_rendezvous, as_a_rank_in_the_data_plane, as_a_worker_at_servers),
+)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,18 @@ def rope(tmp_path: Path) -> Iterator[Rope]:
     rope = Rope(tmp_path)
     yield rope
     rope.close()
+
+
+@pytest.fixture
+def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """For temporary files: runs of other tests, and of the user, are not seen.
+
+    Its path is short enough for sockets.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)

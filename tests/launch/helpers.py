@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import select
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,16 @@ class Rope:
         ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, "the processes did not do it in time"
         return os.read(self._read, 100)
+
+
+def free_port() -> int:
+    """Below those that the kernel gives out: no other process takes it meanwhile."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(end // 2, end)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
 
 
 HOLD = "rope = os.open(os.environ['ROPE'], os.O_WRONLY); os.write(rope, b'x')\n"

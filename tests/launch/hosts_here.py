@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from shoal.launch.here.process_config import Replication
 from shoal.launch.hosts.machines import HostProcess, Machine, ServerHosts, servers_in_turn
@@ -19,7 +20,7 @@ class HostsHere:
         self.machines = [
             Machine(f"h{index}", f"127.0.0.{index + 1}", count) for index, count in enumerate(slots)
         ]
-        self.started: list[HostProcess] = []
+        self.started: list[Any] = []
 
     def hosts(self, workers: int) -> Sequence[Machine]:
         return self.machines
@@ -47,7 +48,8 @@ class HostsHere:
         on_line: Callable[[str], None],
     ) -> HostProcess:
         self.started.append(HostProcess(command, environ, given, on_line))
-        return self.started[-1]
+        process: HostProcess = self.started[-1]
+        return process
 
     def __enter__(self) -> HostsHere:
         return self

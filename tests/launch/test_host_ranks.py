@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,10 +13,6 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement
 from shoal.launch.rank.host_ranks import RankHost, ask_hosts, meet, place
 from shoal.runtime.config import RunConfig
-from shoal.runtime.run_dir import new_secret
-from tests import namespaces
-from tests.launch.helpers import ROOT
-from tests.launch.resuming import free_port
 
 HOSTS = {name: name * 32 for name in "abc"}
 
@@ -107,68 +100,3 @@ def test_without_a_key_they_do_not_meet() -> None:
     placement = Placement("torchrun", 0, 2, 0, 1, "tcp://node1:1", knows_hosts=False)
     with pytest.raises(BadInput, match=r"localhost where all ranks are on one host.*shoal keys"):
         meet(placement, config, is_cuda=False)
-
-
-# as the tutorials do it: each host starts its ranks, with the number of the first of them
-SCRIPT = """
-import os, sys
-import torch, torch.distributed as dist, torch.multiprocessing as mp
-import shoal
-
-def train(job):
-    data = torch.ones(2)
-    job.group.all_reduce(data).wait()
-    words = (job.rank, job.local_rank, job.local_size, os.environ["HOST"], data.tolist()[0])
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-    sys.stdout.flush()
-
-def work(index, first, how):
-    os.environ["RANK"] = str(first + index)
-    if how == "group":
-        dist.init_process_group("gloo")
-    shoal.run(train, strategy="ddp")
-    if how == "group":
-        dist.destroy_process_group()
-
-if __name__ == "__main__":
-    first, count, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    mp.spawn(work, args=(first, how), nprocs=count)
-"""
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())
-@pytest.mark.parametrize(("counts", "how"), [((2, 2), "run"), ((3, 1), "run"), ((1, 2), "group")])
-def test_a_script_that_spawns_ranks_on_two_hosts(
-    tmp_path: Path, counts: tuple[int, int], how: str
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    port, secret = str(free_port()), new_secret().hex()
-    outside = {n: t for n, t in os.environ.items() if not n.startswith("SHOAL_")}
-    with namespaces.two_hosts() as hosts:
-        started = [
-            host.run(
-                [sys.executable, str(tmp_path / "train.py"), str(first), str(count), how],
-                {
-                    **outside,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                    "HOME": str(tmp_path),
-                    "MASTER_ADDR": hosts[0].address,
-                    "MASTER_PORT": port,
-                    "WORLD_SIZE": str(sum(counts)),
-                    "SHOAL_SECRET": secret,
-                    "SHOAL_TRUSTED_NETWORK": "1",
-                    "GLOO_SOCKET_IFNAME": host.device,
-                    "HOST": name,
-                },
-            )
-            for host, name, first, count in zip(hosts, "ab", (0, counts[0]), counts, strict=True)
-        ]
-        text = "".join(process.communicate(timeout=120)[0] for process in started)
-    lines = sorted(line for line in text.splitlines() if line[:1].isdigit())
-    local = [
-        (i, count, host) for count, host in zip(counts, "ab", strict=True) for i in range(count)
-    ]
-    total = float(sum(counts))
-    assert lines == [f"{rank} {i} {n} {h} {total}" for rank, (i, n, h) in enumerate(local)], text

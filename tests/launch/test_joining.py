@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,8 @@ from shoal.launch.losses.lost_workers import Tolerance
 from shoal.runtime.run_dir import new_run_dir
 from tests.launch.helpers import run
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+FACTS = RunFacts("ps", 2, 0, ("python", "train.py"), ("here", "here"))
 SCRIPT = """
     from pathlib import Path
     from shoal.runtime.run_dir import RunDir
@@ -54,8 +55,7 @@ def test_a_worker_that_is_asked_for_is_started_as_one_that_comes_back() -> None:
     assert shown.items() <= joined.items()
 
 
-def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_which_run_is_asked() -> None:
     with new_run_dir() as first, new_run_dir() as second:
         with pytest.raises(BadInput, match="no run of yours on this host takes a worker"):
             ask_to_join(None)
@@ -69,60 +69,50 @@ def test_which_run_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(BadInput, match="several runs take a worker"):
             ask_to_join(None)
         assert ask_to_join(str(second.path))[0] == second
-        name = enter_run(second, RunFacts("ps", 2, 0, ("python", "train.py"), ("here", "here")))
+        name = enter_run(second, FACTS)
         assert ask_to_join(name)[0] == second
         second.note_exit(1, 0)  # as the launcher notes one that is not started
         assert [entry.present for entry in entries()] == [1]
         with pytest.raises(BadInput, match=f"several runs take a worker: name one of .*{name}"):
             ask_to_join(None)
-    for gone in (second.path, tmp_path / "nothing", Path("/dev/null")):
+    for gone in (second.path, Path("/nothing"), Path("/dev/null")):
         with pytest.raises(BadInput, match=f"{gone} is not the folder of a run that goes on"):
             ask_to_join(str(gone))
 
 
 def test_the_run_that_is_joined_is_named_as_ps_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     started = StartedWorker(1, 1, "worker 1 of 2 is started")
     monkeypatch.setattr("shoal.commands.runs.wait_for_answer", lambda *_: started)
     with new_run_dir() as run_dir:
         run_dir.open_joins()
         run_dir.note_return(1, 1, {"step": 40, "lost_at": 0})
         join()
-        name = enter_run(run_dir, RunFacts("ps", 2, 0, ("python", "train.py"), ("here", "here")))
+        name = enter_run(run_dir, FACTS)
         join()
     said = "worker 1 has joined the run {}\n"
     assert capsys.readouterr().out == said.format(run_dir.path) + said.format(name)
 
 
-def test_the_launcher_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_launcher_answers() -> None:
     with new_run_dir() as run_dir:
         run_dir.open_joins()
-        answers = [
-            ("worker 1 of 2 is started", 1),
-            ("no worker is started: all workers are there", None),
-        ]
-        for sentence, rank in answers:
-            _, request = ask_to_join(None)
-            run_dir.answer_join(request, sentence, rank)
-            if rank is not None:
-                assert wait_for_answer(run_dir, request) == StartedWorker(rank, 0, sentence)
-                continue
-            with pytest.raises(ShoalError, match=sentence) as caught:
-                wait_for_answer(run_dir, request)
-            assert not isinstance(caught.value, BadInput), "exit status 1"
+        requests = [ask_to_join(None)[1] for _ in range(2)]
+        run_dir.answer_join(requests[0], "worker 1 of 2 is started", 1)
+        run_dir.answer_join(requests[1], "no worker is started: all workers are there", None)
+        started = wait_for_answer(run_dir, requests[0])
+        assert started == StartedWorker(1, 0, "worker 1 of 2 is started")
+        with pytest.raises(ShoalError, match="all workers are there") as caught:
+            wait_for_answer(run_dir, requests[1])
+        assert not isinstance(caught.value, BadInput), "exit status 1"
         with pytest.raises(ShoalError, match="has not answered for 0 s"):
             wait_for_answer(run_dir, "another", limit_s=0)
     with pytest.raises(ShoalError, match=r"no worker is started: the run in .* has ended"):
         wait_for_answer(run_dir, "another")
 
 
-def test_a_join_succeeds_only_when_the_worker_has_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_join_succeeds_only_when_the_worker_has_joined() -> None:
     with new_run_dir() as run_dir:
         run_dir.late(0, 1).touch()
         run_dir.note_return(1, 1, {})

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,7 @@ from shoal.launch.losses.failures import FailureReport, write_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy
 from shoal.runtime.run_dir import RunDir
-from tests import forked
-from tests.scripts import HEAD
+from tests.scripts import HEAD, shoal
 
 SCRIPT = (
     HEAD
@@ -75,15 +72,8 @@ if __name__ == "__main__":
 
 def run(folder: Path, when: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = ["run", "-n", "2", "--checkpoint", "saved:every=10", "train.py", "--", when]
-    return forked.run(
-        [sys.executable, "-m", "shoal", *command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    words = ["run", "-n", "2", "--checkpoint", "saved:every=10", "train.py", "--", when]
+    return shoal(*words, cwd=folder)
 
 
 @pytest.mark.whole

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from shoal.errors import BadInput
 from shoal.runtime import run_dir as directories
 from shoal.runtime.run_dir import RunDir, new_run_dir, new_server_dir
-from tests.launch.helpers import HOLD, ROOT, Rope, launcher
+from tests.launch.helpers import HOLD, ROOT, Rope
 
 HOLD_DIRECTORY = """
 from shoal.runtime.run_dir import new_run_dir
@@ -23,21 +21,6 @@ with new_run_dir() as run_dir, scratch_folder("verify") as scratch:
     print(run_dir.path, scratch, flush=True)
     input()
 """
-
-
-@pytest.fixture
-def tmp_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files whose path is short enough for sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(directories.tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
-def test_workers_die_with_a_launcher_that_is_killed_while_they_start(rope: Rope) -> None:
-    with launcher("time.sleep(60)", 2, rope) as process:  # as if torch took a minute to load
-        rope.wait_held(2)
-        process.kill()
-        rope.wait_released()
 
 
 def test_notebook_workers_die_with_the_session(rope: Rope) -> None:
@@ -58,11 +41,10 @@ launch(LaunchSpec((), 2, RunConfig.from_environment(), body=body))
         rope.wait_released()
 
 
-def test_the_next_start_removes_the_folder_of_a_killed_launcher(tmp_folder: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_folder)}
+def test_the_next_start_removes_the_folder_of_a_killed_launcher(own_folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD_DIRECTORY],
-        env=env,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -75,15 +57,15 @@ def test_the_next_start_removes_the_folder_of_a_killed_launcher(tmp_folder: Path
     process.communicate()
     assert RunDir(path).secret.exists() and scratch.is_dir()
     with new_run_dir() as own, new_run_dir() as other:
-        assert {own.path, other.path} == set(tmp_folder.iterdir())
+        assert {own.path, other.path} == set(own_folder.iterdir())
     servers = new_server_dir()
-    assert [servers.path] == list(tmp_folder.iterdir())
+    assert [servers.path] == list(own_folder.iterdir())
     servers.remove()
-    assert list(tmp_folder.iterdir()) == []
+    assert list(own_folder.iterdir()) == []
 
 
 def test_a_full_temporary_folder_is_one_sentence(
-    tmp_folder: Path, monkeypatch: pytest.MonkeyPatch
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(28, "No space left on device")
@@ -95,4 +77,4 @@ def test_a_full_temporary_folder_is_one_sentence(
     monkeypatch.setattr(directories.tempfile, "mkdtemp", full)
     with pytest.raises(BadInput, match=r"cannot write the files of the run to .*TMPDIR"):
         new_run_dir().__enter__()
-    assert list(tmp_folder.iterdir()) == []
+    assert list(own_folder.iterdir()) == []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from shoal.errors import BadInput, PeerLost, WorkersFailed
-from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.loss_report import (
@@ -25,12 +24,12 @@ from shoal.launch.losses.loss_report import (
     run_report,
 )
 from shoal.launch.losses.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
-from shoal.runtime.config import RunConfig
 from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from tests import forked
-from tests.launch.helpers import ROOT, Screen, python
+from tests.launch.helpers import Screen
+from tests.launch.helpers import run as launched
 
 QUORUM = Tolerance("ps(quorum=0.75)")
 IMPORT = (
@@ -45,14 +44,8 @@ IMPORT = (
 )
 
 
-def run(
-    script: str, workers: int, tolerance: Tolerance | None = QUORUM
-) -> tuple[RunResult, Screen]:
-    screen = Screen()
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = python(IMPORT + textwrap.dedent(script))
-    spec = LaunchSpec(command, workers, RunConfig.from_environment(env), tolerance=tolerance)
-    return launch(spec, screen), screen
+def run(script: str, workers: int, tolerance: Tolerance = QUORUM) -> Screen:
+    return launched(IMPORT + textwrap.dedent(script), workers, tolerance=tolerance)
 
 
 def test_the_others_go_on_when_one_is_killed_and_the_end_says_who_is_missing() -> None:
@@ -61,7 +54,8 @@ def test_the_others_go_on_when_one_is_killed_and_the_end_says_who_is_missing() -
         wait_exited(1)
         run_dir.write_report(rank, {"rank": rank, "steps": 5 + rank})
     """
-    ending, screen = run(script, 3)
+    screen = run(script, 3)
+    ending = screen.result
     assert [(loss.rank, loss.how) for loss in ending.lost] == [(1, "was killed by SIGKILL")]
     first, missed, last = screen.err.splitlines()
     assert first.startswith("shoal: worker 1 was killed by SIGKILL after ")
@@ -97,19 +91,30 @@ def test_when_all_are_lost_the_first_loss_is_reported() -> None:
 # ----------------------------------------------------------------------------- the decision
 
 
-class Told:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
 
 
-def decide(tmp_path: Path, returncode: int, error: Exception | None, **options: Any) -> bool:
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def policy(run_dir: RunDir, said: list[str]) -> LossPolicy:
+    return LossPolicy(run_dir, 2, Tolerance("hogwild", restarts=1), said.append)
+
+
+def ends(policy: LossPolicy, rank: int, returncode: int = -9) -> bool:
+    return policy.survives(ProcessExit(rank, returncode, 0))
+
+
+def decide(run_dir: RunDir, returncode: int, error: Exception | None, **options: Any) -> bool:
     if error is not None:
-        report_failure(RunDir(tmp_path), 1, error)
-    policy = LossPolicy(RunDir(tmp_path), 3, Tolerance("hogwild", **options), Told())
-    return policy.survives(ProcessExit(1, returncode, 0))
+        report_failure(run_dir, 1, error)
+    policy = LossPolicy(run_dir, 3, Tolerance("hogwild", **options), print)
+    return ends(policy, 1, returncode)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +131,20 @@ def decide(tmp_path: Path, returncode: int, error: Exception | None, **options: 
     ],
 )
 def test_what_counts_as_a_loss(
-    tmp_path: Path, returncode: int, error: Exception | None, goes_on: bool
+    run_dir: RunDir, returncode: int, error: Exception | None, goes_on: bool
 ) -> None:
-    assert decide(tmp_path, returncode, error) == goes_on
-    run_dir = RunDir(tmp_path)
+    assert decide(run_dir, returncode, error) == goes_on
     assert run_dir.has_exited(1) and not run_dir.has_exited(0)
     note = json.loads(run_dir.exited(1, 0).read_text())
     assert note["returncode"] == returncode
     assert note["signal"] == {-9: "SIGKILL", -11: "SIGSEGV"}.get(returncode)
 
 
-def test_a_worker_that_holds_what_the_others_need_is_not_survived(tmp_path: Path) -> None:
-    assert not decide(tmp_path, -9, None, needed=(1,))
+def test_workers_that_others_need_or_have_not_met_yet_are_not_survived(run_dir: RunDir) -> None:
+    assert not decide(run_dir, -9, None, needed=(1,))
+    assert not decide(run_dir, -9, None, from_start=False)
+    run_dir.all_joined.touch()
+    assert decide(run_dir, -9, None, from_start=False)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +174,6 @@ def test_strategies_that_survive_losses(
         assert found == replace(wanted, from_start=True, restarts=5)
 
 
-def test_a_loss_before_the_workers_have_met_ends_a_run_that_shares_memory(tmp_path: Path) -> None:
-    assert not decide(tmp_path, -9, None, from_start=False)
-    RunDir(tmp_path).all_joined.touch()
-    assert decide(tmp_path, -9, None, from_start=False)
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -189,24 +190,23 @@ def test_strategies_that_do_not(strategy: str) -> None:
 
 
 def test_the_end_says_what_lost_workers_have_not_trained() -> None:
-    lost = LostWorker(1, "was killed by SIGKILL", 1.0, lost_at=19)
-    reports = [{"steps": 300}, None]
-    last = "finished by worker 0, without worker 1"
-    assert losses_at_end([lost], 2, reports) == [
-        "worker 1 was lost at step 20; 281 steps were not trained",
-        last,
-    ]
-    assert losses_at_end([lost], 2, [None, None]) == [last]
+    def at_end(lost: LostWorker, reports: Sequence[Any] = ({"steps": 300}, None)) -> list[str]:
+        *lines, last = losses_at_end([lost], 2, reports)
+        assert last == "finished by worker 0, without worker 1"
+        return lines
+
     at_once = LostWorker(1, "was killed by SIGKILL", 1.0)
-    assert losses_at_end([at_once], 2, reports)[0] == (
-        "worker 1 was lost before the first step; 300 steps were not trained"
-    )
-    assert losses_at_end([], 2, reports) == []
-    late = LostWorker(1, "was killed by SIGKILL", 1.0, came_too_late=True)
-    assert losses_at_end([late], 2, reports)[0] == (
-        "worker 1 was lost before the first step and came back too late, when the others had "
-        "finished; 300 steps were not trained"
-    )
+    lost = replace(at_once, lost_at=19)
+    assert at_end(lost) == ["worker 1 was lost at step 20; 281 steps were not trained"]
+    assert at_end(lost, [None, None]) == []
+    first = "worker 1 was lost before the first step"
+    assert at_end(at_once) == [f"{first}; 300 steps were not trained"]
+    assert at_end(replace(at_once, came_too_late=True)) == [
+        f"{first} and came back too late, when the others had finished; 300 steps were not trained"
+    ]
+    assert losses_at_end([], 2, [{"steps": 300}, None]) == []
+    without = ["finished by worker 0, without workers 1, 2 and 3"]
+    assert losses_at_end([lost], 4, [], absent=[2, 3]) == without
 
 
 def test_a_worker_that_takes_batches_in_turns_misses_only_its_own() -> None:
@@ -218,13 +218,6 @@ def test_a_worker_that_takes_batches_in_turns_misses_only_its_own() -> None:
     back = replace(lost, away="returned", away_s=2.0, step=40)
     words = "at step 30 and came back after 2.0 s; 6 steps were not trained"
     assert back.in_words().endswith(words)
-
-
-def test_workers_that_were_not_started_have_not_finished() -> None:
-    lost = [LostWorker(1, "was killed by SIGKILL", 1.0)]
-    ends = losses_at_end(lost, 4, [], absent=[2, 3])
-    assert ends == ["finished by worker 0, without workers 1, 2 and 3"]
-    assert losses_at_end([], 3, [], absent=[2]) == ["finished by workers 0 and 1, without worker 2"]
 
 
 # -------------------------------------------------------------------------- started again
@@ -239,7 +232,8 @@ def test_a_killed_worker_is_started_again_so_many_times_in_all_and_the_end_tells
         while not os.path.exists(run_dir.back(1, 3)): time.sleep(0.005)
         run_dir.write_report(rank, {"rank": rank, "steps": 5})
     """
-    ending, screen = run(script, 2, Tolerance("ps(quorum=0.5)", restarts=3))
+    screen = run(script, 2, Tolerance("ps(quorum=0.5)", restarts=3))
+    ending = screen.result
     assert not ending.lost and [worker.rank for worker in ending.returned] == [1, 1, 1]
     lines = screen.err.splitlines()
     for number in (1, 2, 3):
@@ -251,47 +245,42 @@ def test_a_killed_worker_is_started_again_so_many_times_in_all_and_the_end_tells
     assert lines[-1].endswith(" s; 12 steps were not trained")
 
 
-def test_one_that_comes_back_when_the_others_have_finished_is_lost(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    policy = LossPolicy(run_dir, 2, Tolerance("hogwild", restarts=1), told := Told())
+def test_one_that_comes_back_when_the_others_have_finished_is_lost(
+    run_dir: RunDir, policy: LossPolicy, said: list[str]
+) -> None:
     count = StepCount(run_dir.steps(1))
     count.note(19)
     count.close()
-    killed = ProcessExit(1, -9, 0)
-    assert policy.survives(killed) and policy.restarts(killed)
+    assert ends(policy, 1) and policy.restarts(ProcessExit(1, -9, 0))
     StepCount(run_dir.steps(1)).close()  # of the new process: it keeps what it finds
-    assert policy.survives(ProcessExit(0, 0, 0))
+    assert ends(policy, 0, 0)
     run_dir.late(1, 1).touch()
-    assert policy.survives(ProcessExit(1, 0, 0))
-    assert policy.returned() == [] and len(told.lines) == 1
+    assert ends(policy, 1, 0)
+    assert policy.returned() == [] and len(said) == 1
     (lost,) = policy.lost
     assert (lost.rank, lost.lost_at, lost.came_too_late) == (1, 19, True)
-    assert lost.in_words(300) == (
-        "worker 1 was lost at step 20 and came back too late, when the others had finished; "
-        "281 steps were not trained"
-    )
 
 
-def test_one_that_was_never_there_comes_too_late_to_take_part(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), told := Told())
+def test_one_that_was_never_there_comes_too_late_to_take_part(
+    run_dir: RunDir, policy: LossPolicy, said: list[str]
+) -> None:
     policy.note_absent(1)
     assert policy.absent == (1,)
     assert policy.join("a") == 1
     answer = {"sentence": "worker 1 of 2 is started", "rank": 1, "incarnation": 1}
     assert run_dir.read_join_answer("a") == answer
-    assert policy.survives(ProcessExit(0, 0, 0))
+    assert ends(policy, 0, 0)
     run_dir.late(1, 1).touch()
-    assert policy.survives(ProcessExit(1, 0, 0))
-    assert told.lines[1:] == ["worker 1 came too late to take part: the others had finished"]
+    assert ends(policy, 1, 0)
+    assert said[1:] == ["worker 1 came too late to take part: the others had finished"]
     assert not policy.lost and not policy.returned() and policy.absent == (1,)
     (joined,) = policy.joined()
     assert (joined.rank, joined.step, joined.came_too_late) == (1, None, True)
 
 
-def test_none_is_started_when_a_worker_has_finished_its_training(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    policy = LossPolicy(run_dir, 3, Tolerance("hogwild"), Told())
+def test_none_is_started_when_a_worker_has_finished_its_training(
+    run_dir: RunDir, policy: LossPolicy
+) -> None:
     policy.note_absent(1)
     run_dir.mark_training(0)
     run_dir.mark_finished(0)  # its process has not exited yet
@@ -302,26 +291,26 @@ def test_none_is_started_when_a_worker_has_finished_its_training(tmp_path: Path)
     assert policy.join("b") == 1
 
 
-def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), Told())
-    assert policy.survives(ProcessExit(1, -9, 0))
+def test_a_lost_worker_that_was_asked_for_and_comes_too_late_stays_lost(
+    run_dir: RunDir,
+) -> None:
+    policy = LossPolicy(run_dir, 2, Tolerance("hogwild"), print)
+    assert ends(policy, 1)
     assert policy.join("a") == 1 and not policy.lost
     assert policy.join("b") is None
     answer = run_dir.read_join_answer("b") or {}
     assert answer["sentence"] == "no worker is started: all workers are there"
     run_dir.late(1, 1).touch()
-    assert policy.survives(ProcessExit(1, 0, 0))
+    assert ends(policy, 1, 0)
     assert [(lost.rank, lost.came_too_late) for lost in policy.lost] == [(1, True)]
 
 
-def test_a_worker_is_not_started_again_when_another_has_finished(tmp_path: Path) -> None:
-    told = Told()
-    policy = LossPolicy(RunDir(tmp_path), 3, Tolerance("hogwild", restarts=2), told)
-    assert policy.survives(ProcessExit(0, 0, 0))
-    killed = ProcessExit(1, -9, 0)
-    assert policy.survives(killed) and not policy.restarts(killed)
-    assert told.lines[-1].endswith("; the others go on, as hogwild allows")
+def test_a_worker_is_not_started_again_when_another_has_finished(
+    policy: LossPolicy, said: list[str]
+) -> None:
+    assert ends(policy, 0, 0)
+    assert ends(policy, 1) and not policy.restarts(ProcessExit(1, -9, 0))
+    assert said[-1].endswith("; the others go on, as hogwild allows")
 
 
 @pytest.mark.parametrize("strategy", ["ps", "ps(staleness=0)", "ps(quorum=1)"])
@@ -376,13 +365,7 @@ launch(LaunchSpec((), 3, RunConfig.from_environment(), int(MODE != "kill"),
     ],
 )
 def test_forked_workers(mode: str, status: int, says: str) -> None:
-    done = forked.run(
-        [sys.executable, "-c", FORKED, mode],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = forked.run([sys.executable, "-c", FORKED, mode], capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert says in done.stderr
 
@@ -390,8 +373,7 @@ def test_forked_workers(mode: str, status: int, says: str) -> None:
 # ------------------------------------------------------------------------------ the report
 
 
-def test_reports_by_rank_and_none_for_what_cannot_be_read(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
+def test_reports_by_rank_and_none_for_what_cannot_be_read(run_dir: RunDir, tmp_path: Path) -> None:
     run_dir.write_report(0, {"steps": 3})
     (tmp_path / "report-1.json").write_text("[1, 2")
     (tmp_path / "report-2.json").write_text("[1, 2]")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import weakref
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.comm.group import Group
-from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from tests import forked
-from tests.conftest import World
-from tests.jobs import CPU
+from tests import scripts
+from tests.launch.helpers import ROOT
 from tests.products import few_or_all
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -64,19 +60,6 @@ def test_runs_in_one_process_leave_no_weights_and_no_descriptors(strategy: str) 
     assert open_files() == before
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero(1)", "zero(3)", "gossip", "localsgd", "pp(2)"])
-def test_a_job_on_two_ranks_leaves_no_weights(strategy: str, world: World) -> None:
-    runs = [Runs(), Runs()]
-
-    def body(group: Group) -> None:
-        job = Job(parse(strategy), group, device=CPU, seed=0)
-        runs[group.rank].train(job)
-        job.close()
-
-    world(2, body)
-    assert [rank.alive() for rank in runs] == [0, 0]
-
-
 SCRIPT = """
 import sys, shoal
 from tests.launch.test_many_runs import Runs, open_files
@@ -101,10 +84,7 @@ FIFTY = [
 def test_runs_on_two_workers_leave_no_weights_and_no_descriptors(
     tmp_path: Path, strategy: str, count: int
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "2", "-s", strategy]
-    done = forked.run(
-        [*command, "--", str(count)], cwd=Path(__file__).parents[2], capture_output=True, text=True
-    )
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ["run", "script.py", "-n", "2", "-s", strategy, "--", str(count)]
+    done = scripts.shoal(*words, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-2000:]

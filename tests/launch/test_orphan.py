@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,7 @@ from shoal.launch.here.processes import Processes
 from shoal.launch.hosts import remote
 from shoal.launch.rank import environment, rendezvous
 from shoal.launch.rank.environment import Placement
-from tests.launch.helpers import DIE_WITH_LAUNCHER, ROOT
-from tests.launch.resuming import free_port
+from tests.launch.helpers import DIE_WITH_LAUNCHER, ROOT, free_port
 
 RANK = """
 import time
@@ -49,34 +49,35 @@ def test_a_rank_that_comes_after_the_end_of_the_agent_does_not_wait_for_its_stor
         rendezvous.require_agent_store(placement, environ)
 
 
-def test_a_worker_whose_launcher_has_exited_ends() -> None:
-    script = f"{DIE_WITH_LAUNCHER}print('on')"
-    base = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL")}
-    for session, launcher, output in (
+@pytest.mark.parametrize(
+    ("session", "launcher", "output"),
+    [
         (True, "1", b""),  # a worker that was adopted
         (True, str(os.getpid()), b"on\n"),
         (False, "1", b"on\n"),  # behind a wrapper
-        (True, None, b"on\n"),
-    ):
-        env = {**base, "PYTHONPATH": str(ROOT)}
-        if launcher is not None:
-            env["SHOAL_LAUNCHER_PID"] = launcher
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE,
-            start_new_session=session, check=False,
-        )  # fmt: skip
-        assert done.stdout == output
+        (True, "", b"on\n"),
+    ],
+)
+def test_a_worker_whose_launcher_has_exited_ends(
+    session: bool, launcher: str, output: bytes
+) -> None:
+    command = [sys.executable, "-c", f"{DIE_WITH_LAUNCHER}print('on')"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SHOAL_LAUNCHER_PID": launcher}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, start_new_session=session)
+    assert done.stdout == output
 
 
-def test_the_launcher_does_not_load_torch() -> None:
-    names = [environment, local, remote, rendezvous]
-    script = f"import sys\nfor n in {[name.__name__ for name in names]}: __import__(n)\n"
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [environment, local, remote, rendezvous],  # of the launcher
+        ["shoal.server.main"],  # a server can die with its launcher before it waits for anything
+    ],
+)
+def test_launchers_and_servers_start_without_torch(modules: list[Any]) -> None:
+    names = [getattr(module, "__name__", module) for module in modules]
+    script = f"import sys\nfor n in {names}: __import__(n)\n"
     script += "assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
-
-
-def test_a_server_waits_for_nothing_before_it_can_die_with_its_launcher() -> None:
-    script = "import sys, shoal.server.main; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 

@@ -16,7 +16,6 @@ import pytest
 from shoal.runtime.preemption import Preemption
 from shoal.runtime.run_dir import RunDir
 from tests import forked
-from tests.launch.helpers import Rope, launcher
 from tests.scripts import HEAD
 
 SCRIPT = (
@@ -85,24 +84,6 @@ def test_a_script_that_saves_at_its_end_gets_there(tmp_path: Path) -> None:
     status, stderr = preempted(tmp_path, SAVES_AT_THE_END, 2, "ddp")
     assert status == 143, stderr
     assert (tmp_path / "saved").exists(), stderr
-
-
-def test_a_handler_of_the_script_gets_the_time_that_it_needs(rope: Rope) -> None:
-    own = """
-    def handler(*_):
-        time.sleep(3)  # longer than the launcher waits after Ctrl-C
-        print("handled", file=sys.stderr, flush=True)
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, handler)
-    os.write(rope, b"x")
-    time.sleep(60)
-    """
-    with launcher(own, 1, rope) as process:
-        rope.wait_held(2)
-        process.terminate()
-        _, stderr = process.communicate(timeout=50)
-    assert b"handled" in stderr
-    assert process.returncode == 143
 
 
 def test_in_lockstep_all_ranks_stop_after_the_step_that_the_first_chooses(tmp_path: Path) -> None:

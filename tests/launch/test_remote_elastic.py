@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
 from shoal.launch.here.running import ask_to_join
-from shoal.launch.hosts.remote import run_attempts
+from shoal.launch.hosts.remote import LostHosts, run_attempts
 from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_workers import tolerance_of
 from shoal.runtime.config import RunConfig
@@ -56,13 +56,17 @@ def run(
         return run_attempts(machines, replace(spec, tolerance=tolerance), shown)
 
 
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("how", "comes_to"), [("worker", "[1 h1] here 1 1 0 127.0.0.2"), ("agent", "[1 h0] here 1 1 1")]
 )
 def test_a_lost_worker_comes_back_on_its_host_or_for_a_lost_host_on_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, comes_to: str
+    tmp_path: Path, how: str, comes_to: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     shown = Screen()
     machines = HostsHere([1, 1])
     result = run(tmp_path, how, shown, machines, restarts=1)
@@ -76,10 +80,8 @@ def test_a_lost_worker_comes_back_on_its_host_or_for_a_lost_host_on_another_one(
 
 
 def test_a_worker_that_is_asked_for_starts_where_the_first_ones_have_left_a_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shown = Screen()
 
     def write(text: str, is_stderr: bool) -> None:
@@ -91,3 +93,27 @@ def test_a_worker_that_is_asked_for_starts_where_the_first_ones_have_left_a_slot
     assert "worker 2 of 4 is started, as it was asked for" in shown.err
     assert "[1 h1] here 1 0 0 127.0.0.2" in shown.out
     assert "[2 h0] here 2 1 1 127.0.0.1" in shown.out
+
+
+def test_where_a_worker_gave_up_the_launcher_waits_until_it_notices_that_its_host_is_cut_off() -> (
+    None
+):
+    lost = LostHosts()
+    lost.note_exit(2, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lost.has_host_of, 2, "h2")
+        lost.add("h2")
+        assert waiting.result(timeout=30)
+    assert lost.names == {"h2"}
+
+
+def test_a_killed_worker_comes_back_on_its_host_at_once_and_the_end_of_the_run_ends_this_wait() -> (
+    None
+):
+    lost = LostHosts()
+    for rank, returncodes in ((2, (1, -9)), (3, (1,))):
+        for returncode in returncodes:
+            lost.note_exit(rank, returncode)
+    assert not lost.has_host_of(2, "h2")
+    lost.end()
+    assert not lost.has_host_of(3, "h3")

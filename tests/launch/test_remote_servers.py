@@ -6,9 +6,10 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,12 +21,13 @@ from shoal.launch.here.process_config import Replication
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import Event
 from shoal.launch.hosts.agent_messages import ServerListens, ServerTask
-from shoal.launch.hosts.machines import Machine, ServerHosts, servers_in_turn
+from shoal.launch.hosts.machines import Machine, servers_in_turn
 from shoal.launch.hosts.remote_servers import RemoteRun, RemoteServers
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.variable_text import LaunchedServer
 from tests.launch.helpers import Screen
+from tests.launch.hosts_here import HostsHere
 
 TWO_COPIES = Replication(replicas=2)
 HOSTS = [Machine(name, f"10.0.0.{n}", 1) for n, name in enumerate("abc", 1)]
@@ -45,65 +47,39 @@ def test_a_server_is_named_by_one_address_or_two() -> None:
         LaunchedServer.decode("tcp:a:1|unix:/s")
 
 
-class SaidServer:
+class SaidServer(queue.SimpleQueue[int]):
     """A server that says where it listens, and is there until it is killed."""
 
-    def __init__(self) -> None:
-        self._returncode: queue.SimpleQueue[int] = queue.SimpleQueue()
-
     def wait(self) -> int:
-        return self._returncode.get()
-
-    def preempt(self) -> None:
-        pass
+        return self.get()
 
     def terminate(self) -> None:
-        self._returncode.put(0)
+        self.put(0)
 
     def kill(self) -> None:
-        self._returncode.put(-int(signal.SIGKILL))
+        self.put(-int(signal.SIGKILL))
 
 
-class MovingHosts:
+class MovingHosts(HostsHere):
     """The next host takes what one has lost."""
 
-    is_private = True
-
     def __init__(self) -> None:
+        super().__init__([])
+        self.machines = HOSTS
         self.tasks: list[ServerTask] = []
-        self.processes: list[SaidServer] = []
-
-    def hosts(self, workers: int) -> Sequence[Machine]:
-        return HOSTS
-
-    def server_hosts(self, servers: int, replication: Replication) -> ServerHosts:
-        return servers_in_turn(HOSTS[:2], servers, replication)
 
     def find_again(self, machine: Machine, over: threading.Event) -> Machine:
         return HOSTS[HOSTS.index(machine) + 1]
 
-    def start(
-        self,
-        machine: Machine,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        on_line: Callable[[str], None],
-    ) -> SaidServer:
-        task = msgspec.json.decode(given, type=ServerTask)
+    def start(self, machine: Machine, *given: Any) -> Any:
+        *_, task_text, on_line = given
+        task = msgspec.json.decode(task_text, type=ServerTask)
         self.tasks.append(task)
         port = 7000 + len(self.tasks)
         listens = ServerListens(port, "unix:/s", f"tcp:{task.address}:{port}")
         on_line(msgspec.json.encode(listens).decode())
-        self.processes.append(SaidServer())
-        return self.processes[-1]
-
-    def __enter__(self) -> MovingHosts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
+        self.started.append(SaidServer())
+        return self.started[-1]
 
 
 @contextmanager
@@ -118,7 +94,7 @@ def started(
         sink, logs = OutputSink(events.put), LogFiles(None)
         own = (machines, bytes(32))
         run = RemoteRun(spec, RunDir(tmp_path), events, shown, logs, sink, *own)
-        hosts = machines.server_hosts(spec.servers, replication)
+        hosts = servers_in_turn(HOSTS[:2], spec.servers, replication)
         with RemoteServers(run, hosts) as servers:
             assert servers.start_all()
             yield servers, machines, events
@@ -144,7 +120,7 @@ def test_a_lost_replica_starts_again_on_another_host(tmp_path: Path) -> None:
             f"tcp:10.0.0.{host}:700{n}" for n, host in zip((2, 3, 4, 5), (1, 2, 2, 1), strict=True)
         )
         assert machines.tasks[1].variables["SHOAL_COORDINATOR"] == "tcp:10.0.0.1:7001"
-        machines.processes[2].kill()  # server 1, on b; process 0 is the coordinator
+        machines.started[2].kill()  # server 1, on b; process 0 is the coordinator
         exit = events.get(timeout=10)
         assert isinstance(exit, ProcessExit)
         assert (exit.rank, exit.returncode, exit.role) == (1, -9, "server")

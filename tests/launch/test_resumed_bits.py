@@ -6,16 +6,13 @@ learning rate, accumulation, clipping, bf16.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import forked
-from tests.scripts import HEAD
+from tests.scripts import HEAD, shoal
 
 SCRIPT = (
     HEAD
@@ -51,17 +48,15 @@ if __name__ == "__main__":
     shoal.run(train)
 """
 )
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run_to_end(folder: Path, strategy: str, *args: str) -> int:
     """How often it was started."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", "-s", strategy]
-    command += ["--checkpoint", "saved", "train.py", "--", *args]
+    words = ["run", "-n", "2", "-s", strategy, "--checkpoint", "saved", "train.py", "--", *args]
     for start in range(1, 5):
-        done = forked.run(command, cwd=folder, env=ENV, capture_output=True, text=True)
+        done = shoal(*words, cwd=folder)
         if done.returncode != 143:
             assert done.returncode == 0, done.stderr
             return start

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.chaos.kills import RETURNING, Attack, hit_all
-from tests.launch.helpers import ROOT
+from tests.scripts import PLAIN, shoal
 
 
 @pytest.mark.whole
@@ -21,24 +19,16 @@ def test_runs_end_by_themselves_whatever_workers_are_killed(tmp_path: Path, stra
     assert outcome.startswith("finished after"), outcome
 
 
-EARLY = """
-import os, time, torch, shoal
-from functools import partial
-
-folder = os.environ["SHOAL_RUN_DIR"]
+# worker 0 was killed and is started again before the others come
+EARLY = (
+    """
+import os, time
 if os.environ["SHOAL_RANK"] != "0":
-    while not os.path.exists(f"{folder}/started-0"):  # worker 0 was killed and is started again
+    while not os.path.exists(os.environ["SHOAL_RUN_DIR"] + "/started-0"):
         time.sleep(0.01)
-
-def train(job):
-    data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
-    step = job.step(torch.nn.Linear(6, 3), torch.nn.functional.cross_entropy,
-                    optimizer=partial(torch.optim.SGD, lr=0.05))
-    for batch in job.batches(data, batch_size=24, epochs=10):
-        step(batch)
-
-shoal.run(train)
 """
+    + PLAIN
+)
 
 
 @pytest.mark.whole
@@ -46,11 +36,9 @@ shoal.run(train)
 def test_the_first_worker_may_be_killed_before_the_others_have_come(
     tmp_path: Path, strategy: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(EARLY)
-    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "3", "-s", strategy]
-    command += ["--kill", "0@1", "--restart", "1"]
-    ended = forked.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    (tmp_path / "train.py").write_text(EARLY)
+    options = ["-n", "3", "-s", strategy, "--kill", "0@1", "--restart", "1"]
+    ended = shoal("run", "train.py", *options, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "worker 0 was killed by SIGKILL" in ended.stderr
 

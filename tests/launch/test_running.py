@@ -27,16 +27,6 @@ alone = pytest.mark.usefixtures("own_folder")
 FACTS = RunFacts("ddp", 2, 0, (sys.executable, "train.py"), ("here", "here"))
 
 
-@pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs of other tests, and of the user, are not seen."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    yield
-
-
 @contextmanager
 def run_of(facts: RunFacts = FACTS) -> Iterator[tuple[str, RunDir]]:
     with new_run_dir() as run_dir:

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import ServerFailed, WorkersFailed
 from shoal.runtime.run_dir import new_run_dir
-from tests.launch.helpers import DIE_WITH_LAUNCHER, HOLD, Rope, Screen, launcher, run
+from tests.launch.helpers import HOLD, Rope, Screen, launcher, run
 
 HEAD = """
 import os, signal, sys, time
@@ -54,13 +54,6 @@ def test_servers_have_their_index_and_end_after_the_workers() -> None:
     assert min(ends) > max(lines.index("[0] worker"), lines.index("[1] worker"))
 
 
-def test_a_server_that_ignores_sigterm_is_killed(rope: Rope) -> None:
-    script = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOLD + READY + "time.sleep(60)\n"
-    run_with(1, script, WAIT_FOR_SERVERS, env={"ROPE": str(rope.path)})
-    rope.wait_held(1)
-    rope.wait_released()
-
-
 @pytest.mark.parametrize(
     ("end", "says"),
     [
@@ -99,21 +92,14 @@ def test_a_worker_that_fails_ends_the_servers_too(rope: Rope) -> None:
     rope.wait_released()
 
 
-def with_servers(servers: int, script: str) -> str:
-    """Code that makes a launcher start servers, too."""
-    command = f"[sys.executable, '-c', {script!r}]"
-    return (
-        "import functools\n"
-        f"LaunchSpec = functools.partial(LaunchSpec, servers={servers}, server_command={command})\n"
-    )
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_servers_end_with_their_launcher(rope: Rope, number: signal.Signals) -> None:
-    loyal = DIE_WITH_LAUNCHER if number == signal.SIGKILL else ""
-    before = with_servers(2, HEAD + loyal + HOLD + "time.sleep(60)")
-    with launcher(loyal + "time.sleep(60)", 1, rope, before) as process:
-        rope.wait_held(3)
+def test_servers_and_workers_end_with_their_launcher(rope: Rope, number: signal.Signals) -> None:
+    """Also while they start, as if torch took a minute to load."""
+    command = f"[sys.executable, '-c', {HEAD + HOLD + 'time.sleep(60)'!r}]"
+    before = "from functools import partial\n"
+    before += f"LaunchSpec = partial(LaunchSpec, servers=2, server_command={command})\n"
+    with launcher("time.sleep(60)", 2, rope, before) as process:
+        rope.wait_held(4)
         process.send_signal(number)
         rope.wait_released()
 

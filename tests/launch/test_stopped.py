@@ -5,17 +5,14 @@ And a start that takes long says what is started.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from shoal.launch.here.watches import start_notice
-from tests import forked
-from tests.scripts import HEAD
+from tests.scripts import HEAD, shoal
 
 STOP = (
     HEAD
@@ -37,21 +34,14 @@ if __name__ == "__main__":
 )
 
 
-def run(
-    tmp_path: Path, strategy: str, *options: str, **env: str
-) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "stop.py"
-    script.write_text(STOP)
-    command = [sys.executable, "-m", "shoal", "run", str(script), "-n", "2", "-s", strategy]
-    command += options
-    environ = {**os.environ, "SHOAL_WAIT_NOTICE": "0.2", "SHOAL_WAIT_REPEAT": "0.3", **env}
-    return forked.run(
-        command, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120
-    )
+def run(tmp_path: Path, strategy: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "stop.py").write_text(STOP)
+    words = ["run", "stop.py", "-n", "2", "-s", strategy, "--timeout", "4"]
+    return shoal(*words, cwd=tmp_path, SHOAL_WAIT_NOTICE="0.2", SHOAL_WAIT_REPEAT="0.3")
 
 
 def test_a_stopped_worker_is_named_and_the_run_ends_at_the_limit(tmp_path: Path) -> None:
-    done = run(tmp_path, "ddp", "--timeout", "4")
+    done = run(tmp_path, "ddp")
     assert done.returncode != 0
     assert "worker 1 (process" in done.stderr and "has been stopped for" in done.stderr
     assert done.stderr.count("[0] shoal: rank 0 has waited for rank 1 (process") > 1
@@ -61,32 +51,25 @@ def test_a_stopped_worker_is_named_and_the_run_ends_at_the_limit(tmp_path: Path)
 
 
 def test_servers_name_the_worker_that_they_wait_for(tmp_path: Path) -> None:
-    done = run(tmp_path, "ps", "--timeout", "4")
+    done = run(tmp_path, "ps")
     assert done.returncode != 0
     assert "[server 0] shoal: worker 0 has waited for worker 1 in an update for" in done.stderr
     assert "[0] shoal: rank 0 has waited for server 0 in PULL for" in done.stderr
 
 
-@pytest.mark.parametrize("has_started", [False, True])
-def test_a_silent_start_is_said_once(has_started: bool) -> None:
+@pytest.mark.parametrize(
+    ("has_started", "is_heard"), [(False, False), (True, False), (False, True)]
+)
+def test_a_silent_start_is_said_once(has_started: bool, is_heard: bool) -> None:
     said: list[str] = []
-    is_over = threading.Event()
+    is_over, heard = threading.Event(), threading.Event()
 
     def ask() -> bool:
         is_over.set()
         return has_started
 
-    def say(line: str) -> None:
-        said.append(line)
-
-    with start_notice("starting 1 server", say, threading.Event(), ask, silent_s=0.01):
-        assert is_over.wait(60)
-    assert said == ([] if has_started else ["starting 1 server"])
-
-
-def test_nothing_is_said_after_output() -> None:
-    said: list[str] = []
-    is_heard = threading.Event()
-    with start_notice("starting", said.append, is_heard, lambda: False, silent_s=600.0):
-        is_heard.set()
-    assert said == []
+    silent_s = 600.0 if is_heard else 0.01
+    with start_notice("starting 1 server", said.append, heard, ask, silent_s=silent_s):
+        assert is_heard or is_over.wait(60)
+        heard.set()
+    assert said == ([] if has_started or is_heard else ["starting 1 server"])
