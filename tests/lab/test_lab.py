@@ -48,10 +48,6 @@ def left() -> list[str]:
 # ------------------------------------------------------------------ without a network
 
 
-def test_an_uplink_carries_the_links_of_its_rack_by_the_oversubscription() -> None:
-    assert design(8, 2, 4.0).uplink_bytes_per_s == GIGABIT
-
-
 @pytest.mark.parametrize(("mtu", "payload"), [(1500, 0.9415), (9000, 0.9900)])
 def test_headers_and_the_gap_between_frames_take_their_part(mtu: int, payload: float) -> None:
     made = design(mtu=mtu)
@@ -61,6 +57,7 @@ def test_headers_and_the_gap_between_frames_take_their_part(mtu: int, payload: f
 
 
 def test_the_cluster_has_the_links_of_the_lab() -> None:
+    assert design(8, 2, 4.0).uplink_bytes_per_s == GIGABIT
     cluster = design(4, 2, 4.0).cluster()
     assert (cluster.nodes, cluster.racks, cluster.oversubscription) == (4, 2, 4.0)
     assert cluster.node.nic is not None
@@ -110,7 +107,9 @@ def test_a_lab_that_is_not_there_is_named() -> None:
 
 @needs_root
 @pytest.mark.usefixtures("removed")
-def test_links_are_shaped_both_ways_and_hosts_reach_each_other() -> None:
+def test_links_are_shaped_both_ways_and_hosts_reach_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lab = build_lab(design(2, 2, 2.0, mtu=1500))
     assert known_labs().count(NAME) == 1
     assert find_lab(NAME) == lab
@@ -128,6 +127,10 @@ def test_links_are_shaped_both_ways_and_hosts_reach_each_other() -> None:
             assert server.accept()[1][0] == lab.hosts[0].address
             client.close()
     assert load_cluster(f"lab://{NAME}").nodes == 2
+    assert shoal("lab", "show", NAME, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(host["name"], host["rack"]) for host in shown["hosts"]] == [("h0", 0), ("h1", 1)]
+    assert shown["cluster"]["racks"] == 2
 
 
 @needs_root
@@ -157,14 +160,24 @@ def test_nothing_is_left_of_a_lab_that_cannot_be_built(monkeypatch: pytest.Monke
     assert not left()
 
 
+def killed_while_it_builds(number: signal.Signals) -> int:
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        CableEnd.attach = lambda end: os.kill(os.getpid(), number)  # type: ignore
+        try:
+            build_lab(design(1))
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 @needs_root
 @pytest.mark.usefixtures("removed")
 def test_what_a_builder_killed_half_way_leaves_is_removed_and_a_second_one_works() -> None:
-    pid = os.fork()
-    if pid == 0:
-        CableEnd.attach = lambda end: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
-        build_lab(design(1))
-    os.waitpid(pid, 0)
+    assert killed_while_it_builds(signal.SIGKILL) == -signal.SIGKILL
     assert {f"shoal.{NAME}.h0", f"shoal.{NAME}.rack0"} <= set(left())
     for act in (lambda: find_lab(NAME), lambda: build_lab(design(1))):
         with pytest.raises(BadInput, match=r"is not complete: .* shoal lab down"):
@@ -172,22 +185,8 @@ def test_what_a_builder_killed_half_way_leaves_is_removed_and_a_second_one_works
     remove_lab(NAME)
     assert not left()
     assert build_lab(design(1)) == find_lab(NAME)
-
-
-@needs_root
-@pytest.mark.usefixtures("removed")
-def test_nothing_is_left_of_a_lab_whose_builder_is_asked_to_end() -> None:
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        CableEnd.attach = lambda end: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore
-        try:
-            build_lab(design(1))
-        except SystemExit as end:
-            os._exit(int(end.code or 0))
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
+    remove_lab(NAME)
+    assert killed_while_it_builds(signal.SIGTERM) == 143
     assert not left()
 
 
@@ -219,17 +218,6 @@ def shoal(*words: str) -> int:
     with pytest.raises(SystemExit) as end:
         main(words)
     return int(end.value.code or 0)
-
-
-@needs_root
-@pytest.mark.usefixtures("removed")
-def test_show_as_json_names_hosts_and_racks(capsys: pytest.CaptureFixture[str]) -> None:
-    build_lab(design(2, 2))
-    with pytest.raises(SystemExit):
-        main(["lab", "show", NAME, "--json"])
-    shown = json.loads(capsys.readouterr().out)
-    assert [(host["name"], host["rack"]) for host in shown["hosts"]] == [("h0", 0), ("h1", 1)]
-    assert shown["cluster"]["racks"] == 2
 
 
 def rate_at(namespace: str, device: str) -> float:

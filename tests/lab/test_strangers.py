@@ -15,13 +15,11 @@ import pytest
 
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import build_lab, remove_lab
-from shoal.runtime.lab_files import FOLDER as LAB_FILES
 from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 from tests.cluster import pieces_of
 from tests.comm.threads import Table
 from tests.lab.attacked import ATTACKS, AttackedLab, Stranger
-from tests.launch.test_remote import open_places
 from tests.namespaces import why_not
 from tests.transport.tcp import KEY
 from tests.transport.test_tcp_strangers import swap
@@ -134,22 +132,10 @@ def test_ranks_of_two_hosts_connect_while_a_stranger_floods_what_listens(
 def test_a_run_among_strangers_has_the_bits_of_one_alone(
     attacked: AttackedLab, strategy: str
 ) -> None:
-    words = ("-n", "2", "-s", strategy, "--logs", "logs", "train.py", "60")
-    places: dict[str, bytes] = {}
-
-    def look(line: str) -> None:
-        if "step 30 " in line and not places:
-            places.update(open_places(attacked.folder))
-            places.update(open_places(LAB_FILES))
-
+    words = ("-n", "2", "-s", strategy, "train.py", "60")
     with attacked.recorded():
-        alone = attacked.run(*words, on_line=look)
+        alone = attacked.run(*words)
     assert "exit status 0" in alone, alone
-    assert any(b"shoal.launch.hosts.agent" in text for text in places.values())
-    assert {Path(path).name for path in places} >= {"rank-0.log", "rank-1.log", "cmdline"}
-    secrets = pieces_of(attacked.secret)
-    assert [p for p, text in places.items() if any(piece in text for piece in secrets)] == []
-    assert not any(piece in alone.encode() for piece in secrets)
     with attacked.stranger() as stranger:
         among = attacked.run(*words)
     assert "exit status 0" in among, among

@@ -12,8 +12,6 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 CPUS = 2  # of each node
@@ -21,10 +19,10 @@ _STORE_BYTES = 80 << 20
 
 
 class RayNodes:
-    """Nodes of a cluster, beside a head without CPUs."""
+    """Nodes of a cluster, at first none beside a head without CPUs."""
 
-    def __init__(self, token: str):
-        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    def __init__(self) -> None:
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.launch.ray_nodes"],
             env={**os.environ, **self.variables, "RAY_USAGE_STATS_ENABLED": "0"},
@@ -52,7 +50,10 @@ class RayNodes:
         """In the object stores of all nodes."""
         return int(self._ask("store"))
 
-    def close(self) -> None:
+    def __enter__(self) -> RayNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         self._process.stdout.close()
@@ -75,16 +76,6 @@ class RayNodes:
             if line.startswith("{"):  # Ray prints, too
                 return json.loads(line)["answer"]
         raise AssertionError("the Ray cluster has ended")
-
-
-@contextmanager
-def ray_nodes() -> Iterator[RayNodes]:
-    """Without any but the head."""
-    nodes = RayNodes(secrets.token_hex(32))
-    try:
-        yield nodes
-    finally:
-        nodes.close()
 
 
 def main() -> None:

@@ -75,18 +75,13 @@ def start(
     folder.mkdir()
     (folder / "train.py").write_text(script)
     on = [] if nodes is None else ["--on", f"ray://{nodes.address}"]
-    command = [sys.executable, "-m", "shoal", "run"]
+    command = [sys.executable, "-m", "shoal", "run", *on, "-n", str(workers), *arguments]
     own = {} if nodes is None else nodes.variables
+    environ = {**os.environ, **own, "SHOAL_TRUSTED_NETWORK": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, *on, "-n", str(workers), *arguments, script_file, *script_arguments],
+        [*command, script_file, *script_arguments],
         cwd=folder,
-        env={
-            **os.environ,
-            **own,
-            "SHOAL_TRUSTED_NETWORK": "1",
-            "OMP_NUM_THREADS": "1",
-            **variables,
-        },
+        env={**environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -126,3 +121,12 @@ def assert_ours(output: str) -> None:
 def nothing_is_left(nodes: RayNodes) -> None:
     empty = {"actors": 0, "groups": 0}
     until(lambda: nodes.state() == empty, "Ray has no actor and no placement group")
+
+
+def ended(process: subprocess.Popen[str], nodes: RayNodes, lines: Sequence[str] = ()) -> str:
+    """The output of a run that has succeeded, and of which nothing is left on the nodes."""
+    output = "".join(lines) + process.communicate()[0]
+    assert process.returncode == 0, output
+    assert_ours(output)
+    nothing_is_left(nodes)
+    return output

@@ -13,14 +13,6 @@ from shoal.launch.here.local import LaunchSpec, launch
 from shoal.runtime.config import RunConfig
 from tests.launch.helpers import HOLD, Rope, run
 
-IMPORT = """
-from pathlib import Path
-from shoal.errors import BadInput
-from shoal.launch.losses import failures
-from shoal.runtime.run_dir import RunDir
-def report_failure(error): failures.report_failure(RunDir(Path(run_dir)), rank, error)
-"""
-
 
 def failure(script: str, workers: int, **options: Any) -> WorkersFailed:
     with pytest.raises(WorkersFailed) as caught:
@@ -82,24 +74,6 @@ def test_progress_of_rank_0() -> None:
     run(script, 2, on_progress=records.append)
     assert [record["step"] for record in records] == list(range(100))
     assert records[0] == {"step": 0, "total": 100, "metrics": {"loss": 0.5}}
-
-
-def test_the_first_failure_is_reported_with_its_traceback() -> None:
-    script = IMPORT + (
-        "try:\n"
-        "    if rank == 2: raise ValueError('boom')\n"
-        "    while not os.path.exists(run_dir + '/failure-2.json'): time.sleep(0.005)\n"
-        "    if rank == 1: raise RuntimeError('Connection closed by peer')\n"
-        "    time.sleep(60)\n"
-        "except Exception as error:\n"
-        "    report_failure(error)\n"
-        "    if rank == 2: time.sleep(0.2)\n"  # rank 1 exits first
-        "    sys.exit(1)\n"
-    )
-    error = failure(script, 3)
-    assert (error.rank, error.exit_status) == (2, 1)
-    assert error.report.startswith("worker 2 failed (exit status 1):\nTraceback")
-    assert error.report.endswith("ValueError: boom")
 
 
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(

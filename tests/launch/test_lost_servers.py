@@ -166,87 +166,76 @@ def test_a_worker_that_begins_the_step_kills_the_server_once(
 # ------------------------------------------------------------------------------- the new head
 
 
-def put(coordinator: LocalCoordinator, key: str, value: object) -> None:
-    known = coordinator.get(key)
-    version = 0 if known is None else known.version
-    coordinator.put_if(key, msgspec.msgpack.encode(value), version)
-
-
-class Chain:
-    """The members of shard 1, as a coordinator would hold them."""
+class Chain(ChainMembers):
+    """The members of shard 1, as the launcher reads them from a coordinator."""
 
     def __init__(self) -> None:
+        self.said: list[str] = []
+        super().__init__(THREE, 6, self.said.append)
         self.coordinator = LocalCoordinator()
         self.config = ChainConfig(1, (0, 1, 2), (7, 7, 7))
+        for server in range(6):
+            self.started(server, 10**8 + server)  # no such process
         for server in (3, 4, 5):
-            self.says(server, 7, 100 + server)
-        put(self.coordinator, "chain/1", self.config)
+            self.tells(server, 7, 10**8 + server)
+        self.becomes(self.config)
 
-    def says(self, server: int, incarnation: int, pid: int) -> None:
-        put(self.coordinator, f"alive/{server}", Alive(incarnation, pid=pid))
+    def put(self, key: str, value: object) -> None:
+        known = self.coordinator.get(key)
+        version = 0 if known is None else known.version
+        self.coordinator.put_if(key, msgspec.msgpack.encode(value), version)
+
+    def tells(self, server: int, incarnation: int, pid: int) -> None:
+        self.put(f"alive/{server}", Alive(incarnation, pid=pid))
 
     def becomes(self, config: ChainConfig) -> None:
         self.config = config
-        put(self.coordinator, "chain/1", config)
+        self.put("chain/1", config)
+
+    def read(self) -> None:
+        self.see(self.coordinator.list(""))
 
 
 @pytest.fixture
 def chain() -> Iterator[Chain]:
     made = Chain()
+    made.read()
+    made.look = made.read
+    assert made.said == []
     yield made
     made.coordinator.close()
 
 
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def members(chain: Chain, said: list[str]) -> ChainMembers:
-    made = ChainMembers(THREE, 6, said.append)
-    for server in range(6):
-        made.started(server, 10**8 + server)  # no such process
-    for server in (3, 4, 5):
-        chain.says(server, 7, 10**8 + server)
-    made.see(chain.coordinator.list(""))
-    made.look = lambda: made.see(chain.coordinator.list(""))
-    assert said == []
-    return made
-
-
-def test_a_replica_is_a_member_again_when_its_chain_has_taken_it_in(
-    chain: Chain, members: ChainMembers, said: list[str]
-) -> None:
-    members.exited(3)
+def test_a_replica_is_a_member_again_when_its_chain_has_taken_it_in(chain: Chain) -> None:
+    chain.exited(3)
     assert forget(chain.coordinator, 3, 10**8 + 3)
     chain.becomes(chain.config.without({0}))
-    members.look()
-    assert said == ["server 4 (shard 1, replica 1) is the head of shard 1 now"]
-    members.started(3, 10**8 + 9)
-    chain.says(3, 8, 10**8 + 9)
-    members.look()
-    assert members.goes_on(1) == "shard 1 goes on with replicas 1 and 2; replica 0 is catching up"
-    members.exited(5)
-    assert members.goes_on(1) == "shard 1 goes on with replica 1 alone; replica 0 is catching up"
+    chain.read()
+    assert chain.said == ["server 4 (shard 1, replica 1) is the head of shard 1 now"]
+    chain.started(3, 10**8 + 9)
+    chain.tells(3, 8, 10**8 + 9)
+    chain.read()
+    assert chain.goes_on(1) == "shard 1 goes on with replicas 1 and 2; replica 0 is catching up"
+    chain.exited(5)
+    assert chain.goes_on(1) == "shard 1 goes on with replica 1 alone; replica 0 is catching up"
     chain.becomes(chain.config.plus(0, 8))
-    members.look()
-    assert said[1:] == ["server 3 (shard 1, replica 0) has caught up; shard 1 has replicas 0 and 1"]
-    members.exited(4)
-    assert not members.are_lost(1)
-    assert members.removed == 0
+    chain.read()
+    assert chain.said[1:] == [
+        "server 3 (shard 1, replica 0) has caught up; shard 1 has replicas 0 and 1"
+    ]
+    chain.exited(4)
+    assert not chain.are_lost(1)
+    assert chain.removed == 0
 
 
-def test_one_that_has_caught_up_just_now_keeps_its_shard_alive(
-    chain: Chain, members: ChainMembers
-) -> None:
-    members.exited(3)
-    members.started(3, 10**8 + 9)
-    chain.says(3, 8, 10**8 + 9)
-    members.exited(4)
+def test_one_that_has_caught_up_just_now_keeps_its_shard_alive(chain: Chain) -> None:
+    chain.exited(3)
+    chain.started(3, 10**8 + 9)
+    chain.tells(3, 8, 10**8 + 9)
+    chain.exited(4)
     chain.becomes(chain.config.without({0, 1}).plus(0, 8))
-    members.exited(5)
-    assert not members.are_lost(1), "the coordinator is asked before the run ends"
+    chain.exited(5)
+    assert not chain.are_lost(1), "the coordinator is asked before the run ends"
 
 
 def test_a_shard_that_has_not_begun_has_nothing_to_lose() -> None:
@@ -261,35 +250,35 @@ def test_a_shard_that_has_not_begun_has_nothing_to_lose() -> None:
 
 
 def test_a_server_that_lives_and_does_not_answer_is_said_to_leave_and_to_come_back(
-    chain: Chain, members: ChainMembers, said: list[str]
+    chain: Chain,
 ) -> None:
     assert forget(chain.coordinator, 3, 10**8 + 3)  # its lease has ended
-    members.look()
-    assert said == []
+    chain.read()
+    assert chain.said == []
     chain.becomes(chain.config.without({0}))
-    members.look()
+    chain.read()
     who = "server 3 (shard 1, replica 0)"
-    assert said == [
+    assert chain.said == [
         f"{who} does not answer and was removed from its chain; shard 1 goes on with replicas 1 "
         "and 2",
         "server 4 (shard 1, replica 1) is the head of shard 1 now",
     ]
-    chain.says(3, 8, 10**8 + 3)
+    chain.tells(3, 8, 10**8 + 3)
     chain.becomes(chain.config.plus(0, 8))
-    members.look()
-    assert said[2:] == [f"{who} has caught up; shard 1 has replicas 0, 1 and 2"]
-    assert members.removed == 1
-    summary = summarize_server_losses([], members.removed, [])
+    chain.read()
+    assert chain.said[2:] == [f"{who} has caught up; shard 1 has replicas 0, 1 and 2"]
+    assert chain.removed == 1
+    summary = summarize_server_losses([], chain.removed, [])
     assert summary == (
         "servers lost: 0, removed from their chain for a while: 1; 0.0 s without service"
     )
 
 
-def test_the_launcher_follows_the_chains(chain: Chain, members: ChainMembers) -> None:
+def test_the_launcher_follows_the_chains(chain: Chain) -> None:
     over = threading.Event()
-    follower = threading.Thread(target=follow, args=(chain.coordinator, members.see, over))
+    follower = threading.Thread(target=follow, args=(chain.coordinator, chain.see, over))
     seen = threading.Event()
-    members._say = lambda line: seen.set()
+    chain._say = lambda line: seen.set()
     follower.start()
     chain.becomes(chain.config.without({0}))
     assert seen.wait(60)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal.commands.launching import open_engine
 from shoal.errors import BadInput
 from shoal.launch.here.running import entries, stop_run
 from shoal.runtime.config import RunConfig
 from tests.coordinator.helpers import until
-from tests.launch.ray_nodes import RayNodes, ray_nodes
+from tests.launch.ray_nodes import RayNodes
 from tests.launch.ray_runs import (
     SCRIPT,
+    ended,
     lines_until,
     losses,
     needs_ray,
@@ -25,17 +24,10 @@ from tests.launch.ray_runs import (
     start,
 )
 
-
-def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    for name in ("machines", "cluster", "slots"):
-        monkeypatch.delitem(sys.modules, f"shoal.launch.managers.ray_{name}", raising=False)
-    with pytest.raises(BadInput, match=r"pip install 'shoal\[ray\]'"):
-        open_engine("ray", RunConfig())
+pytestmark = [needs_ray, pytest.mark.whole]
+STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
 
 
-@needs_ray
-@pytest.mark.whole
 def test_another_version_of_ray_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.launch.managers import ray_cluster
 
@@ -48,8 +40,6 @@ def test_another_version_of_ray_is_refused_in_one_sentence(monkeypatch: pytest.M
         ray_cluster.connect("")
 
 
-@needs_ray
-@pytest.mark.whole
 def test_a_cluster_for_one_run_leaves_no_file(tmp_path: Path) -> None:
     def of_ray() -> set[Path]:
         return {*Path("/tmp").glob("shoal-ray-*"), *Path("/tmp/ray").glob("session_2*")}
@@ -63,31 +53,24 @@ def test_a_cluster_for_one_run_leaves_no_file(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with ray_nodes() as nodes:
+    with RayNodes() as nodes:
         nodes.add()
         nodes.add()
         yield nodes
 
 
-@needs_ray
-@pytest.mark.whole
 @pytest.mark.parametrize("strategy", ["ddp", "ps(servers=2)", "ddp + pp(2)"])
 def test_the_losses_are_those_of_a_run_on_this_host(
     tmp_path: Path, nodes: RayNodes, strategy: str
 ) -> None:
     here, _ = start(tmp_path / "here", None, "-s", strategy).communicate()
-    process = start(tmp_path / "there", nodes, "-s", strategy)
-    there, _ = process.communicate()
-    assert process.returncode == 0, there
+    there = ended(start(tmp_path / "there", nodes, "-s", strategy), nodes)
     assert losses(there) == pytest.approx(losses(here), rel=1e-4)
     prefixes = [line.split("]")[0] for line in there.splitlines() if "training" in line]
     assert len({prefix.split()[1] for prefix in prefixes}) == 2  # nodes
-    nothing_is_left(nodes)
 
 
-@needs_ray
-@pytest.mark.whole
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", STATUSES)
 def test_an_interrupted_launcher_leaves_no_worker_and_no_actor(
     tmp_path: Path, nodes: RayNodes, number: signal.Signals
 ) -> None:
@@ -97,15 +80,12 @@ def test_an_interrupted_launcher_leaves_no_worker_and_no_actor(
     pids = [int(line.split()[-1]) for line in lines if "training" in line]
     process.send_signal(number)
     process.communicate()
-    statuses = {signal.SIGINT: 130, signal.SIGTERM: 143}
-    assert process.returncode == statuses.get(number, -number)
+    assert process.returncode == STATUSES[number]
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "workers are gone")
     nothing_is_left(nodes)
 
 
-@needs_ray
-@pytest.mark.whole
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", STATUSES)
 def test_a_launcher_that_ends_while_ray_places_workers_leaves_nothing(
     tmp_path: Path, nodes: RayNodes, number: signal.Signals
 ) -> None:
@@ -114,8 +94,7 @@ def test_a_launcher_that_ends_while_ray_places_workers_leaves_nothing(
     assert "waiting for Ray to place 8 workers with 1 CPU each: the Ray" in waits.stdout.readline()
     waits.send_signal(number)
     waits.communicate()
-    statuses = {signal.SIGINT: 130, signal.SIGTERM: 143}
-    assert waits.returncode == statuses.get(number, -number)
+    assert waits.returncode == STATUSES[number]
     nothing_is_left(nodes)
 
 
@@ -126,8 +105,6 @@ from local_module import WIDTH
 """.replace("{rest}", SCRIPT.replace("def train(job):", "def train(job):\n    print(sys.argv)"))
 
 
-@needs_ray
-@pytest.mark.whole
 def test_a_script_of_another_folder_is_shown_logged_and_stopped_and_stores_no_tensor_in_ray(
     tmp_path: Path, nodes: RayNodes
 ) -> None:
@@ -156,8 +133,6 @@ def test_a_script_of_another_folder_is_shown_logged_and_stopped_and_stores_no_te
     nothing_is_left(nodes)
 
 
-@needs_ray
-@pytest.mark.whole
 def test_an_address_of_ray_client_is_refused_in_one_sentence() -> None:
     from shoal.launch.managers import ray_cluster
 
@@ -166,8 +141,6 @@ def test_an_address_of_ray_client_is_refused_in_one_sentence() -> None:
         ray_cluster.connected("", 1, environ).__enter__()
 
 
-@needs_ray
-@pytest.mark.whole
 def test_servers_that_a_cluster_has_no_memory_for_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,8 +160,6 @@ print("gpus", os.environ["RANK"], os.environ.get("CUDA_VISIBLE_DEVICES"))
 """
 
 
-@needs_ray
-@pytest.mark.whole
 def test_what_a_cluster_has_no_room_for_is_refused_in_one_sentence(
     tmp_path: Path, nodes: RayNodes
 ) -> None:
@@ -206,13 +177,10 @@ def test_what_a_cluster_has_no_room_for_is_refused_in_one_sentence(
     nothing_is_left(nodes)
 
 
-@needs_ray
-@pytest.mark.whole
 def test_workers_see_the_gpus_of_their_bundles(tmp_path: Path, nodes: RayNodes) -> None:
     nodes.add(num_gpus=2)
     process = start(*(tmp_path / "there", nodes, "--device", "cuda"), workers=2, script=PRINTS_GPUS)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    output = ended(process, nodes)
     shown = sorted(line.partition("gpus ")[2] for line in output.splitlines() if "gpus " in line)
     assert [line.split()[0] for line in shown] == ["0", "1"]
     assert {frozenset(line.split()[1].split(",")) for line in shown} == {frozenset("01")}

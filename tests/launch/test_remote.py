@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shoal.commands.launching import open_engine
 from shoal.errors import BadInput, WorkersFailed
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
@@ -69,6 +70,14 @@ def test_the_first_workers_of_an_elastic_run_are_placed_evenly() -> None:
     assert ranks(3, 6) == [*early, ("a", [3, 4]), ("c", [5])]
     assert ranks(4, 5) == [("a", [0, 1]), ("b", [2]), ("c", [3]), ("c", [4])]
     assert ranks(4, 4) == [("a", [0, 1, 2]), ("b", [3])]
+
+
+def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("machines", "cluster", "slots"):
+        monkeypatch.delitem(sys.modules, f"shoal.launch.managers.ray_{name}", raising=False)
+    with pytest.raises(BadInput, match=r"pip install 'shoal\[ray\]'"):
+        open_engine("ray", RunConfig())
 
 
 def test_workers_have_the_variables_of_torchrun_and_one_secret(tmp_path: Path) -> None:

@@ -104,20 +104,6 @@ def test_servers_and_workers_end_with_their_launcher(rope: Rope, number: signal.
         rope.wait_released()
 
 
-# ------------------------------------------------------------------------------- the secret
-
-
-def test_all_processes_of_a_run_read_one_secret_that_other_users_cannot() -> None:
-    read = "open(run_dir + '/secret').read(), oct(os.stat(run_dir + '/secret').st_mode)"
-    screen = run_with(
-        1, f"print({read}, flush=True)\n" + READY, WAIT_FOR_SERVERS + f"print({read})"
-    )
-    found = {line.partition("] ")[2] for line in screen.out.splitlines()}
-    assert len(found) == 1
-    secret, mode = found.pop().split()
-    assert mode == "0o100600" and len(bytes.fromhex(secret)) == 32
-
-
 def test_a_secret_that_is_there_already_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
