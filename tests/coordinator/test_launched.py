@@ -17,7 +17,8 @@ import pytest
 from shoal.coordinator import Alive, Coordinator
 from shoal.coordinator.client import open_coordinator
 from shoal.errors import BadInput
-from shoal.launch.here.coordinator import MAX_RESTARTS, EmbeddedCoordinator, coordinator_of
+from shoal.launch.here.coordinator import MAX_RESTARTS, RunCoordinator, coordinated
+from shoal.launch.here.process_config import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster
@@ -30,13 +31,10 @@ class Said(list[str]):
 
 
 @contextmanager
-def embedded(
-    said: Said, *failpoints: str
-) -> Iterator[tuple[EmbeddedCoordinator, Coordinator, RunDir]]:
+def embedded(said: Said, *failpoints: str) -> Iterator[tuple[RunCoordinator, Coordinator, RunDir]]:
     with run_dir() as folder:
         config = replace(RunConfig.from_environment({**os.environ}), failpoints=failpoints)
-        with coordinator_of(config, folder, said) as coordinator:
-            assert isinstance(coordinator, EmbeddedCoordinator)
+        with coordinated(Replication(2), 2, config, folder, said) as coordinator:
             coordinator.watch()
             client = open_coordinator(replace(coordinator.config, run_dir=folder), "a test", 20.0)
             try:
@@ -70,7 +68,7 @@ def test_it_is_started_again_from_its_log_and_ends_with_the_block() -> None:
 def test_a_coordinator_of_the_user_is_used_as_it_is() -> None:
     with run_dir() as folder:
         config = replace(RunConfig(), coordinator="tcp:127.0.0.1:4000")
-        with coordinator_of(config, folder, Said()) as coordinator:
+        with coordinated(Replication(2), 2, config, folder, Said()) as coordinator:
             coordinator.watch()
             assert coordinator.config == config
 
@@ -80,7 +78,7 @@ def test_an_etcd_beyond_this_host_needs_tls_or_a_trusted_network() -> None:
         config = replace(RunConfig(), coordinator="etcd://10.0.0.1:2379")
         with (
             pytest.raises(BadInput, match=r"etcd at 10\.0\.0\.1:2379 in the clear: use etcds"),
-            coordinator_of(config, folder, Said()),
+            coordinated(Replication(2), 2, config, folder, Said()),
         ):
             pass
 
@@ -91,7 +89,7 @@ def test_an_etcd_that_does_not_answer_is_bad_input() -> None:
         config = replace(RunConfig(), coordinator="etcd://127.0.0.1:1")
         with (
             pytest.raises(BadInput, match=r"the launcher: etcd at 127\.0\.0\.1:1 has not answered"),
-            coordinator_of(config, folder, Said()),
+            coordinated(Replication(2), 2, config, folder, Said()),
         ):
             pass
 
@@ -101,7 +99,7 @@ def test_an_etcd_that_does_not_answer_is_bad_input() -> None:
 def test_no_key_of_the_run_is_left_in_etcd() -> None:
     with run_dir() as folder, etcd_cluster() as cluster:
         config = replace(RunConfig(), coordinator=f"etcd://{cluster.hosts}")
-        with coordinator_of(config, folder, Said()) as coordinator:
+        with coordinated(Replication(2), 2, config, folder, Said()) as coordinator:
             client = open_coordinator(replace(coordinator.config, run_dir=folder))
             client.put_if("chain/0", b"1", 0)
         assert client.list("").entries == {}

@@ -1,6 +1,6 @@
 """The coordinator of a run with replicated servers: a process beside them, or an etcd cluster.
 
-    with coordinator_of(config, run_dir, say) as coordinator:
+    with coordinated(replication, servers, config, run_dir, say) as coordinator:
         … start servers and workers with coordinator.config …
         coordinator.watch()            # after the last fork: it starts a thread
 
@@ -36,20 +36,46 @@ Say = Callable[[str], None]
 
 
 class RunCoordinator:
-    """`config` names the coordinator, for servers and workers."""
+    """`config` names the coordinator, for servers and workers.
 
-    def __init__(self, config: RunConfig, run_dir: RunDir | None = None):
+    With `say`, which prints a line of the launcher, it is a process of this one.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: RunDir | None = None, say: Say | None = None):
         self.config = config
         self.members: ChainMembers | None = None
         self._run_dir = run_dir
         self._over = threading.Event()
         self._asking: list[tuple[threading.Thread, Coordinator]] = []
+        self._changing = threading.Lock()
+        self._is_closed = False
+        self._watcher: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if run_dir is not None and say is not None:
+            self._say = say
+            self.config = replace(config, coordinator=run_dir.coordinator)
+            own = replace(config, rank=None, local_rank=None, rendezvous=None, progress_fd=None)
+            own = replace(own, run_dir=run_dir, launcher_pid=os.getpid())
+            self._process_config = own.with_environ(PYTHONUNBUFFERED="1")
+            self._process = self._start(self._process_config)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def watch(self, see: Callable[[Listing], None] | None = None) -> None:
-        """From now on it is followed who is in the chains; `see` is called with every change."""
+        """From now on it is followed who is in the chains; `see` is called with every change.
+
+        A coordinator of this process that dies is started again.
+        """
         client = self._client()
         members = self.members
         told = see if members is None else members.see
+        if self._process is not None:
+            name = "shoal-coordinator"
+            self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
+            self._watcher.start()
         if client is None or told is None:
             return
 
@@ -84,40 +110,14 @@ class RunCoordinator:
 
     def close(self) -> None:
         """No process, thread or key is left."""
+        with self._changing:
+            self._is_closed = True
         self._over.set()
         for thread, client in self._asking:
             client.close()  # its waits end
             thread.join()
-
-
-class EmbeddedCoordinator(RunCoordinator):
-    """A process of the launcher. `say` prints a line of the launcher."""
-
-    def __init__(self, config: RunConfig, run_dir: RunDir, say: Say):
-        super().__init__(replace(config, coordinator=run_dir.coordinator), run_dir)
-        self._say = say
-        process = replace(config, rank=None, local_rank=None, rendezvous=None, progress_fd=None)
-        process = replace(process, run_dir=run_dir, launcher_pid=os.getpid())
-        self._process_config = process.with_environ(PYTHONUNBUFFERED="1")
-        self._changing = threading.Lock()
-        self._is_closed = False
-        self._watcher: threading.Thread | None = None
-        self._process = self._start(self._process_config)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def watch(self, see: Callable[[Listing], None] | None = None) -> None:
-        """Also, a coordinator that dies is started again."""
-        super().watch(see)
-        self._watcher = threading.Thread(target=self._watch, name="shoal-coordinator", daemon=True)
-        self._watcher.start()
-
-    def close(self) -> None:
-        with self._changing:
-            self._is_closed = True
-        super().close()
+        if self._process is None:
+            return
         with self._process as process:
             process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -142,7 +142,7 @@ class EmbeddedCoordinator(RunCoordinator):
         """Until it ends for good: print what it writes, start it again from its log."""
         for starts in range(MAX_RESTARTS + 1):
             process = self._process
-            assert process.stderr is not None
+            assert process is not None and process.stderr is not None
             for line in process.stderr:
                 self._say(f"coordinator: {line.decode(errors='replace').rstrip()}")
             code = process.wait()
@@ -179,25 +179,10 @@ def _own_keys(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
 
 
 @contextmanager
-def coordinator_of(config: RunConfig, run_dir: RunDir, say: Say) -> Iterator[RunCoordinator]:
-    """The one that SHOAL_COORDINATOR names, or else a process of this launcher."""
-    address = config.coordinator
-    with _own_keys(config, run_dir) if address and is_etcd(address) else nullcontext():
-        if address is None:
-            coordinator: RunCoordinator = EmbeddedCoordinator(config, run_dir, say)
-        else:
-            coordinator = RunCoordinator(config, run_dir)
-        try:
-            yield coordinator
-        finally:
-            coordinator.close()
-
-
-@contextmanager
 def coordinated(
     replication: Replication, servers: int, config: RunConfig, run_dir: RunDir, say: Say
 ) -> Iterator[RunCoordinator]:
-    """A coordinator where servers have replicas; else there is nothing to coordinate."""
+    """Where servers have replicas: the coordinator that SHOAL_COORDINATOR names, or a process."""
 
     def say_before_end(line: str) -> None:
         if not run_dir.ending.exists():  # then servers leave because they are ended
@@ -206,6 +191,9 @@ def coordinated(
     if not replication.is_on:
         yield RunCoordinator(config)
         return
-    with coordinator_of(config, run_dir, say) as coordinator:
+    address = config.coordinator
+    with _own_keys(config, run_dir) if address and is_etcd(address) else nullcontext():
+        coordinator = RunCoordinator(config, run_dir, say if address is None else None)
         coordinator.members = ChainMembers(replication, servers, say_before_end)
-        yield coordinator
+        with closing(coordinator):
+            yield coordinator

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from shoal.errors import BadInput
 
@@ -93,13 +93,6 @@ def print_lines(text: str, is_stderr: bool) -> None:
         encoding = stream.encoding
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
-
-
-class Sink(Protocol):
-    """Receives the bytes of one pipe."""
-
-    def feed(self, data: bytes) -> None: ...
-    def close(self) -> None: ...
 
 
 class LineForwarder:
@@ -198,7 +191,7 @@ class OutputPump:
         else:
             self._thread.join(timeout=5.0)  # it is late only when a sink blocks
 
-    def add(self, pipe: int, sink: Sink) -> None:
+    def add(self, pipe: int, sink: LineForwarder) -> None:
         """Copy from this pipe, which the pump closes; call it before `start`."""
         os.set_blocking(pipe, False)
         self._selector.register(pipe, selectors.EVENT_READ, sink)
@@ -228,7 +221,7 @@ class OutputPump:
                 self._end(key.fd, key.data)
         self._selector.close()
 
-    def _copy(self, pipe: int, sink: Sink) -> bool:
+    def _copy(self, pipe: int, sink: LineForwarder) -> bool:
         """Copy one chunk; False when there is none, now or ever."""
         try:
             data = os.read(pipe, _CHUNK_BYTES)
@@ -240,7 +233,7 @@ class OutputPump:
             self._end(pipe, sink)
         return bool(data)
 
-    def _end(self, pipe: int, sink: Sink) -> None:
+    def _end(self, pipe: int, sink: LineForwarder) -> None:
         self._selector.unregister(pipe)
         os.close(pipe)
         self.sink.call(sink.close)

@@ -31,7 +31,7 @@ from shoal.comm.members.network_board import board_of
 from shoal.comm.store.link import connect
 from shoal.comm.store.session import BadFrame, StoreRequest
 from shoal.errors import BadInput, ShoalError
-from shoal.launch.here.coordinator import EmbeddedCoordinator
+from shoal.launch.here.coordinator import RunCoordinator
 from shoal.launch.here.local import check_script
 from shoal.launch.here.output import LineForwarder, OutputPump, Write
 from shoal.launch.here.process_config import SERVER_COMMAND
@@ -289,17 +289,16 @@ class ServerAgent(Agent):
         """Until SIGTERM; it reports to the launcher what it holds, whenever that changes."""
         write = self._writer(0)
         config = replace(self.config, coordinator_beyond=self._remote)
-        coordinator = EmbeddedCoordinator(
-            config, self.run_dir, lambda line: write(f"{line}\n", True)
-        )
-        try:
+
+        def say(line: str) -> None:
+            write(f"{line}\n", True)
+
+        with closing(RunCoordinator(config, self.run_dir, say)) as coordinator:
             local = self.run_dir.coordinator
             self.send(ServerListens(coordinator.pid, local, self._remote))
             coordinator.watch(lambda listing: self.send(ChainsChanged(listing)))
             while self._events.get() != signal.SIGTERM:
                 pass
-        finally:
-            coordinator.close()
 
 
 def _command(task: HostTask) -> list[str]:

@@ -45,7 +45,6 @@ def measure_profile(
         return msgspec.json.decode(file.read_bytes(), type=ModelProfile)
 
 
-AUTO = "auto"
 Say = Callable[[str], None]
 
 
