@@ -37,9 +37,9 @@ from shoal.lab.lab import Lab, LabHost, find_lab
 from shoal.lab.namespaces import require
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
-from shoal.runtime.greeting import code_of, fresh_nonce
 from shoal.runtime.lab_files import LabFiles
 from shoal.runtime.parent_death import die_with_parent
+from shoal.runtime.secret import code_of, fresh_nonce
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.tcp.connect import TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport

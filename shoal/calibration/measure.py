@@ -25,8 +25,8 @@ from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import discard_lines
 from shoal.runtime.config import RunConfig
-from shoal.runtime.cores import cores
 from shoal.runtime.files import scratch_folder
+from shoal.runtime.memory_limit import cores
 
 MODULE = "shoal.calibration.worker"
 _START_S = 3.0  # until workers have loaded torch

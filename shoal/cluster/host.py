@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.runtime.cores import cores
+from shoal.runtime.memory_limit import cores
 
 QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}

@@ -21,9 +21,9 @@ from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, TlsConfig, variable_name
-from shoal.runtime.cores import cores
-from shoal.runtime.greeting import code_of, fresh_nonce
+from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.secret import code_of, fresh_nonce
 from shoal.runtime.trust import is_loopback, require_protected, require_trusted_network
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join

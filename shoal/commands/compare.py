@@ -27,8 +27,8 @@ from shoal.launch.here.output import discard_lines
 from shoal.launch.here.process_config import replication_of
 from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
 from shoal.runtime.config import RunConfig
-from shoal.runtime.cores import cores
 from shoal.runtime.files import scratch_folder
+from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import as_strategy

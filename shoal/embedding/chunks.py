@@ -74,13 +74,6 @@ class Column(NamedTuple):
     initial: float = 0.0
 
 
-class MovedEntries(NamedTuple):
-    """Entries that have filled the places of removed ones."""
-
-    ids: Tensor
-    positions: Tensor
-
-
 class RowPool:
     """Entries at positions 0 to `size`, each with an id and one value in every column.
 
@@ -129,8 +122,11 @@ class RowPool:
         self._written = max(self._written, self.size)
         return torch.arange(new.start, new.stop)
 
-    def remove(self, positions: Tensor) -> MovedEntries:
-        """Remove the entries at these positions, which differ."""
+    def remove(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Remove the entries at these positions, which differ.
+
+        Returns the ids of the entries that have filled their places, and where these are.
+        """
         size = self.size - len(positions)
         tail = torch.arange(size, self.size)
         holes = positions[positions < size]
@@ -139,7 +135,7 @@ class RowPool:
             array.tensor[holes] = array.tensor[movers]
         self.size = size
         self._give_back()
-        return MovedEntries(self["ids"][holes], holes)
+        return self["ids"][holes], holes
 
     def _give_back(self) -> None:
         """Free the memory behind the last entry once it is worth a call of the system."""

@@ -109,9 +109,6 @@ class Hottest(NamedTuple):
     counts: Numbers
     errors: Numbers
 
-    def first(self, number: int) -> Hottest:
-        return Hottest(self.ids[:number], self.counts[:number], self.errors[:number])
-
 
 class SpaceSaving:
     """Numbers of the most frequent ids of a stream, with at most `capacity` counters.

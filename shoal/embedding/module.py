@@ -51,20 +51,16 @@ class RowStore(Protocol):
 
 
 class LocalStore(RowStore):
-    """Tables in this process."""
+    """The table of one embedding, in this process."""
 
-    def __init__(self) -> None:
-        self.tables: dict[str, RowTable] = {}
+    table: RowTable | None = None
 
     def create(self, spec: TableSpec) -> EmbeddingTable:
-        table = self.tables.get(spec.name)
-        if table is None:
-            table = self.tables[spec.name] = RowTable(spec)
-        elif replace(table.spec, optimizer=spec.optimizer) != spec:
-            raise BadInput(f"there is another {spec} already, with other rows: rename one of them")
-        elif table.optimizer != spec.optimizer:
-            table.set_optimizer(spec.optimizer)
-        return table
+        if self.table is None:
+            self.table = RowTable(spec)
+        elif self.table.optimizer != spec.optimizer:
+            self.table.set_optimizer(spec.optimizer)
+        return self.table
 
 
 RowGradients = tuple[Tensor, Tensor]  # unique ids [n], and their gradients [n, dim]

@@ -50,15 +50,10 @@ class RowOptimizer:
     initial_sum: float = 0.0  # what Adagrad's sums start from
 
     def __post_init__(self) -> None:
-        if self.kind not in ("sgd", "adagrad", "adam"):
-            raise BadInput(f'a row optimizer is "sgd", "adagrad" or "adam", not {self.kind!r}')
-        for name in ("lr", "eps", "initial_sum"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
-                raise BadInput(f"{name} of a row optimizer must be a number >= 0, not {value!r}")
-        pair = self.betas
-        if len(pair) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in pair):
-            raise BadInput(f"betas of a row optimizer must be two numbers in [0, 1), not {pair!r}")
+        numbers = (self.lr, self.eps, self.initial_sum, *self.betas)
+        is_fitting = all(_is_number(each) and 0 <= each < math.inf for each in numbers)
+        if not is_fitting or len(self.betas) != 2 or max(self.betas) >= 1:
+            raise BadInput(f"{self}: its numbers must be >= 0, and its two betas below 1")
 
     @classmethod
     def of(cls, factory: Any) -> RowOptimizer:

@@ -47,31 +47,57 @@ class DirectRows(NamedTuple):
     rows: Rows
 
 
-class HeldRows:
-    """The rows of one shard with their optimizer state, and the ids that wait."""
+CHUNK_ROWS = 1 << 16  # rows that `state` gives at a time
 
-    def __init__(self, spec: TableSpec, shard: int, shards: int, optimizer: RowOptimizer | None):
-        """MemoryError or ValueError if the system does not reserve the memory."""
-        self.steps = 0  # updates of the table over all shards, as far as this shard knows
-        capacity = spec.rows_of(shard, shards)
-        index = ReservedArray((capacity,), torch.int32, gives_back=False)
-        comes_and_goes = spec.ttl_steps is not None
+
+class RowTable:
+    """One shard of an embedding table. One thread at a time may use it.
+
+    `pull` costs a gather, `push` a gather and a scatter for each tensor of the optimizer. Both
+    cost 4 hashes per id, and dim/2 hashes for each row that is used for the first time.
+    """
+
+    def __init__(self, spec: TableSpec, shard: int = 0, shards: int = 1):
+        if spec.rows_of(shard, shards) > LARGEST_SHARD:
+            raise BadInput(
+                f"{spec} has too many rows for {counted(shards, 'server')}: use more servers"
+            )
         self.spec = spec
         self.shard = shard
         self.shards = shards
-        self._index = index.tensor.numpy()
+        self.optimizer = spec.optimizer
+        self.clear()
+
+    def clear(self) -> None:
+        """Reset all rows to their initial values, and free their memory."""
+        try:
+            self._reserve(self.spec.rows_of(self.shard, self.shards))
+        except (MemoryError, ValueError) as error:  # the system does not reserve it
+            raise BadInput(
+                f"shard {self.shard} of {self.spec} does not fit: "
+                f"{self.spec.rows_of(self.shard, self.shards)} rows of {self.spec.dim} numbers; "
+                "use more servers"
+            ) from error
+
+    def _reserve(self, capacity: int) -> None:
+        spec = self.spec
+        self.steps = 0  # updates of the table over all shards, as far as this shard knows
         self._swept = 0  # the step of the latest sweep
-        self.rows = RowPool(capacity, row_columns(spec, optimizer), comes_and_goes)
+        index = ReservedArray((capacity,), torch.int32, gives_back=False)
+        self._index = index.tensor.numpy()
+        columns = row_columns(spec, self.optimizer)
+        self.rows = RowPool(capacity, columns, gives_back=spec.ttl_steps is not None)
         waiting = capacity if spec.min_count > 1 else 0
         self.waiting = RowPool(waiting, waiting_columns(spec), gives_back=True)
         self._rows_array: Rows = self.rows["rows"].numpy()
         self.direct: DirectRows | None = None  # None if rows come and go, or are placed by hash
         if spec.keeps_rows and spec.placement == "range":
-            low = shard * -(-spec.num_rows // shards)
+            low = self.shard * -(-spec.num_rows // self.shards)
             self.direct = DirectRows(self._index, low, self._rows_array)
 
-    def set_columns(self, optimizer: RowOptimizer | None) -> None:
-        """Begin with the initial state of an optimizer, and at step 0."""
+    def set_optimizer(self, optimizer: RowOptimizer | None) -> None:
+        """Train with this optimizer from now on, from its initial state and step 0."""
+        self.sweep()
         wanted = row_columns(self.spec, optimizer)
         for name in set(self.rows.names) - {"ids", *wanted}:
             self.rows.drop_column(name)
@@ -80,6 +106,7 @@ class HeldRows:
         if self.spec.ttl_steps is not None:
             self.waiting.set_column("last", wanted["last"])
         self._swept = self.steps = 0
+        self.optimizer = optimizer
 
     def slots(self, ids: Tensor) -> Ids:
         """Where the index has these rows; BadInput for rows of other shards."""
@@ -92,10 +119,6 @@ class HeldRows:
                 f"row {row} of {self.spec} is not owned by shard {self.shard} of {self.shards}"
             )
         return slots
-
-    def owned(self, ids: Tensor) -> Tensor:
-        """Which of these ids are rows of this shard."""
-        return torch.from_numpy(self.spec.locate(ids, self.shards)[0] == self.shard)
 
     def pull(self, ids: Tensor) -> Tensor:
         """Copies of rows, [n, dim]; ids may repeat. Rows that all stay take memory from now on."""
@@ -229,47 +252,11 @@ class HeldRows:
         if not len(positions):
             return
         self._index[self.slots(pool["ids"][positions])] = 0
-        moved = pool.remove(positions)
+        moved_ids, places = pool.remove(positions)
         sign = 1 if pool is self.rows else -1
-        self._index[self.slots(moved.ids)] = sign * (moved.positions.int().numpy() + 1)
+        self._index[self.slots(moved_ids)] = sign * (places.int().numpy() + 1)
 
-
-CHUNK_ROWS = 1 << 16  # rows that `state` gives at a time
-
-
-class RowTable(HeldRows):
-    """One shard of an embedding table. One thread at a time may use it.
-
-    `pull` costs a gather, `push` a gather and a scatter for each tensor of the optimizer. Both
-    cost 4 hashes per id, and dim/2 hashes for each row that is used for the first time.
-    """
-
-    def __init__(self, spec: TableSpec, shard: int = 0, shards: int = 1):
-        if spec.rows_of(shard, shards) > LARGEST_SHARD:
-            raise BadInput(
-                f"{spec} has too many rows for {counted(shards, 'server')}: use more servers"
-            )
-        self.optimizer = spec.optimizer
-        self._reserve(spec, shard, shards)
-
-    def _reserve(self, spec: TableSpec, shard: int, shards: int) -> None:
-        try:
-            super().__init__(spec, shard, shards, self.optimizer)
-        except (MemoryError, ValueError) as error:
-            raise BadInput(
-                f"shard {shard} of {spec} does not fit: {spec.rows_of(shard, shards)} rows of "
-                f"{spec.dim} numbers; use more servers"
-            ) from error
-
-    def clear(self) -> None:
-        """Reset all rows to their initial values, and free their memory."""
-        self._reserve(self.spec, self.shard, self.shards)
-
-    def set_optimizer(self, optimizer: RowOptimizer | None) -> None:
-        """Train with this optimizer from now on, from its initial state."""
-        self.sweep()
-        self.set_columns(optimizer)
-        self.optimizer = optimizer
+    # ------------------------------------------------------------------ training
 
     def push(
         self, ids: Tensor, grads: Tensor, lr: float | None = None, step: int | None = None
@@ -359,7 +346,8 @@ class RowTable(HeldRows):
         for part in fit_chunks(self.spec, self.optimizer, chunk, self.steps):
             prefix = "" if "ids" in part else WAITING
             columns = {name.removeprefix(prefix): tensor for name, tensor in part.items()}
-            columns = _select(columns, self.owned(columns["ids"]))
+            owners = self.spec.locate(columns["ids"], self.shards)[0]
+            columns = _select(columns, torch.from_numpy(owners == self.shard))
             if prefix:
                 is_new = torch.from_numpy(self._index[self.slots(columns["ids"])] == 0)
                 columns = _select(columns, is_new)

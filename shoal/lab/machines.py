@@ -11,7 +11,7 @@ from shoal.lab.lab import find_lab
 from shoal.lab.namespaces import require
 from shoal.launch.here.process_config import Replication
 from shoal.launch.hosts.machines import HostProcess, Machine, ServerHosts, servers_in_turn
-from shoal.runtime.cores import cores
+from shoal.runtime.memory_limit import cores
 
 
 class LabMachines:

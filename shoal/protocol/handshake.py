@@ -4,7 +4,7 @@
     worker -> server   HELLO      worker's nonce, who it is, HMAC over all of it
     server -> worker   WELCOME    HMAC over the same, with the server's name for it
 
-See `runtime/greeting.py`. Under TLS the server's certificate is part of both codes, so a relay
+See `runtime/secret.py`. Under TLS the server's certificate is part of both codes, so a relay
 cannot pass them on. The secret is in the run directory (`RunDir.read_secret`), in the environment,
 or in a file of each host.
 """
@@ -29,7 +29,7 @@ from shoal.protocol import (
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import CONNECT_S, connect
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting
+from shoal.runtime.secret import CODE_BYTES, NONCE_BYTES, Greeting
 
 HANDSHAKE_S = 5.0
 RECONNECT_S = 3.0  # a worker whose TCP connection broke is lost after so long

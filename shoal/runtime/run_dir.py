@@ -54,7 +54,7 @@ from shoal.runtime.files import (
     temporary_folder,
     write_atomically,
 )
-from shoal.runtime.secret import new_secret, read_secret_file, write_secret_file
+from shoal.runtime.secret import new_secret, read_secret_file, write_private
 
 _MAX_DIGITS = 18
 _MAX_REPORT_BYTES = 64 << 20
@@ -290,7 +290,7 @@ class RunDir:
 
     def write_secret(self, secret: bytes) -> None:
         """Fails if there is one already."""
-        write_secret_file(self.secret, secret)
+        write_private(self.secret, secret.hex())
 
     def read_secret(self) -> bytes | None:
         """None where there is none; BadInput if other users could read it."""

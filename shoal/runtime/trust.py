@@ -1,6 +1,6 @@
 """Whom a process that listens beyond loopback lets in: one question, asked in one place.
 
-    a key on every host          strangers are refused by a handshake (runtime/greeting.py)
+    a key on every host          strangers are refused by a handshake (runtime/secret.py)
     SHOAL_TRUSTED_NETWORK=1      the user says that there are no strangers; a line repeats it
     neither                      BadInput: nothing listens
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Protocol, TypeVar
 
 from shoal.runtime.config import WaitConfig
@@ -73,9 +72,7 @@ class waiting:  # reads as a statement: `with waiting(…)`
         self.since_ns = time.monotonic_ns()
         _noted[id(self)] = self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         del _noted[id(self)]
 
     def current_wait(self) -> LongWait:

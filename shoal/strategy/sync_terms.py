@@ -32,7 +32,7 @@ class Single(SyncTerm):
 
     compared: ClassVar[tuple[str, ...]] = ()  # always, as the reference
 
-    sync_module: ClassVar[str] = "shoal.sync.local"
+    sync_module: ClassVar[str] = "shoal.sync.ddp"
 
     communicates = False
 

@@ -1,15 +1,19 @@
-"""Data parallelism: every replica ends backward with the sum of all replicas' gradients."""
+"""Data parallelism: every replica ends backward with the sum of all replicas' gradients.
+
+And `single`, one replica alone: nothing to agree on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shoal.replica.flat_layout import FlatLayout
-from shoal.schedules.buffer_layout import FIRST_BUCKET_BYTES, LARGE_BYTES
-from shoal.strategy.sync_terms import Ddp
+from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
+from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
+from shoal.strategy.sync_terms import Ddp, Single
 from shoal.sync import Replica, StepSettings, StepTraffic, Sync, SyncPlan, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.transport.transport import Work
@@ -101,7 +105,7 @@ class CompressedReduce(DdpSync):
             self._under_way.append(self.group.all_reduce(self.flat.grads.header))
 
     def collect(self) -> None:
-        from shoal.sync.residuals import synchronize_copies
+        from shoal.sync.compressed_sum import synchronize_copies
 
         self.sums.finish()
         self._wait()
@@ -132,29 +136,6 @@ def ddp_buckets(layout: FlatLayout, bucket_bytes: int) -> list[slice]:
     return layout.buckets(bucket_bytes, min(bucket_bytes, FIRST_BUCKET_BYTES))
 
 
-def compressed_ddp_memory(
-    compress: str,
-    memory: SyncMemory,
-    sizes: ModelSizes,
-    buckets: Sequence[slice],
-    rank: int,
-    replicas: int,
-) -> SyncMemory:
-    """With a gradient buffer, and what compression takes."""
-    from shoal.sync.compressed_sum import compressed_memory
-
-    flat = sizes.flat
-    bodies = [without_header(flat, bucket) for bucket in buckets]
-    compressed = compressed_memory(compress, sizes, bodies, rank, replicas)
-    return replace(
-        memory,
-        gradients=sizes.bucketed_gradients(buckets),
-        copies=sizes.gap_index,
-        residuals=compressed.residuals,
-        in_flight=compressed.in_flight,
-    )
-
-
 def without_header(layout: FlatLayout, bucket: slice) -> slice:
     """A bucket without the header, which travels uncompressed."""
     return slice(max(bucket.start, layout.offset), bucket.stop)
@@ -180,20 +161,115 @@ class DdpPlan(SyncPlan[Ddp]):
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)
         if sizes.exact_microbatches is not None:
-            from shoal.sync.ddp_exact import exact_memory
-
             return exact_memory(plain, sizes, rank, replicas, self.bucket_bytes)
         buckets = ddp_buckets(sizes.flat, self.bucket_bytes)
         if self.term.compress is not None:
-            return compressed_ddp_memory(self.term.compress, plain, sizes, buckets, rank, replicas)
+            from shoal.sync.compressed_sum import compressed_memory
+
+            bodies = [without_header(sizes.flat, bucket) for bucket in buckets]
+            compressed = compressed_memory(self.term.compress, sizes, bodies, rank, replicas)
+            gradients = sizes.bucketed_gradients(buckets)
+            copies = sizes.gap_index
+            return replace(plain, gradients=gradients, copies=copies, **compressed._asdict())
         return replace(plain, gradients=sizes.bucketed_gradients(buckets, LARGE_BYTES))
 
     def build(self, replica: Replica) -> Sync:
         if replica.exact_microbatches is not None:
-            from shoal.sync.ddp_exact import ExactReduce
-
             return ExactReduce(replica, replica.exact_microbatches, self.bucket_bytes)
         buckets = ddp_buckets(replica.flat, self.bucket_bytes)
         if self.term.compress is not None:
             return CompressedReduce(replica, buckets, self.term.compress)
         return DdpSync(replica, buckets, LARGE_BYTES)
+
+
+class ExactReduce(Sync):
+    """exact=True: the same bits at any number of replicas, up to the number of micro-batches.
+
+    Floating-point addition is not associative, so the order of additions is fixed: a binary tree
+    over the index of the micro-batch, whichever replica computed it (`replica/ordered_sum.py`).
+
+    A replica owns a run of leaves. It adds up the largest whole subtrees inside that run, these are
+    gathered (at most 2·log2 M of them a replica), and every replica finishes the tree and updates.
+    """
+
+    every_microbatch = True
+
+    def __init__(self, replica: Replica, microbatches: int, bucket_bytes: int):
+        self.flat = replica.flat
+        self.update = replica.update
+        self.group = replica.group
+        self.root = (0, microbatches)
+        self.regroup()
+        self._sums: dict[tuple[int, int], dict[Node, Tensor]] = {}
+        self.flat.grads.watch(self.flat.buckets(bucket_bytes))
+
+    def regroup(self) -> None:
+        self.runs = runs_of(self.root[1], self.group.size)
+
+    def begin(self) -> None:
+        self._sums = {}
+
+    def reduce(self, bucket: slice) -> None:
+        for number, tensor in enumerate(self.flat.grads.tensors[bucket.start]):
+            sums = self._sums.setdefault((bucket.start, number), {})
+            add_leaf(self.root, self.runs[self.group.rank][0], sums, tensor)
+
+    def collect(self) -> None:
+        for bucket in self.flat.grads.buckets:
+            for number, tensor in enumerate(self.flat.grads.tensors[bucket.start]):
+                tensor.copy_(self._agree(self._sums[bucket.start, number]))
+        self.flat.grads.publish()
+
+    def loss(self, local_loss: Tensor) -> Tensor:
+        return self.flat.grads.header[0].clone()
+
+    def _agree(self, mine: dict[Node, Tensor]) -> Tensor:
+        nodes = [full_subtrees(self.root, run) for run in self.runs]
+        most = max(map(len, nodes))
+        sums = [mine[node] for node in nodes[self.group.rank]]
+        message = torch.stack(sums + [sums[0]] * (most - len(sums)))
+        everything = message.new_empty(self.group.size, *message.shape)
+        self.group.all_gather(everything, message).wait()
+        known = {
+            node: everything[rank, i]
+            for rank, of_rank in enumerate(nodes)
+            for i, node in enumerate(of_rank)
+        }
+        return tree_sum(self.root, known)
+
+
+def exact_memory(
+    memory: SyncMemory,
+    sizes: ModelSizes,
+    rank: int,
+    replicas: int,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> SyncMemory:
+    """With a gradient buffer and the partial sums of `ExactReduce`."""
+    gradients = sizes.bucketed_gradients(sizes.flat.buckets(bucket_bytes))
+    return replace(memory, gradients=gradients, copies=sizes.exact_sums(rank, replicas))
+
+
+class LocalSync(Sync):
+    """Gradients stay where backward put them; no buckets, no copies."""
+
+    collects = False
+
+    def __init__(self, replica: Replica):
+        self.flat = replica.flat
+        self.update = replica.update
+
+
+@runs(Single)
+class SinglePlan(SyncPlan[Single]):
+    can_be_exact = True
+
+    def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
+        if sizes.exact_microbatches is not None:
+            return exact_memory(super().memory(sizes, rank, replicas), sizes, rank, replicas)
+        return super().memory(sizes, rank, replicas)
+
+    def build(self, replica: Replica) -> Sync:
+        if replica.exact_microbatches is not None:
+            return ExactReduce(replica, replica.exact_microbatches, DEFAULT_BUCKET_BYTES)
+        return LocalSync(replica)

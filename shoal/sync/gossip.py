@@ -35,9 +35,9 @@ from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
 from shoal.strategy.sync_terms import Gossip
 from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs
+from shoal.sync.ddp import LocalSync
 from shoal.sync.gossip_async import AsyncGossip, async_memory
 from shoal.sync.lasting import comes_back
-from shoal.sync.local import LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import averaged, mean_state
 from shoal.transport.transport import Work

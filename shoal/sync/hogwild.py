@@ -28,8 +28,8 @@ from torch import Tensor
 from shoal.errors import BadInput
 from shoal.strategy.sync_terms import Hogwild
 from shoal.sync import Comeback, Replica, Sync, SyncPlan, runs
+from shoal.sync.ddp import LocalSync
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
-from shoal.sync.local import LocalSync
 from shoal.transport.shm.rank_memory import FREE_MARK, header_bytes
 
 _STEPS, _MISSED = FREE_MARK, FREE_MARK + 1

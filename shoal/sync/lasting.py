@@ -154,6 +154,7 @@ class KeptStatistics:
         self._folder = folder
         self._rank = rank
         self._tensors = tensors
+        self._num_bytes = aligned_bytes(tensor.nbytes for tensor in tensors)
         self._written_s = -_EVERY_S
 
     def keep(self) -> None:
@@ -162,24 +163,20 @@ class KeptStatistics:
         if now_s - self._written_s < _EVERY_S:
             return
         self._written_s = now_s
-        flat = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in self._tensors]
+        page = torch.zeros(self._num_bytes, dtype=torch.uint8)
+        for view, tensor in zip(views_in(page, self._tensors), self._tensors, strict=True):
+            view.copy_(tensor.detach())
         with suppress(OSError):
-            write_atomically(
-                self._folder / f"{self._rank}.statistics", torch.cat(flat).numpy().tobytes()
-            )
+            write_atomically(self._folder / f"{self._rank}.statistics", page.numpy().tobytes())
 
     def take(self) -> bool:
         """Use the latest that a worker has written; False if there are none."""
         files = sorted(self._folder.glob("*.statistics"), key=lambda file: file.stat().st_mtime_ns)
-        expected = sum(tensor.nbytes for tensor in self._tensors)
-        if not files or files[-1].stat().st_size != expected:
+        if not files or files[-1].stat().st_size != self._num_bytes:
             return False
-        data = bytearray(files[-1].read_bytes())
-        start = 0
-        for tensor in self._tensors:
-            part = torch.frombuffer(data, dtype=torch.uint8, count=tensor.nbytes, offset=start)
-            tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-            start += tensor.nbytes
+        page = torch.frombuffer(bytearray(files[-1].read_bytes()), dtype=torch.uint8)
+        for view, tensor in zip(views_in(page, self._tensors), self._tensors, strict=True):
+            tensor.detach().copy_(view)
         return True
 
 

@@ -22,10 +22,16 @@ from shoal.server.model.expected_state import Form, expected_state, misfit
 from shoal.strategy.options import outer_settings
 from shoal.strategy.sync_terms import Localsgd
 from shoal.sync import Replica, StepTraffic, Sync, SyncPlan, runs, under
-from shoal.sync.compressed_sum import CompressedSum, compressed_memory, make_compressed_sum
+from shoal.sync.compressed_sum import (
+    CompressedSum,
+    check_number,
+    check_size,
+    compressed_memory,
+    make_compressed_sum,
+    synchronize_copies,
+)
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept, mean_state
-from shoal.sync.residuals import check_number, check_size, synchronize_copies
 
 
 class Outer:

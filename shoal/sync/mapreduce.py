@@ -18,8 +18,7 @@ from shoal.errors import BadInput
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms import Mapreduce
 from shoal.sync import Replica, StepSettings, Sync, SyncPlan, runs
-from shoal.sync.ddp import DdpSync
-from shoal.sync.local import LocalSync
+from shoal.sync.ddp import DdpSync, LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 
 MASTER = 0

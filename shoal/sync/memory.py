@@ -21,8 +21,8 @@ from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import Node, add_leaf, runs_of
 
 # Objects of these modules are looked into. Groups, parameters and optimizers are not.
-_SYNC = ("shoal.sync.", "shoal.compress.", "shoal.server.client.client", "shoal.server.model.")
-_SERVER = ("shoal.server.", "shoal.compress.", "shoal.embedding.")
+_SYNC = ("shoal.sync.", "shoal.compress", "shoal.server.client.client", "shoal.server.model.")
+_SERVER = ("shoal.server.", "shoal.compress", "shoal.embedding.")
 _NOT_WALKED = ("shoal.sync.optimizer_step",)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.comm.group import Group
 from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.sync import Replica
-from shoal.sync.ddp_exact import ExactReduce
+from shoal.sync.ddp import ExactReduce
 from shoal.sync.movable_shards import MovableShards, gather_optimizer
 from shoal.transport.transport import Work
 

@@ -27,7 +27,7 @@ from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.endpoint import PLAIN, connect
 from shoal.protocol.handshake import authenticate
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.greeting import fresh_nonce
+from shoal.runtime.secret import fresh_nonce
 from tests.chaos import read_numbers
 from tests.server.attacked import (
     DESCRIPTORS,

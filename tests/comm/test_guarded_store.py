@@ -32,8 +32,7 @@ from shoal.comm.store.session import (
     greet,
 )
 from shoal.errors import BadInput
-from shoal.runtime.greeting import CODE_BYTES, Greeting
-from shoal.runtime.secret import new_secret
+from shoal.runtime.secret import CODE_BYTES, Greeting, new_secret
 from tests.descriptors import no_descriptors
 
 SECRET = new_secret()

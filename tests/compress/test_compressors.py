@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.compress import Compressor
-from shoal.compress.catalog import BLOCK, OneBit, TopK, make_compressor
-from shoal.compress.powersgd import PowerSgd
+from shoal.compress import BLOCK, Compressor, OneBit, PowerSgd, TopK, make_compressor
 from shoal.errors import ShoalError
 
 FLAT = ["fp16", "bf16", "int8", "onebit", "topk(0.01)", "topk(1)"]

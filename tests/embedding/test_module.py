@@ -37,15 +37,13 @@ from tests.conftest import World
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
+ADAM = partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))
 # rows by the first, the rest of the model and nn.Embedding(sparse=True) by the others
 OPTIMIZERS: dict[str, tuple[Any, Any, Any]] = {
     "sgd": (SGD, SGD, SGD),
     "adagrad": (ADAGRAD, ADAGRAD, ADAGRAD),
-    "adam": (
-        partial(torch.optim.Adam, lr=0.01),
-        partial(torch.optim.Adam, lr=0.01),
-        partial(torch.optim.SparseAdam, lr=0.01),
-    ),
+    "adagrad from 0.1": (partial(ADAGRAD, initial_accumulator_value=0.1),) * 3,
+    "adam": (ADAM, ADAM, partial(torch.optim.SparseAdam, lr=0.01, betas=(0.8, 0.9))),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.embedding.spec import RowOptimizer, TableSpec
 from shoal.embedding.table import RowTable
@@ -109,29 +109,6 @@ def test_rows_that_are_not_used_take_no_memory() -> None:
 
 
 # ------------------------------------------------------------------------------ training
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("shards", [1, 3])
-def test_rows_are_trained_as_torch_trains_sparse_gradients(optimizer: str, shards: int) -> None:
-    table = spec(40, 5, optimizer=RowOptimizer.of(OPTIMIZERS[optimizer]))
-    parts = [RowTable(table, shard, shards) for shard in range(shards)]
-    weight = nn.Parameter(RowTable(table).pull(every_id(table)))
-    torch_optimizer = OPTIMIZERS[optimizer]([weight])
-    random_numbers = torch.Generator().manual_seed(0)
-    for step in range(1, 12):
-        ids = torch.randint(0, 40, (7,), generator=random_numbers)  # some of them twice
-        grads = torch.randn(7, 5, generator=random_numbers)
-        weight.grad = torch.sparse_coo_tensor(ids[None], grads, weight.shape, check_invariants=True)
-        torch_optimizer.step()
-        owners = table.owner(ids, shards)
-        for shard, part in enumerate(parts):
-            mine = owners == shard
-            if mine.any():  # a shard does not see every step
-                part.push(ids[mine], grads[mine], step=step)
-    for part, ids in zip(parts, cut(table, shards), strict=True):
-        torch.testing.assert_close(part.pull(ids), weight.detach()[ids], rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_pulled_is_a_copy() -> None:

@@ -10,8 +10,14 @@ import pytest
 from shoal.errors import BadInput
 from shoal.launch.losses.failures import ProcessFailure, launch_error
 from shoal.runtime import memory_limit
-from shoal.runtime.cores import most_server_threads, server_threads, threads_of
-from shoal.runtime.memory_limit import MemoryLeft, OutOfMemoryKills, memory_left
+from shoal.runtime.memory_limit import (
+    MemoryLeft,
+    OutOfMemoryKills,
+    memory_left,
+    most_server_threads,
+    server_threads,
+    threads_of,
+)
 from shoal.transport.shm import memfd
 from shoal.transport.tcp.connect import require_open_files
 
@@ -79,13 +85,10 @@ def test_the_soft_limit_is_raised_and_the_hard_one_refused(monkeypatch: pytest.M
         require_open_files(4080)
 
 
-def test_a_small_slice_is_left_to_one_core() -> None:
+def test_a_small_slice_is_left_to_one_core_and_servers_share_those_of_their_host() -> None:
     assert server_threads(1 << 20, most=16) == 1
     assert server_threads(64 << 20, most=16) == 8
     assert server_threads(1 << 40, most=16) == 16
-
-
-def test_servers_share_the_cores_of_their_host() -> None:
     assert most_server_threads(16, servers=2) == 8
     assert most_server_threads(2, servers=4) == 1
     assert int(threads_of(1)["OMP_NUM_THREADS"]) >= 1

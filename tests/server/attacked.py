@@ -26,7 +26,7 @@ from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.sync.ps.connect import ServedOptions, specs_of
+from shoal.sync.ps.plan import ServedOptions, specs_of
 from tests.coordinator.helpers import until
 from tests.processes import resident_mb
 from tests.server.helpers import SECRET, fill, flat_of, weights

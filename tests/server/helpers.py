@@ -19,7 +19,7 @@ from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.server.model.named_optimizer import NamedOptimizer
 from shoal.server.process.server import Server
-from shoal.sync.ps.connect import ServedOptions, specs_of
+from shoal.sync.ps.plan import ServedOptions, specs_of
 from tests.folders import socket_folder
 
 SECRET = new_secret()

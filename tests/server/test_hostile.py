@@ -32,8 +32,7 @@ from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import connect
 from shoal.protocol.handshake import AuthenticationError, authenticate, claim_of
 from shoal.protocol.service import MAX_REASONS
-from shoal.runtime.greeting import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce
-from shoal.runtime.secret import new_secret
+from shoal.runtime.secret import CODE_BYTES, NONCE_BYTES, Greeting, fresh_nonce, new_secret
 from shoal.server import shared_memory as segment
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule

@@ -17,7 +17,7 @@ from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
-from shoal.sync.ps.connect import ServedOptions, specs_of
+from shoal.sync.ps.plan import ServedOptions, specs_of
 from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)

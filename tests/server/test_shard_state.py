@@ -13,7 +13,7 @@ from shoal.server.messages import ShardState, StateTensor
 from shoal.server.model.named_optimizer import NamedOptimizer, step_without_hooks
 from shoal.server.model.shard import Shard
 from shoal.server.model.shard_state import check_state
-from shoal.sync.ps.connect import ServedOptions, specs_of
+from shoal.sync.ps.plan import ServedOptions, specs_of
 from tests.server.helpers import flat_of
 
 ADAM = NamedOptimizer("Adam", {"lr": 0.1, "fused": True})

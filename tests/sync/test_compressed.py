@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.compress.catalog import BLOCK
+from shoal.compress import BLOCK
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind
 from shoal.replica.flat_params import FlatParams

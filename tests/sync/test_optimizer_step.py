@@ -103,19 +103,3 @@ def test_a_bound_that_is_not_above_zero_is_refused(clip_norm: float) -> None:
 def test_what_makes_no_optimizer_is_refused(factory: Any) -> None:
     with pytest.raises(BadInput, match="optimizer has to be a function from"):
         OptimizerStep(named(0.0), factory)
-
-
-@pytest.mark.parametrize(
-    "factory",
-    [
-        lambda pairs: torch.optim.SGD(pairs, lr=0.1),
-        lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.1),
-        lambda pairs: torch.optim.SGD((p for _, p in pairs), lr=0.1),
-        SGD,
-    ],
-    ids=["pairs", "a list", "a generator", "partial"],
-)
-def test_a_factory_may_be_any_function(factory: Callable[..., Any]) -> None:
-    pairs = named(1.0, 2.0)
-    OptimizerStep(pairs, factory).apply()
-    assert values(pairs) == [0.9, 1.9]

@@ -19,7 +19,7 @@ from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.server.client import started
 from shoal.strategy.strategy import parse
-from shoal.sync.ps import connect
+from shoal.sync.ps import plan
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
 from shoal.train.step.step import Step
@@ -104,15 +104,19 @@ def test_servers_of_workers_equal_one_device(world: World, placement: str, case:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("optimizer", "where", "words"),
     [
-        (unknown, "Unknown is not a class of torch.optim"),
-        (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "not a plain number"),
-        (partial(torch.optim.SparseAdam, lr=0.1), "SparseAdam is not a class of torch.optim"),
+        (unknown, "cpu", "Unknown is not a class of torch.optim"),
+        (partial(torch.optim.SGD, lr=torch.tensor(0.1)), "cpu", "not a plain number"),
+        (partial(torch.optim.SparseAdam, lr=0.1), "cpu", "SparseAdam is not a class of torch"),
+        pytest.param(
+            *(SGD, "cuda", "there is no CUDA here"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
-def test_an_optimizer_without_a_name_is_refused(optimizer: Any, words: str) -> None:
-    job = Job(parse('ps(placement="rank0")'), solo_group(), device=CPU)
+def test_what_servers_cannot_do_is_refused(optimizer: Any, where: str, words: str) -> None:
+    job = Job(parse(f'ps(placement="rank0", on="{where}")'), solo_group(), device=CPU)
     with pytest.raises(BadInput, match=words):
         job.step(mlp(), F.cross_entropy, optimizer=optimizer)
 
@@ -252,18 +256,11 @@ def test_evaluation_sees_the_weights_of_the_servers(world: World) -> None:
 def test_servers_on_a_device_equal_one_device(
     world: World, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
-    for module in (connect, started):
+    for module in (plan, started):
         monkeypatch.setattr(module, "device_of_server", lambda term: CPU)
     strategy = f'ps(placement="{placement}", on="cuda")'
     options = {"optimizer": ADAMW, "clip_norm": 0.1}
     assert_equal_to_single(world, 2, strategy, mlp, samples(50), 12, **options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without CUDA")
-def test_a_host_without_cuda_is_one_sentence() -> None:
-    job = Job(parse('ps(placement="rank0", on="cuda")'), solo_group(), device=CPU)
-    with pytest.raises(BadInput, match="there is no CUDA here"):
-        job.step(mlp(), F.cross_entropy, optimizer=SGD)
 
 
 def test_server_processes_have_no_gpu_of_a_worker() -> None:

@@ -209,25 +209,6 @@ def test_of_a_split_replica_the_rank_is_asked_for_and_named() -> None:
         first.close()
 
 
-@pytest.mark.parametrize("rule", [Rule(2), Rule(2, asynchronous=True), Rule(2, quorum=1)])
-def test_a_worker_that_exited_before_it_joined_is_not_waited_for(rule: Rule) -> None:
-    exited: set[int] = set()
-    with servers(2) as found:
-        for server in found:
-            server.host.has_exited = exited.__contains__
-        client = client_of(found, 0, rule)
-        exited.add(1)
-        if rule.is_synchronous:
-            with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
-                client.barrier()
-        else:
-            client.barrier()
-            client.leave()
-        client.close()
-        if not rule.is_synchronous:
-            assert all(server.wait_idle(60) for server in found)
-
-
 class _Mine(Exception):
     pass
 

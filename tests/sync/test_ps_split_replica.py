@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
 from shoal.server.consistency import LedgerState
@@ -19,7 +16,6 @@ from shoal.server.messages import PushDecided
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.snapshot import copied
 from shoal.server.process.server import Server
-from shoal.strategy.strategy import parse
 from shoal.sync.ps.consistency import RelaxedPs
 from shoal.sync.ps.worker import PsWorker
 from shoal.train.job import Job
@@ -32,41 +28,11 @@ from tests.test_hybrids import GPT_OPTIONS
 
 CPU = torch.device("cpu")
 SPLITS = ["pp(2)", "tp(2)"]
-Each = Callable[[Job, Step], None]
 
 
 def sync_of(step: Step) -> RelaxedPs:
     assert isinstance(step.sync, RelaxedPs)
     return step.sync
-
-
-def largest() -> TensorDataset:
-    """Which of the first three features is the largest?"""
-    x = samples(24).tensors[0]
-    return TensorDataset(x, x[:, :3].argmax(1))
-
-
-def run(
-    world: World, strategy: str, steps: int, before: Each | None = None, size: int = 4
-) -> list[tuple[Job, Step, list[float]]]:
-    """Train on every rank; `before` is called before each step. Jobs are closed in the end."""
-    models = [mlp() for _ in range(size)]
-
-    def body(group: Group) -> tuple[Job, Step, list[float]]:
-        job = Job(parse(strategy), group, device=CPU)
-        step = job.step(
-            models[group.rank], F.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.3)
-        )
-        losses = []
-        for batch in job.batches(largest(), 12, epochs=steps, steps=steps):
-            if before is not None:
-                before(job, step)
-            losses.append(float(step(batch)))
-        losses.append(job.evaluate(F.cross_entropy, largest()))
-        job.close()
-        return job, step, losses
-
-    return world(size, body)
 
 
 def held_by(servers: list[Server]) -> list[ServedModel]:
@@ -80,17 +46,19 @@ def held_by(servers: list[Server]) -> list[ServedModel]:
 
 @pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("rule", ["staleness=0", "quorum=1"])
-@pytest.mark.parametrize("placement", ["rank0", "workers"])
+@pytest.mark.parametrize("where", ['placement="rank0"', 'placement="workers"', "servers=2", "tcp"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_where_all_workers_count_it_equals_one_device(
-    world: World, split: str, placement: str, rule: str
+    world: World, monkeypatch: pytest.MonkeyPatch, split: str, where: str, rule: str
 ) -> None:
     """Clipped by the norm of the whole: what several parts hold counts once."""
-    strategy = f'ps({rule}, placement="{placement}") + {split}'
-    if rule == "staleness=0":
-        assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)
-        return
-    assert_close(in_the_end(world, 4, strategy), in_the_end(world, 1, "single"))
+    strategy = f"ps({rule}, {where.replace('tcp', 'servers=2')}) + {split}"
+    with launched(monkeypatch, 2, tcp=where == "tcp") as servers:
+        if rule == "staleness=0":
+            assert_equal(world, 4, strategy, gpt, texts(22), **GPT_OPTIONS)
+        else:
+            assert_close(in_the_end(world, 4, strategy), in_the_end(world, 1, "single"))
+        assert all(server.wait_idle(60) for server in servers)
 
 
 def in_the_end(world: World, size: int, strategy: str) -> dict[str, Tensor]:
@@ -104,18 +72,6 @@ def test_one_replica_under_any_rule_equals_one_device(world: World, split: str, 
     size = 4 if "+" in split else 2
     strategy = f'ps({rule}, placement="rank0") + {split}'
     assert_equal(world, size, strategy, gpt, texts(22), **GPT_OPTIONS)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("split", SPLITS)
-def test_servers_that_hold_something_of_every_part_follow_themselves(
-    world: World, monkeypatch: pytest.MonkeyPatch, split: str, tcp: bool
-) -> None:
-    with launched(monkeypatch, 2, tcp) as servers:
-        strategy = f"ps(quorum=1, servers=2) + {split}"
-        assert_close(in_the_end(world, 4, strategy), in_the_end(world, 1, "single"))
-        assert all(server.wait_idle(60) for server in servers)
 
 
 # ---- quorum -------------------------------------------------------------------------------------
@@ -138,9 +94,19 @@ def test_what_is_late_is_late_in_every_part(
         if job.replica == 1 and step.steps == 0:
             assert ahead.wait(60)
 
-    with launched(monkeypatch, 2) as servers:
+    def body(group: Group) -> RelaxedPs:
+        sgd = partial(torch.optim.SGD, lr=0.3)
         strategy = f'ps(quorum=0.3, late="{late}", servers=2) + {split}'
-        found = run(world, strategy, 20, before, size=6)
+        with job_of(group, strategy, mlps[group.rank], optimizer=sgd) as (job, step):
+            for batch in job.batches(samples(24), 12, epochs=20, steps=20):
+                before(job, step)
+                step(batch)
+            job.barrier()
+        return sync_of(step)
+
+    mlps = [mlp() for _ in range(6)]
+    with launched(monkeypatch, 2) as servers:
+        found = world(6, body)
         leader, *followers = models
         assert len(followers) == 3
         entries = leader.log.entries_after(0)
@@ -153,14 +119,14 @@ def test_what_is_late_is_late_in_every_part(
     pushes = [entry.decision for entry in entries if isinstance(entry.decision, PushDecided)]
     verdicts = [push.verdict for push in pushes if push.worker == 1]
     assert verdicts[0] == ("dropped" if late == "drop" else "folded")
-    stats = sync_of(found[0][1]).report()["servers"][0]["workers"]
+    stats = found[0].report()["servers"][0]["workers"]
     assert stats["1"]["dropped" if late == "drop" else "folded"] >= 1
-    skipped = [sync_of(step).skipped for _, step, _ in found]
+    skipped = [sync.skipped for sync in found]
     for replica in range(3):
         first, second = skipped[2 * replica : 2 * replica + 2]
         assert first == second == 20 - sum(stats[str(replica)].values())
     assert skipped[2] >= 6
-    assert any("replica 1: " in line and "late" in line for line in found[0][1].sync.summary())
+    assert any("replica 1: " in line and "late" in line for line in found[0].summary())
 
 
 # ---- copies -------------------------------------------------------------------------------------

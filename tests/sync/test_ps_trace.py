@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
 
 from shoal.runtime.trace import COMMUNICATE, COMPUTE, TRAINING, WAIT, Recorder, Span
 from shoal.train.step.run_services import RunServices
@@ -42,23 +41,6 @@ class Signalling(Recorder):
             yield
 
 
-class Late(nn.Module):
-    """Computes its first step when the other worker waits; `moment_ns` is that time."""
-
-    def __init__(self, other: Signalling):
-        super().__init__()
-        self.net = mlp()
-        self.other = other
-        self.moment_ns = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.moment_ns:
-            assert self.other.is_waiting.wait(60)
-            self.moment_ns = time.monotonic_ns()
-        out: Tensor = self.net(x)
-        return out
-
-
 def train(
     world: World, monkeypatch: pytest.MonkeyPatch, strategy: str, tcp: bool, **options: Any
 ) -> None:
@@ -82,11 +64,19 @@ def test_a_worker_that_waits_for_another_is_in_a_wait_span(
     world: World, monkeypatch: pytest.MonkeyPatch, strategy: str, pulls: int, tcp: bool
 ) -> None:
     tracers = [Signalling(rank, pulls) for rank in range(2)]
-    late = Late(tracers[0])
-    models = iter([mlp(), late])
-    train(world, monkeypatch, strategy, tcp, tracers=tracers, make=lambda: next(models))
+    models = [mlp(), mlp()]
+    moments_ns: list[int] = []
+
+    def wait(*_: object) -> None:
+        """Worker 1 computes its first step when the other waits."""
+        assert tracers[0].is_waiting.wait(60)
+        moments_ns.append(time.monotonic_ns())
+
+    models[1].register_forward_pre_hook(wait)
+    make = iter(models).__next__
+    train(world, monkeypatch, strategy, tcp, tracers=tracers, make=make)
     waits = [span for span in tracers[0].spans if span.kind == WAIT and span.track == "main"]
-    assert any(span.start_ns <= late.moment_ns <= span.end_ns for span in waits)
+    assert any(span.start_ns <= moments_ns[0] <= span.end_ns for span in waits)
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["memory", "tcp"])

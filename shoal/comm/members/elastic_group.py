@@ -17,7 +17,7 @@ from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.executors.solo import Solo
 from shoal.comm.group import Group
 from shoal.errors import PeerLost, ShoalError
-from shoal.runtime.cores import cores
+from shoal.runtime.memory_limit import cores
 from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import NOT_BUILT, is_built, join
 

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.errors import BadInput, ShoalError
-from shoal.runtime.greeting import CODE_BYTES, code_of, is_code
+from shoal.runtime.secret import CODE_BYTES, code_of, is_code
 from shoal.runtime.waits import until
 
 

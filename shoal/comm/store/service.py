@@ -31,7 +31,7 @@ from shoal.comm.store.session import (
 )
 from shoal.errors import BadInput
 from shoal.runtime.acceptor import Acceptor, host_of, oldest_of_most
-from shoal.runtime.greeting import Greeting
+from shoal.runtime.secret import Greeting
 from shoal.runtime.trust import is_loopback, without_key
 from shoal.runtime.wording import say
 

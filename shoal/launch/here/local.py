@@ -50,7 +50,7 @@ from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, Tolerance
 from shoal.runtime.config import RunConfig
-from shoal.runtime.cores import cores
+from shoal.runtime.memory_limit import cores
 from shoal.runtime.parent_death import die_with
 from shoal.runtime.run_dir import RunDir, new_run_dir
 from shoal.runtime.wording import counted

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from shoal.runtime.config import RunConfig
-from shoal.runtime.cores import threads_of
+from shoal.runtime.memory_limit import threads_of
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import Strategy
 

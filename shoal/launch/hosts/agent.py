@@ -55,7 +55,7 @@ from shoal.launch.hosts.agent_messages import (
     read_task,
 )
 from shoal.runtime.config import RunConfig
-from shoal.runtime.cores import cores, threads_of
+from shoal.runtime.memory_limit import cores, threads_of
 from shoal.runtime.run_dir import LIVE, RunDir, new_run_dir, written_by
 from shoal.runtime.secret import parse_secret
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from shoal.errors import BadInput
 from shoal.runtime.config import set_default_variables
-from shoal.runtime.cores import cores
 from shoal.runtime.files import scratch_folder
+from shoal.runtime.memory_limit import cores
 from shoal.runtime.secret import new_secret
 
 try:

@@ -20,7 +20,7 @@ from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
 from shoal.plan.sync_price import SyncQuestion, update_s
 from shoal.plan.sync_price.compressed import factor_rank, is_factored, packed_bytes
-from shoal.runtime.cores import most_server_threads, server_threads
+from shoal.runtime.memory_limit import most_server_threads, server_threads
 
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
 

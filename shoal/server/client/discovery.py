@@ -29,9 +29,8 @@ from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.config import RunConfig
-from shoal.runtime.greeting import code_of, fresh_nonce, is_code
 from shoal.runtime.run_dir import RunDir, new_server_dir
-from shoal.runtime.secret import new_secret
+from shoal.runtime.secret import code_of, fresh_nonce, is_code, new_secret
 from shoal.runtime.variable_text import LaunchedServer
 from shoal.runtime.wording import counted
 from shoal.server.client.chain_view import CopyAddresses

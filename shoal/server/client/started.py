@@ -21,7 +21,7 @@ from shoal.coordinator.client import open_coordinator
 from shoal.coordinator.etcd_coordinator import EtcdCoordinator
 from shoal.errors import BadInput
 from shoal.runtime.config import RunConfig, ServerConfig
-from shoal.runtime.cores import threads_of
+from shoal.runtime.memory_limit import threads_of
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, new_server_dir
 from shoal.runtime.variable_text import LaunchedServer

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.compress.catalog import make_compressor
-from shoal.compress.powersgd import PowerSgd
+from shoal.compress import PowerSgd, make_compressor
 from shoal.errors import ShoalError
 from shoal.protocol import Refused
 from shoal.server.messages import ModelSpec

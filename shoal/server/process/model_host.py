@@ -17,8 +17,8 @@ from shoal.protocol import Refused
 from shoal.protocol.connection import Connection
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.cores import server_threads
 from shoal.runtime.faults import busy_s
+from shoal.runtime.memory_limit import server_threads
 from shoal.server.member.operations import EMPTY, OnCommitted, Operation, Payload
 from shoal.server.member.place import Elsewhere
 from shoal.server.messages import ModelSpec

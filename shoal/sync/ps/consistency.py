@@ -204,27 +204,22 @@ class SynchronousPs(PsWorker):
 _VERDICTS = get_args(get_type_hints(Ack)["verdict"])
 
 
-class NormExchange:
-    """Tells the leader of this shard the norm of the gradient over all shards."""
+def exchange_norm(context: PsContext, is_unequal: bool) -> None:
+    """Tell the leader of this shard the norm of the gradient over all shards.
 
-    def __init__(self, context: PsContext, is_unequal: bool):
-        """`is_unequal`: the servers of different shards may get different norms."""
-        self._context = context
-        self._is_unequal = is_unequal
-
-    def __call__(self) -> None:
-        client = self._context.client
-        params = self._context.flat.params
-        total_norm = self._context.update.grad_norm.over_replica
-        assert total_norm is not None
-        norms = {
-            params[index]: torch.tensor(norm, dtype=torch.float64)
-            for index, norm in client.norms().items()
-        }
-        total = total_norm.of(norms).view(1)
-        if self._is_unequal:
-            self._context.replica_group.broadcast(total)
-        client.set_norm(float(total))
+    `is_unequal`: the servers of different shards may get different norms.
+    """
+    client = context.client
+    total_norm = context.update.grad_norm.over_replica
+    assert total_norm is not None
+    norms = {
+        context.flat.params[index]: torch.tensor(norm, dtype=torch.float64)
+        for index, norm in client.norms().items()
+    }
+    total = total_norm.of(norms).view(1)
+    if is_unequal:
+        context.replica_group.broadcast(total)
+    client.set_norm(float(total))
 
 
 class SharedLeader:

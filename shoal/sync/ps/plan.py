@@ -3,20 +3,289 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from shoal.compress.catalog import make_compressor
-from shoal.compress.powersgd import PowerSgd
+from shoal.compress import PowerSgd, make_compressor
+from shoal.errors import BadInput
+from shoal.replica.flat_params import FlatParams
 from shoal.replica.ordered_sum import full_subtrees, runs_of
+from shoal.replica.split.shard import ReplicaShard
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
-from shoal.server.messages import ParameterSlice
+from shoal.server.client.client import Client
+from shoal.server.client.discovery import ServerSet, all_gather_text, find_or_start_servers
+from shoal.server.client.started import device_of_server
+from shoal.server.consistency import Rule, quorum_in_words
+from shoal.server.messages import UNSPLIT, ModelSpec, ParameterSlice, ReplicaSplit
+from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
+from shoal.server.model.shard import NAMES
 from shoal.strategy.ps_term import Ps
 from shoal.sync import Replica, StepSettings, Sync, SyncPlan, runs
-from shoal.sync.compressed_sum import refuse_scaled
+from shoal.sync.compressed_sum import INDEX_BYTES, refuse_scaled, residual_dtype
+from shoal.sync.lasting import kept_statistics
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.ps.connect import join_servers
-from shoal.sync.residuals import INDEX_BYTES, residual_dtype
+from shoal.sync.optimizer_step import OptimizerStep
+from shoal.sync.ps.consistency import (
+    PullAheadPs,
+    RelaxedPs,
+    SharedLeader,
+    SynchronousPs,
+    exchange_norm,
+)
+from shoal.sync.ps.push import (
+    CompressedPush,
+    ExactPush,
+    GradientPush,
+    InPlacePush,
+    StagedPush,
+    UpdateInPlace,
+    UpdateOnServers,
+    UpdateOnWorkers,
+    Updates,
+)
+from shoal.sync.ps.worker import PsContext, PsWorker, ServerSaves
+
+
+def join_servers(term: Ps, replica: Replica) -> PsWorker:
+    """Find or start the servers, give them the model, and join as a worker.
+
+    A replica may be split into shards. Under the synchronous rule each shard is a model of its
+    own; under all others one leader decides for all shards.
+    """
+    rule = Rule.of(term, replica.group.size)
+    if replica.config.server_checkpoint.folder is not None:
+        term.check_server_saves(replica.replica_group.size)
+    if term.on != "cpu":
+        device_of_server(term)  # refuses a host without one, on every rank alike
+    served = _served_model(term, replica, rule)
+    if term.consistency != "strong":
+        _check_eventual(term, served)
+    if rule.quorum is not None:
+        is_split = replica.replica_group.size > 1
+        counted = "replica" if is_split else "worker"
+        replica.say(quorum_in_words(rule, counted, replica.config.takes_back))
+    if term.promise is not None:
+        replica.say(term.promise)
+    servers = find_or_start_servers(term, replica.group, replica.replica_group, replica.config)
+    try:
+        client = _join(replica, served, servers)
+    except BaseException:
+        servers.close(failed=True)
+        raise
+    context = PsContext(
+        replica.flat,
+        replica.update,
+        replica.group,
+        replica.replica_group,
+        client,
+        servers,
+        rule,
+        None if rule.is_synchronous else kept_statistics(replica),
+    )
+    choose = _synchronous if rule.is_synchronous else _relaxed
+    worker = choose(context, replica, served)
+    if replica.config.server_checkpoint.folder is not None:
+        settings = replica.config.server_checkpoint
+        worker.saves = ServerSaves(settings, client.model, replica.group.rank)
+    return worker
+
+
+# ---- what the servers are to hold ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServedOptions:
+    """How servers treat a model; the same for all of them."""
+
+    rule: Rule
+    optimizer: NamedOptimizer | None = None  # None: the workers update
+    clip_norm: float | None = None
+    microbatches: int | None = None
+    compress: str | None = None
+    norm_from_workers: bool = False
+    split: ReplicaSplit = UNSPLIT
+    on: str = "cpu"  # where servers keep the weights
+
+
+def _check_eventual(term: Ps, served: ServedOptions) -> None:
+    """Refuse what needs every push of every step: the loss of a server may undo some."""
+    needs = None
+    if served.microbatches is not None:
+        needs = "exact=True"
+    elif served.norm_from_workers and served.clip_norm is not None:
+        needs = "clip_norm where a replica is split over workers"
+    if needs is not None:
+        raise BadInput(
+            f'{needs} needs every push of every step, and with consistency="{term.consistency}" '
+            'the loss of a server may undo some: use consistency="strong"'
+        )
+
+
+def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
+    if replica.exact_microbatches is not None and not rule.is_synchronous:
+        raise BadInput(
+            f"exact=True needs the gradients of every worker in every step; {term} does not "
+            "wait for them"
+        )
+    return ServedOptions(
+        rule,
+        _served_optimizer(term, replica.update),
+        replica.update.clip_norm,
+        replica.exact_microbatches,
+        term.compress,
+        norm_from_workers=replica.update.grad_norm.over_replica is not None and rule.is_synchronous,
+        split=ReplicaSplit(replica.replica_group.rank, replica.replica_group.size),
+        on=term.on,
+    )
+
+
+def _served_optimizer(term: Ps, update: OptimizerStep) -> NamedOptimizer | None:
+    if term.update == "worker":
+        return None
+    if update.scaler is not None:
+        raise BadInput(
+            'precision="fp16" scales the loss, which the workers have to undo: use '
+            'ps(update="worker") or precision="bf16"'
+        )
+    update.check_for_servers()
+    return name_of(update.optimizer, update.params)
+
+
+def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) -> list[ModelSpec]:
+    """What each server holds; `leaders` has the leader's address as each server reaches it."""
+    ranges = [
+        FlatParameter(piece.name, piece.start, tuple(p.shape))
+        for piece, p in zip(flat.ranges, flat.params, strict=True)
+    ]
+    optimizer = served.optimizer
+    by_rows = served.microbatches is None and (optimizer is None or optimizer.is_elementwise)
+    shards = 1 if served.rule.is_synchronous else served.split.shards
+    first_index = 0 if served.rule.is_synchronous else served.split.shard * len(leaders)
+    return [
+        ModelSpec(
+            first_index + index,
+            shards * len(leaders),
+            leaders[index],
+            served.rule,
+            NAMES[flat.dtype],
+            NAMES[flat.grads.header.dtype],
+            flat.size,
+            held.start,
+            held.stop,
+            len(flat.params),
+            held.slices,
+            served.microbatches,
+            optimizer,
+            served.clip_norm if optimizer is not None else None,
+            served.compress,
+            served.norm_from_workers,
+            served.split,
+        )
+        for index, held in enumerate(partition(ranges, flat.size, len(leaders), by_rows))
+    ]
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def _join(replica: Replica, served: ServedOptions, servers: ServerSet) -> Client:
+    """Connect to all servers. A shard of a split replica waits for the leader of shard 0."""
+    own = str(secrets.randbits(62)).encode()
+    model = int(servers.announcer.broadcast(replica.group, "the number of the model", own))
+    shares_leader = _shares_leader(replica, served.rule)
+    if shares_leader:
+        servers.follow(replica.replica_group)
+        served = replace(served, split=_following(replica, model))
+    specs = specs_of(replica.flat, servers.leaders, served)
+    if shares_leader and not replica.replica_group.is_leader:
+        replica.replica_group.barrier()  # followers connect to a leader that listens already
+    client = Client(
+        replica.group.rank,
+        model,
+        servers.addresses,
+        servers.secret,
+        specs,
+        replica.config,
+        replica.update.tracer,
+    )
+    if shares_leader and replica.replica_group.is_leader:
+        replica.replica_group.barrier()
+    if served.on == "cuda" and replica.flat.device.type == "cuda" and served.compress is None:
+        client.share_device(replica.flat.device)
+    return client
+
+
+def _shares_leader(replica: Replica, rule: Rule) -> bool:
+    return replica.replica_group.size > 1 and not rule.is_synchronous
+
+
+def _following(replica: Replica, model: int) -> ReplicaSplit:
+    """This shard as a follower of shard 0, without parameters that other shards count."""
+    group = replica.replica_group
+    (leading,) = group.broadcast_integers([model])
+    copies = replica.copies
+    duplicates = [
+        index
+        for index, p in enumerate(replica.flat.params)
+        if copies is not None and copies.is_duplicate(p)
+    ]
+    follows = None if group.is_leader else leading
+    return ReplicaSplit(group.rank, group.size, follows, tuple(duplicates))
+
+
+# ---- choosing -----------------------------------------------------------------------------------
+
+
+def _synchronous(context: PsContext, replica: Replica, served: ServedOptions) -> SynchronousPs:
+    copies = replica.copies if served.compress is not None else None
+    push = _push_of(context, served, copies)
+    updates = _updates_of(context, served, copies)
+    spec = context.client.specs[0]
+    exchange = None
+    if spec.norm_from_workers and spec.clip_norm is not None and context.group.rank == 0:
+        exchange = partial(exchange_norm, context, is_unequal=copies is not None)
+    return SynchronousPs(context, push, updates, exchange)
+
+
+def _relaxed(context: PsContext, replica: Replica, served: ServedOptions) -> RelaxedPs:
+    client = context.client
+    shares_leader = _shares_leader(replica, served.rule)
+    copies = replica.copies if shares_leader or served.compress is not None else None
+    push = _push_of(context, served, copies)
+    updates = UpdateOnServers(context.flat, context.update, client, copies)
+    if shares_leader:
+        return RelaxedPs(context, push, updates, SharedLeader(client, context.replica_group))
+    if served.rule.staleness is not None and not client.shares_memory:
+        return PullAheadPs(context, push, updates, client)
+    return RelaxedPs(context, push, updates, client)
+
+
+def _push_of(
+    context: PsContext, served: ServedOptions, copies: ReplicaShard | None
+) -> GradientPush:
+    flat = context.flat
+    client = context.client
+    if served.compress is not None:
+        return CompressedPush(flat, client, copies)
+    if served.microbatches is not None:
+        return ExactPush(flat, client, served.microbatches)
+    if flat.device == client.out.device:
+        return InPlacePush(flat, client)
+    return StagedPush(flat, client)
+
+
+def _updates_of(context: PsContext, served: ServedOptions, copies: ReplicaShard | None) -> Updates:
+    flat = context.flat
+    update = context.update
+    client = context.client
+    if served.optimizer is None:
+        return UpdateOnWorkers(flat, update, client, copies)
+    if flat.device.type == "cpu" and copies is None and served.on == "cpu":
+        return UpdateInPlace(flat, update, client, partial(all_gather_text, context.group))
+    return UpdateOnServers(flat, update, client, copies)
 
 
 @runs(Ps)

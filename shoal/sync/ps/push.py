@@ -34,14 +34,14 @@ from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
 from shoal.server.shared_memory import bytes_of
 from shoal.sync import under
-from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.residuals import (
+from shoal.sync.compressed_sum import (
     check_residuals,
     is_alike,
     synchronize_copies,
     take_residual,
     unused_positions,
 )
+from shoal.sync.optimizer_step import OptimizerStep
 
 
 class GradientPush:

@@ -10,7 +10,7 @@
     ps(staleness=k)     each push is applied at once; bounded staleness
     ps(mode="async")    the same without a bound
 
-`server/consistency.py` decides which pushes count. `connect.py` chooses the class, of those in
+`server/consistency.py` decides which pushes count. `plan.py` chooses the class, of those in
 `consistency.py`.
 """
 
