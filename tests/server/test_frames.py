@@ -11,7 +11,6 @@ import pytest
 
 from shoal.protocol import FrameKind, Header
 from shoal.protocol.connection import Closed, Connection, TimedOut
-from shoal.server.process import server
 from shoal.server.process.peer import HANDLERS
 
 MEET = """
@@ -57,11 +56,6 @@ OTHER_LISTENERS = {FrameKind.COORDINATE}
 def test_every_request_has_a_handler() -> None:
     apart = HANDSHAKE | ANSWERS | TO_FOLLOWERS | OTHER_LISTENERS
     assert set(FrameKind) - apart == set(HANDLERS)
-
-
-def test_a_handler_is_in_one_of_the_modules_that_a_session_imports() -> None:
-    modules = {module.__name__ for module in server.HANDLER_MODULES}
-    assert {registered.handler.__module__ for registered in HANDLERS.values()} == modules
 
 
 LARGE = memoryview(bytes(8 << 20))  # more than the buffers of a socket hold
