@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -82,24 +82,6 @@ class DeviceExchange:
         torch.cuda.current_stream(self._stream_of).synchronize()
 
 
-def share_device(
-    links: Sequence[ServerLink], specs: Sequence[ModelSpec], device: torch.device
-) -> DeviceExchange | None:
-    """None where this is not the GPU of all servers, or its memory cannot be shared."""
-    asked = encode(DeviceAsked(cuda_ipc.device_name(device), device_memory.this_process()))
-    segments = []
-    for link, spec in zip(links, specs, strict=True):
-        answer = link.call("control", Request(FrameKind.SHARE_DEVICE, asked)).meta
-        segment = device_memory.open_offer(decode(answer, DeviceOffered), spec, device)
-        if segment is None:
-            return None
-        segments.append(segment)
-    accepted = encode(DeviceAsked(is_accepted=True))
-    for link in links:
-        link.call("control", Request(FrameKind.SHARE_DEVICE, accepted))
-    return DeviceExchange(specs, segments, device)
-
-
 @dataclass(frozen=True)
 class PullResult:
     """What a pull has brought; the weights, or sums, are in the client's `inbox`."""
@@ -110,27 +92,19 @@ class PullResult:
     loss_flags: Tensor
 
 
-class PendingPull:
+class PendingPull(NamedTuple):
     """A pull that is under way on all servers."""
 
-    def __init__(
-        self,
-        replies: Sequence[PostedRequest],
-        loss_flags: Tensor,
-        on_device: DeviceExchange | None = None,
-    ):
-        self._replies = replies
-        self._on_device = on_device
-        self._loss_flags = loss_flags
+    replies: Sequence[PostedRequest]
+    loss_flags: Tensor
+    on_device: DeviceExchange | None
 
     def wait(self) -> PullResult:
         """The leader's answer, when all servers have answered."""
-        metas = [reply.result().meta for reply in self._replies]
-        answers = [decode(meta, Pulled) for meta in metas]
-        if self._on_device is not None:
-            self._on_device.take()
-        leader = answers[0]
-        return PullResult(leader.version, leader.slowest, leader.fastest, self._loss_flags)
+        leader, *_ = [decode(reply.result().meta, Pulled) for reply in self.replies]
+        if self.on_device is not None:
+            self.on_device.take()
+        return PullResult(leader.version, leader.slowest, leader.fastest, self.loss_flags)
 
 
 class Client:
@@ -180,7 +154,10 @@ class Client:
                 self.links.append(ServerLink(route, tracer))
             self._make_memory()
             for link, spec in zip(self.links, self.specs, strict=True):
-                self._join(link, spec)
+                set_up = link.join(encode(spec), self._descriptor)
+                if set_up.is_over:
+                    raise RunOver(self.rank)
+                self.comes_back |= set_up.comes_back
         except BaseException:
             self.close()
             raise
@@ -220,11 +197,20 @@ class Client:
         return True
 
     def share_device(self, device: torch.device) -> None:
-        """Push and pull in memory on this GPU, if it is the GPU of all servers."""
-        self.on_device = share_device(self.links, self.specs, device)
-        if self.on_device is not None:
-            self.out = self.on_device.out
-            self.inbox = self.on_device.inbox
+        """Push and pull in memory on this GPU, if it is that of all servers and can be shared."""
+        asked = DeviceAsked(cuda_ipc.device_name(device), device_memory.this_process())
+        segments = []
+        for link, spec in zip(self.links, self.specs, strict=True):
+            offered = decode(self.request(link, FrameKind.SHARE_DEVICE, asked), DeviceOffered)
+            segment = device_memory.open_offer(offered, spec, device)
+            if segment is None:
+                return
+            segments.append(segment)
+        for link in self.links:
+            self.request(link, FrameKind.SHARE_DEVICE, DeviceAsked(is_accepted=True))
+        self.on_device = DeviceExchange(self.specs, segments, device)
+        self.out = self.on_device.out
+        self.inbox = self.on_device.inbox
 
     # ------------------------------------------------------------------ pushing
 
@@ -407,20 +393,10 @@ class Client:
             self.out = torch.zeros(self._sums_per_push, self.size, dtype=self.dtype)
             self.inbox = torch.zeros(self.size, dtype=self.dtype)
 
-    def _join(self, link: ServerLink, spec: ModelSpec) -> None:
-        set_up = link.join(encode(spec), self._descriptor)
-        if set_up.is_over:
-            raise RunOver(self.rank)
-        self.comes_back |= set_up.comes_back
-
     def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> PostedRequest:
         payload = (bytes_of(loss_flags),)
         request = Request(
-            FrameKind.COMMIT,
-            encode(commit),
-            payload,
-            sequence=self.sequence,
-            argument=commit.step,
+            FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence, argument=commit.step
         )
         return link.post("push", request)
 

@@ -63,14 +63,6 @@ def put_back(value: msgspec.Struct, *targets: object) -> None:
 # ---------------------------------------------------------------------- a checkpoint
 
 
-class CountedPush(WireMessage, frozen=True):
-    """All pushes of a process of a worker up to `sequence` are in the weights."""
-
-    worker: Count
-    incarnation: Count
-    sequence: Count
-
-
 class SavedTable(WireMessage, frozen=True):
     """Names of the tensors of each chunk of rows that have been used."""
 
@@ -87,11 +79,11 @@ class ShardDocument(WireMessage, frozen=True):
     spec: ModelSpec
     position: Count
     ledger: LedgerState
-    pushes: tuple[CountedPush, ...]
     optimizer: ShardState
     tables: tuple[SavedTable, ...]
     residuals: tuple[Count, ...] = ()  # workers whose residuals are here
-    epoch: Count = 1  # files of earlier versions have it
+    epoch: Count = 1  # files of earlier versions have these two
+    pushes: tuple[Any, ...] = ()
 
     def tensor_names(self) -> Iterator[str]:
         yield "weights"
@@ -140,17 +132,12 @@ def saved_state(model: ServedModel, number: int = 0) -> tuple[ShardDocument, lis
     residuals = {worker: model.membership.residual_of(worker) for worker in sorted(members)}
     held = {worker: residual for worker, residual in residuals.items() if residual is not None}
     tensors += [torch.frombuffer(bytearray(r), dtype=torch.uint8) for r in held.values()]
-    pushes = [
-        CountedPush(worker, members[worker].incarnation if worker in members else 0, sequence)
-        for worker, sequence in sorted(state.decided.items())
-    ]
     document = ShardDocument(
         _FORMAT,
         number,
         model.spec,
         model.log.position,
         copied(LedgerState, state.ledger),
-        tuple(pushes),
         optimizer,
         tuple(tables),
         tuple(held),

@@ -1,4 +1,4 @@
-"""What one server saves: the snapshot of its state after a step, and which pushes it includes."""
+"""What one server saves: the snapshot of its state after a step."""
 
 from __future__ import annotations
 
