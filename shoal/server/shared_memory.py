@@ -7,12 +7,24 @@ It is a memfd: a worker makes it and passes its descriptor with a frame. A serve
 with the expected size and sealed, so that no process can truncate it while the server uses it.
 Workers map the weights only where the rule is synchronous: then no worker reads them while the
 servers write.
+
+On a GPU that one worker has in common with one server, pushes and pulls go without the host:
+
+    worker   SHARE_DEVICE, with the name of its GPU ──> server
+             <── handle of memory on that GPU           [ gradients, once per partial sum | inbox ]
+             opens it; when all servers have answered:
+             SHARE_DEVICE, accepted ──> server          reads pushes there, writes what is pulled
+
+The server owns that memory: a worker that is killed takes nothing away. A worker in the process of
+the server cannot open a handle of its own process: it takes the tensor from `HERE`.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +32,9 @@ import torch
 from torch import Tensor
 
 from shoal.protocol import Refused
+from shoal.server.messages import DeviceAsked, DeviceOffered, ModelSpec
+from shoal.server.model.shard import DTYPES, partial_sums
+from shoal.transport import cuda_ipc
 from shoal.transport.shm import memfd
 
 Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank
@@ -101,3 +116,55 @@ def bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+_ANCESTRY = secrets.token_hex(8)  # that of forks, too
+HERE: dict[int, WorkerSegment] = {}  # offered to workers of this process
+_numbers = itertools.count(1)
+
+
+def this_process() -> str:
+    return f"{_ANCESTRY}:{os.getpid()}"
+
+
+def _segment(memory: Tensor, spec: ModelSpec) -> WorkerSegment:
+    """What one worker pushes to one server, and what it pulls from it."""
+    elements = memory.view(DTYPES[spec.dtype])
+    return WorkerSegment(elements, spec.stop - spec.start, partial_sums(spec))
+
+
+def _segment_bytes(spec: ModelSpec) -> int:
+    return segment_bytes(DTYPES[spec.dtype], spec.stop - spec.start, partial_sums(spec))
+
+
+def offer(
+    asked: DeviceAsked, spec: ModelSpec, device: torch.device
+) -> tuple[WorkerSegment, DeviceOffered] | None:
+    """Memory for this worker; None where it and the server have no GPU in common."""
+    if not asked.device or asked.device != cuda_ipc.device_name(device):
+        return None
+    try:
+        memory, handle = cuda_ipc.allocate(device, _segment_bytes(spec))
+    except cuda_ipc.CudaIpcError:
+        return None
+    segment = _segment(memory, spec)
+    if asked.process == this_process():
+        number = next(_numbers)
+        HERE[number] = segment
+        return segment, DeviceOffered(number=number)
+    return segment, DeviceOffered(handle=handle)
+
+
+def open_offer(
+    offered: DeviceOffered, spec: ModelSpec, device: torch.device
+) -> WorkerSegment | None:
+    """The memory of an offer; None where there is none, or this process cannot open it."""
+    if offered.number:
+        return HERE.pop(offered.number)
+    if not offered.handle:
+        return None
+    try:
+        memory = cuda_ipc.open_handle(device, offered.handle, _segment_bytes(spec))
+    except cuda_ipc.CudaIpcError:
+        return None
+    return _segment(memory, spec)

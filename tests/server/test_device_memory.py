@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind
-from shoal.server import device_memory
+from shoal.server import shared_memory
 from shoal.server.client.client import Client, DeviceExchange
 from shoal.server.consistency import Rule
 from shoal.server.messages import DeviceAsked
@@ -71,9 +71,7 @@ def test_a_server_reads_a_push_where_the_worker_has_put_it() -> None:
         assert torch.all(model.membership.members[0].pushes.gradients == 3.0)
 
 
-def test_without_a_common_gpu_pushes_stay_in_shared_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_common_gpu_pushes_stay_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "device_name", lambda device: "")
     with client_on_device() as client:
         assert client.on_device is None and client.shared_memory == "shared memory"
@@ -86,7 +84,7 @@ def test_memory_that_cannot_be_opened_is_not_used(
         raise cuda_ipc.CudaIpcError("not permitted")
 
     monkeypatch.setattr(cuda_ipc, "open_handle", open_handle)
-    monkeypatch.setattr(device_memory, "this_process", iter(["one", "another"]).__next__)
+    monkeypatch.setattr(shared_memory, "this_process", iter(["one", "another"]).__next__)
     with client_on_device(count=1) as client:
         assert client.on_device is None and client.shared_memory == "shared memory"
         assert torch.any(updated(client) == -1.0)

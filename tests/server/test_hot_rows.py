@@ -19,7 +19,7 @@ from shoal.embedding.table import RowTable
 from shoal.protocol import Refused
 from shoal.server.model import hot_table
 from shoal.server.model.hot_table import HotTable
-from shoal.server.rows.cache import RowCache
+from shoal.server.rows.client import RowCache
 from shoal.server.rows.memory import RowMemories, attach
 from shoal.server.rows.requests import fill, hottest_rows, spread
 from shoal.transport.shm import memfd
@@ -28,10 +28,7 @@ SGD = RowOptimizer("sgd", 1.0)
 SPEC = TableSpec("t", 40, 2, "zeros", optimizer=SGD, placement="range", hot_share=0.1)
 
 
-@given(
-    loads=st.lists(st.integers(0, 50), min_size=1, max_size=6),
-    amount=st.integers(0, 200),
-)
+@given(loads=st.lists(st.integers(0, 50), min_size=1, max_size=6), amount=st.integers(0, 200))
 @settings(max_examples=60, deadline=None)
 def test_portions_make_loads_as_even_as_they_can_be(loads: list[int], amount: int) -> None:
     portions = fill(np.array(loads, np.int64), amount)

@@ -126,7 +126,7 @@ HOT = {"hot_share": 0.04, "placement": "range"}
 def copies_served(found: list[Server]) -> int:
     """Rows that servers have answered from their copies."""
     tables = [model.tables.hot["rows"] for server in found for model in server.models.values()]
-    return sum(int(hot.by_owner.sum() - hot.by_owner[hot.index]) for hot in tables)
+    return sum(int(hot.report()["served"] - hot.report()["by_owner"][hot.index]) for hot in tables)
 
 
 @pytest.mark.parametrize("options", [{}, {"min_count": 2, "ttl_steps": 2}], ids=["", "come and go"])

@@ -20,7 +20,6 @@ from shoal.errors import RunOver
 from shoal.protocol import FrameKind, Header, decode, encode, new_incarnation
 from shoal.runtime.config import RunConfig
 from shoal.runtime.trace import OFF, Tracer
-from shoal.server import device_memory
 from shoal.server import shared_memory as shared
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.link import PostedRequest, ServerLink
@@ -198,11 +197,11 @@ class Client:
 
     def share_device(self, device: torch.device) -> None:
         """Push and pull in memory on this GPU, if it is that of all servers and can be shared."""
-        asked = DeviceAsked(cuda_ipc.device_name(device), device_memory.this_process())
+        asked = DeviceAsked(cuda_ipc.device_name(device), shared.this_process())
         segments = []
         for link, spec in zip(self.links, self.specs, strict=True):
             offered = decode(self.request(link, FrameKind.SHARE_DEVICE, asked), DeviceOffered)
-            segment = device_memory.open_offer(offered, spec, device)
+            segment = shared.open_offer(offered, spec, device)
             if segment is None:
                 return
             segments.append(segment)

@@ -109,19 +109,14 @@ class HotTable:
         if not self._copies_served.is_direct and self._copies_served.size >= _COUNTED_AT_ONCE:
             self._count_owners()
 
-    @property
-    def by_owner(self) -> NDArray[np.int64]:
+    def _count_owners(self) -> NDArray[np.int64]:
         """The rows that were served since there are copies, by their owner."""
-        self._count_owners()
-        return self._by_owner
-
-    def _count_owners(self) -> None:
-        """Whose copies were served."""
         ids, counts = self._copies_served.take()
         owners = self.spec.owner(torch.from_numpy(ids), self.table.shards).numpy()
         np.add.at(self._by_owner, owners, counts)
         self._by_owner[self.index] += self._own_served
         self._own_served = 0
+        return self._by_owner
 
     def asks(self) -> bool:
         """Whether the worker that pulls now should choose the hot set; asks one at a time."""
@@ -159,7 +154,7 @@ class HotTable:
             "pulls": whole.total,
             "before": self.before,
             "served": self.served,
-            "by_owner": self.by_owner.tolist(),
+            "by_owner": self._count_owners().tolist(),
             "copies": len(self.ids),
             "ids": found.ids.tolist(),
             "counts": found.counts.tolist(),

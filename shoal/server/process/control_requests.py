@@ -6,7 +6,6 @@ import msgspec
 
 from shoal.protocol import FrameKind, Header, Refused, decode, encode, generation_of
 from shoal.protocol.connection import Closed
-from shoal.server.device_memory import offer
 from shoal.server.member.operations import BarrierReached, Joined, Left, Resumed, Returned
 from shoal.server.messages import (
     BarrierRequest,
@@ -22,7 +21,7 @@ from shoal.server.messages import (
 from shoal.server.model.shard import DTYPES, partial_sums
 from shoal.server.process.model_host import check_spec
 from shoal.server.process.peer import Peer, handles
-from shoal.server.shared_memory import attach
+from shoal.server.shared_memory import attach, offer
 
 MAX_LOST_PUSHES = 4096  # of a worker, with servers of eventual consistency
 

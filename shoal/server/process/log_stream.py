@@ -105,7 +105,7 @@ class Followers(NoFollowers):
         """In a chain it releases the lock while it waits."""
         wanted = range(1, self._model.spec.servers)
         if not self._in_chain:
-            return [norm for index in wanted for norm in self._norms_of(index)]
+            return [norm for index in wanted for norm in self._read_norms(index)]
         while not self._norms.keys() >= set(wanted):
             self._model.membership.check()
             if self._closed.is_set():
@@ -122,7 +122,7 @@ class Followers(NoFollowers):
                 if not may_be_lost:
                     raise self._failure(f"server {index} was lost ({error})") from error
 
-    def _norms_of(self, index: int) -> tuple[float, ...]:
+    def _read_norms(self, index: int) -> tuple[float, ...]:
         try:
             return _receive_norms(self._connections[index])
         except (Closed, Refused) as error:

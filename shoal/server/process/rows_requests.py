@@ -13,13 +13,7 @@ from shoal.embedding.spec import TableSpec
 from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Connection
 from shoal.server.member.operations import RowsSet, TableMade
-from shoal.server.messages import (
-    Heat,
-    HotRows,
-    RowBatch,
-    RowChunk,
-    ShareRows,
-)
+from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
 from shoal.server.model.membership import Member
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.process.peer import Peer, handles

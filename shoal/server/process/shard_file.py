@@ -111,12 +111,13 @@ def _check(file: Path, document: ShardDocument, weights: Tensor, optimizer: list
         is_inside = 0 <= start <= start + math.prod(held.shape) <= len(weights)
         if not is_inside or held.parameter >= spec.parameters:
             raise damaged(file, "a parameter lies outside its weights")
-    for described, tensor in zip(document.optimizer.tensors, optimizer, strict=True):
-        form = (tuple(tensor.shape), tensor.dtype)
-        is_held = described.slice < len(spec.slices)
-        if not is_held or form != (described.shape, DTYPES[described.dtype]):
-            raise damaged(file, "its optimizer state is not what it describes")
-    if any(i >= len(spec.slices) for i, _, _ in document.optimizer.numbers):
+    state = document.optimizer
+    forms = [(tuple(tensor.shape), tensor.dtype) for tensor in optimizer]
+    held_slices = {described.slice for described in state.tensors} | {
+        i for i, _, _ in state.numbers
+    }
+    is_described = forms == [(each.shape, DTYPES[each.dtype]) for each in state.tensors]
+    if not is_described or max(held_slices, default=-1) >= len(spec.slices):
         raise damaged(file, "its optimizer state is not what it describes")
 
 

@@ -15,12 +15,7 @@ from shoal.embedding.hashing import IdMap, Ids
 from shoal.embedding.row_copy import copy_rows
 from shoal.embedding.spec import TableSpec
 from shoal.protocol import FrameKind, decode, encode
-from shoal.server.client.link import (
-    PostedRequest,
-    ServerExchange,
-    ServerLink,
-    begin_exchange,
-)
+from shoal.server.client.link import PostedRequest, ServerExchange, ServerLink, begin_exchange
 from shoal.server.client.route import Request
 from shoal.server.messages import RowBatch, RowsPulled
 from shoal.server.process.rows_requests import MAX_ROW_BYTES

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.server.chain import ChainConfig
-from shoal.server.chain.messages import (
-    Append,
-    Apply,
-    ChangeConfig,
-    Effect,
-    Send,
-    SendSnapshot,
-)
+from shoal.server.chain.messages import Append, Apply, ChangeConfig, Effect, Send, SendSnapshot
 from shoal.server.chain.node import ChainNode
 from tests.server.chain.mutations import MUTATIONS, AcceptsLowerEpochs, ConfirmsWhileAdding
 from tests.server.chain.world import first_broken

@@ -25,13 +25,7 @@ from shoal.server.messages import Pull
 from shoal.server.process.shard_file import read_shard
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL
-from tests.server.replicas.processes import (
-    COORDINATOR,
-    START_S,
-    WORKER,
-    Name,
-    processes,
-)
+from tests.server.replicas.processes import COORDINATOR, START_S, WORKER, Name, processes
 from tests.server.replicas.world import pulled, push_one_hot
 
 HEAD, MIDDLE, TAIL = 0, 1, 2
