@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,18 @@ def train_and_save(
         results.append(round(job.evaluate(accuracy, data), 9))
     job.save(workers.folder / "saved")
     return None if Return.is_late(job) else results
+
+
+def train(
+    workers: Workers, job: Job, before: Callable[[Job], None] = lambda job: None
+) -> list[float]:
+    """`before` is called with each batch."""
+    step = exact_step(job)
+    losses = []
+    for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
+        before(job)
+        losses.append(float(step(batch)))
+    return losses
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
@@ -157,17 +170,13 @@ def test_neighbours_that_are_lost_at_once_end_the_run(tmp_path: Path, strategy: 
     """Both workers that hold a shard die in the first step."""
     both = threading.Barrier(2)
 
-    def train(workers: Workers, job: Job) -> None:
-        step = exact_step(job)
-        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
-            if job.steps == 3 and job.rank in (1, 2):
-                both.wait(30)
-                workers.die()
-            step(batch)
+    def die(job: Job) -> None:
+        if job.steps == 3 and job.rank in (1, 2):
+            both.wait(30)
+            raise Killed
 
-    workers = Workers(tmp_path, SIZE, train, strategy)
     with pytest.raises(ShoalError, match="too many workers were lost at once"):
-        workers.run()
+        Workers(tmp_path, SIZE, partial(train, before=die), strategy).run()
 
 
 def lose_and_return(
@@ -189,11 +198,8 @@ def test_a_worker_that_comes_back_gets_the_state_and_is_used(
     tmp_path: Path, wanted: Wanted, strategy: str, moves: bool
 ) -> None:
     """It comes to the one host of all workers, or to another one than before."""
-    if moves:
-        moved = {GroupMember(1, 1): "host 2"}
-        workers = lose_and_return(tmp_path, strategy, HostWorkers, moved=moved)
-    else:
-        workers = lose_and_return(tmp_path, strategy)
+    there = partial(HostWorkers, moved={GroupMember(1, 1): "host 2"})
+    workers = lose_and_return(tmp_path, strategy, there if moves else Workers)
     assert_same_bits(workers, wanted)
     assert workers.used[6] == {0, 2, 3}
     assert all(workers.used[step] == {0, 1, 2, 3} for step in range(8, EPOCHS * PER_EPOCH + 1))
@@ -205,15 +211,12 @@ def test_without_exact_the_result_is_that_of_one_worker_up_to_rounding(
 ) -> None:
     """Buckets are reduced to owners, which send them to copies; the norm counts each shard once."""
 
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+    options: Any = {"optimizer": adam, "scheduler": schedule, "clip_norm": 0.1, "accumulate": 2}
+
     def train(workers: Workers, job: Job) -> list[float]:
-        step = job.step(
-            built(),
-            F.cross_entropy,
-            optimizer=partial(torch.optim.AdamW, lr=0.01),
-            clip_norm=0.1,
-            accumulate=2,
-            scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),
-        )
+        step = job.step(built(), F.cross_entropy, **options)
         losses = [float(step(batch)) for batch in job.batches(numbered(), BATCH, epochs=EPOCHS)]
         job.save(workers.folder / "saved")
         return losses
@@ -232,31 +235,20 @@ def test_without_exact_the_result_is_that_of_one_worker_up_to_rounding(
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-UPDATED_IN = 7  # the step
 NEWCOMER, SENDER, OTHER = GroupMember(1, 1), GroupMember(0, 0), GroupMember(2, 0)
 ADMITTING = 3  # the generation: 1 has all workers, 2 is without worker 1
-WHOLE = pytest.mark.whole
 
 
 @pytest.mark.parametrize("lost", [NEWCOMER, SENDER, OTHER])
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param("ddp(elastic=True)", marks=WHOLE),
-        *(pytest.param(text, marks=WHOLE) for text in STAGES[:2]),
-        STAGES[2],
-    ],
+    [*(pytest.param(text, marks=pytest.mark.whole) for text in (DDP, *STAGES[:2])), STAGES[2]],
 )
 def test_a_loss_while_a_newcomer_gets_the_state_changes_no_bit(
-    tmp_path: Path,
-    wanted: Wanted,
-    strategy: str,
-    lost: GroupMember,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, wanted: Wanted, strategy: str, lost: GroupMember, whole_suite: bool
 ) -> None:
-    is_whole = request.config.getoption("--whole")
-    for call in range(14) if is_whole else (4,):
-        for when in ("before", "after") if is_whole else ("before",):
+    for call in range(14) if whole_suite else (4,):
+        for when in ("before", "after") if whole_suite else ("before",):
             folder = tmp_path / f"{call}-{when}"
             folder.mkdir()
             workers = lose_and_return(folder, strategy, dies_in={lost: (ADMITTING, call, when)})
@@ -276,7 +268,7 @@ def test_a_newcomer_gets_the_averages_of_whole_steps(tmp_path: Path) -> None:
             spread = step.sync.sharded.spread
 
             def die_before() -> None:
-                if step.update.steps == UPDATED_IN:
+                if step.update.steps == 7:
                     comes.set()
                     wait_for_request(job)
                     workers.die()
@@ -328,19 +320,18 @@ def test_a_silent_host_is_lost_when_the_launcher_says_so(tmp_path: Path) -> None
     """Its connections stay open: only the board knows of it."""
     others = threading.Semaphore(0)  # that have ended
 
-    def train(workers: Workers, job: Job) -> Any:
-        step = exact_step(job)
-        losses = []
-        for batch in job.batches(numbered(), BATCH, epochs=EPOCHS):
-            if job.rank == 1 and job.steps == 4:
-                workers.note_exit(GroupMember(1, 0))
-                assert all(others.acquire(timeout=60) for _ in range(2))
-                raise Killed
-            losses.append(float(step(batch)))
+    def fall_silent(job: Job) -> None:
+        if job.rank == 1 and job.steps == 4:
+            workers.note_exit(GroupMember(1, 0))
+            assert all(others.acquire(timeout=60) for _ in range(2))
+            raise Killed
+
+    def train_and_release(workers: Workers, job: Job) -> Any:
+        losses = train(workers, job, fall_silent)
         others.release()
         return losses
 
-    workers = HostWorkers(tmp_path, 3, train)
+    workers = HostWorkers(tmp_path, 3, train_and_release)
     workers.run()
     wanted = alone(train, tmp_path)
     assert all(losses == wanted for losses in workers.results.values())
