@@ -97,6 +97,23 @@ def job_of(group: Group, strategy: str, model: nn.Module, **options: Any) -> Ite
         job.close()
 
 
+def on_workers(
+    world: World,
+    strategy: str,
+    make: Callable[[], nn.Module],
+    body: Callable[[Job, Any], Any],
+    **options: Any,
+) -> list[Any]:
+    """What `body(job, step)` returns on each worker of a strategy."""
+    models = [make() for _ in range(options.pop("size", workers(strategy)))]
+
+    def go(group: Group) -> Any:
+        with job_of(group, strategy, models[group.rank], **options) as (job, step):
+            return body(job, step)
+
+    return world(len(models), go)
+
+
 def whole(step: Step) -> dict[str, Tensor]:
     with step.sync.full_weights():
         return {name: tensor.clone() for name, tensor in gather_model(step)[0].items()}
@@ -248,21 +265,17 @@ def trained(
     **options: Any,
 ) -> dict[str, Tensor]:
     """The whole model after so many steps, from a checkpoint or the start."""
-    size = options.pop("size", workers(strategy))
-    models = [make() for _ in range(size)]
 
-    def go(group: Group) -> dict[str, Tensor]:
-        with job_of(group, strategy, models[group.rank], **options) as (job, step):
-            if load is not None:
-                job.load(load)
-            for batch in job.batches(data, 8, steps=steps):
-                step(batch)
-            if save is not None:
-                job.save(save)
-            return whole(step)
+    def go(job: Job, step: Step) -> dict[str, Tensor]:
+        if load is not None:
+            job.load(load)
+        for batch in job.batches(data, 8, steps=steps):
+            step(batch)
+        if save is not None:
+            job.save(save)
+        return whole(step)
 
-    found: dict[str, Tensor] = world(size, go)[0]
-    return found
+    return on_workers(world, strategy, make, go, **options)[0]
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.group import Group
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.products import few_or_all
 from tests.splitting import (
@@ -22,7 +22,7 @@ from tests.splitting import (
     assert_each_goes_on,
     assert_equal,
     assert_own_loop_equal,
-    job_of,
+    on_workers,
     refused,
     train,
     workers,
@@ -259,23 +259,24 @@ def test_routing_that_differs_on_several_workers_is_reported(
 
 
 def test_evaluation_is_that_of_one_worker(world: World) -> None:
-    def evaluate(group: Group, strategy: str, model: nn.Module) -> Any:
-        with job_of(group, strategy, model, **OPTIONS) as (job, _):
-            return job.evaluate(F.cross_entropy, samples(7), 3)
+    def evaluate(job: Job, step: Any) -> Any:
+        return job.evaluate(F.cross_entropy, samples(7), 3)
 
-    models = [mixture(Listed) for _ in range(2)]
-    alone = world(1, lambda g: evaluate(g, "single", mixture(Listed)))[0]
-    for result in world(2, lambda g: evaluate(g, "ep(2)", models[g.rank])):
+    make = partial(mixture, Listed)
+    (alone,) = on_workers(world, "single", make, evaluate, **OPTIONS)
+    for result in on_workers(world, "ep(2)", make, evaluate, **OPTIONS):
         assert result == pytest.approx(alone)
 
 
 def test_tokens_above_the_capacity_are_dropped(world: World) -> None:
     """All of them fit where an expert takes as many as there are; else the model differs."""
-    losses = {}
-    for strategy in ("ep(2)", "ep(2, capacity=2)", "ep(2, capacity=0.5)"):
-        models = [mixture(Stacked) for _ in range(2)]
-        losses[strategy] = world(
-            2, lambda g, s=strategy, m=models: train(g, s, m[g.rank], samples(6), 6)[0]
-        )[0]
+
+    def losses_of(job: Job, step: Any) -> list[float]:
+        return [float(step(batch)) for batch in job.batches(samples(6), 6)]
+
+    losses = {
+        strategy: on_workers(world, strategy, partial(mixture, Stacked), losses_of)[0]
+        for strategy in ("ep(2)", "ep(2, capacity=2)", "ep(2, capacity=0.5)")
+    }
     assert losses["ep(2, capacity=2)"] == losses["ep(2)"]
     assert losses["ep(2, capacity=0.5)"] != losses["ep(2)"]

@@ -10,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
 from shoal.embedding.module import Embedding
-from shoal.errors import NotBuilt
 from shoal.examples.gpt import next_token_loss
-from shoal.replica.fsdp.sharded_params import ShardedParams
 from shoal.sync.ddp import CompressedReduce
-from shoal.sync.ps.push import CompressedPush
-from shoal.sync.ps.worker import PsWorker
+from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import samples
@@ -29,16 +25,14 @@ from tests.splitting import (
     assert_each_goes_on,
     assert_equal,
     gpt,
-    job_of,
     mlp,
     normed,
+    on_workers,
+    refused,
     texts,
-    train,
     trained,
     workers,
 )
-
-# ---- every way to agree, beside every way to split ----------------------------------------------
 
 PS = [
     *('ps(placement="rank0")', 'ps(placement="rank0", update="worker")'),
@@ -86,41 +80,32 @@ def test_servers_that_all_parts_share(
         assert all(server.wait_idle(60) for server in servers)
 
 
-# ---- memory--------------------------------------------------------------------------------------
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("split", ["pp(2)", "tp(2)", 'pp(2, schedule="zb-h1")'])
 def test_sharded_parts_hold_their_shard_and_the_blocks_in_use(world: World, split: str) -> None:
-    models = [gpt(8) for _ in range(4)]
     whole_bytes = sum(p.nbytes for p in gpt(8).parameters())
 
-    def body(group: Group) -> None:
-        with job_of(group, f"zero(3) + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
-            flat = step.flat
-            peak = 0
-            assert isinstance(flat, ShardedParams)
-            wait = flat.unit_gather._wait
+    def body(job: Job, step: Step) -> None:
+        flat = step.flat
+        peak = 0
+        wait = flat.unit_gather._wait
 
-            def noting(*args: Any) -> None:
-                nonlocal peak
-                wait(*args)
-                peak = max(peak, flat.resident_bytes())
+        def noting(*args: Any) -> None:
+            nonlocal peak
+            wait(*args)
+            peak = max(peak, flat.resident_bytes())
 
-            batches = job.batches(texts(16), 8)
-            step(next(batches))  # on the first batch the stages are compared with the model
-            flat.unit_gather._wait = noting
-            step(next(batches))
-            stage_bytes = flat.size * flat.shard_data.element_size()
-            shard_bytes = flat.shard_data.nbytes
-            assert stage_bytes < 0.65 * whole_bytes
-            assert 0.4 * stage_bytes < shard_bytes == flat.resident_bytes() < 0.6 * stage_bytes
-            assert shard_bytes < peak < 0.8 * stage_bytes
+        batches = job.batches(texts(16), 8)
+        step(next(batches))  # on the first batch the stages are compared with the model
+        flat.unit_gather._wait = noting
+        step(next(batches))
+        stage_bytes = flat.size * flat.shard_data.element_size()
+        shard_bytes = flat.shard_data.nbytes
+        assert stage_bytes < 0.65 * whole_bytes
+        assert 0.4 * stage_bytes < shard_bytes == flat.resident_bytes() < 0.6 * stage_bytes
+        assert shard_bytes < peak < 0.8 * stage_bytes
 
-    world(4, body)
-
-
-# ---- checkpoints --------------------------------------------------------------------------------
+    on_workers(world, f"zero(3) + {split}", partial(gpt, 8), body, **GPT_OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +133,6 @@ def test_each_goes_on_from_what_another_has_saved(
     assert_each_goes_on(world, tmp_path, chain, partial(gpt, 2), texts(80), **GPT_OPTIONS)
 
 
-# ---- replicas that do not exchange every gradient in full ---------------------------------------
-
 PARTLY = [
     'ddp(compress="int8")',
     'ddp(compress="topk(0.2)")',
@@ -170,24 +153,19 @@ PARTLY = [
 @pytest.mark.parametrize("sync", PARTLY)
 def test_copies_of_a_parameter_stay_equal(world: World, sync: str, split: str) -> None:
     """Embedding and head are one parameter on two stages; norms are whole on two workers."""
-    models = [gpt(2) for _ in range(4)]
 
-    def body(group: Group) -> tuple[dict[str, Tensor], float]:
-        with job_of(group, f"{sync} + {split}", models[group.rank], **GPT_OPTIONS) as (job, step):
-            losses = [float(step(batch)) for batch in job.batches(texts(32), 8, epochs=3)]
-            assert losses[-1] < losses[0] - 0.1
-            return {name: p.detach().clone() for name, p in step.shard.named}, losses[-1]
+    def body(job: Job, step: Step) -> tuple[dict[str, Tensor], float]:
+        losses = [float(step(batch)) for batch in job.batches(texts(32), 8, epochs=3)]
+        assert losses[-1] < losses[0] - 0.1
+        return {name: p.detach().clone() for name, p in step.shard.named}, losses[-1]
 
-    found = world(4, body)
+    found = on_workers(world, f"{sync} + {split}", partial(gpt, 2), body, **GPT_OPTIONS)
     assert found[0][1] == found[1][1]  # one replica, one loss
-    for first, second in ((0, 1), (2, 3)):
-        first_part = found[first][0]
-        second_part = found[second][0]
-        both = set(first_part) & set(second_part)
-        copies = [n for n in both if split == "pp(2)" or "norm" in n]
+    for (first, _), (second, _) in ((found[0], found[1]), (found[2], found[3])):
+        copies = [n for n in set(first) & set(second) if split == "pp(2)" or "norm" in n]
         assert len(copies) >= 1
         for name in copies:
-            assert torch.equal(first_part[name], second_part[name]), name
+            assert torch.equal(first[name], second[name]), name
 
 
 @pytest.mark.product
@@ -238,44 +216,31 @@ def test_an_agreement_is_saved_for_any_cut(world: World, tmp_path: Path, outer: 
     "sync", ["ddp(", 'ps(placement="rank0", ', 'ps(staleness=2, placement="workers", ']
 )
 def test_what_is_left_to_send_moves_to_another_cut(world: World, tmp_path: Path, sync: str) -> None:
-    def residual(step: Step) -> dict[str, Tensor]:
+    def residual(job: Job, step: Step, load: bool) -> dict[str, Tensor]:
         """The sum of what both replicas have still to send, by parameter, of this part."""
-        total = _left_to_send(step).clone()
+        if load:
+            job.load(tmp_path)
+        else:
+            for batch in job.batches(texts(32), 8):
+                step(batch)
+            job.save(tmp_path)
+        has_sums = isinstance(step.sync, CompressedReduce)
+        total = (step.sync.sums if has_sums else step.sync.push).residual.clone()
         step.mesh.dp.all_reduce(total).wait()
         named = {n: step.flat.view(i, total, 0) for i, (n, _) in enumerate(step.flat.named)}
         return step.shard.gather_full(named)
 
-    def go(group: Group, split: str, model: nn.Module, load: bool) -> dict[str, Tensor]:
+    def run(split: str, load: bool) -> list[dict[str, Tensor]]:
         strategy = f'{sync}compress="topk(0.1)"){split}'
-        with job_of(group, strategy, model, **GPT_OPTIONS) as (job, step):
-            if load:
-                job.load(tmp_path / "saved")
-            else:
-                for batch in job.batches(texts(32), 8):
-                    step(batch)
-                job.save(tmp_path / "saved")
-            return residual(step)
+        body = partial(residual, load=load)
+        return on_workers(world, strategy, partial(gpt, 2), body, **GPT_OPTIONS)
 
-    models = [gpt(2) for _ in range(4)]
-    saved = world(4, lambda g: go(g, " + pp(2)", models[g.rank], False))
-    stages = [saved[0], saved[1]]
-    for split, size in ((" + tp(2)", 4), ("", 2), (" + pp(2)", 4)):
-        models = [gpt(2) for _ in range(4)]
-        found = world(size, lambda g, s=split, m=models: go(g, s, m[g.rank], True))[0]
-        for name, tensor in found.items():
+    stages = run(" + pp(2)", load=False)[:2]
+    for split in (" + tp(2)", "", " + pp(2)"):
+        for name, tensor in run(split, load=True)[0].items():
             expected = next(stage[name] for stage in stages if name in stage)
             assert expected.abs().sum() > 0
             torch.testing.assert_close(tensor, expected)
-
-
-def _left_to_send(step: Step) -> Tensor:
-    if isinstance(step.sync, CompressedReduce):
-        return step.sync.sums.residual
-    assert isinstance(step.sync, PsWorker) and isinstance(step.sync.push, CompressedPush)
-    return step.sync.push.residual
-
-
-# ---- around training ----------------------------------------------------------------------------
 
 
 def _metrics(out: Tensor, y: Tensor) -> dict[str, Any]:
@@ -292,40 +257,37 @@ def _metrics(out: Tensor, y: Tensor) -> dict[str, Any]:
     ],
 )
 def test_evaluating_between_steps(world: World, strategy: str) -> None:
-    def body(group: Group, strategy: str, model: nn.Module) -> list[Any]:
+    def body(job: Job, step: Step) -> list[Any]:
         found = []
-        with job_of(group, strategy, model, loss=next_token_loss, accumulate=4) as (job, step):
-            for batch in job.batches(texts(16), 8):
-                step(batch)
-                found.append(job.evaluate(_metrics, texts(11), batch_size=4))
-                assert model.training
+        for batch in job.batches(texts(16), 8):
+            step(batch)
+            found.append(job.evaluate(_metrics, texts(11), batch_size=4))
+            assert step.model.training
         return found
 
-    models = [gpt(2) for _ in range(6)]
     alone = "localsgd(every=2)" if "localsgd" in strategy else "single"
-    expected = world(workers(alone), lambda g: body(g, alone, models[g.rank]))[0]
-    for found in world(workers(strategy), lambda g: body(g, strategy, models[2 + g.rank])):
-        for metrics, single in zip(found, expected, strict=True):
+    expected, found = (
+        on_workers(world, s, partial(gpt, 2), body, loss=next_token_loss, accumulate=4)
+        for s in (alone, strategy)
+    )
+    for of_worker in found:
+        for metrics, single in zip(of_worker, expected[0], strict=True):
             assert metrics == pytest.approx(single, abs=1e-4)
 
 
 def test_batchnorm_in_stages_that_train_alone(world: World) -> None:
     """Whole or in stages, replicas see the same samples."""
-    options = {"accumulate": 4}
-    models = [normed() for _ in range(6)]
-    data = samples(64)
-    together = world(
-        2, lambda g: train(g, "localsgd(every=2)", models[g.rank], data, 16, **options)
+    together, split = (
+        trained(world, f"localsgd(every=2){split}", normed, samples(64), None, accumulate=2)
+        for split in ("", " + pp(2)")
     )
-    split = world(
-        4, lambda g: train(g, "localsgd(every=2) + pp(2)", models[2 + g.rank], data, 16, **options)
-    )
-    assert_close(split[0][1], together[0][1])
+    assert_close(split, together)
 
 
 def test_rows_on_servers_are_refused_in_a_split_model(world: World) -> None:
-    models = [nn.Sequential(Embedding(10, 4), mlp()) for _ in range(2)]
-    with pytest.raises(NotBuilt, match=r"shoal\.Embedding is not built for a model that is split"):
-        plain = partial(torch.optim.SGD, lr=0.1)
-        strategy = 'ps(placement="rank0") + pp(2)'
-        world(2, lambda g: train(g, strategy, models[g.rank], None, 8, optimizer=plain))
+    def make() -> nn.Module:
+        return nn.Sequential(Embedding(10, 4), mlp())
+
+    plain = partial(torch.optim.SGD, lr=0.1)
+    said = refused(world, 2, 'ps(placement="rank0") + pp(2)', make, optimizer=plain)
+    assert "shoal.Embedding is not built for a model that is split" in said

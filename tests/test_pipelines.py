@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.group import Group
 from shoal.examples.gpt import next_token_loss
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.split.stage_shard import StageShard
 from shoal.schedules.pipelines.catalog import schedules
 from shoal.strategy.strategy import parse
+from shoal.train.job import Job
 from shoal.train.step.options import StepOptions
+from shoal.train.step.step import Step
 from tests import splitting
 from tests.conftest import World
 from tests.models import samples
@@ -29,10 +29,10 @@ from tests.splitting import (
     GPT_OPTIONS,
     assert_equal,
     gpt,
-    job_of,
     linears,
     mlp,
     normed,
+    on_workers,
     refused,
     texts,
     workers,
@@ -205,15 +205,12 @@ def test_stages_are_balanced_by_measured_time(world: World) -> None:
     """By weights the cut would be in the middle."""
     strategy = 'pp(2, balance="measured")'
     example = samples(4).tensors[0]
-    models = [uneven(), uneven()]
 
-    def body(group: Group) -> tuple[str, ...]:
-        with job_of(group, strategy, models[group.rank], example=example) as (_, step):
-            assert isinstance(step.shard, StageShard)
-            return step.shard.stages.cuts
+    def cuts(job: Job, step: Step) -> tuple[str, ...]:
+        return step.shard.stages.cuts
 
     assert Stages(uneven(), 2).cuts == ("3",)
-    assert world(2, body) == [("1",), ("1",)]
+    assert on_workers(world, strategy, uneven, cuts, example=example) == [("1",), ("1",)]
     assert_equal(world, 2, strategy, uneven, samples(16), 8, example=example)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from shoal.comm.group import Group
 from shoal.examples.gpt import GPT, Size, next_token_loss
+from shoal.train.job import Job
+from shoal.train.step.step import Step
 from tests.conftest import World
 from tests.models import convnet, samples
 from tests.products import few_or_all
@@ -22,9 +23,9 @@ from tests.splitting import (
     SGD,
     assert_equal,
     gpt,
-    job_of,
     mlp,
     model,
+    on_workers,
     refused,
     saved_bytes,
     texts,
@@ -129,31 +130,26 @@ def test_a_plan(world: World, plan: dict[str, str]) -> None:
 
 
 def test_every_worker_holds_near_half_of_the_parameters(world: World) -> None:
-    models = [gpt(2), gpt(2)]
-    whole = sum(p.numel() for p in models[0].parameters())
+    whole = sum(p.numel() for p in gpt(2).parameters())
 
-    def body(group: Group) -> int:
-        with job_of(group, "tp(2)", models[group.rank]) as (_, step):
-            most = step.flat.data.nbytes
-            assert all(p.untyped_storage().nbytes() <= most for p in step.flat.params)
-            return sum(p.numel() for p in step.flat.params)
+    def held(job: Job, step: Step) -> int:
+        most = step.flat.data.nbytes
+        assert all(p.untyped_storage().nbytes() <= most for p in step.flat.params)
+        return sum(p.numel() for p in step.flat.params)
 
-    held = world(2, body)
     # norms, positions and the biases behind row layers are on both
-    assert all(0.5 < part / whole < 0.6 for part in held)
+    for part in on_workers(world, "tp(2)", partial(gpt, 2), held):
+        assert 0.5 < part / whole < 0.6
 
 
 def test_layers_that_are_not_split_stay_the_same_bit_for_bit(world: World) -> None:
-    models = [gpt(2) for _ in range(4)]
+    def body(job: Job, step: Step) -> dict[str, Tensor]:
+        for batch in job.batches(texts(32), 8):
+            step(batch)
+        specs = step.shard.tensor.specs
+        return {n: p.detach().clone() for n, p in step.flat.named if n not in specs}
 
-    def body(group: Group) -> dict[str, Tensor]:
-        with job_of(group, "tp(4)", models[group.rank], **GPT_OPTIONS) as (job, step):
-            for batch in job.batches(texts(32), 8):
-                step(batch)
-            specs = step.shard.tensor.specs
-            return {n: p.detach().clone() for n, p in step.flat.named if n not in specs}
-
-    first, *others = world(4, body)
+    first, *others = on_workers(world, "tp(4)", partial(gpt, 2), body, **GPT_OPTIONS)
     assert {"norm.weight", "blocks.0.attention.qkv.weight", "blocks.0.mlp.down.bias"} <= set(first)
     assert "tokens.weight" not in first and "blocks.0.mlp.up.bias" not in first
     for other in others:
@@ -168,19 +164,13 @@ def test_less_is_kept_of_a_sequence_that_is_shared_out(world: World) -> None:
         torch.manual_seed(0)
         return GPT(Size(4, 32, 2, 32, 1e-2), dropout=0.1)
 
-    def backward(model: nn.Module) -> None:
-        next_token_loss(model(tokens), tokens).backward()
+    def backward(model: nn.Module) -> int:
+        return saved_bytes(model, lambda: next_token_loss(model(tokens), tokens).backward())
 
-    def body(group: Group, strategy: str, model: nn.Module) -> int:
-        with job_of(group, strategy, model):
-            return saved_bytes(model, lambda: backward(model))
-
-    whole = make()
-    alone = saved_bytes(whole, lambda: backward(whole))
+    alone = backward(make())
     for strategy, share in (("tp(2)", 0.7), ("tp(2, sequence=True)", 0.5)):
-        models = [make(), make()]
-        found = world(2, lambda g, s=strategy, m=models: body(g, s, m[g.rank]))
-        assert all(share - 0.05 < kept / alone < share + 0.05 for kept in found), (found, alone)
+        for kept in on_workers(world, strategy, make, lambda job, step: backward(step.model)):
+            assert share - 0.05 < kept / alone < share + 0.05
 
 
 @model(

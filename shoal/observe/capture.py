@@ -24,7 +24,7 @@ from shoal.errors import StopTraining
 from shoal.observe.double_precision import compute_in_double, convert
 from shoal.pytree import tensors_of
 from shoal.replica.batchnorm import has_batchnorm
-from shoal.replica.tensor.attention import ParallelAttention
+from shoal.replica.tensor.linear import ParallelAttention
 from shoal.runtime.config import CaptureConfig
 from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import Batches

@@ -64,9 +64,11 @@ class Accumulation:
 class StepAccumulation(Accumulation):
     """Stages of a pipeline other than the last have no loss: theirs is 0."""
 
+    _total: Tensor | None
+
     def begin(self, on_bucket: OnBucket, microbatches: int) -> None:
         super().begin(on_bucket, microbatches)
-        self._total: Tensor | None = None
+        self._total = None
         if self._reduce_tied is not None:
             self.add_loss(0, self._zero())
 
@@ -75,35 +77,30 @@ class StepAccumulation(Accumulation):
         self._flat.grads.record_loss(self._total)
 
     def before(self, action: Action, is_last: bool) -> None:
-        if is_last:
+        if self._reports(action, is_last):
             self._arm()
 
     def after(self, action: Action, is_last: bool) -> None:
-        if is_last:
+        if self._reports(action, is_last):
             self._flush()
 
     def finish(self) -> Tensor:
         assert self._total is not None
         return self._total
 
+    def _reports(self, action: Action, is_last: bool) -> bool:
+        return is_last
 
-class NoAccumulation(Accumulation):
+
+class NoAccumulation(StepAccumulation):
     """Every micro-batch is reduced by itself."""
 
     def add_loss(self, microbatch: int, loss: Tensor) -> None:
-        self._loss = loss
-        self._flat.grads.record_loss(loss)
+        self._total = None
+        super().add_loss(microbatch, loss)
 
-    def before(self, action: Action, is_last: bool) -> None:
-        if action.kind in _ENDS_BACKWARD:
-            self._arm()
-
-    def after(self, action: Action, is_last: bool) -> None:
-        if action.kind in _ENDS_BACKWARD:
-            self._flush()
-
-    def finish(self) -> Tensor:
-        return self._loss
+    def _reports(self, action: Action, is_last: bool) -> bool:
+        return action.kind in _ENDS_BACKWARD
 
 
 class OrderedAccumulation(Accumulation):

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -150,3 +151,44 @@ def autocast_for(
     if precision == "fp16" and device.type != "cuda":
         raise BadInput('precision="fp16" needs a CUDA GPU; on a CPU take "bf16"')
     return lambda: torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
+
+
+@dataclass
+class TensorParallelRng:
+    """Between a column and a row layer every rank draws from a stream of its own.
+
+    There the ranks have different features, or different rows. Behind it all of them continue
+    with the stream that they had in common.
+    """
+
+    rank: int
+    active: bool  # whether anything in the model is random
+    _common_states: list[Tensor] | None = field(default=None, init=False)
+
+    def fork(self, x: Tensor) -> None:
+        """This rank draws from its own stream now; of several column layers the first forks."""
+        if self.active and self._common_states is None:
+            self._fork(x)
+
+    def restore(self, x: Tensor) -> None:
+        """From now on all ranks draw from the common stream."""
+        if self._common_states is not None:
+            set_generators(x.device, self._common_states)
+            self._common_states = None
+
+    @contextmanager
+    def forked(self, x: Tensor) -> Iterator[None]:
+        """For one operation."""
+        if self._common_states is not None:  # forked already
+            yield
+            return
+        self._fork(x)
+        try:
+            yield
+        finally:
+            self.restore(x)
+
+    def _fork(self, x: Tensor) -> None:
+        seed = int(torch.randint(1 << 62, ()))
+        self._common_states = get_generators(x.device)
+        seed_generators(x.device, seed + self.rank)

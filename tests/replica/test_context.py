@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shoal.pytree import tensors_of
 from shoal.replica.context.rules import sequence_context
 from shoal.replica.context.sequence_shard import SequenceShard
 from shoal.replica.context.stage import in_full
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples
 from tests.products import few_or_all
@@ -26,8 +28,8 @@ from tests.splitting import GPT_OPTIONS as OPTIONS
 from tests.splitting import (
     assert_equal,
     assert_own_loop_equal,
-    job_of,
     mlp,
+    on_workers,
     refused,
     saved_bytes,
     texts,
@@ -212,29 +214,23 @@ def test_attention_sends_keys_and_values_of_the_other_blocks(world: World) -> No
 def test_attention_dropout_is_the_same_in_forward_and_backward(world: World) -> None:
     """The derivative along a direction is the change of the result."""
 
+    def attend(group: Group, value: Tensor) -> tuple[Tensor, Tensor]:
+        context = sequence_context(group)
+        leaf = value.clone().requires_grad_()
+        spec = context.shard(value, 1).spec
+        torch.manual_seed(5)
+        x = heads(context.wrap(spec.take_local(leaf, group.rank), spec))
+        return sdpa(x, x, x, dropout_p=0.4).sum(), leaf
+
     def body(group: Group) -> None:
-        def attend(value: Tensor) -> tuple[Tensor, Tensor]:
-            context = sequence_context(group)
-            leaf = value.clone().requires_grad_()
-            spec = context.shard(value, 1).spec
-            torch.manual_seed(5)
-            group.barrier().wait()
-            x = heads(context.wrap(spec.take_local(leaf, group.rank), spec))
-            out = sdpa(x, x, x, dropout_p=0.4)
-            group.barrier().wait()
-            return out.sum() / group.size, leaf
-
-        step = 1e-6 * numbers(2, LENGTH, 6)
-        loss, leaf = attend(numbers(2, LENGTH, 6))
+        middle = numbers(2, LENGTH, 6)
+        step = 1e-6 * middle
+        loss, leaf = attend(group, middle)
         loss.backward()
-        grad = leaf.grad.clone()
-        group.all_reduce(grad).wait()
-        up, _ = attend(numbers(2, LENGTH, 6) + step)
-        down, _ = attend(numbers(2, LENGTH, 6) - step)
-        change = (up - down).detach() * group.size / 2
-        torch.testing.assert_close(change, (grad * step).sum(), rtol=1e-4, atol=0)
+        up, down = (attend(group, middle + change)[0] for change in (step, -step))
+        change = (up - down).detach() / 2
+        torch.testing.assert_close(change, (leaf.grad * step).sum(), rtol=1e-4, atol=0)
 
-    torch.manual_seed(5)
     world(1, body)
 
 
@@ -284,15 +280,14 @@ def test_a_loop_of_the_scripts_own(world: World, strategy: str) -> None:
 
 def test_activations_are_halved_at_four_times_the_sequence(world: World) -> None:
     data = texts(4, 4 * CONTEXT)
-    models = [gpt(4 * CONTEXT, 16) for _ in range(3)]
+    make = partial(gpt, 4 * CONTEXT, 16)
 
-    def body(group: Group, strategy: str, model: nn.Module) -> int:
-        with job_of(group, strategy, model, **OPTIONS) as (job, step):
-            batch = next(iter(job.batches(data, 2)))
-            return saved_bytes(model, lambda: step(batch))
+    def body(job: Job, step: Any) -> int:
+        batch = next(iter(job.batches(data, 2)))
+        return saved_bytes(step.model, lambda: step(batch))
 
-    alone = world(1, lambda g: body(g, "single", models[2]))[0]
-    for shared in world(2, lambda g: body(g, "cp(2)", models[g.rank])):
+    (alone,) = on_workers(world, "single", make, body, **OPTIONS)
+    for shared in on_workers(world, "cp(2)", make, body, **OPTIONS):
         assert 0.45 < shared / alone < 0.55
 
 

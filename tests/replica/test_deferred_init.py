@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
 from tests.conftest import World
 from tests.models import convnet, samples
-from tests.splitting import train, workers
+from tests.splitting import assert_equal, on_workers, workers
 
 
 def test_filling_gives_the_model_that_building_gives() -> None:
@@ -94,18 +92,10 @@ STAGES = 'pp(2, schedule="inter-op")'
     "strategy", [STAGES, "tp(2)", f"tp(2) + {STAGES}", f"ddp + {STAGES}", "zero(1) + tp(2)"]
 )
 def test_it_trains_as_on_one_worker(world: World, strategy: str) -> None:
-    alone = train(solo_group(), "single", blank(), samples(24), 8)
-
-    def body(group: Group) -> Any:
-        model = blank()
-        found = train(group, strategy, model, samples(24), 8)
-        here = sum(p.numel() for p in model.parameters() if p.device.type != "meta")
-        return *found, here
-
     whole = sum(p.numel() for p in Net().parameters())
-    together = world(workers(strategy), body)
-    for losses, _, here in together:
-        assert losses == pytest.approx(alone[0], abs=1e-5)
-        assert here < 0.8 * whole
-    for name, tensor in alone[1].items():
-        torch.testing.assert_close(together[0][1][name], tensor, rtol=1e-4, atol=1e-5)
+
+    def held(job: Any, step: Any) -> int:
+        return sum(p.numel() for p in step.model.parameters() if p.device.type != "meta")
+
+    assert_equal(world, workers(strategy), strategy, blank, samples(24), 8)
+    assert all(here < 0.8 * whole for here in on_workers(world, strategy, blank, held))

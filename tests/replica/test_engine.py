@@ -1,7 +1,9 @@
-"""One replica's schedule, interpreted."""
+"""One replica's schedule, interpreted: gradients, randomness, autograd inside, optimizers."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,24 +14,18 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from shoal.comm.call import Call
-from shoal.comm.executors.solo import Solo, solo_group
-from shoal.comm.group import Group
+from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch_context import MicroBatch
+from shoal.replica.optimizers import LooksAt, looks_at
 from shoal.schedules.pipelines import accumulate
-from shoal.strategy.strategy import parse
 from shoal.train.job import Job
-from shoal.transport.threads import DoneWork
-from shoal.transport.transport import Work
 from tests.conftest import World
-from tests.models import samples
-from tests.splitting import assert_equal, model
-
-CPU = torch.device("cpu")
-SGD = partial(torch.optim.SGD, lr=0.1)
+from tests.models import mlp, samples
+from tests.seeds import ThreadGenerator
+from tests.splitting import SGD, assert_equal, job_of, model, on_workers, refused
 
 
 def engine_of(
@@ -44,9 +40,6 @@ def ignore(bucket: slice) -> None:
     return None
 
 
-# -------------------------------------------------------------------------- gradients
-
-
 def linear() -> nn.Linear:
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -56,31 +49,6 @@ def linear() -> nn.Linear:
 def micro(x: list[float], weight: Any, **more: Any) -> MicroBatch:
     """One sample of two features; the model of ones predicts their sum, the target is 0."""
     return MicroBatch(torch.tensor([x]), torch.zeros(1, 1), weight, **more)
-
-
-def test_gradients_and_the_loss_are_sums_by_weight() -> None:
-    """The loss is (x·w)², its gradient 2(x·w)x: 1 and 16, (2, 0) and (8, 24)."""
-    model = linear()
-    engine = engine_of(model, 2)
-    loss = engine.run([micro([1.0, 0.0], 0.75), micro([1.0, 3.0], 0.25)], ignore)
-    assert loss.item() == 0.75 * 1 + 0.25 * 16
-    assert model.weight.grad.tolist() == [[0.75 * 2 + 0.25 * 8, 0.25 * 24]]
-
-
-def test_a_weight_may_be_a_function_that_is_asked_after_forward() -> None:
-    events: list[str] = []
-
-    def loss(out: Tensor, target: Tensor) -> Tensor:
-        events.append("forward")
-        return F.mse_loss(out, target)
-
-    def weight() -> Tensor:
-        events.append("weight")
-        return torch.tensor(0.5, dtype=torch.float64)
-
-    engine = engine_of(linear(), loss=loss)
-    assert engine.run([micro([1.0, 3.0], weight)], ignore).item() == 8.0
-    assert events == ["forward", "weight"]
 
 
 @pytest.mark.parametrize(
@@ -148,22 +116,19 @@ def test_bf16_computes_forward_in_bfloat16_and_keeps_parameters_in_float32() -> 
     assert model.weight.grad.dtype == torch.float32
 
 
-# -------------------------------------------------------------------------- randomness
-
-
 class Noisy(nn.Module):
     """Multiplies by a weight and drops; remembers which masks it drew."""
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.p = p
         self.masks: list[list[float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = F.dropout(torch.ones(16), self.p, training=self.training)
+        generator = getattr(torch.default_generator, "here", lambda: None)()
+        mask = torch.rand(16, generator=generator) < 0.5
         self.masks.append(mask.tolist())
-        return (x * self.weight).sum() * mask.mean()
+        return (x * self.weight).sum() * mask.float().mean()
 
 
 def mean_of(out: Tensor, target: Tensor) -> Tensor:
@@ -194,97 +159,70 @@ def test_a_step_that_fails_leaves_the_global_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_masks_are_those_of_the_microbatch_seed() -> None:
-    model = Noisy()
-    engine = engine_of(model, 2, mean_of)
-    for seeds in ([1, 2], [2, 1], [1, 2]):
-        torch.rand(5)
-        engine.run(noise(seeds), ignore)
-    one, two = model.masks[:2]
-    assert one != two
-    assert model.masks == [one, two, two, one, one, two]
-
-
-class LonelyRank(Solo):
-    """One rank of a world whose other ranks contribute what it contributes, or nothing.
-
-    Ranks of a world of threads share one global random state, so masks are seen rank by rank.
-    """
-
-    def __init__(self, rank: int, size: int):
-        self.rank = rank
-        self.size = size
-
-    def submit(self, call: Call) -> Work:
-        if call.kind == "all_gather":
-            assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)
-            repeated = call.data.expand(self.size, *call.data.shape)
-            call.out.copy_(repeated.reshape(call.out.shape))
-        return DoneWork()
-
-
-def masks_by_step(size: int, exact: bool, steps: int = 3) -> list[list[list[float]]]:
+@pytest.fixture
+def masks_by_step(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The masks of each step, in the order of micro-batches over all ranks."""
-    found: list[list[list[float]]] = [[] for _ in range(steps)]
-    for rank in range(size):
-        group = Group(LonelyRank(rank, size))
-        job = Job(parse("ddp"), group, device=CPU, seed=4)
-        model = Noisy()
-        options: dict[str, Any] = {"exact": True, "microbatches": 4} if exact else {}
-        step = job.step(model, mean_of, optimizer=SGD, **options)
-        for n, batch in enumerate(job.batches(samples(8 * steps, (2,)), 8)):
-            step(batch)
-            found[n] += model.masks
-            model.masks = []
-    return found
+    monkeypatch.setattr(torch, "default_generator", ThreadGenerator())
+
+    def masks(size: int, exact: bool) -> list[list[list[float]]]:
+        options = {"exact": True, "microbatches": 4} if exact else {}
+
+        def body(job: Job, step: Any) -> list[list[list[float]]]:
+            found = []
+            for batch in job.batches(samples(24, (2,)), 8):
+                step(batch)
+                found.append(step.model.masks)
+                step.model.masks = []
+            return found
+
+        by_rank = on_workers(world, "ddp", Noisy, body, size=size, loss=mean_of, **options)
+        by_step = zip(*by_rank, strict=True)
+        return [[mask for masks in of_ranks for mask in masks] for of_ranks in by_step]
+
+    return masks
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_masks_are_the_same_at_any_number_of_workers_when_exact(size: int) -> None:
+def test_masks_are_the_same_at_any_number_of_workers_when_exact(
+    masks_by_step: Callable[..., Any], size: int
+) -> None:
     alone = masks_by_step(1, exact=True)
     assert all(len(masks) == 4 for masks in alone)
     assert masks_by_step(size, exact=True) == alone
 
 
-def test_masks_differ_between_steps_microbatches_and_ranks() -> None:
-    for exact in (True, False):
-        masks = [mask for step in masks_by_step(2, exact) for mask in step]
-        assert len({tuple(mask) for mask in masks}) == len(masks)
+@pytest.mark.parametrize("exact", [True, False])
+def test_masks_differ_between_steps_microbatches_and_ranks(
+    masks_by_step: Callable[..., Any], exact: bool
+) -> None:
+    masks = [mask for step in masks_by_step(2, exact) for mask in step]
+    assert len({tuple(mask) for mask in masks}) == len(masks)
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_resumed_run_draws_the_same_masks(tmp_path: Any, exact: bool) -> None:
-    def start() -> tuple[Job, Any, Noisy]:
-        job = Job(parse("single"), solo_group(), device=CPU, seed=4)
+    def masks(load: bool) -> list[list[float]]:
         model = Noisy()
-        return job, job.step(model, mean_of, optimizer=SGD, exact=exact, microbatches=2), model
+        options = {"loss": mean_of, "exact": exact, "microbatches": 2}
+        with job_of(solo_group(), "single", model, **options) as (job, step):
+            if load:
+                job.load(tmp_path)
+            for batch in job.batches(samples(40, (2,)), 8):
+                step(batch)
+                if job.steps == 2 and not load:
+                    job.save(tmp_path)
+                    model.masks.clear()
+        return model.masks
 
-    data = samples(40, (2,))
-    job, step, model = start()
-    for batch in job.batches(data, 8):
-        step(batch)
-        if job.steps == 2:
-            job.save(tmp_path)
-            seen = len(model.masks)
-    again, step_again, model_again = start()
-    again.load(tmp_path)
-    for batch in again.batches(data, 8):
-        step_again(batch)
-    assert len(model_again.masks) == (6 if exact else 3)
-    assert model_again.masks == model.masks[seen:]
+    assert masks(load=False) == masks(load=True) != []
 
 
 def test_two_models_of_one_script_draw_different_masks() -> None:
-    job = Job(parse("single"), solo_group(), device=CPU)
-    first = Noisy()
-    second = Noisy()
-    steps = [job.step(m, mean_of, optimizer=SGD) for m in (first, second)]
-    for step in steps:
-        step((torch.ones(4), torch.ones(4)))
-    assert first.masks != second.masks
-
-
-# -------------------------------------------------------------------------- autograd in forward
+    models = [Noisy(), Noisy()]
+    with job_of(solo_group(), "single", models[0], loss=mean_of) as (job, step):
+        for each in (step, job.step(models[1], mean_of, optimizer=SGD)):
+            each((torch.ones(4), torch.ones(4)))
+    assert models[0].masks != models[1].masks
 
 
 @model(
@@ -359,3 +297,65 @@ def test_derivatives_inside_forward(world: World, make: Any, strategy: str) -> N
 def test_a_penalty_where_a_replica_has_no_rows(world: World) -> None:
     """The last batch has 2 rows for 3 replicas."""
     assert_equal(world, 3, "ddp", penalized, samples(18), loss=loss)
+
+
+class Renamed(torch.optim.SGD):
+    """Updates as SGD does."""
+
+
+class Own(torch.optim.SGD):
+    """Its update is not known."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Elementwise(Own):
+    looks_at = "element"
+
+
+class ByGlobalNorm(Own):
+    looks_at = "model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (torch.optim.Adam, LooksAt.ELEMENT),
+        (Renamed, LooksAt.ELEMENT),
+        (Elementwise, LooksAt.ELEMENT),
+        (torch.optim.Adafactor, LooksAt.PARAMETER),
+        (torch.optim.Muon, LooksAt.PARAMETER),
+        (Own, None),
+        (ByGlobalNorm, LooksAt.MODEL),
+    ],
+)
+def test_a_class_is_known_or_says_what_it_looks_at(kind: Any, expected: LooksAt | None) -> None:
+    assert looks_at(kind([nn.Parameter(torch.ones(4, 4))], lr=0.1)) is expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "sentence"),
+    [
+        ("tp(2)", torch.optim.Adafactor, "Adafactor .*take ddp"),
+        ("tp(2)", Own, "Own.looks_at = "),
+        ("zero(2)", ByGlobalNorm, "ByGlobalNorm .*take ddp"),
+        ("pp(2)", ByGlobalNorm, "ByGlobalNorm .*take ddp"),
+    ],
+)
+def test_no_strategy_gives_an_optimizer_less_than_it_looks_at(
+    world: World, strategy: str, kind: Any, sentence: str
+) -> None:
+    assert re.search(sentence, refused(world, 2, strategy, mlp, optimizer=partial(kind, lr=0.1)))
+
+
+def test_an_optimizer_of_whole_parameters_trains_under_zero(world: World) -> None:
+    adafactor = partial(torch.optim.Adafactor, lr=0.1)
+    assert_equal(world, 2, "zero(2)", mlp, samples(30), 10, optimizer=adafactor)
+
+
+def test_one_that_is_not_known_is_named_where_workers_have_some_parameters(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on_workers(world, "zero(2)", mlp, lambda job, step: None, optimizer=partial(Own, lr=0.1))
+    assert capfd.readouterr().err.count('Own.looks_at = "model"') == 1

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
 from shoal.errors import BadInput, ShoalError
 from shoal.examples.gpt import GPT, Size
 from shoal.replica.flat_params import FlatParams
@@ -19,7 +18,7 @@ from shoal.replica.fsdp.unit_gather import wrap_modules
 from shoal.schedules.buffer_layout import ALIGN_BYTES
 from tests.conftest import World
 from tests.models import mlp
-from tests.splitting import job_of, model
+from tests.splitting import model, on_workers
 
 sizes = st.lists(st.integers(1, 70), min_size=1, max_size=12)
 quick = settings(deadline=None, max_examples=50)
@@ -76,12 +75,9 @@ def test_only_trainable_parameters_move_and_those_that_are_tied_once() -> None:
     assert model[0].weight.any()
 
 
-def test_a_model_without_trainable_parameters_is_refused() -> None:
+def test_no_trainable_parameters_and_mixed_dtypes_are_refused_by_name() -> None:
     with pytest.raises(BadInput, match="no parameter that requires a gradient"):
         FlatParams(nn.Flatten().named_parameters())
-
-
-def test_mixed_dtypes_are_refused_by_name() -> None:
     model = mlp()
     model[2].bfloat16()
     with pytest.raises(BadInput, match=r"0.weight is torch.float32.*2.weight is torch.bfloat16"):
@@ -316,14 +312,11 @@ def two_parts(self: Any, x: Tensor) -> Any:
 
 
 def test_a_module_that_is_called_by_itself_has_its_parameters(world: World) -> None:
-    models = [two_parts() for _ in range(2)]
     x = torch.randn(4, 6)
-    expected = two_parts()(x)
 
-    def body(group: Group) -> Tensor:
-        model = models[group.rank]
-        with job_of(group, "zero(3)", model), torch.no_grad():
-            return model.head(model.encoder(x))
+    @torch.no_grad()
+    def body(job: Any, step: Any) -> Tensor:
+        return step.model.head(step.model.encoder(x))
 
-    for found in world(2, body):
-        assert torch.equal(found, expected)
+    for found in on_workers(world, "zero(3)", two_parts, body):
+        assert torch.equal(found, two_parts()(x))

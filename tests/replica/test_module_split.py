@@ -80,6 +80,7 @@ def test_a_stage_holds_what_it_calls() -> None:
     assert stages.holders["layers.2.up.weight"] == (1,)
     assert stages.holders["first.weight"] == (0,)
     assert stages.holders["last.bias"] == stages.holders["norm.weight"] == (2,)
+    assert Stages(Embedded(), 2, cuts=["norm"]).holders["first.weight"] == (0, 1)  # called twice
 
 
 def test_the_same_bits(world: World) -> None:
@@ -344,11 +345,6 @@ class Embedded(Net):
 @pytest.mark.parametrize("cut", ["layers.1", "norm", "head"])
 def test_a_module_that_is_called_again_on_a_later_stage(world: World, cut: str) -> None:
     assert_equal(world, 2, f'pp(2, cuts=["{cut}"])', Embedded, samples(12), 12, microbatches=2)
-
-
-def test_stages_with_a_call_of_a_module_hold_it() -> None:
-    stages = Stages(Embedded(), 2, cuts=["norm"])
-    assert stages.holders["first.weight"] == (0, 1)
 
 
 @model(a=(6, 3), b=(6, 3))

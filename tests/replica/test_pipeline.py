@@ -21,15 +21,13 @@ from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from tests.conftest import World
 from tests.models import samples
-from tests.splitting import SGD, gpt, job_of, model, texts
+from tests.splitting import SGD, gpt, model, on_workers, texts
 
 
-class Alive:
-    """How many graphs of one worker are alive, and the most there were at once."""
+class Alive(nn.Sequential):
+    """How many graphs of its layers are alive, and the most there were at once."""
 
-    def __init__(self) -> None:
-        self.now = 0
-        self.most = 0
+    now = most = 0
 
     def begin(self, node: Any) -> None:
         self.now += 1
@@ -42,69 +40,69 @@ class Alive:
 
 
 class Watched(nn.Linear):
-    def __init__(self, alive: Alive):
-        super().__init__(6, 6)
-        self.alive = alive
+    on_graph: Any
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if out.grad_fn is not None:
-            self.alive.begin(out.grad_fn)
+            self.on_graph(out.grad_fn)
         return out
 
 
-def peaks(world: World, strategy: str, stages: int, layers: int) -> list[int]:
-    alive = [Alive() for _ in range(stages)]
-    models = [nn.Sequential(*(Watched(a) for _ in range(layers))) for a in alive]
+def peaks(world: World, strategy: str, layers: int) -> list[int]:
+    def make() -> nn.Module:
+        model = Alive(*(Watched(6, 6) for _ in range(layers)))
+        for layer in model:
+            layer.on_graph = model.begin
+        return model
 
-    def body(group: Group) -> None:
-        with job_of(group, strategy, models[group.rank]) as (job, step):
-            for batch in job.batches(samples(32, classes=6), 16):
-                step(batch)
-                if step.steps == 1:  # before it the first stage had a graph of the whole model
-                    assert alive[group.rank].now == 0
-                    alive[group.rank].most = 0
+    def body(job: Job, step: Any) -> int:
+        for batch in job.batches(samples(32, classes=6), 16):
+            step(batch)
+            assert step.model.now == 0
+            if step.steps == 1:  # before it the first stage had a graph of the whole model
+                step.model.most = 0
+        return step.model.most
 
-    world(stages, body)
-    assert all(a.now == 0 for a in alive)
-    return [a.most for a in alive]
+    return on_workers(world, strategy, make, body)
 
 
 @pytest.mark.parametrize("schedule", schedules())
 def test_as_many_activations_live_as_the_proof_says(world: World, schedule: str) -> None:
     pipeline = build(schedule, 3, 8)
     strategy = f'pp(3, schedule="{schedule}", microbatches=8)'
-    found = peaks(world, strategy, 3, layers=3 * pipeline.chunks)
+    found = peaks(world, strategy, layers=3 * pipeline.chunks)
     assert found == list(prove(pipeline).peak_live)
 
 
 def test_recomputing_keeps_one_graph_at_a_time(world: World) -> None:
     for schedule in ("gpipe", "1f1b"):
         strategy = f'pp(3, schedule="{schedule}", microbatches=8, recompute=True)'
-        assert peaks(world, strategy, 3, 3) == [1, 1, 1]
+        assert peaks(world, strategy, 3) == [1, 1, 1]
 
 
 def test_what_was_taken_is_let_go_during_the_step(world: World) -> None:
     """Of 16 micro-batches no more than a few are held for sending, under 1F1B."""
-    models = [nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(3)]
 
-    def body(group: Group) -> int:
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    def body(job: Job, step: Any) -> int:
         most = 0
-        with job_of(group, "pp(3, microbatches=16)", models[group.rank]) as (job, step):
-            messages = step.engine.stage.messages
-            send = messages.send
+        messages = step.engine.stage.messages
+        send = messages.send
 
-            def counting(*args: Any) -> None:
-                nonlocal most
-                send(*args)
-                most = max(most, sum(map(len, messages.held.values())))
+        def counting(*args: Any) -> None:
+            nonlocal most
+            send(*args)
+            most = max(most, sum(map(len, messages.held.values())))
 
-            messages.send = counting
-            for batch in job.batches(samples(32, classes=6), 32):
-                step(batch)
+        messages.send = counting
+        for batch in job.batches(samples(32, classes=6), 32):
+            step(batch)
         return most
 
-    assert max(world(3, body)) <= 2 * 3
+    assert max(on_workers(world, "pp(3, microbatches=16)", make, body)) <= 2 * 3
 
 
 def test_every_action_leaves_a_span(world: World) -> None:

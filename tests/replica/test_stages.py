@@ -26,9 +26,10 @@ from shoal.replica.pipeline.graph_split import GraphSplit
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.split.comparison import gradients_of, is_close
 from shoal.replica.split.stage_check import StageCheck
+from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples
-from tests.splitting import assert_close, assert_equal, linears, model, refused, train
+from tests.splitting import assert_close, assert_equal, linears, model, on_workers, refused, train
 
 
 def gpt(layers: int = 4) -> GPT:
@@ -191,7 +192,7 @@ def test_inputs_that_the_model_does_not_take_are_refused() -> None:
         Stages(gpt(), 2).bind_inputs({"words": torch.zeros(1)})
 
 
-@model(blocks=linears(4, 4))
+@model(blocks=linears(4))
 def optional(self: Any, x: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
     """Its mask cannot be traced, and without required arguments a batch may have one."""
     if mask is not None and mask.dim() == 1:
@@ -199,10 +200,6 @@ def optional(self: Any, x: Tensor | None = None, mask: Tensor | None = None) -> 
     for block in self.blocks:
         x = block(x)
     return x
-
-
-def test_a_forward_that_some_optional_argument_makes_untraceable_is_split_between_modules() -> None:
-    assert Stages(optional(), 2).replays
 
 
 def by_type(question: Callable[[Any], bool]) -> type[nn.Module]:
@@ -219,14 +216,6 @@ def by_type(question: Callable[[Any], bool]) -> type[nn.Module]:
     return by_type
 
 
-@pytest.mark.parametrize("question", [torch.is_tensor, lambda x: isinstance(x, Tensor)])
-def test_a_forward_that_asks_for_types_is_split_between_modules(
-    world: World, question: Callable[[Any], bool]
-) -> None:
-    assert Stages(by_type(question)(), 2).replays
-    assert_equal(world, 2, "pp(2)", by_type(question), samples(16))
-
-
 def test_a_question_whose_answer_changes_nothing_does_not_matter() -> None:
     assert not Stages(by_type(lambda x: isinstance(x, int | str))(), 2).replays
     assert isinstance(1, int) and isinstance.__module__ == "builtins"
@@ -239,11 +228,6 @@ def fixed_features(self: Any, x: Tensor) -> Any:
     for layer in self.layers[1:]:
         x = torch.tanh(layer(x))
     return self.head(x)
-
-
-def test_modules_that_a_forward_calls_without_gradients_stay_as_they_are(world: World) -> None:
-    assert Stages(fixed_features(), 2).replays
-    assert_equal(world, 2, "pp(2)", fixed_features, samples(16))
 
 
 def test_a_gradient_that_stages_lose_is_refused_by_the_name_of_its_parameter(
@@ -263,8 +247,7 @@ def test_gradients_that_cannot_be_compared_are_named_at_the_start(
         return expected(*args, **options) if options else 1 / 0
 
     monkeypatch.setattr(StageCheck, "_expected", fails)
-    models = [fixed_features() for _ in range(2)]
-    world(2, lambda group: train(group, "pp(2)", models[group.rank], samples(16), 8))
+    assert_equal(world, 2, "pp(2)", fixed_features, samples(16))
     assert capsys.readouterr().err.count("fixed_features could not be compared") == 1
 
 
@@ -287,12 +270,17 @@ def test_gradients_of_tied_weights_and_with_dropout_are_compared(
         return verdicts[-1]
 
     monkeypatch.setattr(StageCheck, "_judge", note)
-    strategy = f'pp(2, schedule="{schedule}")'
-    models = [tied_and_random() for _ in range(2)]
-    for each in models:
-        each.layers[3].weight = each.layers[0].weight
-        each.layers[1].bias.requires_grad_(False)
-    world(2, lambda group: train(group, strategy, models[group.rank], samples(16), 8))
+
+    def make() -> nn.Module:
+        made = tied_and_random()
+        made.layers[3].weight = made.layers[0].weight
+        made.layers[1].bias.requires_grad_(False)
+        return made
+
+    def body(job: Job, step: Any) -> None:
+        step(next(job.batches(samples(16), 8)))
+
+    on_workers(world, f'pp(2, schedule="{schedule}")', make, body)
     assert verdicts == [-1.0]  # no difference, at once
 
 
@@ -305,13 +293,23 @@ def leaving(self: Any, x: Any) -> Any:
     return self.head(x)
 
 
-def test_a_forward_that_ends_the_process_while_it_is_traced_is_split_by_its_modules(
-    world: World,
-) -> None:
-    assert Stages(leaving(), 2).replays
-    assert_equal(world, 2, "pp(2)", leaving, samples(16))
+def test_a_forward_that_ends_the_process_while_it_is_traced() -> None:
     with pytest.raises(BadInput, match=r"leaving cannot be split .*it calls sys.exit\(1\)"):
         GraphSplit(leaving(), 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(optional, fixed_features, leaving),  # without gradients in some modules, the second one
+        *(by_type(torch.is_tensor), by_type(lambda x: isinstance(x, Tensor))),
+    ],
+)
+def test_what_torch_fx_does_not_follow_is_split_between_modules(
+    world: World, make: type[nn.Module]
+) -> None:
+    assert Stages(make(), 2).replays
+    assert_equal(world, 2, "pp(2)", make, samples(16))
 
 
 @model(layers=linears(4), head=(6, 3))

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.comm.group import Group
-from shoal.errors import BadInput
+from shoal.replica.microbatch_context import TensorParallelRng
 from shoal.replica.split.mapping import (
+    ShardSpec,
     copy,
+    even_ranges,
     gather,
     gather_sequence,
     reduce,
@@ -26,12 +28,11 @@ from shoal.replica.split.mapping import (
 from shoal.replica.tensor.activations import SequenceParallelTensor, VocabParallelLogits
 from shoal.replica.tensor.linear import VocabularyEmbedding
 from shoal.replica.tensor.plan import plan_of
-from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import HeadSplit
-from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 from shoal.strategy.split_terms import Tp
 from tests.conftest import World, run_world
 from tests.models import samples
+from tests.seeds import seeded
 from tests.splitting import assert_equal, model, refused, train
 
 
@@ -132,26 +133,27 @@ def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.Mon
     assert bool(gathers) == (name in looks_at_all)
 
 
-def test_an_id_outside_of_the_vocabulary_is_refused(world: World) -> None:
-    tables = [nn.Embedding(5, 2), nn.Embedding(5, 2)]
-
-    def body(group: Group) -> None:
-        layer = VocabularyEmbedding(tables[group.rank], group, TensorParallelRng(group.rank, False))
-        layer(torch.tensor([1, 5]))
-
-    with pytest.raises(IndexError, match="outside of the 5"):
-        world(2, body)
-
-
-def test_a_target_outside_of_the_classes_is_refused(world: World) -> None:
-    spec = ShardSpec.even(1, 4, 2)
-
-    def body(group: Group) -> None:
-        logits = VocabParallelLogits.of(torch.zeros(1, 2), spec, group)
-        F.cross_entropy(logits, torch.tensor([4]))
-
-    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
-        world(2, body)
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        (
+            lambda group: VocabularyEmbedding(
+                nn.Embedding(5, 2), group, TensorParallelRng(group.rank, False)
+            )(torch.tensor([1, 5])),
+            "outside of the 5",
+        ),
+        (
+            lambda group: F.cross_entropy(
+                VocabParallelLogits.of(torch.zeros(1, 2), ShardSpec.even(1, 4, 2), group),
+                torch.tensor([4]),
+            ),
+            "Target 4 is out of bounds",
+        ),
+    ],
+)
+def test_ids_and_targets_outside_are_refused(world: World, compute: Any, said: str) -> None:
+    with pytest.raises(IndexError, match=said):
+        world(2, compute)
 
 
 def test_between_column_and_row_every_rank_draws_for_itself() -> None:
@@ -305,26 +307,25 @@ def test_an_attention_that_cannot_run_with_some_heads_stays_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (misleading, r"where 0\.fc2 and the layers around it are split, it does not compute"),
-        (CrossHead, r"where 0\.wo and the layers around it are split, it does not compute"),
-    ],
+    ("wrong", "width", "layer"), [(misleading, 6, "fc2"), (CrossHead, 12, "wo")]
 )
 def test_a_wrong_guess_is_refused_before_the_first_step(
-    world: World, wrong: Callable[[], nn.Module], told: str
+    world: World, wrong: Callable[[], nn.Module], width: int, layer: str
 ) -> None:
-    torch.manual_seed(0)
-    width = 6 if wrong is misleading else 12
-    models = [nn.Sequential(wrong(), nn.Linear(width, 3)) for _ in range(2)]
-    before = [p.detach().clone() for p in models[0].parameters()]
+    made = []
+
+    @seeded(0)
+    def make() -> nn.Module:
+        made.append(nn.Sequential(wrong(), nn.Linear(width, 3)))
+        return made[-1]
+
     x = torch.randn(8, 5, width)
     data = TensorDataset(x, x[..., :3])
-    with pytest.raises(BadInput, match=told):
-        world(2, lambda g: train(g, "tp(2)", models[g.rank], data, 4, loss=F.mse_loss))
-    assert torch.equal(before[-1], models[0][1].bias)
+    said = refused(world, 2, "tp(2)", make, data, loss=F.mse_loss)
+    assert f"where 0.{layer} and the layers around it are split, it does not compute" in said
+    assert torch.equal(made[0][1].bias, make()[1].bias)
+    models = [make(), make()]
     kept = 'tp(2, plan={"0": "whole", "1": "column"})'
-    models = [nn.Sequential(wrong(), nn.Linear(width, 3)) for _ in range(2)]
     world(2, lambda g: train(g, kept, models[g.rank], data, 4, loss=F.mse_loss))
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import Tree, is_marked, map_leaves, tensors_of
-from shoal.replica.split.mapping import mapped
+from shoal.replica.microbatch_context import TensorParallelRng
+from shoal.replica.split.mapping import ShardSpec, mapped
 from shoal.replica.split.sharded_tensor import (
     Alignment,
     NotAligned,
@@ -32,8 +33,6 @@ from shoal.replica.split.sharded_tensor import (
     ShardedCall,
     ShardedTensor,
 )
-from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -203,6 +202,9 @@ class SequenceShard(ShardedTensor):
             gather = partial(self.spec.all_gather, group=group)
             return mapped(self.local, gather, partial(self.spec.sum_to_local, group=group))
 
+    def packed(self) -> Any:
+        return (_MARK, self.local, list(astuple(self.spec)))
+
     def like(self, local: Tensor) -> SequenceShard:
         return self.context.wrap(local, self.spec)
 
@@ -282,16 +284,8 @@ def _advice(operation: str) -> str:
     )
 
 
-def pack(tree: Tree) -> Tree:
-    """Sequences as tuples of plain tensors, for the same rank of another stage."""
-    return map_leaves(
-        lambda leaf: isinstance(leaf, SequenceShard),
-        lambda leaf: (_MARK, leaf.local, list(astuple(leaf.spec))),
-        tree,
-    )
-
-
 def unpack(tree: Tree, context: SequenceContext) -> Tree:
+    """What `pack` has made of sequences."""
     return map_leaves(
         partial(is_marked, mark=_MARK),
         lambda leaf: context.wrap(leaf[1], SequenceSpec(*leaf[2])),

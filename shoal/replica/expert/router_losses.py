@@ -75,8 +75,7 @@ def refuse_router_losses(model: nn.Module) -> None:
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, in their order; a gradient is the sum of those of all ranks."""
-    from shoal.replica.split.mapping import gather_sequence
-    from shoal.replica.tensor.shard_spec import ShardSpec
+    from shoal.replica.split.mapping import ShardSpec, gather_sequence
 
     counts = torch.zeros(group.size, dtype=torch.int64, device=rows.device)
     counts[group.rank] = len(rows)

@@ -18,12 +18,11 @@ from shoal.comm.objects import PytreeChannel
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.expert.dispatch import ExpertPlacement
-from shoal.replica.expert.listed import ListedExperts
+from shoal.replica.expert.forwards import BatchedExperts, ListedExperts, StackedExperts
 from shoal.replica.expert.mixtures import Mixture, StackedMixture
-from shoal.replica.expert.stacked import BatchedExperts, StackedExperts
 from shoal.replica.pipeline.stages import replace_by_shape
 from shoal.replica.split.attributes import copy_structure
-from shoal.replica.tensor.shard_spec import ShardSpec, SlicedTensors, even_ranges
+from shoal.replica.split.mapping import ShardSpec, SlicedTensors, even_ranges
 
 Named = list[tuple[str, nn.Parameter]]
 _GATHER_TAG = 0

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.replica.microbatch_context import get_generators, set_generators
-from shoal.replica.pipeline.kept_tensors import kept_by
 from shoal.replica.pipeline.replay_lineage import (
     CallRecord,
     Lineage,
@@ -35,6 +34,7 @@ from shoal.replica.pipeline.replay_lineage import (
     unknown_values,
     unpack_result,
 )
+from shoal.replica.split.attributes import kept_by
 
 if TYPE_CHECKING:
     from shoal.replica.pipeline.replay_split import ModuleSplit

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.context.sequence_shard import SequenceContext, pack, unpack
+from shoal.replica.context.sequence_shard import SequenceContext, unpack
 from shoal.replica.context.stage import shard_inputs
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch_context import call_arguments, preserve_modes
 from shoal.replica.pipeline.balance import MUCH_CHEAPER
 from shoal.replica.pipeline.faithful_trace import Untraceable
 from shoal.replica.pipeline.graph_split import GraphSplit, optional_calls, required_arguments
-from shoal.replica.pipeline.kept_tensors import Slot, hide
 from shoal.replica.pipeline.replay_split import ModuleSplit
+from shoal.replica.split.attributes import Slot, hide
+from shoal.replica.split.sharded_tensor import pack
+from shoal.replica.tensor import activations
 from shoal.replica.tensor.parallelize import TensorSplit
 from shoal.schedules.pipelines import locate
 
@@ -91,8 +93,7 @@ class Stages:
             outputs = segment(arguments, *(values if virtual else ()))
         if virtual == self.virtual_stages - 1:
             return outputs
-        packed = outputs if self.context is None else pack(outputs)
-        return packed if self.tensor is None else self.tensor.pack(packed)
+        return pack(outputs)
 
     def _sharded(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments of the model with this worker's positions of sequences."""
@@ -103,8 +104,9 @@ class Stages:
 
     def _unpacked(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """What came from the same worker of another stage as plain tensors."""
-        unpacked: tuple[Any, ...] = values if self.tensor is None else self.tensor.unpack(values)
-        return unpacked if self.context is None else unpack(unpacked, self.context)
+        if self.tensor is not None:
+            values = activations.unpack(values, self.tensor.group, self.tensor.rng)
+        return values if self.context is None else unpack(values, self.context)
 
     def bind_inputs(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""

@@ -16,8 +16,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import NotBuilt
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import DeferredInit, TensorSlot, with_values_of_rank_0
-from shoal.replica.split.shard import ReplicaShard
-from shoal.replica.split.token_axes import TokenAxes, TokenAxis
+from shoal.replica.split.shard import ReplicaShard, TokenAxes, TokenAxis
 from shoal.strategy.split_terms import Tp
 from shoal.strategy.strategy import Strategy
 
@@ -81,7 +80,7 @@ def build_shard(
         deque(filled, maxlen=0)  # all workers hold the values of rank 0
     if mesh.cp.size > 1:
         from shoal.replica.context.rules import sequence_context
-        from shoal.replica.expert.stacked import compute_positions_here
+        from shoal.replica.expert.forwards import compute_positions_here
 
         shard.split_sequences(sequence_context(mesh.cp.duplicate(), say))
         if not mixtures:

@@ -14,16 +14,157 @@ The gradient of a mapping is the mapping in the other direction: second derivati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.transport.transport import Work
+
+
+def even_ranges(size: int, ranks: int, unit: int = 1) -> list[range]:
+    """Consecutive ranges of whole units, as equal as possible; the longer ones first.
+
+    12 over 2 ranks by units of 4    0..7  8..11
+    """
+    units, rest = divmod(size // unit, ranks)
+    ends = [unit * (units * r + min(r, rest)) for r in range(ranks + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How one dimension of a tensor is sharded: some ranges of it for every rank."""
+
+    dim: int
+    ranges: tuple[tuple[range, ...], ...]
+
+    @classmethod
+    def even(cls, dim: int, size: int, ranks: int, unit: int = 1) -> ShardSpec:
+        return cls(dim, tuple((r,) for r in even_ranges(size, ranks, unit)))
+
+    @classmethod
+    def of_blocks(cls, dim: int, blocks: int, size: int, ranks: int, unit: int) -> ShardSpec:
+        """Blocks of `size` stand one after the other (q, k, v); each of them is sharded."""
+        return cls.of_sections(dim, [size] * blocks, size // unit, ranks)
+
+    @classmethod
+    def of_sections(cls, dim: int, sizes: Sequence[int], groups: int, ranks: int) -> ShardSpec:
+        """Sections of different sizes stand one after the other; each has so many groups."""
+        starts = [0, *itertools.accumulate(sizes)]
+        ranges = tuple(
+            tuple(
+                range(start + (size // groups) * r.start, start + (size // groups) * r.stop)
+                for start, size in zip(starts, sizes, strict=False)
+            )
+            for r in even_ranges(groups, ranks)
+        )
+        return cls(dim, ranges)
+
+    @property
+    def size(self) -> int:
+        """Of the dimension, over all ranks."""
+        return sum(len(r) for ranges in self.ranges for r in ranges)
+
+    def length(self, rank: int) -> int:
+        """Of the dimension, on one rank."""
+        return sum(map(len, self.ranges[rank]))
+
+    def shard_shape(self, full: Sequence[int], rank: int) -> torch.Size:
+        shape = list(full)
+        shape[self.dim] = self.length(rank)
+        return torch.Size(shape)
+
+    def full_shape(self, shard: Sequence[int]) -> torch.Size:
+        shape = list(shard)
+        shape[self.dim] = self.size
+        return torch.Size(shape)
+
+    def take_shard(self, full: Tensor, rank: int) -> Tensor:
+        """That rank's shard, as a tensor of its own."""
+        slices = [full.narrow(self.dim, r.start, len(r)) for r in self.ranges[rank]]
+        return torch.cat(slices, self.dim) if len(slices) > 1 else slices[0].clone()
+
+    def concatenate(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full tensor from the shards of all ranks."""
+        full = shards[0].new_empty(self.full_shape(shards[0].shape))
+        for shard, ranges in zip(shards, self.ranges, strict=True):
+            start = 0
+            for r in ranges:
+                values = shard.narrow(self.dim, start, len(r))
+                full.narrow(self.dim, r.start, len(r)).copy_(values)
+                start += len(r)
+        return full
+
+    def reduce_scatter(self, full: Tensor, group: Group) -> Tensor:
+        """This rank's shard of the sum over ranks: one reduce-scatter of padded shards."""
+        shards = [self.take_shard(full, rank).view(-1) for rank in range(group.size)]
+        longest = max(shard.numel() for shard in shards)
+        rows = full.new_zeros(group.size, longest)
+        for row, shard in zip(rows, shards, strict=True):
+            row[: shard.numel()] = shard
+        out = full.new_empty(longest)
+        group.reduce_scatter(out, rows.view(-1)).wait()
+        return out[: shards[group.rank].numel()].view(self.shard_shape(full.shape, group.rank))
+
+    def all_gather(self, shard: Tensor, group: Group) -> Tensor:
+        """The full tensor on every rank: one all-gather of shards, padded to the longest."""
+        full = self.full_shape(shard.shape)
+        shapes = [self.shard_shape(full, rank) for rank in range(group.size)]
+        longest = max(shape.numel() for shape in shapes)
+        padded = shard.new_zeros(longest)
+        padded[: shard.numel()] = shard.reshape(-1)
+        gathered = padded.new_empty(longest * group.size)
+        group.all_gather(gathered, padded).wait()
+        rows = gathered.view(group.size, longest)
+        return self.concatenate([r[: s.numel()].view(s) for r, s in zip(rows, shapes, strict=True)])
+
+
+class SlicedTensors:
+    """Tensors by name, of which every rank of a group has a slice where `specs` has the name.
+
+    A name is that of a parameter, or that and "/" and the name of an optimizer state.
+    """
+
+    group: Group
+    device: torch.device
+    specs: dict[str, ShardSpec]
+    _slices: set[nn.Parameter]
+
+    def is_slice(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks have another part of it, or all of it."""
+        return parameter in self._slices
+
+    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors from slices; all ranks call it."""
+        return {name: self._full(name, tensor) for name, tensor in tensors.items()}
+
+    def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's slices of full tensors; what has another shape is left as it is."""
+        return {name: self.shard_of(name, tensor) for name, tensor in tensors.items()}
+
+    def shard_of(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's slice of the full parameter of that name, or of its gradient."""
+        spec = self._spec_of(name)
+        if spec is None or spec.dim >= tensor.dim() or tensor.shape[spec.dim] != spec.size:
+            return tensor
+        return spec.take_shard(tensor, self.group.rank)
+
+    def _full(self, name: str, tensor: Tensor) -> Tensor:
+        spec = self._spec_of(name)
+        if spec is None or spec.dim >= tensor.dim():
+            return tensor
+        return spec.all_gather(tensor.to(self.device), self.group).to(tensor.device)
+
+    def _spec_of(self, name: str) -> ShardSpec | None:
+        return self.specs.get(name) or self.specs.get(name.rpartition("/")[0])
+
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -102,3 +243,17 @@ def reduce_scatter(x: Tensor, spec: ShardSpec, group: Group) -> Tensor:
     return mapped(
         x, partial(spec.reduce_scatter, group=group), partial(spec.all_gather, group=group)
     )
+
+
+def apply_flat(tensors: Sequence[Tensor], apply: Callable[[Tensor], Work]) -> None:
+    """Change tensors in place by one operation on all of their numbers."""
+    if not tensors:
+        return
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        apply(tensors[0].view(-1)).wait()
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    apply(flat).wait()
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view(tensor.shape))

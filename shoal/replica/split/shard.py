@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,100 @@ from shoal.comm.group import Group
 from shoal.pytree import Tree
 from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.grad_buckets import GradBuckets
 from shoal.replica.microbatch_context import Loss, MicroBatch, ModuleCall, call_arguments
-from shoal.replica.split.token_axes import TokenAxes
+from shoal.replica.split.mapping import apply_flat
 from shoal.schedules.pipelines import accumulate
 
 if TYPE_CHECKING:
     from shoal.replica.context.sequence_shard import SequenceContext
     from shoal.replica.expert.split import ExpertSplit
     from shoal.replica.tensor.parallelize import TensorSplit
+
+
+@dataclass(frozen=True)
+class TokenAxis:
+    """`is_slice` says of which parameters each rank has another part; all others are copies."""
+
+    group: Group
+    is_slice: Callable[[nn.Parameter], bool] = lambda parameter: False
+    has_slices: bool = False
+
+
+class TokenAxes:
+    """The axes of a replica along which workers hold the same parameters and have other tokens.
+
+        cp    the same rows, other positions of each sequence
+        ep    other rows; experts are slices, every other parameter is a copy
+
+    A loss is weighted so that its sum over both axes is that of the replica's rows. So a gradient
+    is that of one device after it was summed over both axes, before replicas synchronize.
+    """
+
+    def __init__(self, *axes: TokenAxis):
+        self.axes = [axis for axis in axes if axis.group.size > 1]
+
+    def __bool__(self) -> bool:
+        return bool(self.axes)
+
+    def attach(self, grads: GradBuckets) -> None:
+        """Sum gradients before replicas synchronize them."""
+        # where workers hold slices their buckets may differ, and tokens that travel in backward
+        # depend on the batch: so gradients are then summed behind it, parameter by parameter
+        if any(axis.has_slices for axis in self.axes):
+            grads.before_flush = self._sum_at_parameters
+        elif self.axes:
+            grads.sum_gradients = self.sum_gradients
+
+    def _sum_at_parameters(self, params: Sequence[nn.Parameter], loss: Tensor) -> None:
+        self.sum_parameter_gradients(params)
+        loss.copy_(self.sum(loss[0]))
+
+    def sum(self, number: Tensor) -> Tensor:
+        """The sum of a number over all workers that have other tokens of the replica's rows."""
+        if not self.axes:
+            return number
+        total = number.detach().clone().view(1)
+        for axis in self.axes:
+            axis.group.all_reduce(total).wait()
+        return total.view(())
+
+    def sum_gradients(self, grads: Mapping[nn.Parameter, Tensor], header: Tensor | None) -> None:
+        """Sum gradients in place; `header` has numbers that are summed along with them."""
+        for axis in self.axes:
+            tensors = [grad for p, grad in grads.items() if not axis.is_slice(p)]
+            _sum_in_place([*tensors, *([] if header is None else [header])], axis.group)
+
+    def sum_parameter_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Sum what backward has put at the parameters; what has none on any rank keeps None."""
+        for axis in self.axes:
+            copies = [p for p in params if not axis.is_slice(p)]
+            has_grad = torch.tensor([float(p.grad is not None) for p in copies])
+            arrived = has_grad.to(copies[0].device) if copies else has_grad
+            axis.group.all_reduce(arrived).wait()
+            grads = []
+            for p, count in zip(copies, arrived.tolist(), strict=True):
+                if count:
+                    grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    p.grad = grad.to_dense() if grad.is_sparse else grad
+                    grads.append(p.grad)
+            _sum_in_place(grads, axis.group)
+
+    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
+        """Replace what belongs to a copy by what the first rank has."""
+        for axis in self.axes:
+            copies = [tensor for p, tensor in tensors.items() if not axis.is_slice(p)]
+            apply_flat(copies, axis.group.broadcast)
+
+    def is_duplicate(self, parameter: nn.Parameter) -> bool:
+        """Whether the first rank of an axis holds it, too."""
+        return any(axis.group.rank > 0 and not axis.is_slice(parameter) for axis in self.axes)
+
+
+def _sum_in_place(tensors: Sequence[Tensor], group: Group) -> None:
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        apply_flat(alike, group.all_reduce)
 
 
 class ReplicaGradNorm:

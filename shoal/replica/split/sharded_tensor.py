@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.group import Group
-from shoal.pytree import Tree, map_tensors, tensors_of
-from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.shard_spec import ShardSpec
+from shoal.pytree import Tree, map_leaves, map_tensors, tensors_of
+from shoal.replica.microbatch_context import TensorParallelRng
+from shoal.replica.split.mapping import ShardSpec
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,10 @@ class ShardedTensor(Tensor):
         """A tensor that is sharded in the same way."""
         raise NotImplementedError
 
+    def packed(self) -> Any:
+        """What goes to the same rank of another stage: plain tensors."""
+        return self.full()
+
     def alignment(self) -> Alignment:
         raise NotAligned
 
@@ -132,6 +136,13 @@ class ShardedTensor(Tensor):
             except NotAligned:
                 result = NotImplemented
             return leader.compute_in_full(call) if result is NotImplemented else result
+
+
+def pack(tree: Tree) -> Tree:
+    """Sharded tensors as plain ones, for the same rank of another stage."""
+    return map_leaves(
+        lambda leaf: isinstance(leaf, ShardedTensor), lambda leaf: leaf.packed(), tree
+    )
 
 
 def full_tensors(tree: Tree, kind: type[ShardedTensor] = ShardedTensor) -> Tree:

@@ -20,9 +20,9 @@ from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch_context import Loss, MicroBatch, preserve_modes
 from shoal.replica.pipeline.balance import measured_by_rank_0
-from shoal.replica.pipeline.kept_tensors import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
 from shoal.replica.pipeline.stages import Stages
+from shoal.replica.split.attributes import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.stage_check import StageCheck, evaluating
 from shoal.replica.split.state_dicts import state_of

@@ -23,7 +23,15 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
 from shoal.pytree import Tree, is_marked, map_leaves, map_tensors
-from shoal.replica.split.mapping import copy, gather, gather_sequence, reduce_scatter, scatter
+from shoal.replica.microbatch_context import TensorParallelRng
+from shoal.replica.split.mapping import (
+    ShardSpec,
+    copy,
+    gather,
+    gather_sequence,
+    reduce_scatter,
+    scatter,
+)
 from shoal.replica.split.sharded_tensor import (
     ELEMENTWISE,
     METADATA,
@@ -34,8 +42,6 @@ from shoal.replica.split.sharded_tensor import (
     elementwise,
     reshaped,
 )
-from shoal.replica.tensor.rng import TensorParallelRng
-from shoal.replica.tensor.shard_spec import ShardSpec
 
 _MARK = "rows of a sequence"
 
@@ -75,6 +81,9 @@ class SequenceParallelTensor(ShardedActivation):
 
     def gather_full(self) -> Tensor:
         return self._shaped(gather(self.local, self.spec, self.group))
+
+    def packed(self) -> Any:
+        return (_MARK, self.local, list(self.leading))
 
     def shard_of(self, full: Tensor) -> Tensor:
         return scatter(full.flatten(0, -2), self.spec, self.group)
@@ -197,20 +206,8 @@ SequenceParallelTensor.rules = {
 # ------------------------------------------------------------------ between stages
 
 
-def pack(tree: Tree) -> Tree:
-    """Rows as tuples of plain tensors, for the same rank of another stage."""
-    return map_leaves(
-        lambda leaf: isinstance(leaf, ShardedActivation),
-        lambda leaf: (
-            (_MARK, leaf.local, list(leaf.leading))
-            if isinstance(leaf, SequenceParallelTensor)
-            else leaf.full()
-        ),
-        tree,
-    )
-
-
 def unpack(tree: Tree, group: Group, rng: TensorParallelRng) -> Tree:
+    """What `pack` has made of rows."""
     return map_leaves(
         partial(is_marked, mark=_MARK),
         lambda leaf: SequenceParallelTensor.of(leaf[1], torch.Size(leaf[2]), group, rng),

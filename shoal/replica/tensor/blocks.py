@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.replica.deferred_init import full_name
+from shoal.replica.split.mapping import ShardSpec
 from shoal.replica.tensor.linear import LinearLike, is_transformers, linear_like
-from shoal.replica.tensor.shard_spec import ShardSpec
 
 _QUERIES = {"q": ("k", "v"), "wq": ("wk", "wv"), "query": ("key", "value"), "Q": ("K", "V")}
 _FUSED = ("qkv", "query_key_value", "Wqkv", "c_attn", "qkv_proj", "in_proj_qkv", "to_qkv")

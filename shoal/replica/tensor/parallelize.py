@@ -20,16 +20,15 @@ from torch.func import functional_call
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
-from shoal.pytree import Tree, map_tensors
+from shoal.pytree import map_tensors
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
+from shoal.replica.microbatch_context import TensorParallelRng
 from shoal.replica.split.attributes import copy_structure
-from shoal.replica.split.mapping import copy, reduce
+from shoal.replica.split.mapping import ShardSpec, SlicedTensors, apply_flat, copy, reduce
 from shoal.replica.split.sharded_tensor import full_activations
-from shoal.replica.split.token_axes import apply_flat
-from shoal.replica.tensor.activations import pack, unpack
-from shoal.replica.tensor.attention import ParallelAttention
 from shoal.replica.tensor.linear import (
     ColumnLinear,
+    ParallelAttention,
     PartialEmbedding,
     RowLinear,
     SelectedColumns,
@@ -38,9 +37,7 @@ from shoal.replica.tensor.linear import (
     is_transformers,
     linear_like,
 )
-from shoal.replica.tensor.rng import TensorParallelRng
 from shoal.replica.tensor.roles import IN_PLACE, Role, Roles
-from shoal.replica.tensor.shard_spec import ShardSpec, SlicedTensors
 
 
 class TensorSplit(SlicedTensors):
@@ -115,13 +112,6 @@ class TensorSplit(SlicedTensors):
                 kind = ".".join(part for part in parts if not part.isdigit())
                 typical.setdefault(kind, block)
         return list(dict.fromkeys(typical.values()))
-
-    def pack(self, tree: Tree) -> Tree:
-        """What goes from this rank of a stage to the same one of another: plain tensors."""
-        return pack(tree)
-
-    def unpack(self, tree: Tree) -> Tree:
-        return unpack(tree, self.group, self.rng)
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Replace what belongs to a parameter that every rank holds by what the first one has."""

@@ -27,6 +27,7 @@ from shoal.errors import BadInput
 from shoal.pytree import tensors_of
 from shoal.replica.deferred_init import full_name, is_in
 from shoal.replica.split.attributes import attributes_kept, copy_structure
+from shoal.replica.split.mapping import ShardSpec
 from shoal.replica.tensor.blocks import (
     GATHERED_COLUMN,
     SCATTERED_ROW,
@@ -40,7 +41,6 @@ from shoal.replica.tensor.blocks import (
 )
 from shoal.replica.tensor.linear import LinearLike, linear_like
 from shoal.replica.tensor.roles import HeadSplit, Role, Roles, read_heads
-from shoal.replica.tensor.shard_spec import ShardSpec
 from shoal.strategy.split_terms import Tp
 
 _LEADING = ((2, 3), (2, 4, 4), (2, 2, 4, 4))  # (batch, time), (batch, height, width), videos

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from shoal.replica.split.mapping import ShardSpec, even_ranges
 from shoal.replica.tensor.linear import ColumnOutput
-from shoal.replica.tensor.shard_spec import ShardSpec, even_ranges
 
 Ranges = tuple[tuple[range, ...], ...]
 
