@@ -197,7 +197,7 @@ def hot_rows(
     """
     from benchmarks.rows_report import RowsBench, report, run
 
-    warmup = int(8 / share / batch) + 20  # until hot rows are known
+    warmup = int(8 / (share or 1.0) / batch) + 20  # until hot rows are known; 0 is refused
     bench = RowsBench(rows, dim, batch, pulls, rounds, warmup, cache, exponent, share)
     document = run(bench, workers, servers, on)
     show(document, report(document), as_json)

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
 from tests.conftest import World
+from tests.jobs import after_training, model_of
 from tests.models import convnet, mlp, samples
 from tests.splitting import SGD as SGD
 from tests.splitting import assert_equal as assert_equal_to_single
@@ -100,21 +98,12 @@ def test_a_parameter_with_a_gradient_on_one_rank_only(world: World) -> None:
     """Only rank 0's half of each batch switches the second layer on."""
     x = torch.zeros(4, 6)
     x[:2, 0] = 10.0
-    y = torch.tensor([0, 1, 2, 0])
-
-    models = [Halting(), Halting()]
-
-    def body(group: Group) -> dict[str, Tensor]:
-        job = Job(parse("ddp"), group, device=torch.device("cpu"))
-        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        for batch in job.batches([(x, y)] * 3):
-            step(batch)
-        return {name: t.clone() for name, t in step.model.state_dict().items()}
-
-    first, second = world(2, body)
+    batches = [(x, torch.tensor([0, 1, 2, 0]))] * 3
+    options: Any = {"make": Halting, "data": batches, "batch_size": None, "shuffle": False}
+    models = after_training(world, 2, "ddp", model_of, **options)
+    first, second = (model.state_dict() for model in models)
     start = Halting().state_dict()
-    for name in first:
-        assert torch.equal(first[name], second[name])
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["second.weight"], start["second.weight"])
     assert torch.equal(first["never.weight"], start["never.weight"])
 
@@ -134,15 +123,8 @@ def test_count_weighs_uneven_batches(world: World, size: int) -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out.transpose(1, 2), y, ignore_index=0)
 
-    def go(group: Group, model: nn.Module) -> list[float]:
-        job = Job(parse("ddp"), group, device=torch.device("cpu"))
-        step = job.step(model, loss, optimizer=SGD, count=lambda batch: (batch[1] != 0).sum())
-        return [float(step(b)) for b in job.batches(data, 7, epochs=2)]
-
-    models = [make() for _ in range(size)]
-    alone = go(solo_group(), make())
-    for losses in world(size, lambda g: go(g, models[g.rank])):
-        assert losses == pytest.approx(alone, abs=1e-5)
+    options: Any = {"loss": loss, "count": lambda batch: (batch[1] != 0).sum(), "epochs": 2}
+    assert_equal_to_single(world, size, "ddp", make, data, 7, **options)
 
 
 @pytest.mark.product
@@ -155,20 +137,3 @@ def test_exact_gives_the_same_bits(
     options: Any = {"exact": True, "microbatches": microbatches, "clip_norm": 0.1}
     data = samples(64, (1, 4, 4))
     assert_equal_to_single(world, size, strategy, convnet, data, 24, exactly=True, **options)
-
-
-def test_inputs_may_be_tuples_and_dicts() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.linear(a + b)
-
-    x, y = samples(8).tensors
-    for inputs in ((x, x), {"a": x, "b": x}):
-        job = Job(parse("single"), solo_group(), device=torch.device("cpu"))
-        torch.manual_seed(0)
-        step = job.step(Two(), F.cross_entropy, optimizer=SGD, accumulate=2)
-        assert float(step((inputs, y))) > 0

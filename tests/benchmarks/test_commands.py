@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import hosts
+from benchmarks.__main__ import app
+from shoal.cli import run_app
 from shoal.errors import BadInput
 from tests import forked
 
@@ -62,9 +65,12 @@ def test_a_parameter_server_alone() -> None:
 
 
 @pytest.mark.whole
-def test_copies_of_a_server_survive_a_kill() -> None:
-    (found,) = document_of("ps", "--replicas", "2", "--consistency", "strong", *FEW)["results"]
+def test_copies_of_a_server_survive_a_kill(tmp_path: Path) -> None:
+    words = ["--replicas", "1,2", "--consistency", "strong", "--svg", str(tmp_path / "a.svg")]
+    _, found = document_of("ps", *words, *FEW)["results"]
     assert found["undone"] == 0 and found["without_service_s"] > 0
+    rects = ElementTree.parse(tmp_path / "a.svg").iter("{http://www.w3.org/2000/svg}rect")
+    assert sum(rect.get("x") is not None for rect in rects) == 3, "a bar for each figure"
 
 
 @pytest.mark.whole
@@ -83,14 +89,22 @@ def test_predictions_are_compared_with_runs() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["ps", "--against", "horovod"], "shoal: --against takes ray, rpc, not horovod\n"),
-        (["step", "--workload", "x"], "shoal: --workload takes digits, gpt, mlp, mlp-small"),
+        ("ps --against horovod", "shoal: --against takes ray, rpc, not horovod\n"),
+        ("ps --consistency weak", "add --replicas 1,2,3"),
+        ("ps --svg replicas.svg", "add --replicas 1,2,3"),
+        ("ps --replicas 99", "--replicas takes"),
+        ("ps --replicas 1,x", "--replicas takes"),
+        ("ps --replicas 2 --consistency weak", "--consistency takes"),
+        ("step --workload x", "shoal: --workload takes digits, gpt, mlp, mlp-small"),
+        ("rows --share 0", "--share"),
+        ("rows --exponent -1", "--exponent"),
+        ("rows --on ray", "--on takes lab"),
     ],
 )
-def test_bad_input_is_a_sentence(words: list[str], said: str) -> None:
-    done = benchmark(*words)
-    assert done.returncode == 2
-    assert done.stderr.startswith(said)
+def test_bad_input_is_a_sentence(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_app(app, "benchmarks", words.split())
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", ["1", "5", "x", "\u00b2", ",", "9" * 5000])

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,28 @@ from torch import Tensor, nn
 import shoal
 
 SIZE = 2
+CASES: dict[str, Callable[[int, str], None]] = {}
 
 
-def full(rank: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def case(body: Callable[[int, str], None]) -> Callable[[int, str], None]:
+    CASES[body.__name__] = body
+    return body
+
+
+def full(rank: float, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((3, 5), rank + 1, dtype=dtype, device=device)
 
 
+@case
 def all_reduce(rank: int, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
-        data = full(rank, device, dtype)
-        dist.all_reduce(data)
-        assert torch.equal(data, torch.full_like(data, 3))
-    turned = full(rank, device).t()
-    dist.all_reduce(turned, dist.ReduceOp.MAX)
-    assert torch.equal(turned, torch.full_like(turned, 2))
+        dist.all_reduce(data := full(rank, device, dtype))
+        assert torch.equal(data, full(2, device, dtype))
+    dist.all_reduce(turned := full(rank, device).t(), dist.ReduceOp.MAX)
+    assert torch.equal(turned, full(1, device).t())
 
 
+@case
 def asynchronous_on_a_stream_and_with_a_future(rank: int, device: str) -> None:
     stream = torch.cuda.Stream() if device == "cuda" else None
     with torch.cuda.stream(stream):
@@ -48,41 +53,31 @@ def asynchronous_on_a_stream_and_with_a_future(rank: int, device: str) -> None:
         doubled = big * 2
     assert float(doubled.min()) == float(doubled.max()) == 4.0
     work = dist.all_reduce(data := full(rank, device), async_op=True)
-    assert work is not None
-    assert torch.equal(work.get_future().wait()[0], data)
+    assert work is not None and torch.equal(work.get_future().wait()[0], data)
     assert float(data[0, 0]) == 3.0
 
 
-def broadcast(rank: int, device: str) -> None:
+@case
+def collectives_of_pieces(rank: int, device: str) -> None:
     for root in range(SIZE):
-        data = full(rank, device)
-        dist.broadcast(data, root)
+        dist.broadcast(data := full(rank, device), root)
         assert torch.equal(data, full(root, device))
-
-
-def all_gather(rank: int, device: str) -> None:
     pieces = [torch.zeros(3, 5, device=device) for _ in range(SIZE)]
-    dist.all_gather(pieces, full(rank, device))
     whole = torch.zeros(SIZE * 3, 5, device=device)
+    dist.all_gather(pieces, full(rank, device))
     dist.all_gather_into_tensor(whole, full(rank, device))
     wanted = torch.cat([full(0, device), full(1, device)])
     assert torch.equal(whole, wanted) and torch.equal(torch.cat(pieces), wanted)
-
-
-def reduce_scatter(rank: int, device: str) -> None:
     out = torch.zeros(3, 5, device=device)
     pieces = [full(rank, device), full(rank, device) * 10]
-    dist.reduce_scatter(out, pieces)
-    assert torch.equal(out, torch.full_like(out, 30 if rank else 3))
-    dist.reduce_scatter_tensor(out, torch.cat(pieces))
-    assert torch.equal(out, torch.full_like(out, 30 if rank else 3))
-
-
-def reduce_gather_scatter_and_all_to_all(rank: int, device: str) -> None:
-    data = full(rank, device)
-    dist.reduce(data, 1)
+    for reduce in (
+        lambda: dist.reduce_scatter(out, pieces),
+        lambda: dist.reduce_scatter_tensor(out, torch.cat(pieces)),
+    ):
+        reduce()
+        assert torch.equal(out, full(29 if rank else 2, device))
+    dist.reduce(data := full(rank, device), 1)
     assert torch.equal(data, full(2 if rank else 0, device))
-    pieces = [torch.zeros(3, 5, device=device) for _ in range(SIZE)]
     dist.gather(full(rank, device), pieces if rank == 0 else None, 0)
     assert rank or torch.equal(pieces[1], full(1, device))
     dist.scatter(data, [full(4, device), full(5, device)] if rank == 0 else None, 0)
@@ -90,13 +85,16 @@ def reduce_gather_scatter_and_all_to_all(rank: int, device: str) -> None:
     swapped = torch.empty(SIZE, device=device)
     dist.all_to_all_single(swapped, torch.tensor([10.0, 20.0], device=device) + rank)
     assert swapped.tolist() == [10.0 + 10 * rank, 11.0 + 10 * rank]
+    ranks: list[int] = [-1, -1]
+    dist.all_gather_object(ranks, rank)
+    assert ranks == [0, 1]
 
 
+@case
 def send_and_recv(rank: int, device: str) -> None:
     into = torch.zeros(300_000, device=device)
     data = torch.full_like(into, rank + 1.0)
-    works = [dist.isend(data, 1 - rank, tag=3), dist.irecv(into, 1 - rank, tag=3)]
-    for work in works:
+    for work in (dist.isend(data, 1 - rank, tag=3), dist.irecv(into, 1 - rank, tag=3)):
         assert work is not None
         work.wait()
     assert float(into.min()) == float(into.max()) == 2.0 - rank
@@ -107,16 +105,11 @@ def send_and_recv(rank: int, device: str) -> None:
         assert torch.equal(few, full(7, device))
 
 
-def objects_and_barriers(rank: int, device: str) -> None:
-    things: list[Any] = [None, None]
-    dist.all_gather_object(things, {"rank": rank})
-    dist.barrier()
-    dist.monitored_barrier(timeout=timedelta(seconds=20))
-    assert things == [{"rank": 0}, {"rank": 1}]
-
-
+@case
 def distributed_data_parallel(rank: int, device: str) -> None:
-    def trained(model: nn.Module, data: Tensor) -> Tensor:
+    def trained(wrap: Callable[[nn.Module], nn.Module], data: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -124,31 +117,9 @@ def distributed_data_parallel(rank: int, device: str) -> None:
             optimizer.step()
         return next(iter(model.parameters())).detach()
 
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
-
     data = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).to(device)
-    wrapped = nn.parallel.DistributedDataParallel(model())
-    torch.testing.assert_close(
-        trained(wrapped, data[rank * 4 : rank * 4 + 4]), trained(model(), data)
-    )
-
-
-CASES: dict[str, Callable[[int, str], None]] = {
-    case.__name__: case
-    for case in (
-        all_reduce,
-        asynchronous_on_a_stream_and_with_a_future,
-        broadcast,
-        all_gather,
-        reduce_scatter,
-        reduce_gather_scatter_and_all_to_all,
-        send_and_recv,
-        objects_and_barriers,
-        distributed_data_parallel,
-    )
-}
+    wrapped = trained(nn.parallel.DistributedDataParallel, data[rank * 4 : rank * 4 + 4])
+    torch.testing.assert_close(wrapped, trained(lambda model: model, data))
 
 
 def main(rank: int, size: int, folder: Path, device: str = "cuda") -> None:
@@ -159,9 +130,9 @@ def main(rank: int, size: int, folder: Path, device: str = "cuda") -> None:
         timeout=timedelta(seconds=30),
     )  # fmt: skip
     report: dict[str, str | None] = {}
-    for name, case in CASES.items():
+    for name, body in CASES.items():
         try:
-            case(rank, device)
+            body(rank, device)
             report[name] = None
         except Exception:
             report[name] = traceback.format_exc()
