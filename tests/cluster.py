@@ -47,16 +47,18 @@ class Ended:
     output: str
 
     @property
-    def weights(self) -> set[str]:
+    def _reports(self) -> list[list[str]]:
         lines = (line for line in self.output.splitlines() if "weights" in line)
-        return {line.partition("weights")[2].split()[0] for line in lines}
+        return [line.partition("weights")[2].split() for line in lines]
+
+    @property
+    def weights(self) -> set[str]:
+        return {digest for digest, _, _ in self._reports}
 
     @property
     def losses(self) -> list[tuple[float, float]]:
         """The first and the last loss of each worker."""
-        lines = (line for line in self.output.splitlines() if "weights" in line)
-        words = [line.partition("weights")[2].split() for line in lines]
-        return [(float(first), float(last)) for _, first, last in words]
+        return [(float(first), float(last)) for _, first, last in self._reports]
 
 
 class Cluster:
@@ -71,7 +73,7 @@ class Cluster:
         names = ",".join(f"IP:{host.address}" for host in hosts)
         self.cert, self.key = certificate(folder, "server", names)
 
-    def environment(self, host: Host, port: int, strategy: str) -> dict[str, str]:
+    def environment(self, host: Host, strategy: str) -> dict[str, str]:
         return {
             **os.environ,
             "SHOAL_STRATEGY": strategy,
@@ -79,13 +81,10 @@ class Cluster:
             "SHOAL_TRUSTED_NETWORK": "1",  # for Gloo
             "SHOAL_HOST": host.address,
             "SHOAL_HOST_ID": host.name,
-            "SHOAL_TLS_CERT": str(self.cert),
+            **dict.fromkeys(("SHOAL_TLS_CERT", "SHOAL_TLS_CA"), str(self.cert)),
             "SHOAL_TLS_KEY": str(self.key),
-            "SHOAL_TLS_CA": str(self.cert),
-            "GLOO_SOCKET_IFNAME": host.device,
-            "TP_SOCKET_IFNAME": host.device,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
+            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), host.device),
+            **dict.fromkeys(("OMP_NUM_THREADS", "PYTHONUNBUFFERED"), "1"),
         }
 
     def start(
@@ -100,7 +99,7 @@ class Cluster:
                     *("--master-addr", self.hosts[0].address, "--master-port", str(port)),
                     str(self.script),
                 ],
-                {**self.environment(host, port, strategy), **changes},
+                {**self.environment(host, strategy), **changes},
             )
             for rank, host in enumerate(self.hosts)
         ]

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from shoal.comm.call import Call
 from shoal.comm.executor import Executor
@@ -24,7 +25,9 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.members.board import Board, FileBoard, GroupMember
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.members.membership import GroupMembership
+from shoal.comm.members.network_board import NetworkBoard, ServedBoard
 from shoal.comm.network import HostSpec
+from shoal.comm.store.service import StoreService
 from shoal.errors import RunOver
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
@@ -33,15 +36,28 @@ from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
 from shoal.transport.transport import Work
 from tests.models import mlp
-from tests.numbered import Killed, numbered_samples
 
 BATCH = 24
 PER_EPOCH = 5
 EPOCHS = 3
 PATIENCE_S = 90.0
-numbered = partial(numbered_samples, BATCH * PER_EPOCH)
+SECRET = b"k" * 32
 _drawing = threading.Lock()  # threads share the random numbers of torch
 Train = Callable[["Workers", Job], Any]
+
+
+class Killed(BaseException):
+    """This life of a worker is over."""
+
+
+def numbered_samples(count: int) -> TensorDataset:
+    """Samples that hold their number, so that it can be seen which were trained on."""
+    rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(3))
+    rows[:, 0] = torch.arange(count) / count
+    return TensorDataset(rows, torch.arange(count) % 3)
+
+
+numbered = partial(numbered_samples, BATCH * PER_EPOCH)
 
 
 class Mortal(Executor):
@@ -208,6 +224,40 @@ def random_deaths(
         GroupMember(rank, 0): (choose.randrange(calls), choose.choice(("before", "after")))
         for rank in choose.sample(range(4), count)
     }
+
+
+@dataclass
+class HostWorkers(Workers):
+    """They count as processes of several hosts: `per_host` neighbours share one.
+
+    The board is served as a launcher does it.
+    """
+
+    per_host: int = 1
+    moved: dict[GroupMember, str] = field(default_factory=dict)  # those that came back elsewhere
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        service = StoreService("127.0.0.1", 0, SECRET)
+        self._port = service.port
+        self._served = ServedBoard(service)
+        try:
+            yield
+        finally:
+            service.close()
+
+    def note_start(self, member: GroupMember) -> None:
+        self._served.note_start(member)
+
+    def note_exit(self, member: GroupMember) -> None:
+        self._served.note_exit(member)
+
+    def board(self, member: GroupMember) -> Board:
+        return NetworkBoard(("127.0.0.1", self._port), SECRET, member, 1)
+
+    def hosts(self, member: GroupMember) -> HostSpec:
+        name = self.moved.get(member, f"host {member.worker // self.per_host}")
+        return HostSpec(f"{self.folder} {name}")
 
 
 def alone(train: Train, folder: Path) -> Any:

@@ -24,8 +24,8 @@ from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
+from tests.elastic import Killed, numbered_samples
 from tests.models import mlp
-from tests.numbered import Killed, numbered_samples
 
 BATCH = 12
 PER_EPOCH = 5

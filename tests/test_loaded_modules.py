@@ -6,23 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
-import functools, sys, torch, shoal
+from tests import scripts
 
-def train(job):
-    step = job.step(
-        torch.nn.Linear(4, 2),
-        torch.nn.functional.mse_loss,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-    )
-    data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))
-    for batch in job.batches(data, 8):
-        job.log(loss=step(batch))
-    loaded = sorted(name for name in sys.modules if name.startswith("shoal."))
-    job.print("loaded", *loaded)
+SCRIPT = scripts.PLAIN.replace(
+    "if __name__",
+    """    job.print("loaded", *sorted(name for name in sys.modules if name.startswith("shoal.")))
 
-shoal.run(train)
-"""
+if __name__""",
+)
 
 
 def test_a_ddp_worker_has_loaded_at_most_170_modules_after_its_first_step(tmp_path: Path) -> None:

@@ -35,15 +35,6 @@ def test_a_preset_is_shown_as_text_picture_and_json(name: str, tmp_path: Path) -
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_the_picture_prints_both_units(tmp_path: Path) -> None:
-    picture = tmp_path / "c.svg"
-    show("seeds-rack", "--svg", str(picture))
-    text = picture.read_text()
-    assert "uplinks of a rack: 10 Gb/s = 1.25 GB/s, 1:2" in text
-    assert "Ethernet 10: 10 Gb/s = 1.25 GB/s" in text
-    assert "The narrowest cut is between racks" in text
-
-
 def test_discover_writes_a_file_that_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     answer = shoal("cluster", "discover", "-o", str(path), "--json")

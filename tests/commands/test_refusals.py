@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from shoal import __main__
 from shoal.calibration.measure import check_seconds
-from shoal.cli import main
+from shoal.commands import plan
 from shoal.commands.launching import WorkersOptions
 from shoal.errors import BadInput
 from shoal.launch.here.running import RunFacts, enter_run, find_run
@@ -45,28 +48,21 @@ def test_a_refused_restart_names_the_cause(strategy: str, names: str) -> None:
     )
 
 
-def test_one_worker_alone_cannot_return_to_a_synchronous_ps() -> None:
-    assert 'use ps(quorum=…) or ps(mode="async")' in refused("ps", workers=1, restart=1)
+SERVER = {
+    "ddp": "this strategy starts no servers; ps does",
+    'ps(placement="rank0")': 'with placement="rank0" worker 0 hosts the server',
+    'ps(placement="workers")': 'with placement="workers" each worker hosts one',
+}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "why"),
-    [
-        ("ddp", "this strategy starts no servers; ps does"),
-        ('ps(placement="rank0")', 'with placement="rank0" worker 0 hosts the server'),
-        ('ps(placement="workers")', 'with placement="workers" each worker hosts one'),
-    ],
-)
-@pytest.mark.parametrize("fault", [{"kill": ["server:0@5"]}, {"slow": ["server:0:4x"]}])
-def test_a_fault_of_a_server_names_the_placement(
-    strategy: str, why: str, fault: dict[str, list[str]]
-) -> None:
-    assert why in refused(strategy, **fault)
-
-
-def test_a_fault_that_is_no_text_shows_both_forms() -> None:
+def test_other_faults_and_returns_that_cannot_be() -> None:
+    """The placement is named where a server is hit, both forms where a fault cannot be read."""
+    for strategy, why in SERVER.items():
+        assert why in refused(strategy, kill=["server:0@5"])
+        assert why in refused(strategy, slow=["server:0:4x"])
     assert "such as 2@50, or server:" in refused("ps", kill=["srv:1@5"])
     assert "such as 1:4x, or server:1:4x" in refused("ps", slow=["srv:1:4x"])
+    assert 'use ps(quorum=…) or ps(mode="async")' in refused("ps", workers=1, restart=1)
 
 
 @pytest.mark.parametrize("checkpoint", ["c:every=0", "/proc/x"])
@@ -81,43 +77,6 @@ def test_what_is_refused_is_the_only_line(
     assert capfd.readouterr().err == ""
     WorkersOptions(4, "ps", start=1, server_checkpoint="c").to_config()
     assert "ps runs as ps(quorum=4)" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("-n 1", "--elastic 2:4: the run cannot start with 1 worker: give -n from 2 to 4"),
-        (
-            "-n 2 --start 3",
-            "--elastic 2:4: -n 2 and --start 3 are two numbers of workers at first: leave out one "
-            "of them",
-        ),
-        (
-            "-s pp(2)",
-            "--elastic: the workers of a replica that pp(2) splits stay the same; leave out one of "
-            "the two",
-        ),
-        (
-            "--on lab -s ps(mode='async')",
-            '--elastic with --on: workers of ps(mode="async") leave and join on this host only; on '
-            "other hosts those of ddp, zero, localsgd and gossip do",
-        ),
-        (
-            "-s ps(mode='async')+tp(2)",
-            '--elastic: ps(mode="async") + tp(2) cannot take a worker that comes later: the '
-            "workers of a replica that tp(2) splits meet at the start; leave it out",
-        ),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "train"])
-def test_a_refused_elastic_run_names_what_was_given(
-    command: str, words: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if command == "train" and "--on" in words:
-        pytest.skip("shoal train has no --on")
-    with pytest.raises(SystemExit) as ended:
-        main([command, "digits", "--elastic", "2:4", *words.split()])
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"shoal: {sentence}\n")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +106,11 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("run train.py -n 2 -s 'ddp(algorithm=\"tre\")'", "did you mean 'tree'"),
         ("run train.py -n 2 -s 'ddp(algorithm=\"no.py:f\")'", "there is no Python file no.py"),
         ("verify train.py -n 2 -s 'pp(2, schedule=\"train.py:f\")'", "has no function f"),
+        ("run train.py --elastic 2:4 -n 1", "cannot start with 1 worker: give -n from 2 to 4"),
+        ("run train.py --elastic 2:4 -n 2 --start 3", "two numbers of workers at first"),
+        ("run train.py --elastic 2:4 -s 'pp(2)'", "the workers of a replica that pp(2) splits"),
+        ("run train.py --elastic 2:4 --on lab -s 'ps(mode=\"async\")'", "on this host only"),
+        ("train digits --elastic 2:4 -s 'ps(mode=\"async\")+tp(2)'", "that tp(2) splits meet"),
         ("run train.py -n 2 -s single", "single runs on one worker"),
         ("run missing.py", "there is no script 'missing.py'"),
         ("run train.py -n 0", "Invalid value for '--workers'"),
@@ -245,3 +209,31 @@ def test_an_empty_name_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert find_run(name[:2]).run_dir == run_dir
         with pytest.raises(BadInput, match="there is no run ''"):
             find_run("")
+
+
+def test_ctrl_c_ends_a_command_with_one_line_and_status_130(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "search", interrupt)
+    answer = shoal("plan", "gpt-3", "--cluster", "dgx-a100")
+    assert answer == (130, "", "shoal: interrupted\n")
+
+
+class InterruptedLoading(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt if name in ("main", "app") else AttributeError(name)
+
+
+@pytest.mark.parametrize("module", ["shoal.cli", "shoal.commands.keys"])
+def test_ctrl_c_while_modules_are_loaded_is_one_line_too(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, InterruptedLoading(module))
+    monkeypatch.setattr(sys, "argv", ["shoal", "keys"])
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main()
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out, err) == (130, "", "shoal: interrupted\n")

@@ -1,4 +1,4 @@
-"""On a machine with a CUDA GPU: mixed precision, NCCL, and workers that share one GPU."""
+"""On a machine with a CUDA GPU: precisions, NCCL, and workers and servers that share one GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 from shoal.transport.shm.segment import is_built
 from tests.devices import NUM_GPUS
-from tests.scripts import HEAD, json_of, shoal
+from tests.gpu.backend_worker import CASES, SIZE
+from tests.processes import findings
+from tests.scripts import json_of, script, shoal
 
 pytestmark = pytest.mark.gpu
 
-BACKEND = (
-    HEAD
-    + """
+BACKEND = script("""
 import torch.distributed as dist
 
 def train(job):
@@ -22,11 +22,7 @@ def train(job):
     for batch in job.batches(data, batch_size=20):
         value = step(batch)
     job.print(dist.get_backend(), job.device, type(job.group.executor).__name__, float(value))
-
-if __name__ == "__main__":
-    shoal.run(train)
-"""
-)
+""")
 
 
 def run_gpt(tmp_path: Path, *words: str) -> list[float]:
@@ -79,3 +75,65 @@ def test_gossip_between_workers_that_share_a_gpu(tmp_path: Path, mode: str) -> N
     done = shoal("run", "train.py", "-n", workers, "-s", f'gossip(mode="{mode}")', cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cuda:0" in done.stdout
+
+
+SCRIPT = script("""
+def train(job):
+    adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+    step = job.step(model(), loss, optimizer=adamw, clip_norm=0.5)
+    for batch in job.batches(data, batch_size=20, epochs=3):
+        value = step(batch)
+    job.print("loss", float(value))
+""")
+
+
+def final_loss(tmp_path: Path, *words: str) -> float:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = shoal("run", "train.py", *words, "--device", "cuda", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("placement", ["rank0", "workers"])
+@pytest.mark.parametrize("workers", ["1", "2", "4"])
+def test_workers_that_share_a_gpu_with_servers_equal_one_device(
+    tmp_path: Path, placement: str, workers: str
+) -> None:
+    alone = final_loss(tmp_path, "-n", "1", "-s", "single")
+    strategy = f'ps(placement="{placement}", on="cuda")'
+    together = final_loss(tmp_path, "-n", workers, "-s", strategy)
+    assert together == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["quorum=0.5", "staleness=2", 'mode="async"'])
+def test_relaxed_rules_train_on_a_gpu(tmp_path: Path, rule: str) -> None:
+    strategy = f'ps({rule}, placement="rank0", on="cuda")'
+    assert final_loss(tmp_path, "-n", "2", "-s", strategy) < 5.0
+
+
+def test_pushes_of_workers_on_the_gpu_of_the_server_do_not_pass_through_the_host(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("-n", "2", "-s", 'ps(placement="rank0", on="cuda")', "--device", "cuda")
+    done = shoal("run", "train.py", *words, cwd=tmp_path)
+    assert "gradients and weights by memory of the GPU" in done.stderr
+
+
+def test_a_worker_on_a_gpu_that_is_killed_comes_back(tmp_path: Path) -> None:
+    words = ("-s", 'ps(mode="async", placement="rank0", on="cuda")', "--kill", "1@5")
+    assert final_loss(tmp_path, "-n", "3", *words, "--restart", "1") < 5.0
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """What each rank of one world of processes reports; they have all ended."""
+    folder = tmp_path_factory.mktemp("shoal")
+    return findings("tests.gpu.backend_worker", SIZE, folder, timeout_s=100)
+
+
+@pytest.mark.skipif(not is_built(), reason="built without a compiler")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_that_share_a_gpu(reports: list[dict[str, str | None]], case: str) -> None:
+    for report in reports:
+        assert report[case] is None, report[case]

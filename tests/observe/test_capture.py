@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,8 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
-from shoal.errors import StopTraining
 from shoal.examples import clicks
 from shoal.observe.capture import (
-    Capture,
     DrawWatch,
     has_ragged_targets,
     ignored_targets,
@@ -30,27 +26,10 @@ from shoal.observe.capture import (
 from shoal.observe.double_check import CapturedRun
 from shoal.observe.verify import compare
 from shoal.runtime.config import CaptureConfig
-from shoal.strategy.strategy import parse
-from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
-
-ADAGRAD = partial(torch.optim.Adagrad, lr=0.05)
-
-
-def captured(group: Group, strategy: str, folder: Path, model: torch.nn.Module) -> None:
-    """Three steps of the clicks example's model."""
-    folder.mkdir(exist_ok=True)
-    job = Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
-    capture = Capture(job, CaptureConfig(folder, steps=3))
-    step = job.step(model, F.binary_cross_entropy_with_logits, optimizer=ADAGRAD)
-    data, _ = clicks.load_clicks(400, 4000)
-    with suppress(StopTraining):
-        for batch in job.batches(data, 32):
-            step(batch)
-    capture.write()
-    job.close()
+from tests.observe.test_double_check import Kind, capture
 
 
 def net() -> torch.nn.Module:
@@ -58,16 +37,22 @@ def net() -> torch.nn.Module:
     return clicks.ClicksNet(4000, 4)
 
 
+CLICKS: Kind = (
+    *(net, clicks.load_clicks(400, 4000)[0], F.binary_cross_entropy_with_logits),
+    partial(torch.optim.Adagrad, lr=0.05),
+)
+
+
 @pytest.mark.parametrize("placement", ["rank0", "workers"])
 def test_rows_of_an_embedding_are_compared(world: World, tmp_path: Path, placement: str) -> None:
     models = [net(), net()]
-    captured(solo_group(), "single", tmp_path / "alone", net())
+    folders = [tmp_path / name for name in ("alone", "together")]
+    configs = [CaptureConfig(folder, steps=3) for folder in folders]
+    capture(solo_group(), "single", [net()], CLICKS, configs[0])
     strategy = f'ps(placement="{placement}")'
-    world(2, lambda g: captured(g, strategy, tmp_path / "together", models[g.rank]))
-    alone, together = (CapturedRun.read(tmp_path / name) for name in ("alone", "together"))
-    data, _ = clicks.load_clicks(400, 4000)
-    job = Job(parse("single"), solo_group(), device=torch.device("cpu"), seed=3)
-    batches = itertools.islice(job.batches(data, 32), 3)
+    world(2, lambda g: capture(g, strategy, models, CLICKS, configs[1]))
+    alone, together = map(CapturedRun.read, folders)
+    batches = itertools.islice(job_of(seed=3).batches(CLICKS[1], 16), 3)
     looked_up = [batch[0][:, : clicks.FIELDS] for batch in batches]
     assert torch.equal(alone.tensors["rows/ids"], torch.cat(looked_up).unique().long())
     assert alone.tensors["rows/rows"].shape == (len(alone.tensors["rows/ids"]), 4)

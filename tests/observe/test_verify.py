@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.observe.double_check import MARGIN, CapturedRun, Difference, DoubleCheck, distance, worst
+from shoal.commands.verify import _about_rounding
+from shoal.observe.double_check import (
+    MARGIN,
+    CapturedRun,
+    Difference,
+    DoubleCheck,
+    check,
+    check_own,
+    distance,
+    worst,
+)
 from shoal.observe.verify import Verification, judge
 
 LOSSES = [2.0, 1.5, 1.0]
@@ -173,3 +183,83 @@ def test_amplification_in_double_precision_explains_a_larger_difference(
     double = DoubleCheck([Difference("first.weight", in_double, 1e-6)], 3)
     together = replace(RUN, losses=[2.0, 1.5, 1.05])
     assert judge(RUN, together, lambda: RUN, double).ok is expected
+
+
+# the same with the state of an optimizer, compared in double precision
+MOMENTS = torch.tensor([0.1, 0.2])
+ADAM = replace(
+    RUN,
+    losses=[2.0, 1.5],
+    tensors={"weight": torch.tensor([1.0, -2.0])},
+    start={"weight": torch.tensor([0.5, -1.0])},
+    optimizer={"weight/exp_avg": MOMENTS, "weight/step": torch.tensor(2.0)},
+)
+
+
+def moved(by: float) -> CapturedRun:
+    return replace(ADAM, tensors={"weight": torch.tensor([1.0, -2.0 + by])})
+
+
+def wrong(by: float) -> CapturedRun:
+    """The state of the optimizer is wrong by this part of it."""
+    return replace(ADAM, optimizer=ADAM.optimizer | {"weight/exp_avg": MOMENTS * (1 + by)})
+
+
+def test_rounding_that_training_amplifies_is_allowed_if_double_precision_is_equal() -> None:
+    equal = check(ADAM, ADAM, ADAM, never)
+    verdict = judge(ADAM, moved(0.01), never, equal)
+    assert verdict.ok and verdict.amplified == ["weight"]
+    assert not judge(ADAM, moved(0.5), lambda: ADAM, equal).ok, "more than 1%"
+    assert judge(ADAM, moved(0.5), lambda: moved(0.2), equal).ok, "another order moves as much"
+    plain = judge(ADAM, moved(1e-7), never, equal)
+    assert plain.ok and plain.amplified == [] and plain.tensors[0].tolerance < 1e-4
+
+
+def test_a_difference_in_double_precision_is_an_error_however_small() -> None:
+    found = check(ADAM, ADAM, wrong(1e-5), lambda: ADAM)
+    verdict = judge(ADAM, ADAM, never, found)
+    assert not verdict.ok and verdict.is_equal
+    assert found.worst.what == "weight/exp_avg of the optimizer"
+    assert verdict.to_json()["double"]["ok"] is False
+
+
+def test_parts_in_float32_are_measured_by_another_order() -> None:
+    found = check(ADAM, ADAM, wrong(3e-6), lambda: wrong(1e-6))
+    assert found.ok and found.was_reordered and found.worst.tolerance < 2e-5
+
+
+@pytest.mark.parametrize("error", [1e-5, 5e-3])
+def test_a_result_that_depends_on_the_order_of_samples_is_never_equal(error: float) -> None:
+    again = replace(ADAM, optimizer=ADAM.optimizer | {"weight/exp_avg": MOMENTS.flip(0)})
+    found = check(ADAM, ADAM, wrong(error), lambda: again)
+    assert not found.ok and found.worst.tolerance == 1e-6
+    assert found.order is not None and found.order.what == "weight/exp_avg of the optimizer"
+    (said,) = (line for line in _about_rounding(judge(ADAM, ADAM, never, found)) if "cut" in line)
+    assert "depends on how its batches are cut: on one worker, weight/exp_avg" in said
+
+
+def test_a_tensor_that_is_missing_or_nan_is_not_equal() -> None:
+    assert not check(ADAM, ADAM, replace(ADAM, tensors={}), lambda: ADAM).ok
+    assert not check(ADAM, ADAM, replace(ADAM, optimizer={}), lambda: ADAM).ok
+    assert not check(ADAM, ADAM, moved(math.nan), lambda: ADAM).ok
+    assert not check_own(ADAM, replace(ADAM, optimizer={}), ADAM).ok
+
+
+@pytest.mark.parametrize(("error", "ok"), [(0.0, True), (5e-6, True), (1e-4, False)])
+def test_an_error_of_one_part_in_10000_is_found_where_rounding_is_smaller(
+    error: float, ok: bool
+) -> None:
+    found = check_own(ADAM, wrong(error), wrong(1e-6))
+    assert found.ok is ok
+    assert found.least is not None and found.least.what == "weight"
+    assert 5e-6 < found.least.tolerance < 2e-5, "ten times what another order changes"
+    verdict = replace(judge(ADAM, wrong(error), lambda: ADAM), own=found)
+    assert verdict.ok is ok and verdict.to_json()["own_precision"]["ok"] is ok
+    assert any("of a gradient above 1e-05 of it" in line for line in _about_rounding(verdict))
+
+
+def test_what_could_not_have_been_found_is_said() -> None:
+    found = check_own(ADAM, wrong(1e-3), wrong(0.05))
+    assert found.ok
+    verdict = replace(judge(ADAM, ADAM, lambda: ADAM), own=found)
+    assert list(_about_rounding(verdict))[-1].startswith("weight is all rounding")

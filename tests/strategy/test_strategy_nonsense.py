@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import StrategyError
-from shoal.strategy.parser import MAX_TEXT
+from shoal.errors import BadInput, StrategyError
+from shoal.schedules.collectives.kinds import kind_named
+from shoal.strategy.parser import _MEANT, MAX_TEXT
 from shoal.strategy.strategy import Strategy, as_strategy, parse
 from shoal.strategy.sync_terms import Ddp
-from shoal.strategy.terms import ddp, pp, zero
+from shoal.strategy.terms import TERMS, ddp, pp, zero
 
 NONSENSE = {
     "": "the strategy is empty",
@@ -177,3 +178,42 @@ def test_python_values_are_checked_like_text() -> None:
 def test_a_strategy_too_long_to_be_read_back_is_refused() -> None:
     with pytest.raises(StrategyError, match="at most 10000 characters"):
         as_strategy(pp(2, cuts=["layer"] * 2000))
+
+
+WRITTEN = {  # words of the field that are no names of strategies
+    **{"ring": 'ddp(algorithm="ring")', "ssgd": "ps", "asgd": 'ps(mode="async")', "bsp": "ddp"},
+    **{"ssp": "ps(staleness=4)", "horovod": "ddp", "dp": "ddp", "dp + pp(2)": "ddp"},
+    **dict.fromkeys(("fsdp", "FSDP", "fsdp(stage=3)"), "zero(3)"),
+    **{"inter-op": "pp(2)", "diloco": 'localsgd(outer="nesterov")'},
+}
+
+
+@pytest.mark.parametrize("word", WRITTEN)
+def test_a_word_of_the_field_gets_what_to_write(word: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse(word)
+    assert f"is written {WRITTEN[word]}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", _MEANT)
+def test_what_is_proposed_parses_and_the_word_is_free(word: str) -> None:
+    assert word not in TERMS
+    for proposal in _MEANT[word][1].replace(" or ", ", ").split(", "):
+        if proposal.split("(")[0] in TERMS and proposal.count("(") == proposal.count(")"):
+            first = proposal.split(" ")[0] if "=" not in proposal else proposal
+            assert parse(first)
+
+
+OURS = {
+    **dict.fromkeys(("prefix_sum", "prefix-sum"), "a prefix sum is scan"),
+    **dict.fromkeys(("push", "pull"), "group.send and group.recv"),
+    **{"bcast": "broadcast", "allreduce": "all_reduce", "exscan": "exclusive_scan"},
+}
+
+
+@pytest.mark.parametrize("word", OURS)
+def test_a_collective_of_another_name_gets_ours(word: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        kind_named(word)
+    assert OURS[word] in str(caught.value)

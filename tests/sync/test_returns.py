@@ -18,7 +18,7 @@ from shoal.sync.lasting import KeptStatistics
 from shoal.train.job import Job
 from shoal.transport.shm.lasting_memory import LastingMemory, MemoryGone
 from tests.conftest import World
-from tests.numbered import Killed
+from tests.elastic import Killed
 from tests.returning import PER_EPOCH, STEPS, Run, Style, numbered
 from tests.server.helpers import launched
 

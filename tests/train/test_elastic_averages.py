@@ -22,8 +22,7 @@ from shoal.comm.members.board import GroupMember
 from shoal.errors import BadInput
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Return, Workers, random_deaths
-from tests.numbered import Killed
+from tests.elastic import BATCH, EPOCHS, PER_EPOCH, Killed, Return, Workers, random_deaths
 
 SAMPLES = BATCH * PER_EPOCH
 LOCALSGD = "localsgd(every=4, elastic=True)"

@@ -25,6 +25,8 @@ from tests.elastic import (
     BATCH,
     EPOCHS,
     PER_EPOCH,
+    HostWorkers,
+    Killed,
     Return,
     Workers,
     alone,
@@ -34,9 +36,7 @@ from tests.elastic import (
     random_deaths,
     wait_for_request,
 )
-from tests.elastic_hosts import HostWorkers
 from tests.models import convnet
-from tests.numbered import Killed
 
 DDP = "ddp(elastic=True)"
 STAGES = [f"zero({stage}, elastic=True)" for stage in (1, 2, 3)]
