@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.comm.executors.solo import solo_group
@@ -33,8 +32,8 @@ from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
+from tests.jobs import CPU
 
-CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
 ADAM = partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))
@@ -66,20 +65,12 @@ def make_job(group: Group | None = None) -> Job:
     return Job(parse("ddp" if group.size > 1 else "single"), group, device=CPU, seed=3)
 
 
-def clicks(n: int = 60) -> TensorDataset:
+def batches(job: Job, **options: Any) -> Any:
+    """Of 60 samples, the last of which are a short batch."""
     random = torch.Generator().manual_seed(0)
-    several, one = (torch.randint(0, 20, shape, generator=random) for shape in ((n, 3), (n,)))
-    return TensorDataset(torch.cat([several, one[:, None]], 1), (several.sum(1) + one) % 2)
-
-
-def collate(samples: list[tuple[Tensor, Tensor]]) -> Any:
-    ids = torch.stack([s[0] for s in samples])
-    targets = torch.stack([s[1] for s in samples])
-    return (ids[:, :3], ids[:, 3]), targets
-
-
-def batches(job: Job, epochs: int = 1, **options: Any) -> Any:
-    return job.batches(clicks(), 8, epochs=epochs, collate=collate, **options)
+    several, one = (torch.randint(0, 20, shape, generator=random) for shape in ((60, 3), (60,)))
+    parts = [each.split(8) for each in (several, one, (several.sum(1) + one) % 2)]
+    return job.batches([((a, b), y) for a, b, y in zip(*parts, strict=True)], **options)
 
 
 def rows_of(embedding: shoal.Embedding) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counting, placing and routing of ids: the native calls do what numpy does."""
+"""Counting, placing, routing and copying of rows: the native calls do what numpy does."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.embedding import hashing, heat
+from shoal.embedding import hashing, heat, row_copy
 from shoal.embedding.hashing import MAX_DIRECT_ROWS, IdMap, Permutation
 from shoal.embedding.heat import IdCounts
+from shoal.embedding.row_copy import copy_rows, take_rows
 from shoal.embedding.spec import TableSpec
 from shoal.errors import BadInput
 from shoal.server.rows import requests
 from shoal.server.rows.requests import Routed, route
 
-if requests._native is None or hashing._native is None or heat._native is None:
-    pytest.skip("the native part is not built", allow_module_level=True)
+needs_native = pytest.mark.skipif(
+    requests._native is None or hashing._native is None or heat._native is None,
+    reason="the native part is not built",
+)
 
 
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +34,7 @@ def as_lists(routed: Routed) -> tuple[list[int], list[int], list[int]]:
     return routed.ids.tolist(), routed.places.tolist(), routed.counts
 
 
+@needs_native
 @given(
     ids=st.lists(st.integers(0, 39), max_size=60),
     hot=st.sets(st.integers(0, 39)),
@@ -62,6 +66,7 @@ def test_a_pull_is_routed_alike(
         assert as_lists(found) == as_lists(route(spec, wanted, places, servers, known, turn))
 
 
+@needs_native
 @pytest.mark.parametrize("wrong", [-1, 40, 2**62])
 @pytest.mark.parametrize("placement", ["hash", "range"])
 def test_an_id_that_is_no_row_is_refused(wrong: int, placement: str) -> None:
@@ -77,6 +82,7 @@ def test_an_id_that_is_no_row_is_refused(wrong: int, placement: str) -> None:
     assert counts.size == 0 and counts.take()[0].tolist() == []
 
 
+@needs_native
 @given(size=st.integers(1, 500), shards=st.integers(1, 7), key=st.integers(0, 2**64 - 1))
 @settings(max_examples=40, deadline=None)
 def test_rows_are_dealt_alike_and_each_slot_is_used_once(size: int, shards: int, key: int) -> None:
@@ -89,6 +95,7 @@ def test_rows_are_dealt_alike_and_each_slot_is_used_once(size: int, shards: int,
     assert (owners == again[0]).all() and (slots == again[1]).all()
 
 
+@needs_native
 def test_owners_of_a_large_table_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TableSpec("t", 2**62, 1)
     ids = torch.arange(1000) * (2**52 - 1)
@@ -98,6 +105,7 @@ def test_owners_of_a_large_table_are_those_of_numpy(monkeypatch: pytest.MonkeyPa
     assert (found[0] == again[0]).all() and (found[1] == again[1]).all()
 
 
+@needs_native
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=8),
     st.sampled_from([31, 2 * MAX_DIRECT_ROWS, None]),
@@ -118,3 +126,51 @@ def test_ids_are_counted(batches: list[list[int]], num_rows: int | None, is_nati
         ids, numbers = counts.take()
         assert dict(zip(ids.tolist(), numbers.tolist(), strict=True)) == exact
         assert ids.tolist() == sorted(exact) and not len(counts.take()[0])
+
+
+# ---- copies of rows ----------------------------------------------------------------------------
+
+SOURCE = torch.arange(12.0).view(4, 3)
+
+
+@pytest.fixture(params=["native", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(row_copy, "_native", None)
+        monkeypatch.setattr(row_copy, "_native_take", None)
+    elif row_copy._native_take is None:
+        pytest.skip("the native part is not built")
+
+
+@pytest.mark.usefixtures("way")
+def test_rows_go_from_any_position_to_any_place() -> None:
+    target = torch.zeros(3, 3)
+    copy_rows(SOURCE, np.array([3, 1]), target, np.array([0, 2]))
+    assert target.tolist() == [[9, 10, 11], [0, 0, 0], [3, 4, 5]]
+    copy_rows(SOURCE[:2], None, target, None)
+    assert torch.equal(target[:2], SOURCE[:2])
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(("origins", "places"), [([4], [0]), ([-1], [0]), ([0], [3]), ([0], [-1])])
+def test_a_position_that_is_out_of_range_copies_nothing(
+    origins: list[int], places: list[int]
+) -> None:
+    target = torch.zeros(3, 3)
+    with pytest.raises(IndexError):
+        copy_rows(SOURCE, np.array([1, *origins]), target, np.array([1, *places]))
+    index = np.array([1, 2, 3, 4], np.int32)
+    assert not take_rows(
+        index, 0, np.array(origins), SOURCE.numpy(), target.numpy(), np.array(places)
+    )
+    assert not target.any()
+
+
+@pytest.mark.usefixtures("way")
+def test_rows_are_taken_by_an_index_of_positions() -> None:
+    index = np.array([0, 3, 1, -2, 9], np.int32)  # of ids 10 to 14
+    target = np.zeros((2, 3), np.float32)
+    assert take_rows(index, 10, np.array([12, 11]), SOURCE.numpy(), target, None)
+    assert target.tolist() == [[0, 1, 2], [6, 7, 8]]
+    for without in (10, 13, 14, 9, 15, -(2**62)):
+        assert not take_rows(index, 10, np.array([without]), SOURCE.numpy(), target, None)

@@ -15,7 +15,7 @@ from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.flat_params import FlatParams
-from shoal.replica.ordered_sum import Node, full_subtrees, tree_sum
+from shoal.replica.ordered_sum import full_subtrees, runs_of, tree_sum
 from shoal.strategy.sync_terms import Ddp
 from shoal.sync import Replica, plan_for
 from shoal.sync.ddp import ExactReduce
@@ -24,14 +24,7 @@ from shoal.train.step.options import StepOptions
 from tests.conftest import World
 from tests.jobs import after_training
 
-MOST = 32
-pairs = [(m, r) for m in range(1, MOST + 1) for r in range(1, m + 1) if m % r == 0]
-quick = settings(deadline=None, max_examples=50)
-
-
-def runs_of(microbatches: int, replicas: int) -> list[Node]:
-    each = microbatches // replicas
-    return [(r * each, (r + 1) * each) for r in range(replicas)]
+pairs = [(m, r) for m in range(1, 33) for r in range(1, m + 1) if m % r == 0]
 
 
 def leaves_of(m: int, seed: int) -> list[Tensor]:
@@ -41,7 +34,7 @@ def leaves_of(m: int, seed: int) -> list[Tensor]:
     return list(torch.randn(m, 3, generator=generator) * 2.0**size)
 
 
-@quick
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(pairs), st.integers(0, 1 << 30))
 def test_the_sum_has_the_same_bits_at_any_number_of_replicas(
     pair: tuple[int, int], seed: int
@@ -56,18 +49,12 @@ def test_the_sum_has_the_same_bits_at_any_number_of_replicas(
     assert torch.equal(tree_sum((0, m), gathered), alone)
 
 
-class Counting(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(5, dtype=dtype))
-        self.b = nn.Parameter(torch.zeros(40, dtype=dtype))
-
-
 def reduce_by_hand(
     group: Group, m: int, bucket_bytes: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[float]]:
     """Every micro-batch puts its own numbers into the buffer; the agreed gradient and head."""
-    flat = FlatParams(Counting(dtype).named_parameters())
+    sizes = {"a": 5, "b": 40}
+    flat = FlatParams((n, nn.Parameter(torch.zeros(s, dtype=dtype))) for n, s in sizes.items())
     update = OptimizerStep(flat.named, partial(torch.optim.SGD, lr=1.0))
     sync = ExactReduce(Replica(flat, update, group), m, bucket_bytes)
     each = m // group.size

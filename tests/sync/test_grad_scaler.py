@@ -36,14 +36,13 @@ def test_scaled_losses_train_as_on_one_worker(world: World, strategy: str) -> No
 def test_an_overflow_skips_the_step_on_all_workers(world: World, strategy: str) -> None:
     models = [mlp() for _ in range(2)]
 
-    def train(group: Group) -> tuple[float, bool]:
-        def overflowing(outputs: Any, targets: Tensor) -> Tensor:
-            return F.cross_entropy(outputs, targets) * 1e38
+    def overflowing(outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) * 1e38
 
-        with job_of(group, strategy, models[group.rank], loss=overflowing, precision="fp16") as (
-            job,
-            step,
-        ):
+    options: Any = {"loss": overflowing, "precision": "fp16"}
+
+    def train(group: Group) -> tuple[float, bool]:
+        with job_of(group, strategy, models[group.rank], **options) as (job, step):
             before = step.flat.data.clone()
             step(next(job.batches(samples(8), 8)))
             scale = step.update.scaler.state_dict()["scale"]

@@ -32,17 +32,6 @@ def job_of(group: Group, strategy: str = "hogwild") -> Job:
     return Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
 
 
-def one_by_one(group: Group, step: Any, batches: Any) -> list[float]:
-    """Rank 0 makes its step before rank 1 begins, so that the result is known."""
-    losses = []
-    for batch in batches:
-        for rank in range(group.size):
-            if group.rank == rank:
-                losses.append(float(step(batch)))
-            group.barrier().wait()
-    return losses
-
-
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD])
 def test_workers_one_by_one_make_the_updates_of_one_worker(world: World, optimizer: Any) -> None:
     """48 samples in batches of 8: worker 0 takes batches 0, 2 and 4, worker 1 the others."""
@@ -51,7 +40,12 @@ def test_workers_one_by_one_make_the_updates_of_one_worker(world: World, optimiz
     def body(group: Group) -> tuple[list[float], list[Tensor], int]:
         job = job_of(group)
         step = job.step(models[group.rank], F.cross_entropy, optimizer=optimizer)
-        losses = one_by_one(group, step, job.batches(samples(48), 8))
+        losses = []
+        for batch in job.batches(samples(48), 8):
+            for rank in range(group.size):  # rank 0 makes its step before rank 1 begins
+                if group.rank == rank:
+                    losses.append(float(step(batch)))
+                group.barrier().wait()
         return losses, [p.detach().clone() for p in step.model.parameters()], job.steps
 
     first, second = world(2, body)

@@ -18,13 +18,11 @@ from shoal.sync.localsgd import LocalSgdSync
 from shoal.train.job import Job
 from shoal.train.step.step import Step
 from tests.conftest import World
-from tests.jobs import after_training, model_of, weights_of
+from tests.jobs import CPU, after_training, model_of, weights_of
 from tests.models import convnet, mlp, samples
 
-CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 PLAIN = partial(torch.optim.SGD, lr=0.1)
-ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
 def start(

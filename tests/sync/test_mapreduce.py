@@ -12,20 +12,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from shoal.comm.executors.solo import solo_group
-from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
-from tests.jobs import after_training
+from tests.jobs import CPU, after_training
 from tests.models import convnet, mlp, samples
 from tests.splitting import SGD, assert_same, train
 
 ADAM = partial(torch.optim.Adam, lr=1e-2, eps=1e-3)
-
-
-def job_of(group: Group, strategy: str = "mapreduce") -> Job:
-    return Job(parse(strategy), group, device=torch.device("cpu"), seed=3)
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": ADAM, "clip_norm": 0.1}, {"accumulate": 2}])
@@ -93,7 +88,7 @@ def test_a_checkpoint_continues_the_run(world: World, tmp_path: Path) -> None:
 
 
 def test_what_needs_a_batch_in_hand_is_refused() -> None:
-    job = job_of(solo_group())
+    job = Job(parse("mapreduce"), solo_group(), device=CPU, seed=3)
     step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
     with pytest.raises(BadInput, match="whole dataset in every step"):
         job.batches([samples(4).tensors])

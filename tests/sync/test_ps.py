@@ -28,18 +28,8 @@ from tests.jobs import CPU, after_training
 from tests.models import convnet, mlp, samples
 from tests.server.helpers import launched
 from tests.splitting import assert_close, trained
-from tests.test_equal import (
-    ADAMW,
-    SGD,
-    Halting,
-    assert_equal_to_single,
-)
-
-
-def sync_of(step: Step) -> PsWorker:
-    assert isinstance(step.sync, PsWorker)
-    return step.sync
-
+from tests.sync.test_zero import decayed
+from tests.test_equal import ADAMW, SGD, Halting, assert_equal_to_single
 
 # ---- synchronous: the result of one device ------------------------------------------------------
 
@@ -76,18 +66,10 @@ def unknown(named: Any) -> torch.optim.Optimizer:
     return Unknown(named, lr=0.1)
 
 
-def groups(named: Any) -> torch.optim.Optimizer:
-    """Each keeps its options and its ratio to the learning rate."""
-    named = list(named)
-    matrices = {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1}
-    vectors = {"params": [p for _, p in named if p.dim() <= 1], "lr": 0.02}
-    return torch.optim.AdamW([matrices, vectors], lr=0.01, eps=1e-3)
-
-
 CASES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
     "staleness 0": (", staleness=0", convnet, samples(66, (1, 4, 4)), {}),
     "a parameter without gradient": ("", Halting, samples(40), {}),
-    "parameter groups": ("", mlp, samples(30), {"optimizer": groups, "lr": falling}),
+    "parameter groups": ("", mlp, samples(30), {"optimizer": decayed, "lr": falling}),
     "any optimizer": (', update="worker"', mlp, samples(30), {"optimizer": unknown}),
 }
 
@@ -138,7 +120,8 @@ def run(
         if each is not None:
             each(group.rank, step)
     job.close()
-    return sync_of(step), losses
+    assert isinstance(step.sync, PsWorker)
+    return step.sync, losses
 
 
 @pytest.mark.product

@@ -54,10 +54,6 @@ def dense_data() -> TensorDataset:
     return TensorDataset(x, x[:, :3].argmax(1))
 
 
-def mean_output(out: Tensor, target: Tensor) -> Tensor:
-    return out.mean()
-
-
 class Trained(NamedTuple):
     losses: list[float]
     weights: dict[str, Tensor]
@@ -72,7 +68,12 @@ class Task(NamedTuple):
     optimizer: Any = partial(torch.optim.Adam, lr=0.01)
 
 
-ONE_HOT = Task(OneHot, one_hot_data, loss=mean_output, optimizer=partial(torch.optim.SGD, lr=1.0))
+ONE_HOT = Task(
+    OneHot,
+    one_hot_data,
+    loss=lambda out, target: out.mean(),
+    optimizer=partial(torch.optim.SGD, lr=1.0),
+)
 DENSE = Task(mlp, dense_data)
 CLIPPED = Task(mlp, dense_data, {"clip_norm": 0.1})
 EXACT = Task(mlp, dense_data, {"exact": True})

@@ -26,7 +26,6 @@ from tests.server.helpers import launched
 from tests.splitting import assert_close, assert_equal, gpt, job_of, texts, trained
 from tests.test_hybrids import GPT_OPTIONS
 
-CPU = torch.device("cpu")
 SPLITS = ["pp(2)", "tp(2)"]
 
 
