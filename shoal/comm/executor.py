@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.comm.call import Call
-from shoal.comm.counting import SentBytes
+from shoal.comm.call import Call, SentBytes
 from shoal.transport.transport import Work
 
 Shortcut = Callable[..., Work]

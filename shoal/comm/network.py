@@ -9,10 +9,11 @@ SHOAL_HOST_ORDER      names of hosts in the order of the ring; default: the orde
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -193,55 +194,33 @@ def _address_towards(host: str) -> str:
         ) from error
 
 
-class _HostWords(NamedTuple):
-    """What a rank says about its host."""
-
-    name: str
-    rack: str
-    hosts_per_rack: int
-    order: str
-
-
 def in_ring_order(topology: Topology, network: HostNetwork, exchange: Exchange) -> Topology:
-    """Hosts in order, racks one after the other; all ranks call it."""
+    """Hosts in order, racks one after the other; all ranks call it.
+
+    Racks go by name where all hosts have one, else by the order of the hosts.
+    """
     config = network.config
-    rack = " ".join((config.rack or "").split())
-    order = ",".join(config.host_order)
-    own = (config.hostname or socket.gethostname(), rack, str(config.hosts_per_rack or 0), order)
-    said = [_read(text) for text in exchange("\n".join(own).encode())]
-    for name, texts in (
-        (variable_name("host_order"), {words.order for words in said}),
-        (variable_name("hosts_per_rack"), {str(words.hosts_per_rack) for words in said}),
-    ):
-        if len(texts) > 1:
-            raise BadInput(f"{name} differs between ranks: give all of them the same")
-    return ordered(topology, [said[ranks[0]] for ranks in topology.hosts], config.host_order)
-
-
-def ordered(topology: Topology, hosts: list[_HostWords], order: tuple[str, ...] = ()) -> Topology:
-    """`hosts` has what is known of each host of the topology."""
-    names = [words.name for words in hosts]
-    places = [order.index(name) if name in order else len(order) for name in names]
-    by_place = sorted(range(len(hosts)), key=places.__getitem__)
-    racks = _racks([hosts[host] for host in by_place])
-    numbers = {rack: number for number, rack in enumerate(dict.fromkeys(racks))}
-    found = sorted(zip(by_place, racks, strict=True), key=lambda pair: numbers[pair[1]])
-    is_known = len(numbers) > 1
+    own = [
+        config.hostname or socket.gethostname(),
+        " ".join((config.rack or "").split()),
+        config.hosts_per_rack or 0,
+        list(config.host_order),
+    ]
+    said = [json.loads(text) for text in exchange(json.dumps(own).encode())]
+    for at, name in ((2, "hosts_per_rack"), (3, "host_order")):
+        if any(words[at] != own[at] for words in said):
+            raise BadInput(f"{variable_name(name)} differs between ranks: give all the same")
+    of_hosts = [said[ranks[0]] for ranks in topology.hosts]
+    order = config.host_order
+    places = [order.index(words[0]) if words[0] in order else len(order) for words in of_hosts]
+    hosts = sorted(range(len(of_hosts)), key=places.__getitem__)
+    is_named = all(words[1] for words in of_hosts)
+    each = config.hosts_per_rack or len(hosts)
+    racks = {h: of_hosts[h][1] if is_named else place // each for place, h in enumerate(hosts)}
+    numbers = {rack: number for number, rack in enumerate(dict.fromkeys(racks.values()))}
+    hosts.sort(key=lambda host: numbers[racks[host]])
     return replace(
         topology,
-        hosts=tuple(topology.hosts[host] for host, _ in found),
-        racks=tuple(numbers[rack] for _, rack in found) if is_known else (),
+        hosts=tuple(topology.hosts[host] for host in hosts),
+        racks=tuple(numbers[racks[host]] for host in hosts) if len(numbers) > 1 else (),
     )
-
-
-def _racks(hosts: list[_HostWords]) -> list[str]:
-    """By name where all hosts have one, else by their order."""
-    if all(words.rack for words in hosts):
-        return [words.rack for words in hosts]
-    each = hosts[0].hosts_per_rack or len(hosts)
-    return [str(place // each) for place in range(len(hosts))]
-
-
-def _read(text: bytes) -> _HostWords:
-    name, rack, each, order = text.decode(errors="replace").split("\n")
-    return _HostWords(name, rack, int(each), order)

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import http.client
 import json
+import socket
 import ssl
 import threading
 import time
@@ -195,6 +196,7 @@ class Gateway:
         self._who = who
         self._at = 0
         self._connection: http.client.HTTPConnection | None = None
+        self._sock: socket.socket | None = None  # of the connection
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -215,10 +217,10 @@ class Gateway:
     def close(self) -> None:
         """Ends the request that waits, if one does."""
         self._is_closed = True
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
+        sock = self._sock
+        if sock is not None:
             with suppress(OSError):
-                connection.sock.shutdown(2)
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
         if self._lock.acquire(timeout=1.0):
             self._drop()
             self._lock.release()
@@ -254,6 +256,7 @@ class Gateway:
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
         connection.request("POST", path, data, HEADERS)
+        self._sock = connection.sock
         response = connection.getresponse()
         answer = response.read(_MAX_ANSWER_BYTES)
         if response.status != 200:
@@ -275,7 +278,7 @@ class Gateway:
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
+            self._connection = self._sock = None
 
 
 def text_of(data: bytes) -> str:

@@ -14,13 +14,13 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
 from shoal.runtime.acceptor import Acceptor, no_room
 from shoal.runtime.config import EtcdConfig, TlsConfig
 from shoal.runtime.trust import is_loopback
+from shoal.transport.tcp.tls import own_certificate, own_context
 
 CONNECT_S = 30.0
 PLAIN = TlsConfig()  # for sockets of this host
@@ -89,18 +89,11 @@ def client_context(tls: TlsConfig | EtcdConfig, variables: str = "SHOAL_TLS") ->
         raise BadInput(f"{variables}_CA {tls.authority}: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if tls.certificate:
-        _load_own(context, tls, variables)
+        try:
+            context.load_cert_chain(tls.certificate, tls.key)
+        except OSError as error:  # ssl.SSLError is one
+            raise BadInput(f"{variables}_CERT {tls.certificate}: {error}") from error
     return context
-
-
-def _load_own(
-    context: ssl.SSLContext, tls: TlsConfig | EtcdConfig, variables: str = "SHOAL_TLS"
-) -> None:
-    assert tls.certificate is not None
-    try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:  # ssl.SSLError is one
-        raise BadInput(f"{variables}_CERT {tls.certificate}: {error}") from error
 
 
 def remove_left_socket(address: str) -> None:
@@ -130,7 +123,7 @@ class Listener:
         elif kind == "tcp":
             host, port = _host_and_port(address)
             self._context = _server_context(host, tls)
-            self._certificate = _first_certificate(tls) if self._context else b""
+            self._certificate = own_certificate(tls) if self._context else b""
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             sock = _bound(family, (host, port))
             self.address = f"tcp:{host}:{sock.getsockname()[1]}"
@@ -223,25 +216,7 @@ def _server_context(host: str, tls: TlsConfig) -> ssl.SSLContext | None:
     if not tls.certificate:
         require_encrypted(host, tls)
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load_own(context, tls)
-    if tls.authority:
-        try:
-            context.load_verify_locations(tls.authority)
-        except OSError as error:
-            raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _first_certificate(tls: TlsConfig) -> bytes:
-    """The certificate that workers will see: the first of the file."""
-    assert tls.certificate is not None
-    text = Path(tls.certificate).read_text(encoding="utf-8", errors="replace")
-    begin = text.index(ssl.PEM_HEADER)
-    end = text.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
-    return ssl.PEM_cert_to_DER_cert(text[begin:end])
+    return own_context(tls, ssl.PROTOCOL_TLS_SERVER)
 
 
 def require_encrypted(host: str, tls: TlsConfig) -> None:

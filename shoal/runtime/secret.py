@@ -6,13 +6,33 @@ import hashlib
 import hmac
 import os
 import secrets
+import socket
 import stat
+import time
 from pathlib import Path
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, ShoalError
 
 NONCE_BYTES = 32
 CODE_BYTES = 32
+REFUSED = bytes(CODE_BYTES)  # instead of a welcome
+
+
+class Stranger(ShoalError):
+    """The other side of a connection has not proven the key."""
+
+
+def receive(sock: socket.socket, count: int, deadline_s: float | None = None) -> bytes:
+    """So many bytes, before the deadline altogether: single bytes now and then do not help."""
+    data = bytearray()
+    while len(data) < count:
+        if deadline_s is not None:
+            sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        part = sock.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("the other side has ended")
+        data += part
+    return bytes(data)
 
 
 def fresh_nonce() -> bytes:
@@ -46,9 +66,34 @@ class Greeting:
     def __init__(self, key: bytes, magic: bytes = b"", bound: bytes = b""):
         self._key = key
         self._bound = bound
+        self._magic = magic
         self._nonce = fresh_nonce()
         self.challenge = magic + self._nonce
         self._claims: tuple[bytes, ...] = ()
+
+    def connect(self, sock: socket.socket, claim: bytes = b"", limit_s: float = 10.0) -> None:
+        """The handshake of the side that connects; Stranger if the other one proves no key."""
+        deadline_s = time.monotonic() + limit_s
+        challenge = receive(sock, len(self.challenge), deadline_s)
+        if not challenge.startswith(self._magic):
+            raise Stranger("the other side is not a process of Shoal that listens for this")
+        sock.sendall(self.hello(challenge, claim))
+        welcome = receive(sock, CODE_BYTES, deadline_s)
+        if welcome == REFUSED:
+            raise Stranger("it has another key, or none")
+        if not self.is_welcome(welcome):
+            raise Stranger("it does not know the key of this run")
+
+    def admit(self, sock: socket.socket, claim_bytes: int = 0, limit_s: float = 10.0) -> bytes:
+        """The handshake of the side that accepts: the claim of the other; the welcome is left."""
+        deadline_s = time.monotonic() + limit_s
+        sock.settimeout(limit_s)
+        sock.sendall(self.challenge)
+        claim = self.accept(receive(sock, NONCE_BYTES + claim_bytes + CODE_BYTES, deadline_s))
+        if claim is None:
+            sock.sendall(REFUSED)
+            raise Stranger("the other side does not know the key of this run")
+        return claim
 
     def hello(self, challenge: bytes, claim: bytes = b"") -> bytes:
         """What the side that connects answers."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import SentBytes, all_reduce_bytes
+from shoal.comm.call import SentBytes, all_reduce_bytes
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.errors import PeerLost, ShoalError
+from shoal.errors import PeerLost, ShoalError, tells_of_lost_peer
 from shoal.runtime.waits import waiting
 
 
@@ -77,20 +80,73 @@ class SubsetTransport:
 
 
 class TorchWork:
-    """A torch request; its failure is raised as `PeerLost`."""
+    """A work of torch's; a lost connection becomes a `PeerLost` that names the operation.
 
-    def __init__(self, request: dist.Work, rank: int, peer: int, doing: str):
-        self._request = request
+    `finish` is done by the first wait, once the work has ended.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        rank: int,
+        peer: int | None,
+        doing: str,
+        finish: Callable[[], None] | None = None,
+        timeout_s: float | None = None,
+    ):
+        """`peer` is None where it is of all ranks, and -1 for any source."""
+        self._work = work
         self._rank = rank
         self._peer = peer
+        self._named = None if peer == -1 else peer
         self._doing = doing
+        self._finish = finish
+        self._timeout_s = timeout_s
+        self._is_done = work is None
+        self.times: tuple[int, int] | None = None
 
-    def wait(self) -> None:
-        try:
-            with waiting(f"rank {self._rank}", f"rank {self._peer}", self._doing):
-                self._request.wait()
-        except RuntimeError as error:
-            raise PeerLost(self._rank, self._peer, self._doing) from error
+    @property
+    def source(self) -> int:
+        return int(self._work._source_rank()) if self._named is None else self._named
+
+    def poll(self) -> bool:
+        return bool(self._is_done or self._work.is_completed())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._is_done:
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            whom = "the other ranks" if self._peer is None else f"rank {self._peer}"
+            try:
+                with waiting(f"rank {self._rank}", whom, self._doing):
+                    self._work.wait(*(() if limit_s is None else (timedelta(seconds=limit_s),)))
+            except RuntimeError as error:
+                if self._peer is not None and "Timed out waiting" in str(error):
+                    raise PeerLost(self._rank, self._named, self._doing, limit_s) from error
+                raise as_shoal_error(error, self._rank, self._doing, self._named) from error
+        self._is_done = True
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def time_from(self, start_ns: int) -> None:
+        """Note the times when torch tells of the end; some works carry no future for it."""
+
+        def done(_: Any) -> None:
+            self.times = (start_ns, time.monotonic_ns())
+
+        with suppress(AttributeError, RuntimeError):
+            self._work.get_future().add_done_callback(done)
+
+
+def as_shoal_error(
+    error: RuntimeError, rank: int, doing: str, peer: int | None = None
+) -> ShoalError:
+    """An error of torch as one of ours, which names the rank and the operation."""
+    text = str(error).strip()
+    reason = text.splitlines()[0][:200] if text else type(error).__name__
+    if tells_of_lost_peer(str(error)):
+        return PeerLost(rank, peer, f"{doing} ({reason})")
+    return ShoalError(f"rank {rank} failed in {doing}: {reason}")
 
 
 class TorchTransport:
@@ -103,16 +159,11 @@ class TorchTransport:
 
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         request = dist.isend(data, group=self._group, group_dst=dst, tag=short_tag(tag))
-        return self._work(request, dst, f"send tag {tag}")
+        return TorchWork(request, self.rank, dst, f"send tag {tag}")
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         request = dist.irecv(into, group=self._group, group_src=src, tag=short_tag(tag))
-        return self._work(request, src, f"recv tag {tag}")
-
-    def _work(self, request: dist.Work | None, peer: int, doing: str) -> Work:
-        if request is None:
-            raise ShoalError("this process is not a member of the group it communicates in")
-        return TorchWork(request, self.rank, peer, doing)
+        return TorchWork(request, self.rank, src, f"recv tag {tag}")
 
 
 def short_tag(tag: int) -> int:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
@@ -17,13 +24,18 @@ from shoal.comm.store.authenticated import (
     Refusals,
     RendezvousStore,
     heeding_refusals,
+    own_generation,
 )
 from shoal.comm.store.client import GuardedStore
 from shoal.errors import BadInput, ShoalError
 from shoal.runtime.secret import new_secret
-from tests.comm.threads import Ranks
+from shoal.transport.shm.segment import is_built
+from tests.comm.test_frameworks import TORCHRUN, run
+from tests.comm.threads import on_ranks
+from tests.comm.torch_ranks import forked_ranks
 
 SECRET = new_secret()
+native = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 
 
 Meet = Callable[..., list[Store]]
@@ -35,16 +47,10 @@ def met() -> Iterator[Meet]:
     kept: list[Store] = []
 
     def meet(store: Store, *secrets: bytes | None) -> list[Store]:
-        ranks = Ranks[Store]()
+        def main(rank: int) -> Store:
+            return _meet_openly(spec_of(rank, len(secrets), secrets[rank]), store, kept)
 
-        def main(rank: int) -> None:
-            try:
-                spec = spec_of(rank, len(secrets), secrets[rank])
-                ranks.results[rank] = _meet_openly(spec, store, kept)
-            except BaseException as error:
-                ranks.failures.append(error)
-
-        return ranks.run(len(secrets), main)
+        return on_ranks(len(secrets), main)
 
     yield meet
     for own in kept:
@@ -179,3 +185,84 @@ def test_a_refusal_that_came_before_the_others_is_heard_by_each_of_them(
     refusing.join(50)
     assert not refusing.is_alive()
     assert heard == [f"rank {r}: rank 1 has given up the rendezvous: no key" for r in (0, 2)]
+
+
+# ------------------------------------------------------------------ ranks that are started again
+
+
+def start(store: Any, size: int) -> list[Any]:
+    """The parts of the store that ranks which start together get."""
+    with ThreadPoolExecutor(size) as pool:
+        parts = pool.map(lambda rank: own_generation(store, rank, size, 20.0), range(size))
+        return list(parts)
+
+
+def test_ranks_of_one_start_share_their_keys_and_no_others_do_whatever_their_number() -> None:
+    store = dist.HashStore()
+    for size in (2, 2, 4, 3, 1):
+        parts = start(store, size)
+        assert not parts[-1].check(["key"])
+        parts[0].set("key", str(size))
+        assert [int(part.get("key")) for part in parts] == [size] * size
+
+
+@pytest.mark.parametrize("left", [["hello/1"], ["hello/1", "hello/2"]])
+def test_words_of_ranks_that_ended_before_the_others_came_are_not_taken(left: list[str]) -> None:
+    store = dist.HashStore()
+    for key in left:
+        store.set(key, "word of a rank that is gone")
+    parts = start(store, 3)
+    parts[0].set("key", "0")
+    assert [part.get("key") for part in parts] == [b"0"] * 3
+
+
+def test_rank_0_names_the_ranks_that_do_not_come() -> None:
+    store = dist.HashStore()
+    for peer in (1, 2):
+        store.set(f"hello/{peer}", "word of a rank that is gone")
+    with pytest.raises(ShoalError, match="rank 0 waits for rank 1, 2"):
+        own_generation(store, 0, 3, timeout_s=0.0)
+
+
+@native
+def test_killed_ranks_start_again_with_shared_memory_in_the_same_store(tmp_path: Path) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def main(rank: int, is_killed: bool) -> Any:
+        store = dist.TCPStore("localhost", server.port)
+        dist.init_process_group("shoal", store=store, rank=rank, world_size=2)
+        data = torch.ones(3)
+        dist.all_reduce(data)
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return type(dist.group.WORLD.executor).__name__, data.tolist()  # type: ignore[union-attr]
+
+    assert forked_ranks(lambda rank: main(rank, True), 2) == [None, None]
+    assert forked_ranks(lambda rank: main(rank, False), 2) == [("SharedMemory", [2.0] * 3)] * 2
+
+
+PROGRAM = """
+import signal, sys
+dist.init_process_group("shoal")
+data = torch.ones(3)
+dist.all_reduce(data)
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if first and dist.get_rank() == 1:
+    {failure}
+dist.all_reduce(data)
+print(type(dist.group.WORLD.executor).__name__, data.tolist(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@native
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "failure", ["raise OSError", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_torchrun_starts_failed_ranks_again(tmp_path: Path, failure: str) -> None:
+    words = [*TORCHRUN[:-1], "--max-restarts", "1", TORCHRUN[-1]]
+    done = run(tmp_path, PROGRAM.format(failure=failure), *words)
+    for word in ("SharedMemory", "[4.0, 4.0, 4.0]"):  # lines of two ranks may be mixed
+        assert done.stdout.count(word) == 2, done.stdout
+    assert "over Gloo" not in done.stderr

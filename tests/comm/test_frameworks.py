@@ -20,11 +20,15 @@ from tests.models.zoo import import_torchvision
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 ROOT = Path(__file__).parents[2]
 
-ACCELERATE = """
-import torch, torch.distributed as dist, shoal
-from accelerate import Accelerator
+# what each script of the frameworks begins with
+HEAD = """
+import os, torch, torch.distributed as dist, shoal
+from tests.models.zoo import import_torchvision
+import_torchvision()
 from tests.comm.test_frameworks import data, model, say, sgd, train
-
+"""
+ACCELERATE = """
+from accelerate import Accelerator
 dist.init_process_group("shoal")  # on CPUs Accelerate takes the group that there is, or Gloo
 accelerator = Accelerator(cpu=True)
 net = model()
@@ -37,13 +41,8 @@ if accelerator.is_main_process:
 accelerator.end_training()
 """
 FABRIC = """
-import torch, torch.distributed as dist, shoal
-from tests.models.zoo import import_torchvision
-import_torchvision()
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from tests.comm.test_frameworks import data, model, say, sgd, train
-
 strategy = DDPStrategy(process_group_backend="shoal")
 fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
 fabric.launch()
@@ -57,13 +56,8 @@ if fabric.is_global_zero:
     say(ranks, dist.get_backend(), net.module)
 """
 LIGHTNING = """
-import torch, torch.distributed as dist, shoal
-from tests.models.zoo import import_torchvision
-import_torchvision()
 import lightning
 from lightning.pytorch.strategies import DDPStrategy
-from tests.comm.test_frameworks import data, model, say, sgd
-
 class Net(lightning.LightningModule):
     def __init__(self):
         super().__init__()
@@ -84,12 +78,7 @@ if trainer.is_global_zero:
     say(ranks, dist.get_backend(), module.net)
 """
 TRAINER = """
-import torch, torch.distributed as dist, shoal
-from tests.models.zoo import import_torchvision
-import_torchvision()
 from transformers import Trainer, TrainingArguments
-from tests.comm.test_frameworks import data, model, say
-
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -110,11 +99,9 @@ if dist.get_rank() == 0:
     say(ranks, dist.get_backend(), trainer.accelerator.unwrap_model(trainer.model).net)
 """
 RAY = """
-import os, ray, torch
+import ray
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
-from tests.comm.test_frameworks import data, model, say, sgd, train
-
 def loop(config):
     import shoal, torch.distributed as dist
     net = prepare_model(model())
@@ -157,8 +144,31 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, backwar
 
 
 def say(ranks: list[int], backend: str, net: nn.Module, path: str = "answer.json") -> None:
-    weights = [value for p in net.parameters() for value in p.flatten().tolist()]
-    Path(path).write_text(json.dumps([ranks, backend, weights]))
+    Path(path).write_text(json.dumps([ranks, backend, numbers(net)]))
+
+
+def numbers(net: nn.Module) -> list[float]:
+    return [value for p in net.parameters() for value in p.flatten().tolist()]
+
+
+def trained_alone() -> list[float]:
+    net = model()
+    train(net, sgd(net), DataLoader(data(), batch_size=8), torch.Tensor.backward)
+    return numbers(net)
+
+
+def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(HEAD + script)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
@@ -181,31 +191,15 @@ def test_two_processes_give_the_weights_of_one(
 ) -> None:
     import_torchvision()  # lightning imports it where it is installed
     pytest.importorskip(framework)
-    (tmp_path / "script.py").write_text(script)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(tmp_path, script, *words)
     ranks, backend, weights = json.loads((tmp_path / "answer.json").read_text())
-    alone = model()
-    train(alone, sgd(alone), DataLoader(data(), batch_size=8), torch.Tensor.backward)
-    expected = [value for p in alone.parameters() for value in p.flatten().tolist()]
-    assert (ranks, backend) == ([0, 1], "shoal") and weights == pytest.approx(expected, abs=1e-6)
+    assert (ranks, backend) == ([0, 1], "shoal")
+    assert weights == pytest.approx(trained_alone(), abs=1e-6)
 
 
 UNDER_SHOAL = """
-import torch, shoal
-from tests.models.zoo import import_torchvision
-import_torchvision()
 from transformers import Trainer, TrainingArguments
 from shoal.integrations.transformers import ShoalCallback
-from tests.comm.test_frameworks import model
-
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,12 +227,4 @@ shoal.run(train)
 def test_the_trainer_under_a_strategy_equals_one_device(tmp_path: Path, strategy: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    (tmp_path / "script.py").write_text(UNDER_SHOAL)
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal", "verify", "script.py", "-n", "2", "-s", strategy],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(tmp_path, UNDER_SHOAL, *["-m", "shoal", "verify", "script.py", "-n", "2", "-s"], strategy)

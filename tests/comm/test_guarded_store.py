@@ -1,4 +1,4 @@
-"""The store of a rendezvous: ranks with the key use it as any store; strangers get nothing."""
+"""The store of a rendezvous, for ranks with the key alone; and the board that is a log in it."""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed import DistStoreError
-from torch.distributed.distributed_c10d import PrefixStore
 
+from shoal.comm.members.board import GroupMember
+from shoal.comm.members.network_board import LOG, NetworkBoard, ServedBoard, entry_bytes
 from shoal.comm.store import service as service_module
-from shoal.comm.store.authenticated import own_generation
 from shoal.comm.store.client import GuardedStore
 from shoal.comm.store.service import StoreService
 from shoal.comm.store.session import (
-    ANSWER_BYTES,
-    GREETING_BYTES,
+    AT_THE_END,
     MAGIC,
     MAX_FRAME_BYTES,
-    REFUSED,
-    BadFrame,
     FrameSession,
+    StoreLink,
+    StoreReply,
     StoreRequest,
-    greet,
 )
-from shoal.errors import BadInput
-from shoal.runtime.secret import CODE_BYTES, Greeting, new_secret
-from tests.descriptors import no_descriptors
+from shoal.errors import BadInput, PeerLost
+from shoal.runtime.secret import (
+    CODE_BYTES,
+    NONCE_BYTES,
+    REFUSED,
+    Greeting,
+    Stranger,
+    new_secret,
+    receive,
+)
 
 SECRET = new_secret()
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 
 
 @pytest.fixture
@@ -57,25 +62,6 @@ def store_of(service: StoreService, secret: bytes = SECRET) -> GuardedStore:
 
 def stranger(service: StoreService) -> socket.socket:
     return socket.create_connection(("127.0.0.1", service.port), 10.0)
-
-
-def read(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count and (part := sock.recv(count - len(data))):
-        data += part
-    return data
-
-
-def greeted(sock: socket.socket) -> tuple[FrameSession, bytes]:
-    """After the handshake of a rank, and what it has said in it."""
-    said: list[bytes] = []
-
-    def send(hello: bytes) -> None:
-        said.append(hello)
-        sock.sendall(hello)
-
-    session = greet(send, lambda count: read(sock, count), SECRET)
-    return session, said[0]
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -112,20 +98,6 @@ def test_a_wait_does_not_hold_other_calls_of_its_rank(service: StoreService) -> 
         assert [wait.result() for wait in waits] == [b"value"] * 4
 
 
-def test_torch_makes_groups_in_it(service: StoreService) -> None:
-    def body(rank: int) -> float:
-        store = store_of(service)
-        mine = own_generation(PrefixStore("run", store), rank, 2)
-        group = dist.ProcessGroupGloo(mine, rank, 2, timedelta(seconds=20))
-        value = torch.full((3,), rank + 1.0)
-        group.allreduce([value]).wait()
-        store.close()
-        return float(value[0])
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(body, range(2))) == [3.0, 3.0]
-
-
 def test_a_rank_with_another_key_is_refused_and_the_others_go_on(service: StoreService) -> None:
     one = store_of(service)
     with pytest.raises(BadInput, match=r"another key, or none .*shoal keys show"):
@@ -135,20 +107,22 @@ def test_a_rank_with_another_key_is_refused_and_the_others_go_on(service: StoreS
 
 
 def test_a_rank_does_not_talk_to_a_service_that_does_not_know_the_key() -> None:
-    other = StoreService("127.0.0.1", 0, new_secret())
-    with pytest.raises(BadInput, match="is not the rendezvous of this run"):
+    with (
+        closing(StoreService("127.0.0.1", 0, new_secret())) as other,
+        pytest.raises(BadInput, match="is not the rendezvous of this run"),
+    ):
         store_of(other)
-    other.close()
-    said = iter([Greeting(new_secret(), MAGIC).challenge, b"\1" * CODE_BYTES])
-    with pytest.raises(BadFrame, match="does not know"):
-        greet(lambda hello: None, lambda count: next(said), new_secret())
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(Stranger, match="does not know"):
+        theirs.sendall(Greeting(new_secret(), MAGIC).challenge + b"\1" * CODE_BYTES)
+        StoreLink(ours, SECRET)
 
 
 @pytest.mark.parametrize("data", [b"\0" * 200, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 5000])
 def test_garbage_ends_a_connection(service: StoreService, data: bytes) -> None:
     one = store_of(service)
     with stranger(service) as sock:
-        read(sock, GREETING_BYTES)
+        receive(sock, GREETING_BYTES)
         sock.sendall(data)
         assert is_closed(sock)
     assert one.add("alive", 1) == 1
@@ -157,25 +131,28 @@ def test_garbage_ends_a_connection(service: StoreService, data: bytes) -> None:
 def test_a_recorded_handshake_does_not_open_another_connection(service: StoreService) -> None:
     """Nor do recorded frames: their codes are under the key of their connection."""
     with stranger(service) as sock:
-        session, hello = greeted(sock)
+        greeting = Greeting(SECRET, MAGIC)
+        hello = greeting.hello(receive(sock, GREETING_BYTES))
+        sock.sendall(hello)
+        receive(sock, CODE_BYTES)
+        session = FrameSession(sock, greeting.session_key, "client")
         frame = session.pack(StoreRequest("set", ["key"], b"once"))
         sock.sendall(frame)
-        assert read(sock, 4)
+        assert session.receive(StoreReply) == StoreReply()
         with stranger(service) as again:
-            read(again, GREETING_BYTES)
+            receive(again, GREETING_BYTES)
             again.sendall(hello + frame)
-            assert read(again, CODE_BYTES) == REFUSED
+            assert receive(again, CODE_BYTES) == REFUSED
             assert is_closed(again)
         sock.sendall(frame)  # the same number twice, in its own connection
         assert is_closed(sock)
-    one = store_of(service)
-    assert one.get("key") == b"once"
+    assert store_of(service).get("key") == b"once"
 
 
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 2**32 - 1])
 def test_a_frame_that_is_too_long_ends_its_connection(service: StoreService, length: int) -> None:
     with stranger(service) as sock:
-        greeted(sock)
+        StoreLink(sock, SECRET)
         sock.sendall(length.to_bytes(4, "little"))
         assert is_closed(sock)
 
@@ -186,7 +163,7 @@ def test_strangers_by_the_hundred_do_not_keep_ranks_out(service: StoreService) -
     socks = [stranger(service) for _ in range(count)]
     for sock in socks[::2]:
         with suppress(ConnectionError):  # closed already
-            sock.sendall(b"x" * (ANSWER_BYTES - 1))
+            sock.sendall(b"x" * 63)
     one = store_of(service)
     one.set("key", "text")
     assert one.get("key") == b"text"
@@ -203,36 +180,6 @@ def test_a_stranger_that_says_nothing_is_closed(
         assert is_closed(sock)
 
 
-def test_a_process_without_descriptors_serves_its_ranks_and_takes_others_later(
-    service: StoreService, capfd: pytest.CaptureFixture[str]
-) -> None:
-    one = store_of(service)
-    one.set("key", "before")
-    early = [socket.socket() for _ in range(2)]
-    with no_descriptors():
-        for sock in early:
-            sock.settimeout(20.0)
-            sock.connect(("127.0.0.1", service.port))
-            assert sock.recv(1) == b"", "closed at once"
-        assert one.get("key") == b"before"
-    two = store_of(service)
-    assert two.get("key") == b"before"
-    assert capfd.readouterr().err.count("Too many open files") == 1
-    for sock in early:
-        sock.close()
-
-
-def test_a_stranger_is_closed_for_a_rank_where_no_descriptor_is_left(service: StoreService) -> None:
-    silent = stranger(service)
-    read(silent, GREETING_BYTES)
-    with socket.socket() as sock, no_descriptors():
-        sock.settimeout(20.0)
-        sock.connect(("127.0.0.1", service.port))
-        assert len(read(sock, GREETING_BYTES)) == GREETING_BYTES
-    assert is_closed(silent)
-    silent.close()
-
-
 def test_ranks_that_wait_notice_the_end_of_the_service() -> None:
     service = StoreService("127.0.0.1", 0, SECRET)
     store = store_of(service)
@@ -245,26 +192,14 @@ def test_ranks_that_wait_notice_the_end_of_the_service() -> None:
             wait.result()
 
 
-def test_a_rank_that_comes_first_waits_for_the_service() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found: list[bytes] = []
-
-    def rank() -> None:
-        store = GuardedStore("127.0.0.1", port, SECRET, timeout_s=20.0)
-        found.append(store.get("key"))
-        store.close()
-
-    thread = threading.Thread(target=rank)
-    thread.start()
-    service = StoreService("127.0.0.1", port, SECRET)
-    store = store_of(service)
-    store.set("key", "text")
-    thread.join()
-    assert found == [b"text"]
-    store.close()
+def test_a_rank_that_comes_first_waits_for_the_service(service: StoreService) -> None:
+    port = service.port
     service.close()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(GuardedStore, "127.0.0.1", port, SECRET, 20.0)
+        with closing(StoreService("127.0.0.1", port, SECRET)), closing(opening.result()) as store:
+            store.set("key", "text")
+            assert store.get("key") == b"text"
 
 
 def test_a_port_that_is_taken_is_one_sentence(service: StoreService) -> None:
@@ -274,8 +209,85 @@ def test_a_port_that_is_taken_is_one_sentence(service: StoreService) -> None:
 
 def test_both_ends_of_a_connection_notice_a_host_that_is_silent(service: StoreService) -> None:
     store = store_of(service)
-    ends = [store._free[0]._sock, *(client.sock for client in service._clients)]
+    ends = [store._free[0]._sock, *service._connections]
     assert len(ends) == 2
     for sock in ends:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+
+
+# ------------------------------------------------------------------ the board of a run
+
+
+@contextmanager
+def opened(
+    service: StoreService, worker: int, run: int = 1
+) -> Iterator[tuple[NetworkBoard, list[Any]]]:
+    taken: list[Any] = []
+    address = ("127.0.0.1", service.port)
+    with closing(NetworkBoard(address, SECRET, GroupMember(worker, 0), run)) as board:
+        board.take = taken.append
+        yield board, taken
+
+
+def wait_for(board: NetworkBoard, taken: list[Any], count: int) -> None:
+    while len(taken) < count:
+        board.look()
+        threading.Event().wait(0.001)
+
+
+def test_who_appends_has_seen_all_documents_before_its_own(service: StoreService) -> None:
+    def count(worker: int) -> list[Any]:
+        with opened(service, worker) as (board, taken):
+            for _ in range(20):
+                board.append(lambda: {"number": len(taken), "by": worker})
+            wait_for(board, taken, 60)
+            return taken
+
+    found: list[list[Any]] = []
+    threads = [threading.Thread(target=lambda w=w: found.append(count(w))) for w in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [document["number"] for document in found[0]] == list(range(60))
+    assert found[0] == found[1] == found[2]
+
+
+def test_documents_of_another_call_of_the_script_are_not_handed_over(
+    service: StoreService,
+) -> None:
+    with opened(service, 0, run=1) as (first, _), opened(service, 1, run=2) as (second, taken):
+        first.append(lambda: {"run": 1})
+        second.append(lambda: {"run": 2})
+    assert taken == [{"run": 2}]
+
+
+def test_what_a_process_appends_after_its_exit_does_not_count(service: StoreService) -> None:
+    launcher = ServedBoard(service)
+    me = GroupMember(1, 0)
+    late = entry_bytes({"by": me, "run": 1, "document": {"after": 1}})
+    with opened(service, 0) as (board, taken), opened(service, 1) as (lost, _):
+        lost.append(lambda: {"before": 1})
+        launcher.note_exit(me)
+        service.post(StoreRequest("append", [LOG], late, number=AT_THE_END))
+        launcher.note_start(GroupMember(1, 1))
+        while not board.has_exited(me) or board.is_absent(1):
+            board.look()
+        board.append(lambda: {"end": 1})
+        assert taken == [{"before": 1}, {"end": 1}]
+        assert not board.has_exited(GroupMember(1, 1))
+        with pytest.raises(PeerLost, match="reaching the launcher"):
+            lost.append(lambda: {"after": 2})
+
+
+def test_a_board_that_breaks_is_the_loss_of_this_worker(service: StoreService) -> None:
+    lost: list[GroupMember] = []
+    with opened(service, 2) as (board, _):
+        board.watch(lost.append)
+        service.close()
+        with pytest.raises(PeerLost, match="rank 2 lost a peer after 3 s in reaching the launcher"):
+            board.append(lambda: {})
+        while not lost:
+            threading.Event().wait(0.001)
+    assert lost == [GroupMember(2, 0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ class Lives:
         board = FileBoard(self.file)
         board.has_exited = self.ended.__contains__  # type: ignore[method-assign]
         return Meetings(board, GroupMember(rank, incarnation), self.size, patience_s)
+
+    def back(self, rank: int, steps: int, patience_s: float = 20.0) -> Meetings:
+        """The second process of a rank, which goes on with this step."""
+        self.ended.add((rank, 0))
+        worker = self.of(rank, 1, patience_s)
+        assert worker.is_away and worker.take_place(lambda: steps) == steps and not worker.is_away
+        return worker
 
 
 def never(_: Meeting) -> Any:
@@ -55,9 +62,7 @@ def test_one_that_comes_back_gets_past_results_and_takes_part_in_later_steps(
     lives = Lives(tmp_path, 2)
     zero = lives.of(0)
     assert zero.hold(10, incarnations) == [0, 0]
-    lives.ended.add((1, 0))
-    again = lives.of(1, 1)
-    assert again.is_away and again.take_place(lambda: 10) == 10 and not again.is_away
+    again = lives.back(1, 10)
     assert again.hold(10, never) == [0, 0]
     assert zero.hold(20, incarnations) == again.hold(20, incarnations) == [0, 1]
 
@@ -65,9 +70,7 @@ def test_one_that_comes_back_gets_past_results_and_takes_part_in_later_steps(
 def test_it_takes_no_part_in_a_meeting_of_the_step_that_it_goes_on_with(tmp_path: Path) -> None:
     """Its script may never call that one: in a loop it comes after the step."""
     lives = Lives(tmp_path, 2)
-    lives.ended.add((1, 0))
-    again = lives.of(1, 1)
-    again.take_place(lambda: 10)
+    again = lives.back(1, 10)
     assert lives.of(0).hold(10, incarnations) == [0, -1]
     assert again.hold(10, never) == [0, -1]
 
@@ -98,31 +101,23 @@ def test_those_who_came_back_meet_when_all_others_are_gone(tmp_path: Path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         lives.of(0).hold(10, dies)
-    both = [lives.of(0, 1), lives.of(1, 1)]
-    for worker in both:
-        worker.take_place(lambda: 10)
+    both = [lives.back(rank, 10) for rank in range(2)]
     names = [worker.hold(10, lambda m: [m.name, *m.incarnations]) for worker in both]
     assert names == [["10.0.1", 1, 1]] * 2
 
 
 def test_it_waits_for_the_result_of_others(tmp_path: Path) -> None:
     lives = Lives(tmp_path, 2)
-    lives.ended.add((1, 0))
-    again = lives.of(1, 1)
-    again.take_place(lambda: 3)
-    got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.append(again.hold(3, never)))
-    thread.start()
-    lives.of(0).hold(3, lambda _: {"accuracy": 0.5})
-    thread.join(60)
-    assert got == [{"accuracy": 0.5}]
+    again = lives.back(1, 3)
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(again.hold, 3, never)
+        lives.of(0).hold(3, lambda _: {"accuracy": 0.5})
+        assert got.result(60) == {"accuracy": 0.5}
 
 
 def test_a_failure_is_one_for_all_and_waiting_has_an_end(tmp_path: Path) -> None:
     lives = Lives(tmp_path, 2)
-    lives.ended.add((1, 0))
-    again = lives.of(1, 1, patience_s=0.01)
-    again.take_place(lambda: 3)
+    again = lives.back(1, 3, patience_s=0.01)
 
     def fails(_: Meeting) -> None:
         raise CheckpointError("the disk is full")

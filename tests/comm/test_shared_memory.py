@@ -2,36 +2,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.comm.group import Group, Op
-from shoal.comm.tracing import Traced
 from shoal.errors import Desync, PeerLost, ShoalError
-from shoal.runtime.trace import Recorder
 from shoal.schedules.collectives.catalog import algorithms, kinds
-from shoal.transport.shm.messages import ANY_SOURCE, ShmTransport
+from shoal.transport.shm.messages import ShmTransport
 from shoal.transport.shm.segment import is_built
-from tests.comm.cases import call, cases, check, group_for
-from tests.comm.hosts import on_hosts
-from tests.comm.shm import memory_of, on_shm_threads
+from tests.comm.cases import call, cases, check
+from tests.comm.threads import memory_of, on_shm_threads
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 
 
 @pytest.mark.parametrize("kind", kinds())
-@settings(
-    max_examples=10,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=10, derandomize=True, database=None)
 @given(data=st.data())
 def test_every_collective_gives_the_right_numbers(kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind, algorithms(kind)[0]))
@@ -44,23 +34,6 @@ def test_every_collective_gives_the_right_numbers(kind: str, data: st.DataObject
     for size in (1, 2, 3, 5):
         for rank, got in enumerate(on_shm_threads(size, work)):
             check(case, got, rank, size)
-
-
-@pytest.mark.parametrize("kind", kinds())
-@settings(
-    max_examples=2,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(data=st.data())
-def test_every_schedule_runs_on_the_transport(kind: str, data: st.DataObject) -> None:
-    for name in algorithms(kind):
-        case = data.draw(cases(kind, name))
-        results = on_shm_threads(3, lambda g, c=case: call(group_for(memory_of(g).transport, c), c))  # type: ignore[misc]
-        for rank, got in enumerate(results):
-            check(case, got, rank, 3)
 
 
 def test_a_message_passes_a_collective_that_is_begun() -> None:
@@ -79,36 +52,6 @@ def test_a_message_passes_a_collective_that_is_begun() -> None:
     assert on_shm_threads(2, work) == [2.0, 7.0]
 
 
-def test_long_messages_cross_and_tags_choose() -> None:
-    def work(group: Group) -> list[float]:
-        peer = 1 - group.rank
-        sent = [group.send(torch.full((150_000,), float(tag)), peer, tag) for tag in range(3)]
-        found = [torch.empty(150_000) for _ in range(3)]
-        for tag in (2, 0, 1):
-            group.recv(found[tag], peer, tag).wait()
-        for under_way in sent:
-            under_way.wait()
-        return [float(data[-1]) for data in found]
-
-    assert on_shm_threads(2, work) == [[0.0, 1.0, 2.0]] * 2
-
-
-def test_any_source_tells_the_source() -> None:
-    def work(group: Group) -> set[tuple[int, float]]:
-        if group.rank:
-            group.send(torch.tensor([10.0 * group.rank]), 0, 7).wait()
-            return set()
-        found = set()
-        for _ in range(2):
-            data = torch.empty(1)
-            under_way = memory_of(group).transport.recv(data, ANY_SOURCE, 7)
-            under_way.wait()
-            found.add((under_way.source, float(data)))
-        return found
-
-    assert on_shm_threads(3, work)[0] == {(1, 10.0), (2, 20.0)}
-
-
 def test_a_message_of_another_size_is_refused() -> None:
     def work(group: Group) -> None:
         if group.rank == 0:
@@ -118,11 +61,6 @@ def test_a_message_of_another_size_is_refused() -> None:
                 group.recv(torch.zeros(2), 0).wait()
 
     on_shm_threads(2, work)
-
-
-def test_a_subgroup_keeps_the_order_of_its_ranks() -> None:
-    groups = on_shm_threads(3, lambda group: getattr(group.subgroup([2, 0]), "rank", None))
-    assert groups == [1, None, 0]
 
 
 def test_the_mean_of_8_bit_integers_over_128_ranks() -> None:
@@ -166,25 +104,6 @@ def test_different_calls_are_reported_with_both_ranks(
     with pytest.raises(Desync, match=r"rank \d called .* while rank \d called"):
         on_shm_threads(2, work)
     assert len(set(told)) == 1 and len(told) == 2 and sentence in told[0]
-
-
-@pytest.mark.parametrize(
-    ("run", "detail"),
-    [
-        (partial(on_shm_threads, 2), "all_reduce shared memory 16 bytes"),
-        (partial(on_hosts, "aab"), "all_reduce over hosts 16 bytes"),
-    ],
-)
-def test_a_collective_leaves_a_span_and_so_does_waiting_for_it(
-    run: Callable[[Callable[[Group], list[str]]], list[list[str]]], detail: str
-) -> None:
-    def work(group: Group) -> list[str]:
-        recorder = Recorder(group.rank, 0)
-        Group(Traced(group.executor, recorder)).all_reduce(torch.zeros(4)).wait()
-        return [f"{span.kind} {span.detail}" for span in recorder.spans]
-
-    for spans in run(work):
-        assert spans == [f"reduce {detail}", f"wait {detail}"]
 
 
 # ------------------------------------------------------------------ messages that are late

@@ -5,27 +5,53 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shoal.comm.executors.shared_memory import SharedMemory
 from shoal.comm.group import Group, Op
+from shoal.comm.select import exchange_over
 from shoal.errors import PeerLost
 from shoal.runtime.run_dir import RunDir
 from shoal.schedules.collectives.catalog import kinds
-from shoal.transport.shm.segment import is_built
+from shoal.transport.shm.segment import is_built, join
 from shoal.transport.transport import Work
 from tests.comm.cases import DTYPES, Case, call, check, given_to
-from tests.comm.shm import memory_of, on_shm_processes
+from tests.comm.threads import memory_of
+from tests.comm.torch_ranks import forked_ranks
 from tests.products import few_or_all
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 KILLS = int(os.environ.get("SHOAL_TEST_KILLS", "6"))
+
+
+def on_shm_processes(size: int, body: Callable[[Group], Any]) -> list[Any]:
+    """What `body` gives in processes that are one group, by rank; None of one that is killed."""
+    before = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as folder:
+
+        def main(rank: int) -> Any:
+            store = dist.FileStore(f"{folder}/store", size)
+            segment = join(exchange_over(store, rank, size), rank, size, 30.0)
+            assert segment is not None
+            group = Group(SharedMemory(segment))
+            found = body(group)
+            group.close()
+            return found
+
+        found = forked_ranks(main, size, 300.0)
+    assert set(os.listdir("/dev/shm")) == before
+    return found
 
 
 def loss_in(call: Callable[[], Work]) -> str:
@@ -90,45 +116,52 @@ def test_a_rank_that_is_killed_is_reported_by_the_others(attempt: int) -> None:
         assert "(killed by signal 9 (SIGKILL); its last operation: " in message, message
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_rank_that_exits_is_reported_with_its_status(status: int) -> None:
-    def body(group: Group) -> tuple[str, int | None]:
-        if group.rank == 1:
-            os._exit(status)
-        try:
-            group.all_reduce(torch.zeros(2)).wait()
-        except PeerLost as error:
-            return str(error), error.exit_status
-        return "nothing was raised", None
-
-    message, told = on_shm_processes(2, body)[0]
-    assert told == status and f"(exit status {status}; its last operation: none" in message
+def all_reduce(group: Group) -> Work:
+    return group.all_reduce(torch.zeros(2))
 
 
-def test_a_rank_that_closes_the_group_and_lives_on_is_reported() -> None:
-    over = multiprocessing.get_context("fork").Event()
+def receive(group: Group) -> Work:
+    return group.recv(torch.empty(4), 1, tag=3)
 
+
+def exits(status: int) -> Callable[[Group], None]:
+    return lambda group: os._exit(status)
+
+
+def is_killed(group: Group) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+OVER = multiprocessing.get_context("fork").Event()
+
+
+def closes(group: Group) -> None:
+    group.close()
+    OVER.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("leave", "call", "said"),
+    [
+        (exits(0), all_reduce, r"all_reduce #1 .*\(exit status 0; its last operation: none yet"),
+        (exits(3), all_reduce, r"all_reduce #1 .*\(exit status 3; its last operation: none yet"),
+        (closes, all_reduce, r"all_reduce #1 .*\(it has left the group; its last operation: none"),
+        (is_killed, receive, r"recv from 1, tag 3"),
+    ],
+)
+def test_a_rank_that_leaves_is_reported_with_its_end(
+    leave: Callable[[Group], None], call: Callable[[Group], Work], said: str
+) -> None:
     def body(group: Group) -> str:
         if group.rank == 1:
-            group.close()
-            over.wait(60)
+            leave(group)
             return ""
-        told = loss_in(lambda: group.all_reduce(torch.zeros(2)))
-        over.set()
+        told = loss_in(lambda: call(group))
+        OVER.set()
         return told
 
-    told = on_shm_processes(2, body)[0]
-    assert "lost rank 1 in all_reduce #1" in told
-    assert "(it has left the group; its last operation: none yet)" in told
-
-
-def test_a_rank_that_waits_for_a_message_of_a_killed_rank_raises_peer_lost() -> None:
-    def body(group: Group) -> str:
-        if group.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss_in(lambda: group.recv(torch.empty(4), 1, tag=3))
-
-    assert "lost rank 1 in recv from 1, tag 3" in on_shm_processes(2, body)[0]
+    OVER.clear()
+    assert re.search(f"lost rank 1 in {said}", on_shm_processes(2, body)[0])
 
 
 def test_operations_before_a_failure_are_written_to_the_run_directory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -12,67 +13,55 @@ from shoal.comm.members import store_board
 from shoal.comm.members.store_board import StoreBoard
 from shoal.runtime.preemption import Preemption
 
+Ranks = tuple[list[Preemption], list[StoreBoard]]
 
-class Ranks:
-    """Boards and preemptions of two ranks on one store; `asked` is set when both have heard."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        store = HashStore()
-        self.preemptions = [Preemption(None, rank, 2) for rank in range(2)]
-        self.asked = [threading.Event() for _ in range(2)]
-        self.boards = [
-            stack.enter_context(StoreBoard(store, rank, 2, self._hearing(rank)))
-            for rank in range(2)
-        ]
-        for preemption, board in zip(self.preemptions, self.boards, strict=True):
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Preemptions and boards of two ranks on one store."""
+    store = HashStore()
+    preemptions = [Preemption(None, rank, 2) for rank in range(2)]
+    with ExitStack() as stack:
+        boards = [StoreBoard(store, rank, 2, preemptions[rank].ask) for rank in range(2)]
+        for preemption, board in zip(preemptions, boards, strict=True):
+            stack.enter_context(board)
             stack.enter_context(preemption.agreeing(board))
-
-    def _hearing(self, rank: int):  # type: ignore[no-untyped-def]
-        def hear() -> None:
-            self.preemptions[rank].ask()
-            self.asked[rank].set()
-
-        return hear
+        yield preemptions, boards
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
-    with ExitStack() as stack:
-        ranks = Ranks(stack)
-        first, other = ranks.preemptions
-        assert not first.stops_after(3, True, 1)
-        assert not other.stops_after(3, False, 1)
-        assert ranks.boards[1].announce()
-        for asked in ranks.asked:
-            assert asked.wait(30)
-        ranks.boards[0]._thread.join(30)  # it ends when all have heard
-        assert not other.stops_after(8, False, 1)  # nothing is chosen yet
-        assert not first.stops_after(7, True, 1)
-        assert other.stops_after(8, False, 1)
-        assert first.stops_after(8, True, 1)
+def announce(boards: list[StoreBoard]) -> None:
+    assert boards[1].announce()
+    for board in boards:
+        board._thread.join(30)  # it ends when all have heard
 
 
-def test_the_first_rank_does_not_choose_before_the_others_have_heard() -> None:
-    with ExitStack() as stack:
-        ranks = Ranks(stack)
-        first = ranks.preemptions[0]
-        ranks.boards[0]._has_heard = True
-        first.ask()
-        assert not first.stops_after(7, True, 1)
-        assert not first.stops_after(8, True, 1)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(ranks: Ranks) -> None:
+    (first, other), boards = ranks
+    assert not first.stops_after(3, True, 1)
+    assert not other.stops_after(3, False, 1)
+    announce(boards)
+    assert not other.stops_after(8, False, 1)  # nothing is chosen yet
+    assert not first.stops_after(7, True, 1)
+    assert other.stops_after(8, False, 1)
+    assert first.stops_after(8, True, 1)
 
 
-def test_relaxed_ranks_stop_where_none_of_them_has_been() -> None:
-    with ExitStack() as stack:
-        ranks = Ranks(stack)
-        first, other = ranks.preemptions
-        ranks.boards[0].announce()
-        for board in ranks.boards:
-            board._thread.join(30)
-        assert not first.stops_after(3, True, 4)
-        assert not other.stops_after(9, False, 4)
-        assert not first.stops_after(4, True, 4)
-        assert not other.stops_after(11, False, 4)
-        assert other.stops_after(12, False, 4)
+def test_the_first_rank_does_not_choose_before_the_others_have_heard(ranks: Ranks) -> None:
+    (first, _), boards = ranks
+    boards[0]._has_heard = True
+    first.ask()
+    assert not first.stops_after(7, True, 1)
+    assert not first.stops_after(8, True, 1)
+
+
+def test_relaxed_ranks_stop_where_none_of_them_has_been(ranks: Ranks) -> None:
+    (first, other), boards = ranks
+    announce(boards)
+    assert not first.stops_after(3, True, 4)
+    assert not other.stops_after(9, False, 4)
+    assert not first.stops_after(4, True, 4)
+    assert not other.stops_after(11, False, 4)
+    assert other.stops_after(12, False, 4)
 
 
 def test_a_rank_whose_peers_are_lost_ends(monkeypatch: pytest.MonkeyPatch) -> None:

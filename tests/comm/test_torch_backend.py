@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import PeerLost
 from shoal.transport.shm.segment import is_built
 from tests import forked
+from tests.comm.test_frameworks import data, model, numbers, sgd, train, trained_alone
 from tests.comm.torch_ranks import forked_ranks
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="built without a compiler")
 ROOT = Path(__file__).parents[2]
-TORCH_TESTS = [
-    "test_DistributedDataParallelCPU",
-    "test_all_gather",
-    "test_all_gather_coalesced_simple",
-    "test_all_reduce_coalesced_max",
-    "test_all_reduce_product",
-    "test_all_reduce_sum_async",
-    "test_barrier_timeout_full_group",
-    "test_broadcast_full_group",
-    "test_gather",
-    "test_gather_checks",
-    "test_isend",
-    "test_monitored_barrier_gloo",
-    "test_reduce_sum",
-    "test_scatter",
-    "test_scatter_object_list",
-    "test_send_recv_any_source",
-    "test_send_recv_with_tag",
-    "test_sparse_all_reduce_sum",
-]
 
 
 def on_backend(
     folder: Path,
     body: Callable[[int], Any],
     size: int = 2,
-    ends_well: bool = True,
     hosts: str = "aaaa",
     gone: int | None = None,
 ) -> list[Any]:
@@ -70,10 +50,7 @@ def on_backend(
             timeout=timedelta(seconds=30),
         )  # fmt: skip
         found = body(rank)
-        if ends_well:
-            dist.barrier()
-        else:
-            all_answer.wait(60)
+        all_answer.wait(60)
         dist.destroy_process_group()
         return found
 
@@ -81,28 +58,17 @@ def on_backend(
     return [answer for rank, answer in enumerate(found) if rank != gone]
 
 
-def trained(wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[float]:
-    """Three steps on this rank's half of the batch; the weights of the first layer."""
-    torch.manual_seed(0)
-    model = wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        part = data if rank < 0 else data[rank * 4 : rank * 4 + 4]
-        model(part).square().mean().backward()
-        optimizer.step()
-    weight = next(iter(model.parameters())).detach()
-    return weight.flatten().tolist()  # type: ignore[no-any-return]
-
-
 def test_distributed_data_parallel_gives_the_weights_of_one_process(tmp_path: Path) -> None:
-    import torch._dynamo  # noqa: F401  # once, not in every rank
+    import torch._dynamo  # once, not in every rank
 
-    found = on_backend(tmp_path, partial(trained, nn.parallel.DistributedDataParallel))
-    alone = trained(lambda model: model, -1)
-    for weights in found:
-        assert weights == pytest.approx(alone, abs=1e-6)
+    def body(rank: int) -> list[float]:
+        net = nn.parallel.DistributedDataParallel(model())
+        half = DataLoader(data(), batch_size=4, sampler=range(4 * rank, 4 * rank + 4))
+        train(net, sgd(net), half, torch.Tensor.backward)
+        return numbers(net)
+
+    for weights in on_backend(tmp_path, body):
+        assert weights == pytest.approx(trained_alone(), abs=1e-6)
 
 
 def _error_of(call: Callable[[], Any]) -> str:
@@ -113,34 +79,25 @@ def _error_of(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("everyone", [False, True])
-def test_a_monitored_barrier_names_who_did_not_come(tmp_path: Path, everyone: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "everyone", "who"),
+    [("shoal", False, "Rank 1"), ("shoal", True, "Ranks 1, 2"), ("gloo", False, "Rank 1")],
+)
+def test_a_monitored_barrier_names_who_did_not_come(
+    tmp_path: Path, backend: str, everyone: bool, who: str
+) -> None:
+    """Groups of other backends keep torch's own."""
+
     def body(rank: int) -> str:
-        dist.monitored_barrier(timeout=timedelta(seconds=20))
-        pair = dist.new_group([0, 1])
+        pair = dist.new_group([0, 1], backend=backend)
         if rank < 2:
             dist.monitored_barrier(pair)
-        dist.barrier()
-        if rank:
-            return ""
-        short = timedelta(seconds=0.2)
-        return _error_of(lambda: dist.monitored_barrier(timeout=short, wait_all_ranks=everyone))
+        dist.monitored_barrier(timeout=timedelta(seconds=20))
+        group = None if backend == "shoal" else pair
+        return "" if rank else _error_of(lambda: dist.monitored_barrier(group, SHORT, everyone))
 
-    who = "Ranks 1, 2" if everyone else "Rank 1"
     told = on_backend(tmp_path, body, size=3)[0]
     assert f"{who} failed to pass monitoredBarrier in 200 ms" in told
-
-
-def test_monitored_barriers_of_other_backends_are_torchs_own(tmp_path: Path) -> None:
-    def body(rank: int) -> str:
-        pair = dist.new_group([0, 1], backend="gloo")
-        dist.monitored_barrier(pair, timeout=timedelta(seconds=20))
-        dist.barrier()
-        if rank:
-            return ""
-        return _error_of(lambda: dist.monitored_barrier(pair, timedelta(seconds=0.2)))
-
-    assert "Rank 1 failed to pass monitoredBarrier in 200 ms" in on_backend(tmp_path, body)[0]
 
 
 SHORT = timedelta(seconds=0.2)
@@ -185,7 +142,7 @@ def test_timeouts(tmp_path: Path, kind: str, sentence: str) -> None:
         call = _given_a_timeout(kind, rank)
         return "" if rank else _error_of(call)
 
-    assert sentence in on_backend(tmp_path, body, ends_well=False)[0]
+    assert sentence in on_backend(tmp_path, body)[0]
 
 
 def test_ranks_of_several_hosts(tmp_path: Path) -> None:
@@ -228,7 +185,7 @@ def test_a_rank_that_is_killed_ends_the_work_on_every_host(tmp_path: Path, victi
             return str(error)
         return "nothing was raised"
 
-    found = on_backend(tmp_path, body, size=4, ends_well=False, hosts="aabb", gone=victim)
+    found = on_backend(tmp_path, body, size=4, hosts="aabb", gone=victim)
     for sentence in found:
         assert " lost " in sentence and "all_reduce #21 over 2 hosts" in sentence, sentence
     assert any("killed by signal 9 (SIGKILL)" in sentence for sentence in found)
@@ -248,26 +205,12 @@ dist.destroy_process_group()
     [
         ("import sys, shoal; assert 'torch' not in sys.modules", "1"),
         ("import sys, torch, torch.distributed as dist, shoal" + USE, "0"),
-        pytest.param(
-            "import sys, shoal, torch, torch.distributed as dist" + USE,
-            "1",
-            marks=pytest.mark.whole,
-        ),
-        pytest.param(
-            "import sys, torch, torch.distributed as dist" + USE, "1", marks=pytest.mark.whole
-        ),  # without --whole: test_torch_entry_point.py
-        pytest.param(
-            "import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE,
-            "0",
-            marks=pytest.mark.whole,
-        ),
+        ("import sys, shoal; shoal.Job; import torch, torch.distributed as dist" + USE, "0"),
     ],
-    ids=["alone it loads no torch", "after torch", "before torch", "never", "torch by shoal"],
+    ids=["alone it loads no torch", "after torch", "torch by shoal"],
 )
 def test_importing_shoal_registers_it(tmp_path: Path, program: str, autoload: str) -> None:
-    """Before torch, or without being imported at all, it takes an installed Shoal."""
-    if autoload == "1" and not entry_points(group="torch.backends", name="shoal"):
-        pytest.skip("Shoal is not installed here")
+    """Before torch, or without being imported at all: test_torch_entry_point.py."""
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "store")],
         check=True,
@@ -278,18 +221,22 @@ def test_importing_shoal_registers_it(tmp_path: Path, program: str, autoload: st
 
 @pytest.mark.timeout(600)
 @pytest.mark.whole
-@pytest.mark.parametrize("backend", ["gloo", "shoal"])
-def test_part_of_pytorchs_own_suite(backend: str) -> None:
-    """As Gloo, so that its tests are not skipped; and one that looks at the backend's name."""
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        (["torch_suite"], "gloo"),  # as Gloo, so that its tests are not skipped
+        (["torch_suite", "test_ddp_logging_data_cpu"], "shoal"),  # looks at the backend's name
+        (["torch_features", "2"], "shoal"),
+        (["torch_features", "4"], "shoal"),
+    ],
+)
+def test_pytorchs_own_suite_and_every_feature_as_on_gloo(words: list[str], backend: str) -> None:
     pytest.importorskip("expecttest")
-    names = [] if os.environ.get("SHOAL_TEST_WHOLE_SUITE") else TORCH_TESTS
     done = forked.run(
-        [sys.executable, "-m", "tests.comm.torch_suite"]
-        + (names if backend == "gloo" else ["test_ddp_logging_data_cpu"]),
+        [sys.executable, "-m", f"tests.comm.{words[0]}", *words[1:]],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "BACKEND": backend},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "skipped" not in done.stderr or not names
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -87,18 +87,6 @@ def test_an_error_is_raised_by_every_wait_and_does_not_stop_the_queue() -> None:
     after.wait()
 
 
-def test_times_are_noted_when_asked_for() -> None:
-    queue = WorkQueue("queue", background=False)
-    first = queue.call(lambda: None)
-    first.wait()
-    queue.timed = True
-    second = queue.call(lambda: None)
-    assert second.times is None
-    second.wait()
-    assert first.times is None
-    assert second.times is not None and 0 < second.times[0] <= second.times[1]
-
-
 def test_what_is_not_begun_when_the_queue_closes_is_abandoned() -> None:
     queue = WorkQueue("queue", background=False)
     log: list[int] = []

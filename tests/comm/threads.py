@@ -1,36 +1,48 @@
-"""Ranks as threads for the tests of groups."""
+"""Ranks as threads: of mailboxes, of shared memory, of several hosts, and over TCP at loopback."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import torch.distributed as dist
+
+from shoal.comm.executors.hierarchical.executor import Hierarchical
+from shoal.comm.executors.shared_memory import SharedMemory
+from shoal.comm.group import Group
+from shoal.comm.network import HostNetwork, HostSpec
+from shoal.comm.select import share_memory
+from shoal.runtime.config import RunConfig
 from shoal.transport.shm.memfd import Exchange
+from shoal.transport.shm.segment import join
+from shoal.transport.tcp.connect import TcpSpec
+from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 from shoal.transport.threads import Mailboxes, ThreadTransport
 from tests.cores import one_core
 
 T = TypeVar("T")
+KEY = b"k" * 32
+SMALL_SLOTS = 4096
 
 
-class Ranks(Generic[T]):
-    """Threads that are ranks: what each has found, and what went wrong, in the order of time."""
+def on_ranks(size: int, main: Callable[[int], T]) -> list[T]:
+    """What `main(rank)` gives on a thread, by rank; the first failure, by time, is raised here."""
+    failures: list[BaseException] = []
 
-    def __init__(self) -> None:
-        self.results: dict[int, T] = {}
-        self.failures: list[BaseException] = []
+    def guarded(rank: int) -> T:
+        try:
+            return main(rank)
+        except BaseException as error:
+            failures.append(error)
+            raise
 
-    def run(self, size: int, main: Callable[[int], None]) -> list[T]:
-        """What `main` has put into the results, by rank; the first failure is raised here."""
-        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
-        with one_core():
-            for thread in threads:
-                thread.start()
-        for thread in threads:
-            thread.join()
-        if self.failures:
-            raise self.failures[0]
-        return [self.results[rank] for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool, one_core():
+        futures = [pool.submit(guarded, rank) for rank in range(size)]
+    if failures:
+        raise failures[0]
+    return [future.result() for future in futures]
 
 
 class Table:
@@ -52,15 +64,76 @@ class Table:
 
 
 def on_threads(size: int, work: Callable[[ThreadTransport], T], timeout_s: float = 20.0) -> list[T]:
-    """What `work` gives on every rank; the first failure is raised here."""
     boxes = Mailboxes(size, timeout_s)
-    ranks = Ranks[T]()
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> T:
         try:
-            ranks.results[rank] = work(ThreadTransport(boxes, rank))
-        except BaseException as error:
-            ranks.failures.append(error)
+            return work(ThreadTransport(boxes, rank))
+        except BaseException:
             boxes.break_all(rank)
+            raise
 
-    return ranks.run(size, main)
+    return on_ranks(size, main)
+
+
+def on_shm_threads(size: int, work: Callable[[Group], T], slot_bytes: int = SMALL_SLOTS) -> list[T]:
+    table = Table(size)
+
+    def main(rank: int) -> T:
+        segment = join(table.exchange(rank), rank, size, 20.0, slot_bytes)
+        assert segment is not None
+        group = Group(SharedMemory(segment))
+        try:
+            found = work(group)
+            group.barrier().wait()
+            return found
+        finally:
+            group.close()
+
+    return on_ranks(size, main)
+
+
+def memory_of(group: Group) -> SharedMemory:
+    assert isinstance(group.executor, SharedMemory)
+    return group.executor
+
+
+def on_hosts(
+    where: Sequence[str], work: Callable[[Group], T], between: str | None = None
+) -> list[T]:
+    """`where[r]` is the host of rank r, as it is said; memory and connections are real."""
+    network = HostNetwork(RunConfig(between=between))
+    store = dist.HashStore()
+    all_here = threading.Barrier(len(where))
+
+    def main(rank: int) -> T:
+        host = HostSpec(host_id=where[rank], network=network)
+        executor = share_memory(store, rank, len(where), 20.0, host)
+        assert isinstance(executor, Hierarchical)
+        group = Group(executor)
+        try:
+            return work(group)
+        finally:
+            all_here.wait()
+            group.close()
+
+    return on_ranks(len(where), main)
+
+
+def on_tcp(size: int, body: Callable[[TcpTransport], Any], **options: Any) -> list[Any]:
+    """What `body` returned or raised, by rank. A rank that raises closes its connections."""
+    table = Table(size)
+    done = threading.Barrier(size)
+
+    def main(rank: int) -> Any:
+        engine = TcpEngine(TcpSpec(rank, size, KEY, **options), table.exchange(rank))
+        try:
+            found = body(TcpTransport(engine, timeout_s=20.0))
+        except BaseException as error:
+            found = error
+            engine.close()
+        done.wait(30)
+        engine.close()
+        return found
+
+    return on_ranks(size, main)

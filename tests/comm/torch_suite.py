@@ -1,6 +1,6 @@
 """PyTorch's own tests of torch.distributed on this backend, gated as for Gloo.
 
-`python -m tests.comm.torch_suite [--gloo] [names]` runs them with 2 ranks; without names, all.
+`python -m tests.comm.torch_suite [names]` runs them with 2 ranks; without names, all.
 With BACKEND=shoal in the environment they run under the backend's own name, which skips many.
 torch asks `get_backend() == "gloo"` in many places, so the backend stands in for Gloo's class.
 """
@@ -54,9 +54,7 @@ class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):  # type: ignor
 def main() -> None:
     args = sys.argv[1:]
     torch.set_num_threads(1)
-    if args[:1] == ["--gloo"]:
-        args = args[1:]
-    elif os.environ["BACKEND"] == "shoal":
+    if os.environ["BACKEND"] == "shoal":
         shoal.register_backend()
     else:
         distributed_c10d.ProcessGroupGloo = StandIn  # type: ignore[misc, assignment]

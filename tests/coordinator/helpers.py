@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from shoal.coordinator import Answer, Conflict, Coordinator, Request
-from shoal.coordinator.client import RemoteCoordinator, open_etcd
+from shoal.coordinator.client import RemoteCoordinator, open_coordinator, open_etcd
 from shoal.coordinator.log import StoreLog
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
+from shoal.launch.here.coordinator import RunCoordinator, coordinated
+from shoal.launch.here.process_config import Replication
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.runtime.secret import new_secret
@@ -36,17 +36,10 @@ def run_dir() -> Iterator[RunDir]:
 
 
 @contextmanager
-def local() -> Iterator[Connect]:
-    coordinator = LocalCoordinator()
-    yield lambda: coordinator
-    coordinator.close()
-
-
-@contextmanager
-def service(log: StoreLog | None = None, tcp: bool = False) -> Iterator[CoordinatorService]:
+def service(tcp: bool = False) -> Iterator[CoordinatorService]:
     """In this process, at a socket."""
     with run_dir() as folder:
-        log = log or StoreLog(folder.coordinator_log)
+        log = StoreLog(folder.coordinator_log)
         core = Core(log.store, log)
         address = "tcp:127.0.0.1:0" if tcp else folder.coordinator
         with CoordinatorService(core, SECRET, [address]) as found:
@@ -75,63 +68,36 @@ def etcd_run(hosts: str, call_s: float = PATIENCE_S) -> Iterator[Connect]:
             assert last.list("").entries == {}
 
 
+class Said(list[str]):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
 @dataclass
-class CoordinatorProcess:
-    """`python -m shoal.coordinator.main`, which may be killed and started again."""
+class Embedded:
+    """A coordinator in a process of its own, which is started again whenever it dies."""
 
     run_dir: RunDir
-    failpoints: tuple[str, ...] = ()
-    process: subprocess.Popen[bytes] | None = None
-    limits: Callable[[], None] | None = None
-    clients: list[RemoteCoordinator] = field(default_factory=list)
+    process: RunCoordinator
+    client: Coordinator
+    said: Said = field(default_factory=Said)
 
-    def start(self, failpoints: Sequence[str] = ()) -> None:
-        config = replace(
-            RunConfig.from_environment(), run_dir=self.run_dir, failpoints=tuple(failpoints)
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.coordinator.main"],
-            env=config.to_environment(),
-            preexec_fn=self.limits,
-        )
-
-    def client(self, call_s: float = PATIENCE_S) -> RemoteCoordinator:
-        found = RemoteCoordinator(self.run_dir.coordinator, SECRET, call_s=call_s)
-        self.clients.append(found)
-        return found
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.wait()
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self) -> int:
-        assert self.process is not None
-        return self.process.wait(PATIENCE_S)
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+    def signal(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, number)
 
 
 @contextmanager
-def process() -> Iterator[CoordinatorProcess]:
+def embedded(*failpoints: str) -> Iterator[Embedded]:
+    """The launcher's; its first process has these failpoints."""
+    said = Said()
     with run_dir() as folder:
-        found = CoordinatorProcess(folder)
-        try:
-            yield found
-        finally:
-            found.close()
+        config = replace(RunConfig.from_environment({**os.environ}), failpoints=failpoints)
+        with coordinated(Replication(2), 2, config, folder, said) as process:
+            process.watch()
+            with open_coordinator(
+                replace(process.config, run_dir=folder), "a test", 20.0
+            ) as client:
+                yield Embedded(folder, process, client, said)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

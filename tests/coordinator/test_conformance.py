@@ -1,4 +1,4 @@
-"""One suite for all coordinators: in this process, at a socket, an etcd cluster."""
+"""One suite for both coordinators: at a socket, and an etcd cluster."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from shoal.coordinator import (
 )
 from shoal.errors import BadInput
 from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster
-from tests.coordinator.helpers import Connect, count, etcd_run, incremented, local, served, until
+from tests.coordinator.helpers import Connect, count, etcd_run, incremented, served, until
 
-KINDS = {"local": local, "service": served}
 ETCD = pytest.param("etcd", marks=[pytest.mark.whole, NEEDS_ETCD])
 Opened = AbstractContextManager[Connect]
 TTL_S = 60.0
 
 
-@pytest.fixture(scope="module", params=[*KINDS, ETCD])
+@pytest.fixture(scope="module", params=["service", ETCD])
 def kind(request: pytest.FixtureRequest) -> Iterator[Callable[[], Opened]]:
     """What makes coordinators of one kind; an etcd cluster serves all tests."""
     if request.param != "etcd":
-        yield KINDS[request.param]
+        yield served
         return
     with etcd_cluster() as cluster:
         cluster.leader()
@@ -107,16 +106,16 @@ def test_versions_grow_also_after_a_deletion(coordinator: Coordinator) -> None:
 
 
 def test_one_of_many_that_race_wins_each_version(connect: Connect) -> None:
-    """Threads increment a number by compare-and-set: none is lost, none counted twice."""
-    threads = 4
-    each = 10
+    """Threads increment a number by compare-and-set: none is lost, none counted twice.
 
-    coordinators = [connect() for _ in range(threads)]
-    with ThreadPoolExecutor(threads) as pool:
-        done = [lambda made, each=each: len(made) == each] * threads
-        versions = [v for made in pool.map(incremented, coordinators, done) for v in made]
-    assert count(coordinators[0]) == threads * each
-    assert len(set(versions)) == threads * each
+    Two of them share a coordinator.
+    """
+    shared = connect()
+    with ThreadPoolExecutor(4) as pool:
+        done = [lambda made: len(made) == 10] * 4
+        made = list(pool.map(incremented, [shared, shared, connect(), connect()], done))
+    assert count(shared) == 40
+    assert len({version for versions in made for version in versions}) == 40
 
 
 def bound_to_a_short_lease(coordinator: Coordinator) -> tuple[Lease, Versioned]:
@@ -142,18 +141,10 @@ def test_an_ended_lease_takes_its_keys_with_it(coordinator: Coordinator) -> None
         coordinator.keep_alive(lease.id)
     with pytest.raises(LeaseLost):
         coordinator.put_if("alive/1", b"a", 0, lease.id)
+    assert 0 < coordinator.keep_alive(other.id) <= TTL_S
     coordinator.revoke(other.id)
     assert set(coordinator.list("").entries) == {"chain/0"}
     coordinator.revoke(other.id)
-
-
-def test_a_lease_that_is_kept_alive_does_not_end(coordinator: Coordinator) -> None:
-    lease = coordinator.grant(TTL_S, "server 1")
-    coordinator.put_if("alive/1", b"a", 0, lease.id)
-    left_s = coordinator.keep_alive(lease.id)
-    assert 0 < left_s <= lease.ttl_s
-    assert set(coordinator.live("alive/")) == {"alive/1"}
-    coordinator.revoke(lease.id)
 
 
 def test_a_key_is_bound_to_the_lease_of_its_latest_value(coordinator: Coordinator) -> None:
@@ -170,13 +161,6 @@ def test_a_key_is_bound_to_the_lease_of_its_latest_value(coordinator: Coordinato
     coordinator.revoke(second.id)
     found = coordinator.get("a")
     assert found is not None and found.value == b"3"
-
-
-def test_a_lease_that_never_was_is_lost(coordinator: Coordinator) -> None:
-    with pytest.raises(LeaseLost):
-        coordinator.keep_alive(123456789)
-    with pytest.raises(LeaseLost):
-        coordinator.put_if("a", b"", 0, 123456789)
 
 
 def test_a_name_is_a_folder_or_one_key(coordinator: Coordinator) -> None:
@@ -229,15 +213,11 @@ def test_a_watch_from_before_what_is_kept_is_compacted(coordinator: Coordinator)
     start = coordinator.list("").revision
     for number in range(70):
         entry = coordinator.put_if("big", bytes([number]) * MAX_VALUE_BYTES, entry.version)
-    if isinstance(start, int) and not _keeps_all(coordinator):
+    if type(coordinator).__name__ != "EtcdCoordinator":  # which keeps all
         with pytest.raises(Compacted):
             coordinator.watch("big", start, 0.0)
     seen = coordinator.watch("big", entry.version - 1, 0.0)
     assert [change.revision for change in seen.changes] == [entry.version]
-
-
-def _keeps_all(coordinator: Coordinator) -> bool:
-    return type(coordinator).__name__ == "EtcdCoordinator"
 
 
 def test_a_watch_does_not_delay_other_calls(connect: Connect) -> None:
@@ -269,13 +249,3 @@ def test_what_no_coordinator_takes_is_refused(coordinator: Coordinator, call: ob
     with pytest.raises(BadInput, match="a coordinator does not take"):
         call(coordinator)
     assert coordinator.list("").entries == {}
-
-
-def test_threads_may_share_one(coordinator: Coordinator) -> None:
-    def put(number: int) -> int:
-        return coordinator.put_if(f"key/{number}", b"%d" % number, 0).version
-
-    with ThreadPoolExecutor(4) as pool:
-        versions = list(pool.map(put, range(16)))
-    assert len(set(versions)) == 16
-    assert len(coordinator.list("key/").entries) == 16

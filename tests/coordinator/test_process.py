@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import resource
+import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from shoal.coordinator import Conflict, Unavailable
+from shoal.coordinator import Alive, Conflict, Unavailable
 from shoal.coordinator.client import RemoteCoordinator, open_coordinator
 from shoal.coordinator.service import CoordinatorService, Core
 from shoal.coordinator.store import Store
 from shoal.errors import BadInput
+from shoal.launch.here.coordinator import MAX_RESTARTS, coordinated
+from shoal.launch.here.process_config import Replication
 from shoal.runtime.config import RunConfig, TlsConfig
+from tests.coordinator.etcd_cluster import NEEDS_ETCD, etcd_cluster
 from tests.coordinator.helpers import (
     SECRET,
-    CoordinatorProcess,
+    Said,
     assert_changed_once,
     changed,
     count,
+    embedded,
     incremented,
-    process,
+    run_dir,
     service,
     until,
 )
@@ -42,15 +48,25 @@ COMPACT = [
 ]
 
 
-def restarting(found: CoordinatorProcess, ending: threading.Event) -> int:
-    """Start it again whenever it dies; how often that was."""
-    restarts = 0
-    while not ending.is_set():
-        if found.process is not None and found.process.poll() is not None:
-            found.start()
-            restarts += 1
-        ending.wait(0.01)
-    return restarts
+def test_it_starts_without_torch() -> None:
+    hidden = "import sys; sys.modules['torch'] = None\n"
+    program = "import shoal.coordinator.main, shoal.coordinator.client"
+    subprocess.run([sys.executable, "-c", hidden + program], check=True)
+
+
+def test_it_is_started_again_from_its_log_and_ends_with_the_block() -> None:
+    with embedded() as found:
+        written = found.client.put_if("chain/0", b"1", 0)
+        first = found.process.pid
+        found.signal()
+        assert found.client.get("chain/0") == written
+        assert found.client.put_if("chain/0", b"2", written.version).version > written.version
+        second = found.process.pid
+    assert second != first
+    assert found.said == ["the coordinator was killed (SIGKILL): started again (1 of 5)"]
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.whole
@@ -63,47 +79,35 @@ def test_killed_while_it_writes_it_loses_nothing_and_counts_nothing_twice(
     if name.startswith("log.compact"):
         passage += 1  # the first one makes the file
     each = 30
-    with process() as found:
-        found.start([f"{name}:kill@{passage}"])
-        ending = threading.Event()
-        with ThreadPoolExecutor(3) as pool:
-            restarts = pool.submit(restarting, found, ending)
-            try:
-                clients = [found.client() for _ in range(2)]
-                made = [
-                    pool.submit(incremented, c, lambda v: len(v) == each, bytes(60_000))
-                    for c in clients
-                ]
-                versions = [version for several in made for version in several.result()]
-            finally:
-                ending.set()
-        assert restarts.result() == 1
+    with embedded(f"{name}:kill@{passage}") as found, ThreadPoolExecutor(2) as pool:
+        with RemoteCoordinator(found.run_dir.coordinator, SECRET, call_s=20.0) as other:
+            made = [
+                pool.submit(incremented, client, lambda v: len(v) == each, bytes(60_000))
+                for client in (found.client, other)
+            ]
+            versions = [version for several in made for version in several.result()]
+        assert len(found.said) == 1
         assert len(set(versions)) == 2 * each
-        assert count(clients[0]) == 2 * each
-        found.kill()
-        found.start()
-        assert count(clients[1]) == 2 * each
+        assert count(found.client) == 2 * each
+        found.signal()
+        assert count(found.client) == 2 * each
 
 
 @pytest.mark.whole
-def test_a_fresh_coordinator_that_is_killed_while_it_makes_its_log_starts_again() -> None:
-    for name in COMPACT:
-        with process() as found:
-            found.start([f"{name}:kill"])
-            assert found.wait() == -signal.SIGKILL
-            found.start()
-            assert found.client().put_if("a", b"", 0).version == 1
+@pytest.mark.parametrize("name", COMPACT)
+def test_a_fresh_coordinator_that_is_killed_while_it_makes_its_log_starts_again(name: str) -> None:
+    with embedded(f"{name}:kill") as found:
+        assert found.client.put_if("a", b"", 0).version == 1
+        assert len(found.said) == 1
 
 
 @pytest.mark.whole
 def test_leases_have_their_whole_time_after_a_restart() -> None:
-    with process() as found:
-        found.start()
-        client = found.client()
+    with embedded() as found:
+        client = found.client
         lease = client.grant(60.0, "server 1")
         bound = client.put_if("alive/1", b"address", 0, lease.id)
-        found.kill()
-        found.start()
+        found.signal()
         assert client.live("alive/") == {"alive/1": bound}
         assert client.keep_alive(lease.id) > 50.0
         assert client.grant(60.0, "server 2").id > lease.id
@@ -112,63 +116,108 @@ def test_leases_have_their_whole_time_after_a_restart() -> None:
 
 @pytest.mark.whole
 def test_a_coordinator_that_was_stopped_ends_no_lease_for_it() -> None:
-    with process() as found:
-        found.start()
-        client = found.client()
-        lease = client.grant(1.0, "server 1")
-        client.put_if("alive/1", b"address", 0, lease.id)
+    with embedded() as found:
+        lease = found.client.grant(1.0, "server 1")
+        found.client.put_if("alive/1", b"address", 0, lease.id)
         found.signal(signal.SIGSTOP)
-        impatient = found.client(call_s=1.5)
-        impatient._start_s = 0.0
-        with pytest.raises(
-            Unavailable,
-            match=r"this process: the coord.*not answered List alive/1",
+        said = r"this process: the coord.*not answered List alive/1"
+        with (
+            RemoteCoordinator(found.run_dir.coordinator, SECRET, call_s=1.5, start_s=0.0) as client,
+            pytest.raises(Unavailable, match=said),
         ):
-            impatient.get("alive/1")
+            client.get("alive/1")
         found.signal(signal.SIGCONT)
-        assert client.keep_alive(lease.id) > 0
-
-
-def limited_files(limit_bytes: int) -> Callable[[], None]:
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
-
-    return limit
+        assert found.client.keep_alive(lease.id) > 0
 
 
 @pytest.mark.whole
-def test_a_full_disk_refuses_changes_until_there_is_room() -> None:
-    with process() as found:
-        found.limits = limited_files(100_000)
-        found.start()
-        client = found.client()
-        first = client.put_if("a", bytes(60_000), 0)
-        for _ in range(3):
-            with pytest.raises(Unavailable, match=r"could not write its log .*nothing was changed"):
-                client.put_if("a", bytes(50_000), first.version)
-            assert client.get("a") == first
-        small = client.put_if("b", b"small", 0)
-        limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        resource.prlimit(found.pid, resource.RLIMIT_FSIZE, limit)
-        second = client.put_if("a", bytes(50_000), first.version)
-        assert second.version > small.version
-        found.limits = None
-        found.kill()
-        found.start()
-        assert (client.get("a"), client.get("b")) == (second, small)
+def test_a_stopped_coordinator_ends_with_the_block_and_leaves_no_socket() -> None:
+    with embedded() as found:
+        found.client.get("a")
+        found.client.close()
+        found.signal(signal.SIGSTOP)
+        found.process.close()
+        assert not (found.run_dir.path / "coordinator.sock").exists()
+    assert not [t for t in threading.enumerate() if t.name == "shoal-coordinator"]
 
 
 @pytest.mark.whole
-def test_it_ends_with_its_launcher_and_leaves_no_socket() -> None:
-    with process() as found:
-        found.start()
-        client = found.client()
-        client.get("a")
+def test_it_is_started_again_a_few_times_only() -> None:
+    with embedded() as found:
+        for number in range(MAX_RESTARTS + 1):
+            found.client.get("a")
+            found.signal()
+            until(lambda count=number: len(found.said) > count, "a line about it")  # type: ignore[misc]
+    assert found.said[-1].endswith("no server that is lost can be replaced now")
+    assert len(found.said) == MAX_RESTARTS + 1
+
+
+@pytest.mark.whole
+def test_what_it_writes_is_said_before_it_is_given_up() -> None:
+    with embedded() as found:
+        found.client.put_if("a", bytes(1000), 0)
+        log = found.run_dir.coordinator_log
+        data = bytearray(log.read_bytes())
+        data[40] ^= 1  # of the image at its begin
+        log.write_bytes(data)
+        found.signal()
+        said = found.said
+        until(lambda: bool(said) and "no server that is lost" in said[-1], "the last line")
+    assert "damaged" in said[1] and said[1].startswith("coordinator: shoal: the coordinator's log")
+
+
+@pytest.mark.whole
+def test_a_server_that_has_exited_is_forgotten_before_its_lease_ends() -> None:
+    with embedded() as found:
+        lease = found.client.grant(60.0, "server 1")
+        value = msgspec.msgpack.encode(Alive(1, "", 77))
+        written = found.client.put_if("alive/1", value, 0, lease.id)
+        found.process.server_exited(1, 77)
+        assert found.client.watch("alive/1", written.version, 20.0).changes[0].value is None
+        found.signal(signal.SIGSTOP)
+        found.process.server_exited(1, 77)  # its thread ends with the block
+
+
+# ---------------------------------------------------------------------- of the user
+
+
+def test_a_coordinator_of_the_user_is_used_as_it_is() -> None:
+    with run_dir() as folder:
+        config = replace(RunConfig(), coordinator="tcp:127.0.0.1:4000")
+        with coordinated(Replication(2), 2, config, folder, Said()) as coordinator:
+            coordinator.watch()
+            assert coordinator.config == config
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("etcd://10.0.0.1", r"etcd at 10\.0\.0\.1:2379 in the clear: use etcds"),
+        pytest.param(
+            "etcd://127.0.0.1:1",
+            r"the launcher: etcd at 127\.0\.0\.1:1 has not answered",
+            marks=pytest.mark.whole,
+        ),
+    ],
+)
+def test_an_etcd_that_is_not_trusted_or_does_not_answer_is_bad_input(
+    address: str, said: str
+) -> None:
+    config = replace(RunConfig(), coordinator=address)
+    with run_dir() as folder, pytest.raises(BadInput, match=said):
+        coordinated(Replication(2), 2, config, folder, Said()).__enter__()
+
+
+@pytest.mark.whole
+@NEEDS_ETCD
+def test_no_key_of_the_run_is_left_in_etcd() -> None:
+    with run_dir() as folder, etcd_cluster() as cluster:
+        config = replace(RunConfig(), coordinator=f"etcd://{cluster.hosts}")
+        with coordinated(Replication(2), 2, config, folder, Said()) as coordinator:
+            client = open_coordinator(replace(coordinator.config, run_dir=folder))
+            client.put_if("chain/0", b"1", 0)
+        assert client.list("").entries == {}
         client.close()
-        found.signal(signal.SIGTERM)
-        assert found.wait() == 0
-        until(lambda: not (found.run_dir.path / "coordinator.sock").exists(), "the end")
 
 
 @pytest.mark.whole
@@ -202,17 +251,6 @@ def test_a_client_that_is_closed_ends_the_waits_of_other_threads() -> None:
                 waiting.result()
         with pytest.raises(Unavailable, match="closed"):
             client.get("a")
-
-
-def test_a_coordinator_that_is_closed_ends_watches() -> None:
-    with service() as found:
-        client = RemoteCoordinator(found.addresses[0], SECRET, call_s=0.2)
-        client.get("a")
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(client.watch, "a", 0, 1.0)
-            found.close()
-            waiting.exception()
-        client.close()
 
 
 @pytest.mark.whole

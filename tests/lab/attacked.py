@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from shoal.comm.store.link import StoreLink
-from shoal.comm.store.session import BadFrame, StoreRequest
+from shoal.comm.store.session import BadFrame, StoreLink, StoreRequest
 from shoal.errors import ShoalError
 from shoal.lab.lab import Lab
 from shoal.lab.namespaces import Namespace

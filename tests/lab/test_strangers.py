@@ -18,10 +18,9 @@ from shoal.lab.lab import build_lab, remove_lab
 from shoal.transport.tcp.connect import Exchange, TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 from tests.cluster import pieces_of
-from tests.comm.threads import Table
+from tests.comm.threads import KEY, Table
 from tests.lab.attacked import ATTACKS, AttackedLab, Stranger
 from tests.namespaces import why_not
-from tests.transport.tcp import KEY
 from tests.transport.test_tcp_strangers import swap
 
 pytestmark = [

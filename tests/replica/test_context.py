@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.counting import SentBytes
+from shoal.comm.call import SentBytes
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Size, next_token_loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.counting import SentBytes
+from shoal.comm.call import SentBytes
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput

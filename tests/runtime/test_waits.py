@@ -16,7 +16,7 @@ from shoal.comm.group import Group
 from shoal.runtime.config import WaitConfig
 from shoal.runtime.waits import LongWait, Watcher, add_source, process_in_words, waiting
 from shoal.transport.shm.segment import is_built
-from tests.comm.shm import on_shm_threads
+from tests.comm.threads import on_shm_threads
 
 AT_ONCE = WaitConfig(notice_s=1e-9, repeat_s=1e-9)
 ONCE = WaitConfig(notice_s=1e-9, repeat_s=1e6)

@@ -1,17 +1,20 @@
-"""The rendezvous of ranks that share memory: all attach, or none does."""
+"""Memory that ranks share: all attach, or none does. Its pages are read without waiting."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import numpy as np
 import pytest
 
-from shoal.transport.shm import memfd
+from shoal.transport.shm import memfd, versioned_pages
 from shoal.transport.shm.memfd import Offer
 from shoal.transport.shm.rank_memory import FREE_MARK, RankMemory
-from tests.comm.threads import Table
+from shoal.transport.shm.versioned_pages import VersionedPages, page_bytes
+from tests.comm.threads import Table, on_ranks
 from tests.descriptors import memory_descriptors
 
 NUM_BYTES = 4096
@@ -27,8 +30,7 @@ def meet(size: int, attach: Callable[[int, list[Offer]], int]) -> list[int | Non
             table.exchange(rank), fd, lambda offers: attach(rank, offers), os.close, 7
         )
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(main, range(size)))
+    return on_ranks(size, main)
 
 
 def test_all_ranks_open_the_same_memory() -> None:
@@ -118,8 +120,7 @@ def test_ranks_write_one_buffer_and_see_who_has_finished() -> None:
             buffer.close()
         return body, steps, *ended
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(main, range(2))) == [(b"AB", [10, 11], True, False)] * 2
+    assert on_ranks(2, main) == [(b"AB", [10, 11], True, False)] * 2
 
 
 def test_ranks_that_want_another_size_of_buffer_all_get_none() -> None:
@@ -129,6 +130,100 @@ def test_ranks_that_want_another_size_of_buffer_all_get_none() -> None:
     def main(rank: int) -> RankMemory | None:
         return RankMemory.join(table.exchange(rank), rank, 2, 16 + 64 * rank)
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(main, range(2))) == [None, None]
+    assert on_ranks(2, main) == [None, None]
     assert memory_descriptors() == before
+
+
+# ------------------------------------------------------------------ versioned pages
+
+
+T = TypeVar("T")
+
+
+def on_pages(size: int, num_bytes: int, work: Callable[[VersionedPages, RankMemory], T]) -> list[T]:
+    table = Table(size)
+
+    def main(rank: int) -> T:
+        ranks = RankMemory.join(table.exchange(rank), rank, size, size * page_bytes(num_bytes))
+        assert ranks is not None
+        try:
+            return work(VersionedPages(ranks, num_bytes), ranks)
+        finally:
+            ranks.close()
+
+    return on_ranks(size, main)
+
+
+def page(value: int, num_bytes: int = 100) -> np.ndarray:
+    return np.full(num_bytes, value, dtype=np.uint8)
+
+
+def test_the_latest_version_is_read_and_only_once() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    def work(pages: VersionedPages, ranks: RankMemory) -> list[tuple[int | None, int]]:
+        into = page(0)
+        seen = []
+        if ranks.rank == 0:
+            seen.append((pages.read(1, into), int(into[0])))
+        barrier.wait()
+        if ranks.rank == 1:
+            pages.write(page(7))
+            pages.write(page(8))
+        barrier.wait()
+        if ranks.rank == 0:
+            version = pages.read(1, into)
+            seen.append((version, int(into[0])))
+            seen.append((pages.read(1, into, newer_than=2), int(into[0])))
+        return seen
+
+    assert on_pages(2, 100, work)[0] == [(None, 0), (2, 8), (None, 8)]
+
+
+def test_a_page_is_never_read_half_written() -> None:
+    """Each version is one value all over; a reader that overlaps two would see both."""
+    done = threading.Event()
+
+    def work(pages: VersionedPages, ranks: RankMemory) -> int:
+        if ranks.rank == 0:
+            for value in range(300):
+                pages.write(page(value % 256, 1 << 16))
+            done.set()
+            return 0
+        into = page(0, 1 << 16)
+        reads = 0
+        seen = 0
+        while not done.is_set() or seen < pages.version(0):
+            version = pages.read(0, into, seen)
+            if version is not None:
+                assert into.min() == into.max() == (version - 1) % 256
+                reads = reads + 1
+                seen = version
+        return reads
+
+    assert on_pages(2, 1 << 16, work)[1] > 0
+
+
+def test_a_reader_that_is_overtaken_gives_up() -> None:
+    def work(pages: VersionedPages, ranks: RankMemory) -> int | None:
+        pages.write(page(1))
+        pages._marks[0, versioned_pages._BEGUN] = 3  # the writer is in the slot of version 1 again
+        return pages.read(0, page(0))
+
+    assert on_pages(1, 100, work) == [None]
+
+
+def test_a_closed_page_stays_readable() -> None:
+    closed = threading.Barrier(2, timeout=60)
+
+    def work(pages: VersionedPages, ranks: RankMemory) -> int:
+        pages.write(page(ranks.rank + 1))
+        if ranks.rank == 0:
+            ranks.close()
+        closed.wait()
+        into = page(0)
+        pages.read(0, into)
+        assert ranks.has_closed(0) and not ranks.has_died(0)
+        return int(into[0])
+
+    assert on_pages(2, 100, work) == [1, 1]

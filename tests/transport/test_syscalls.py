@@ -8,7 +8,8 @@ import platform
 import re
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,60 @@ import shoal
 from shoal.transport.shm import memfd
 from shoal.transport.shm.process_exit import (
     close_pidfds,
+    describe_status,
     exit_status,
     has_ended,
     open_pidfds,
 )
 from shoal.transport.shm.segment import is_built, join
 
+KERNEL = tuple(int(word) for word in os.uname().release.split("-")[0].split(".")[:2])
+WAYS = [
+    (lambda: os._exit(0), 0, "exit status 0"),
+    (lambda: os._exit(3), 3, "exit status 3"),
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), -9, "killed by signal 9 (SIGKILL)"),
+    (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 1), -35, "killed by signal 35"),
+]
 CALLS = [(os, "memfd_create"), (os, "pidfd_open"), (signal, "pidfd_send_signal")]
+
+
+@contextmanager
+def process(body: Callable[[], object]) -> Iterator[int]:
+    """A child that runs `body`. It is killed at the end, and waited for."""
+    pid = os.fork()
+    if pid == 0:
+        body()
+        os._exit(99)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(("way", "status", "sentence"), WAYS)
+@pytest.mark.parametrize("reaped", [False, True])
+def test_how_a_process_ended(
+    way: Callable[[], object], status: int, sentence: str, reaped: bool
+) -> None:
+    if reaped and KERNEL < (6, 15):
+        pytest.skip("before Linux 6.15 it is lost once the parent has waited")
+    with process(way) as pid:
+        (pidfd,) = open_pidfds([pid])
+        if reaped:
+            os.waitpid(pid, 0)
+        assert exit_status(pidfd) == status
+        close_pidfds([pidfd])
+    assert describe_status(status) == sentence
+
+
+def test_a_process_that_runs_or_cannot_be_held_has_no_exit_status() -> None:
+    with process(signal.pause) as pid:
+        (pidfd,) = open_pidfds([pid])
+        assert exit_status(pidfd, patience_s=0.05) is None
+        close_pidfds([pidfd])
+    assert describe_status(exit_status(-1)) == "exit status unknown"
 
 
 @pytest.fixture
@@ -43,13 +91,10 @@ def test_memory_is_shared_by_a_python_without_the_calls(older_python: None) -> N
 
 
 def test_the_end_of_a_process_is_seen_by_a_python_without_the_calls(older_python: None) -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(3)
-    (pidfd,) = open_pidfds([pid])
-    assert exit_status(pidfd) == 3
-    os.waitpid(pid, 0)
-    close_pidfds([pidfd])
+    with process(lambda: os._exit(3)) as pid:
+        (pidfd,) = open_pidfds([pid])
+        assert exit_status(pidfd) == 3
+        close_pidfds([pidfd])
     with pytest.raises(ProcessLookupError):
         open_pidfds([pid])
 
@@ -79,15 +124,10 @@ def many_files() -> Iterator[None]:
 
 
 def test_the_end_of_a_process_is_seen_above_1023_descriptors(many_files: None) -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    (low,) = open_pidfds([pid])
-    pidfd = fcntl.fcntl(low, fcntl.F_DUPFD, 1100)
-    try:
+    with process(lambda: os._exit(0)) as pid:
+        (low,) = open_pidfds([pid])
+        pidfd = fcntl.fcntl(low, fcntl.F_DUPFD, 1100)
         assert pidfd >= 1100 and has_ended(pidfd, 10.0)
-    finally:
-        os.waitpid(pid, 0)
         close_pidfds([low, pidfd])
 
 
@@ -109,15 +149,11 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGALRM, former)
 
 
-@pytest.mark.skipif(not is_built(), reason="built without a compiler")
 def test_signals_do_not_hinder_ranks_that_share_memory(signals: None) -> None:
-    for _ in range(3):  # 64 MB: the calls take longer than the time between signals
-        segment = join(lambda message: [message], 0, 1, slot_bytes=16 << 20)
-        assert segment is not None
-        segment.close()
-
-
-def test_signals_do_not_hinder_memory_without_a_native_part(signals: None) -> None:
     fd = memfd.make("test", 64 << 20)
     assert memfd.is_sealed(fd, 64 << 20)
     os.close(fd)
+    for _ in range(3 * is_built()):  # 64 MB: the calls take longer than the time between signals
+        segment = join(lambda message: [message], 0, 1, slot_bytes=16 << 20)
+        assert segment is not None
+        segment.close()

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shoal.comm.executors.scheduled import Scheduled
+from shoal.comm.group import Group
+from shoal.comm.select import exchange_over
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor
 from shoal.runtime.config import TlsConfig
-from shoal.transport.tcp.connect import Exchange, Stranger, StreamName, TcpSpec, accept, prove
+from shoal.runtime.secret import Stranger
+from shoal.schedules.collectives.cost import Link
+from shoal.transport.tcp.connect import Exchange, StreamName, TcpSpec, accept, prove
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport, is_built
-from tests.comm.threads import Ranks, Table
+from tests.comm.threads import KEY, Table, on_ranks, on_tcp
+from tests.comm.torch_ranks import forked_ranks
 from tests.server.test_tls import certificate, needs_openssl
-from tests.transport.tcp import KEY, on_tcp
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native part is not built")
 
@@ -41,33 +50,36 @@ def swap(transport: TcpTransport) -> float:
 
 def assert_swapped(first: Exchange, second: Exchange, strangers: list[socket.socket]) -> None:
     """Two ranks that meet in these ways exchange numbers, whatever the strangers do."""
-    ranks = Ranks[float]()
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> float:
         engine = TcpEngine(TcpSpec(rank, 2, KEY), second if rank else first)
-        ranks.results[rank] = swap(TcpTransport(engine))
-        engine.close()
+        with closing(engine):
+            return swap(TcpTransport(engine))
 
-    assert ranks.run(2, main) == [4.0, 2.0]
+    assert on_ranks(2, main) == [4.0, 2.0]
     for sock in strangers:
         sock.close()
+
+
+def with_strangers(meet: Exchange, strangers: list[socket.socket], *said: bytes) -> Exchange:
+    """A rank at whose address strangers say this before others know it."""
+
+    def exchange(address: bytes) -> list[bytes]:
+        host, port = address.decode().split()[:2]
+        for words in said:
+            strangers.append(socket.create_connection((host, int(port))))
+            strangers[-1].sendall(words)
+        return meet(address)
+
+    return exchange
 
 
 def test_strangers_that_say_nothing_or_nonsense_hold_up_no_rank() -> None:
     meeting = Table(2)
     strangers: list[socket.socket] = []
-
-    def exchange(rank: int) -> Exchange:
-        def with_strangers(address: bytes) -> list[bytes]:
-            host, port = address.decode().split()[:2]
-            for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, b"\0" * 4096):
-                strangers.append(socket.create_connection((host, int(port))))
-                strangers[-1].sendall(said)
-            return meeting.exchange(rank)(address)
-
-        return with_strangers
-
-    assert_swapped(exchange(0), exchange(1), strangers)
+    said = (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, b"\0" * 4096)
+    ranks = [with_strangers(meeting.exchange(rank), strangers, *said) for rank in range(2)]
+    assert_swapped(*ranks, strangers)
 
 
 def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
@@ -77,14 +89,8 @@ def test_strangers_in_all_places_for_handshakes_do_not_keep_a_rank_out(
     monkeypatch.setattr("shoal.transport.tcp.connect._HANDSHAKE_GRACE_S", 0.02)
     meeting = Table(2)
     strangers: list[socket.socket] = []
-
-    def exchange(address: bytes) -> list[bytes]:
-        host, port = address.decode().split()[:2]
-        for _ in range(20):
-            strangers.append(socket.create_connection((host, int(port))))
-        return meeting.exchange(0)(address)
-
-    assert_swapped(exchange, meeting.exchange(1), strangers)
+    first = with_strangers(meeting.exchange(0), strangers, *[b""] * 20)
+    assert_swapped(first, meeting.exchange(1), strangers)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
@@ -111,14 +117,13 @@ def test_ranks_connect_when_accepting_has_failed(
 def refusals_of(*specs: TcpSpec) -> dict[int, ShoalError]:
     """What each of two ranks raises that cannot connect."""
     meeting = Table(2)
-    ranks = Ranks[ShoalError]()
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> ShoalError:
         with pytest.raises(ShoalError) as raised:
             TcpEngine(specs[rank], meeting.exchange(rank))
-        ranks.results[rank] = raised.value
+        return raised.value
 
-    return dict(enumerate(ranks.run(2, main)))
+    return dict(enumerate(on_ranks(2, main)))
 
 
 def test_a_rank_with_another_key_does_not_get_in() -> None:
@@ -219,3 +224,57 @@ def test_files_of_tls_that_do_not_serve_end_all_ranks_with_one_sentence(
         assert re.match(f"rank {rank}: {said}", str(error)), error
         assert "`shoal keys tls`" in str(error)
     assert len(raised) == 2
+
+
+# ------------------------------------------------------------------ killed or stopped peers
+
+
+LARGE = 4_000_000
+
+
+def receive(transport: TcpTransport) -> None:
+    transport.recv(torch.zeros(LARGE), 1, 5).wait()
+
+
+def send(transport: TcpTransport) -> None:
+    transport.send(torch.zeros(LARGE), 1, 5).wait()
+
+
+def all_reduce(transport: TcpTransport) -> None:
+    Group(Scheduled(transport, {"all_reduce": "ring"}, Link())).all_reduce(
+        torch.zeros(LARGE)
+    ).wait()
+
+
+OPERATIONS = [
+    (receive, "recv from 1, tag 5"),
+    (send, "send to 1, tag 5"),
+    (all_reduce, "all_reduce"),
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "doing"), OPERATIONS, ids=lambda o: getattr(o, "__name__", "")
+)
+def test_a_killed_or_stopped_peer_is_named_with_the_operation_and_the_timeout(
+    operation: Callable[[TcpTransport], None], doing: str, tmp_path: Path
+) -> None:
+    def main(rank: int) -> str:
+        exchange = exchange_over(dist.FileStore(f"{tmp_path}/store", 2), rank, 2)
+        transport = TcpTransport(TcpEngine(TcpSpec(rank, 2, KEY), exchange), timeout_s=20.0)
+        pid = torch.tensor([os.getpid()])
+        if rank:
+            transport.send(pid, 0, 1).wait()
+            signal.pause()
+        transport.recv(pid, 1, 1).wait()
+        os.kill(int(pid), signal.SIGSTOP)
+        transport.timeout_s = 0.3
+        with pytest.raises(PeerLost, match=rf"rank 0 lost rank 1 after 0.3 s in {doing}"):
+            operation(transport)
+        transport.timeout_s = 20.0
+        os.kill(int(pid), signal.SIGKILL)
+        with pytest.raises(PeerLost, match=rf"rank 0 lost rank 1 in {doing}"):
+            operation(transport)
+        return "both were told"
+
+    assert forked_ranks(main, 2) == ["both were told", None]

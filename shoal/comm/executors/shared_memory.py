@@ -22,11 +22,11 @@ from shoal.comm.call import (
     NativeType,
     Op,
     Operand,
+    SentBytes,
     fill_identity,
     moved_as,
     reduced_natively,
 )
-from shoal.comm.counting import SentBytes
 from shoal.comm.executor import Executor, Shortcut
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_bytes

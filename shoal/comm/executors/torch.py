@@ -4,71 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.call import TORCH_OPS, Call, Op, Operand, as_reduced, divide, fill_identity
+from shoal.comm.call import TORCH_OPS, Call, Op, as_reduced, divide, fill_identity
 from shoal.comm.executor import Executor
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
-from shoal.errors import BadInput, PeerLost, ShoalError, tells_of_lost_peer
-from shoal.runtime.waits import waiting
-from shoal.transport.transport import Work
-
-
-class ProcessGroupWork:
-    """Waits for a torch work; a lost connection becomes a `PeerLost` that names the operation."""
-
-    def __init__(
-        self,
-        work: Any,
-        rank: int,
-        doing: str,
-        finish: Callable[[], None] | None = None,
-        timeout_s: float | None = None,
-    ):
-        self._work = work
-        self._rank = rank
-        self._doing = doing
-        self._finish = finish
-        self._timeout_s = timeout_s
-        self.times: tuple[int, int] | None = None
-
-    def wait(self) -> None:
-        if self._work is not None:
-            try:
-                with waiting(f"rank {self._rank}", "the other ranks", self._doing):
-                    self._wait()
-            except RuntimeError as error:
-                raise as_shoal_error(error, self._rank, self._doing) from error
-        finish = self._finish
-        self._finish = None
-        if finish is not None:
-            finish()
-
-    def _wait(self) -> None:
-        if self._timeout_s is None:
-            self._work.wait()
-        else:
-            self._work.wait(timedelta(seconds=self._timeout_s))
-
-    def time_from(self, start_ns: int) -> None:
-        """Note the times when torch tells of the end; some works carry no future for it."""
-
-        def done(_: Any) -> None:
-            self.times = (start_ns, time.monotonic_ns())
-
-        try:
-            self._work.get_future().add_done_callback(done)
-        except (AttributeError, RuntimeError):
-            return
-
+from shoal.errors import BadInput
+from shoal.transport.transport import TorchWork, Work, as_shoal_error
 
 # a torch work, and what is to be done when it has ended
-Started = tuple[Any, Callable[[], None] | None]
+Started = tuple[Any, Callable[[], None]]
 
 
 class Torch(Executor):
@@ -84,7 +33,7 @@ class Torch(Executor):
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         flat = FlatTensor(data, host=self._is_staged(data)).flat
         start = partial(dist.isend, flat, group=self._group, group_dst=dst, tag=tag)
-        return self._begin("send", lambda: (start(), None))
+        return self._begin("send", lambda: (start(), _in_turn))
 
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         target = FlatTensor(into, host=self._is_staged(into))
@@ -97,7 +46,7 @@ class Torch(Executor):
         wide, store = widened(call, self.rank)
 
         def begin() -> Started:
-            work, finish = getattr(self, f"_{call.kind}")(wide)
+            work, finish = self._start(wide)
             return work, finish if wide is call else partial(_in_turn, finish, store)
 
         return self._begin(call.kind, begin, call.timeout_s)
@@ -132,7 +81,7 @@ class Torch(Executor):
             started, finish = start()
         except RuntimeError as error:
             raise as_shoal_error(error, self.rank, doing) from error
-        work = ProcessGroupWork(started, self.rank, doing, finish, timeout_s)
+        work = TorchWork(started, self.rank, None, doing, finish, timeout_s)
         if self._timed:
             work.time_from(start_ns)
         return work
@@ -141,76 +90,62 @@ class Torch(Executor):
         """Gloo sends no messages from the memory of a GPU: they go through the host's."""
         return data.is_cuda and dist.get_backend(self._group) == "gloo"
 
-    # ------------------------------------------------------------------ one method a collective
-
-    def _broadcast(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.data))
-        work = dist.broadcast(target.flat, group=self._group, group_src=call.root, async_op=True)
-        return work, target.store
-
-    def _reduce(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.data))
-        numbers, op = as_reduced(target.flat, call.op)
-        options: Any = {"op": TORCH_OPS[op], "group": self._group, "async_op": True}
-        return dist.reduce(numbers, group_dst=call.root, **options), self._end(target, numbers, op)
-
-    def _all_reduce(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.out))
-        if call.out is not call.data:
-            target.flat.copy_(FlatTensor(_given(call.data)).flat)
-        numbers, op = as_reduced(target.flat, call.op)
-        work = dist.all_reduce(numbers, op=TORCH_OPS[op], group=self._group, async_op=True)
-        return work, self._end(target, numbers, op)
-
-    def _gather(self, call: Call) -> Started:
-        flat = FlatTensor(_given(call.data)).flat
-        target = None if call.out is None else FlatTensor(call.out)
-        pieces = None if target is None else list(target.rows(self.size))
-        work = dist.gather(flat, pieces, group=self._group, group_dst=call.root, async_op=True)
-        return work, None if target is None else target.store
-
-    def _scatter(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.out))
-        pieces = None if call.data is None else list(FlatTensor(call.data).rows(self.size))
-        options: Any = {"group": self._group, "group_src": call.root, "async_op": True}
-        return dist.scatter(target.flat, pieces, **options), target.store
-
-    def _all_gather(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.out))
-        flat = FlatTensor(_given(call.data)).flat
-        rows = list(target.rows(self.size))
-        return dist.all_gather(rows, flat, group=self._group, async_op=True), target.store
-
-    def _reduce_scatter(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.out))
-        numbers, op = as_reduced(target.flat, call.op)
-        source, _ = as_reduced(FlatTensor(_given(call.data)).flat, call.op)
-        options: Any = {"op": TORCH_OPS[op], "group": self._group, "async_op": True}
-        work = dist.reduce_scatter_tensor(numbers, source, **options)
-        return work, self._end(target, numbers, op)
-
-    def _all_to_all(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.out))
-        source = FlatTensor(_given(call.data), copy=call.out is call.data).flat
-        counts = (list(call.recv_counts) or None, list(call.send_counts) or None)
+    def _start(self, call: Call) -> Started:
+        """The torch work of a call, on flat tensors."""
+        if call.kind == "barrier":
+            return dist.barrier(self._group, async_op=True), _in_turn
+        is_swap = call.kind.startswith("all_to_all")
+        in_place = call.out is call.data
+        source = None if call.data is None else FlatTensor(call.data, copy=is_swap and in_place)
+        target = source
+        if is_swap or not in_place:
+            target = None if call.out is None else FlatTensor(call.out)
+        given: Any = None if source is None else source.flat
+        taken: Any = None if target is None else target.flat
+        finish = _in_turn if target is None else target.store
         options: Any = {"group": self._group, "async_op": True}
-        return dist.all_to_all_single(target.flat, source, *counts, **options), target.store
+        match call.kind:
+            case "broadcast":
+                return dist.broadcast(taken, group_src=call.root, **options), finish
+            case "gather":
+                return dist.gather(
+                    given, self._rows(target), group_dst=call.root, **options
+                ), finish
+            case "scatter":
+                return dist.scatter(
+                    taken, self._rows(source), group_src=call.root, **options
+                ), finish
+            case "all_gather":
+                return dist.all_gather(self._rows(target), given, **options), finish
+            case "all_to_all" | "all_to_all_uneven":
+                counts = (list(call.recv_counts) or None, list(call.send_counts) or None)
+                return dist.all_to_all_single(taken, given, *counts, **options), finish
+            case "scan" | "exclusive_scan":
+                everything = given.new_empty(self.size, given.numel())
+                work = dist.all_gather(list(everything), given, **options)
+                rows = everything[: self.rank + (call.kind == "scan")]
+                return work, partial(_in_turn, partial(combine_rows, taken, rows, call.op), finish)
+        return self._reduce(call, given, taken, finish)
 
-    _all_to_all_uneven = _all_to_all
+    def _rows(self, operand: FlatTensor | None) -> Any:
+        return None if operand is None else list(operand.rows(self.size))
 
-    def _scan(self, call: Call) -> Started:
-        target = FlatTensor(_given(call.out))
-        flat = FlatTensor(_given(call.data)).flat
-        everything = flat.new_empty(self.size, flat.numel())
-        work = dist.all_gather(list(everything), flat, group=self._group, async_op=True)
-        last = self.rank + (call.kind == "scan")
-        combine = partial(combine_rows, target.flat, everything[:last], call.op)
-        return work, partial(_in_turn, combine, target.store)
-
-    _exclusive_scan = _scan
-
-    def _barrier(self, call: Call) -> Started:
-        return dist.barrier(self._group, async_op=True), None
+    def _reduce(
+        self, call: Call, given: Tensor, taken: Tensor, finish: Callable[[], None]
+    ) -> Started:
+        numbers, op = as_reduced(taken, call.op)
+        options: Any = {"op": TORCH_OPS[op], "group": self._group, "async_op": True}
+        if call.kind == "reduce_scatter":
+            work = dist.reduce_scatter_tensor(numbers, as_reduced(given, call.op)[0], **options)
+        elif call.kind == "reduce":
+            work = dist.reduce(numbers, group_dst=call.root, **options)
+        else:
+            if given is not taken:
+                taken.copy_(given)
+            work = dist.all_reduce(numbers, **options)
+        if op is Op.MEAN:
+            finish = partial(_in_turn, partial(divide, numbers, self.size), finish)
+        return work, finish
 
     def _agree_about_counts(self, call: Call) -> None:
         assert isinstance(call.data, Tensor)
@@ -219,16 +154,6 @@ class Torch(Executor):
         said = Call("all_gather", counts_row(call).to(device), counts, timeout_s=call.timeout_s)
         self.submit(said).wait()
         check_counts(counts.cpu())
-
-    def _end(self, target: FlatTensor, numbers: Tensor, op: Op) -> Callable[[], None]:
-        if op is not Op.MEAN:
-            return target.store
-        return partial(_in_turn, partial(divide, numbers, self.size), target.store)
-
-
-def _given(operand: Operand | None) -> Operand:
-    assert operand is not None
-    return operand
 
 
 def _in_turn(*functions: Callable[[], None]) -> None:
@@ -246,14 +171,3 @@ def combine_rows(into: Tensor, rows: Tensor, op: Op) -> None:
         op.combine(into, row)
     if op is Op.MEAN:
         divide(into, len(rows))
-
-
-def as_shoal_error(error: RuntimeError, rank: int, doing: str) -> ShoalError:
-    """An error of torch as one of ours, which names the rank and the operation."""
-    if tells_of_lost_peer(str(error)):
-        return PeerLost(rank, None, f"{doing} ({_first_line(error)})")
-    return ShoalError(f"rank {rank} failed in {doing}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -23,9 +23,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shoal.comm.members.board import Board, Document, GroupMember
-from shoal.comm.store.link import connect
 from shoal.comm.store.service import StoreService
-from shoal.comm.store.session import AT_THE_END, SILENT_HOST_S, BadFrame, StoreRequest
+from shoal.comm.store.session import AT_THE_END, SILENT_HOST_S, BadFrame, StoreRequest, connect
 from shoal.errors import BadInput, PeerLost
 from shoal.runtime.config import RunConfig
 

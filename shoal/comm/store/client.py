@@ -10,9 +10,16 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.store.authenticated import RendezvousStore
-from shoal.comm.store.link import StoreLink, connect
 from shoal.comm.store.service import StoreService
-from shoal.comm.store.session import NO_KEY, BadFrame, Operation, StoreReply, StoreRequest
+from shoal.comm.store.session import (
+    NO_KEY,
+    BadFrame,
+    Operation,
+    StoreLink,
+    StoreReply,
+    StoreRequest,
+    connect,
+)
 
 
 class GuardedStore(Store):
@@ -37,10 +44,10 @@ class GuardedStore(Store):
         self._ask("set", [key], value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._wait("get", [key], self.timeout).value
+        return self._ask("get", [key]).value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._wait("wait", keys, timeout or self.timeout)
+        self._ask("wait", keys, limit=timeout)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", keys).number)
@@ -62,37 +69,26 @@ class GuardedStore(Store):
         for link in links:
             link.close()
 
-    def _wait(self, operation: Operation, keys: list[str], limit: timedelta) -> StoreReply:
-        request = StoreRequest(operation, keys)
-        try:
-            return self._send(request, limit.total_seconds())
-        except TimeoutError as error:
-            raise DistStoreError(
-                f"timed out waiting {limit.total_seconds():g} s for {', '.join(keys)} in the "
-                f"rendezvous at {self._name}"
-            ) from error
-
     def _ask(
-        self, operation: Operation, keys: list[str], value: bytes = b"", number: int = 0
+        self,
+        operation: Operation,
+        keys: list[str],
+        value: bytes = b"",
+        number: int = 0,
+        limit: timedelta | None = None,
     ) -> StoreReply:
-        request = StoreRequest(operation, keys, value, number)
-        return self._send(request, self.timeout.total_seconds())
-
-    def _send(self, request: StoreRequest, limit_s: float) -> StoreReply:
+        limit_s = (limit or self.timeout).total_seconds()
         link = self._take()
         try:
-            reply = link.ask(request, limit_s)
-        except TimeoutError:
+            reply = link.ask(StoreRequest(operation, keys, value, number), limit_s)
+        except BaseException as error:  # an answer would come to the next request
             link.close()
-            raise
-        except (OSError, BadFrame) as error:
-            link.close()
-            raise DistStoreError(
-                f"the rendezvous at {self._name}: the connection was closed: {error}"
-            ) from error
-        except BaseException:  # an answer would come to the next request
-            link.close()
-            raise
+            if not isinstance(error, OSError | BadFrame):
+                raise
+            why = f"the connection was closed: {error}"
+            if isinstance(error, TimeoutError):
+                why = f"timed out waiting {limit_s:g} s for {', '.join(keys)}"
+            raise DistStoreError(f"the rendezvous at {self._name}: {why}") from error
         with self._lock:
             self._free.append(link)
         if reply.refusal:

@@ -1,37 +1,31 @@
 """The store of a rendezvous: keys and values of ranks that prove the key of their run.
 
-One thread serves all connections, none of which it waits for. A connection that has not proven
-the key has a few seconds and 64 bytes; of many such the oldest of the host that has most of them is
-closed first, since a rank needs one round trip only.
+Each connection has a thread. One that has not proven the key has a few seconds and 64 bytes; of
+many such the oldest of the host that has most of them is closed first, since a rank needs one round
+trip only.
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
-import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from shoal.comm.store.session import (
-    ANSWER_BYTES,
     AT_THE_END,
-    LENGTH_BYTES,
     LINK_SILENT_S,
     MAGIC,
-    REFUSED,
     BadFrame,
     FrameSession,
     StoreReply,
     StoreRequest,
-    frame_bytes,
     notice_silence,
 )
 from shoal.errors import BadInput
-from shoal.runtime.acceptor import Acceptor, host_of, oldest_of_most
-from shoal.runtime.secret import Greeting
+from shoal.runtime.acceptor import Acceptor, Strangers, host_of
+from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.trust import is_loopback, without_key
 from shoal.runtime.wording import say
 
@@ -102,15 +96,14 @@ class StoreTable:
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 128
 _BACKLOG = 1024
-_CHUNK_BYTES = 256 * 1024
-_MAX_UNSENT_BYTES = 64 << 20
+_LOOK_S = 1.0  # how often a request that waits sees whether its client has gone
 
 
 class StoreService:
     """Listens from the moment it is made until `close`, or the end of the process.
 
-    `listener` is a socket that listens already. `on_gone` is called, from the thread of this
-    service, with the name of a process that was `present` and whose connection has broken.
+    `listener` is a socket that listens already. `on_gone` is called, by one thread at a time, with
+    the name of a process that was `present` and whose connection has broken.
     """
 
     def __init__(
@@ -125,123 +118,90 @@ class StoreService:
         self._table = StoreTable()
         self._on_gone = on_gone
         self._has_refused = False
-        self._posted: deque[StoreRequest] = deque()
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._losing = threading.Lock()
+        self._waiting: dict[socket.socket, tuple[StoreRequest, Future[StoreReply]]] = {}
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._strangers = Strangers(MAX_STRANGERS)
         self._acceptor = Acceptor(listener or _listen(host, port, bool(secret)))
-        self._listener = self._acceptor.sock
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
-        self._strangers: OrderedDict[_Client, None] = OrderedDict()  # the oldest first
-        self._waiting: dict[_Client, StoreRequest] = {}
-        self._clients: set[_Client] = set()
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
-        self._thread.start()
+        self._acceptor.sock.setblocking(True)
+        self.port = int(self._acceptor.sock.getsockname()[1])
+        self._accepting = threading.Thread(target=self._accept, name="shoal-store", daemon=True)
+        self._accepting.start()
 
     def post(self, request: StoreRequest) -> None:
         """A request of this process, from any thread, to which it needs no reply."""
-        self._posted.append(request)
-        with suppress(OSError):  # it is closed, or is about to look anyway
-            self._wake.send(b"\0")
+        with self._lock:
+            self._table.answer(request)
+            self._end_waits(request.keys)
 
     def close(self) -> None:
         """Ranks that still wait find their connection closed."""
-        self._wake.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        is_open = True
-        while is_open:
-            for key, events in self._selector.select(self._patience_s()):
-                if key.fileobj is self._woken:
-                    is_open = bool(self._woken.recv(_CHUNK_BYTES))
-                    self._take_posted()
-                elif key.fileobj is self._listener:
-                    self._accept()
-                elif key.data in self._clients:
-                    self._serve(key.data, events)
-            self._close_late()
-        self._on_gone = lambda name: None
-        for client in list(self._clients):
-            self._drop(client)
-        self._selector.close()
         self._acceptor.close()
-        self._woken.close()
+        self._accepting.join()
+        with self._lock:
+            self._is_closed = True
+            connections = dict(self._connections)
+            for _, waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(ConnectionResetError("the service has ended"))
+        for sock, thread in connections.items():
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
-    # ------------------------------------------------------------------ strangers
-
-    def _patience_s(self) -> float | None:
-        oldest = next(iter(self._strangers), None)
-        return None if oldest is None else max(0.0, oldest.deadline_s - time.monotonic())
-
-    def _close_late(self) -> None:
-        now_s = time.monotonic()
-        while (oldest := next(iter(self._strangers), None)) and oldest.deadline_s <= now_s:
-            self._drop(oldest)
+    # ------------------------------------------------------------------ connections
 
     def _accept(self) -> None:
-        sock = self._acceptor.accept_now(self._drop_stranger)
-        if sock is None:
-            return
-        client = _Client(sock, Greeting(self._secret, MAGIC))
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._drop_stranger()
+        while (sock := self._acceptor.accept(self._strangers.make_room)) is not None:
+            self._strangers.add(sock)
+            thread = threading.Thread(
+                target=self._serve, args=(sock,), name="shoal-store", daemon=True
+            )
+            with self._lock:
+                self._connections[sock] = thread
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        names: list[str] = []  # of the process whose presence it shows
         try:
-            client.prepare()
-            self._selector.register(sock, selectors.EVENT_READ, client)
-        except OSError:  # it has ended
+            session = self._greeted(sock)
+            while True:
+                request = session.receive(StoreRequest)
+                if request.operation == "present":
+                    names = request.keys[:1]
+                    notice_silence(sock)
+                    session.send(StoreReply())
+                else:
+                    session.send(self._answer(sock, request))
+        except (OSError, BadFrame, Stranger):
+            pass
+        finally:
             sock.close()
-            return
-        self._strangers[client] = None
-        self._clients.add(client)
+            self._strangers.remove(sock)
+            with self._lock:
+                del self._connections[sock]
+        with self._losing:
+            for name in names:
+                if not self._is_closed:
+                    self._on_gone(name)
+
+    def _greeted(self, sock: socket.socket) -> FrameSession:
+        """Within HANDSHAKE_S, and in no more bytes than a hello has."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_silence(sock, LINK_SILENT_S)
+        greeting = Greeting(self._secret, MAGIC)
         try:
-            self._send(client, client.greeting.challenge)
-        except OSError:
-            self._drop(client)
-
-    def _drop_stranger(self) -> bool:
-        """A flood from one host ends its own connections, not those of others."""
-        if self._strangers:
-            self._drop(oldest_of_most({client: client.host for client in self._strangers})[0])
-            return True
-        return False
-
-    # ------------------------------------------------------------------ ranks
-
-    def _serve(self, client: _Client, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                self._flush(client)
-            if events & selectors.EVENT_READ:
-                self._receive(client)
-        except (OSError, BadFrame):
-            self._drop(client)
-
-    def _receive(self, client: _Client) -> None:
-        data = client.sock.recv(client.wants())
-        if not data:
-            raise BadFrame("closed")
-        client.inbox += data
-        if client.session is None:
-            self._greet(client)
-        else:
-            while (request := client.next_request()) is not None:
-                self._handle(client, request)
-
-    def _greet(self, client: _Client) -> None:
-        if len(client.inbox) < ANSWER_BYTES:
-            return
-        if client.greeting.accept(bytes(client.inbox)) is None:
-            self._say_refused(client.host)
-            with suppress(OSError):
-                client.sock.send(REFUSED)
-            raise BadFrame("the client does not prove the key")
-        client.session = FrameSession(client.greeting.session_key, "service")
-        client.inbox.clear()
-        del self._strangers[client]
-        self._send(client, client.greeting.welcome)
+            greeting.admit(sock, limit_s=HANDSHAKE_S)
+        except Stranger:
+            self._say_refused(host_of(sock))
+            raise
+        if not self._strangers.remove(sock):
+            raise Stranger("it was to end for another")
+        sock.settimeout(None)
+        sock.sendall(greeting.welcome)
+        return FrameSession(sock, greeting.session_key, "service")
 
     def _say_refused(self, host: str) -> None:
         """Once: a rank with another key is a mistake that others wait for; strangers are many."""
@@ -252,101 +212,39 @@ class StoreService:
                 "run, or none (`shoal keys show` tells keys apart); others are not reported"
             )
 
-    def _take_posted(self) -> None:
-        while self._posted:
-            request = self._posted.popleft()
-            self._table.answer(request)
-            self._wake_waiting(request.keys)
+    # ------------------------------------------------------------------ requests
 
-    def _handle(self, client: _Client, request: StoreRequest) -> None:
-        if client in self._waiting:
-            raise BadFrame("a request while another one waits")
-        if request.operation == "present":
-            client.name = request.keys[0] if request.keys else None
-            notice_silence(client.sock)
-            self._reply(client, StoreReply())
-            return
-        reply = self._table.answer(request)
-        if reply is None:
-            self._waiting[client] = request
-            return
-        self._reply(client, reply)
-        if request.operation in ("set", "add", "append"):
-            self._wake_waiting(request.keys)
-
-    def _wake_waiting(self, changed: list[str]) -> None:
-        for client, request in list(self._waiting.items()):
-            reply = None
-            if any(key in changed for key in request.keys):
-                reply = self._table.answer(request)
+    def _answer(self, sock: socket.socket, request: StoreRequest) -> StoreReply:
+        with self._lock:
+            reply = self._table.answer(request)
             if reply is not None:
-                del self._waiting[client]
-                try:
-                    self._reply(client, reply)
-                except (OSError, BadFrame):
-                    self._drop(client)
+                self._end_waits(request.keys)
+                return reply
+            waiting: Future[StoreReply] = Future()
+            self._waiting[sock] = request, waiting
+        try:
+            while not wait([waiting], _LOOK_S).done:
+                if self._is_closed or not _is_open(sock):
+                    raise ConnectionResetError("one of both has ended")
+            return waiting.result()
+        finally:
+            with self._lock:
+                del self._waiting[sock]
 
-    def _reply(self, client: _Client, reply: StoreReply) -> None:
-        assert client.session is not None
-        self._send(client, client.session.pack(reply))
-
-    def _send(self, client: _Client, data: bytes) -> None:
-        client.outbox += data
-        if len(client.outbox) > _MAX_UNSENT_BYTES:
-            raise BadFrame("the client does not read")
-        with suppress(ConnectionError):  # found when it is read from
-            self._flush(client)
-
-    def _flush(self, client: _Client) -> None:
-        with suppress(BlockingIOError):
-            sent = client.sock.send(client.outbox)
-            del client.outbox[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outbox else 0)
-        self._selector.modify(client.sock, events, client)
-
-    def _drop(self, client: _Client) -> None:
-        self._strangers.pop(client, None)
-        self._waiting.pop(client, None)
-        self._clients.discard(client)
-        self._selector.unregister(client.sock)
-        client.sock.close()
-        if client.name is not None:
-            self._on_gone(client.name)
+    def _end_waits(self, changed: list[str]) -> None:
+        """Under the lock: answer the requests that can be answered now."""
+        for request, waiting in self._waiting.values():
+            if not waiting.done() and any(key in changed for key in request.keys):
+                reply = self._table.answer(request)
+                if reply is not None:
+                    waiting.set_result(reply)
 
 
-class _Client:
-    """One connection: what has come and what has still to go."""
-
-    def __init__(self, sock: socket.socket, greeting: Greeting):
-        self.sock = sock
-        self.host = host_of(sock)
-        self.greeting = greeting
-        self.session: FrameSession | None = None
-        self.name: str | None = None  # of the process whose presence it shows
-        self.inbox = bytearray()
-        self.outbox = bytearray()
-        self.deadline_s = time.monotonic() + HANDSHAKE_S
-
-    def prepare(self) -> None:
-        """An OSError if it has ended."""
-        self.sock.setblocking(False)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        notice_silence(self.sock, LINK_SILENT_S)
-
-    def wants(self) -> int:
-        return _CHUNK_BYTES if self.session else ANSWER_BYTES - len(self.inbox)
-
-    def next_request(self) -> StoreRequest | None:
-        """The next complete frame of what has come; BadFrame where it is none of a rank."""
-        assert self.session is not None
-        if len(self.inbox) < LENGTH_BYTES:
-            return None
-        end = LENGTH_BYTES + frame_bytes(bytes(self.inbox[:LENGTH_BYTES]))
-        if len(self.inbox) < end:
-            return None
-        frame = bytes(self.inbox[LENGTH_BYTES:end])
-        del self.inbox[:end]
-        return self.session.unpack(StoreRequest, frame)
+def _is_open(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:
+        return True
 
 
 def _listen(host: str, port: int, is_keyed: bool) -> socket.socket:
@@ -374,7 +272,6 @@ def _listen_at(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
-        sock.setblocking(False)
     except OSError:
         sock.close()
         raise

@@ -2,7 +2,7 @@
 
     service -> client    magic, nonce                             before anything else counts
     client -> service    nonce, code under the key                64 bytes, and never more
-    service -> client    code under the key; zeros: refused       see runtime/secret.py
+    service -> client    code under the key; zeros: refused       see runtime/greeting.py
     both ways            length (4 bytes) | msgpack | code        under a key of this connection
 
 The code of a frame covers its direction and its number, so frames cannot be changed, repeated or
@@ -12,18 +12,19 @@ sent into another connection.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import time
+from contextlib import suppress
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from shoal.errors import BadInput, ShoalError
 from shoal.runtime.decoders import msgpack_decoder
-from shoal.runtime.secret import CODE_BYTES, NONCE_BYTES, Greeting, code_of, is_code
+from shoal.runtime.secret import CODE_BYTES, Greeting, Stranger, code_of, is_code, receive
+from shoal.runtime.waits import Backoff
 
 MAGIC = b"shoal-store-1\n\0\0"
-GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-ANSWER_BYTES = NONCE_BYTES + CODE_BYTES
-REFUSED = bytes(CODE_BYTES)
+_HANDSHAKE_S = 5.0
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
 NO_KEY = b""  # at loopback, where a run without a key meets
@@ -59,32 +60,34 @@ class BadFrame(Exception):
     """What came is not what the other side of this connection sends."""
 
 
-def greet(
-    send: Callable[[bytes], None], receive: Callable[[int], bytes], secret: bytes
-) -> FrameSession:
-    """The client's side of a handshake, and its session; BadFrame where the service is another."""
-    challenge = receive(GREETING_BYTES)
-    if not challenge.startswith(MAGIC):
-        raise BadFrame("this is not the store of a rendezvous of Shoal")
-    greeting = Greeting(secret, MAGIC)
-    send(greeting.hello(challenge))
-    welcome = receive(CODE_BYTES)
-    if welcome == REFUSED:
-        raise BadFrame("it has another key, or none")
-    if not greeting.is_welcome(welcome):
-        raise BadFrame("it does not know the key of this run")
-    return FrameSession(greeting.session_key, "client")
-
-
 class FrameSession:
-    """Packs and unpacks the frames of one connection, for the side that is named."""
+    """The frames of one connection after its handshake, for the side that is named."""
 
-    def __init__(self, key: bytes, side: Literal["client", "service"]):
+    def __init__(self, sock: socket.socket, key: bytes, side: Literal["client", "service"]):
+        self._sock = sock
         self._key = key
         self._side = side
         self._other = "service" if side == "client" else "client"
         self._sent = 0
         self._received = 0
+
+    def send(self, message: StoreRequest | StoreReply) -> None:
+        self._sock.sendall(self.pack(message))
+
+    def receive(self, kind: type[Message]) -> Message:
+        body_bytes = int.from_bytes(receive(self._sock, LENGTH_BYTES), "little")
+        if body_bytes > MAX_FRAME_BYTES:
+            raise BadFrame(f"a frame of {body_bytes} bytes")
+        body = receive(self._sock, body_bytes)
+        number = self._received.to_bytes(8, "little")
+        code = receive(self._sock, CODE_BYTES)
+        if not is_code(code, self._key, self._other, number, body):
+            raise BadFrame("a frame is not of the other side of this connection")
+        self._received += 1
+        try:
+            return msgpack_decoder(kind).decode(body)
+        except msgspec.DecodeError as error:
+            raise BadFrame(str(error)) from error
 
     def pack(self, message: StoreRequest | StoreReply) -> bytes:
         body = msgspec.msgpack.encode(message)
@@ -94,25 +97,32 @@ class FrameSession:
         self._sent += 1
         return len(body).to_bytes(LENGTH_BYTES, "little") + body + code
 
-    def unpack(self, kind: type[Message], frame: bytes) -> Message:
-        """`frame` is what follows its length."""
-        body, code = frame[:-CODE_BYTES], frame[-CODE_BYTES:]
-        number = self._received.to_bytes(8, "little")
-        if not is_code(code, self._key, self._other, number, body):
-            raise BadFrame("a frame is not of the other side of this connection")
-        self._received += 1
-        try:
-            return msgpack_decoder(kind).decode(body)
-        except msgspec.DecodeError as error:
-            raise BadFrame(str(error)) from error
 
+class StoreLink(FrameSession):
+    """The client's side of one connection; Stranger where the service is another."""
 
-def frame_bytes(length: bytes) -> int:
-    """How many bytes follow the length: body and code; BadFrame if they are too many."""
-    body_bytes = int.from_bytes(length, "little")
-    if body_bytes > MAX_FRAME_BYTES:
-        raise BadFrame(f"a frame of {body_bytes} bytes")
-    return body_bytes + CODE_BYTES
+    def __init__(self, sock: socket.socket, secret: bytes):
+        greeting = Greeting(secret, MAGIC)
+        greeting.connect(sock, limit_s=_HANDSHAKE_S)
+        super().__init__(sock, greeting.session_key, "client")
+
+    def ask(self, request: StoreRequest, limit_s: float | None) -> StoreReply:
+        """TimeoutError where no answer comes: then the link cannot be used again."""
+        self._sock.settimeout(limit_s)
+        self.send(request)
+        return self.receive(StoreReply)
+
+    def notice_silence(self) -> None:
+        """From now on the connection breaks when the other host is silent for a few seconds."""
+        notice_silence(self._sock)
+
+    def interrupt(self) -> None:
+        """A thread that waits for an answer gets a ConnectionError."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 SILENT_HOST_S = 3  # a host from which nothing comes for so long is lost
@@ -131,3 +141,42 @@ def notice_silence(sock: socket.socket, silent_s: int = SILENT_HOST_S) -> None:
     ):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+
+
+def connect(address: tuple[str, int], secret: bytes, limit_s: float) -> StoreLink:
+    """BadInput where another key listens there; tried again where nothing does."""
+    deadline_s = time.monotonic() + limit_s
+    pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    while True:
+        try:
+            return _connect_once(address, secret)
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                where = f"{address[0]}:{address[1]}"
+                raise ShoalError(
+                    f"no rendezvous at {where} after {limit_s:g} s ({error}): is rank 0 started, "
+                    "and do its host and port have this address?"
+                ) from error
+        pause()
+
+
+def _connect_once(address: tuple[str, int], secret: bytes) -> StoreLink:
+    sock = socket.create_connection(address, _HANDSHAKE_S)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_silence(sock, LINK_SILENT_S)
+        return StoreLink(sock, secret)
+    except Stranger as error:
+        sock.close()
+        raise BadInput(
+            f"the process that listens at {address[0]}:{address[1]} is not the rendezvous of this "
+            f"run: {error} (`shoal keys show` tells keys apart)"
+        ) from error
+    except BaseException:
+        with suppress(OSError):
+            sock.close()
+        raise

@@ -28,8 +28,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import replace
 
 from shoal.comm.members.network_board import board_of
-from shoal.comm.store.link import connect
-from shoal.comm.store.session import BadFrame, StoreRequest
+from shoal.comm.store.session import BadFrame, StoreRequest, connect
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import RunCoordinator
 from shoal.launch.here.local import check_script

@@ -4,7 +4,7 @@ Each accepted connection has its own thread until it has proven the key, so one 
 holds up no other. What does not prove the key is closed and does not count. Where many connections
 have not proven it, newcomers wait a moment, and then the oldest of those is ended for each.
 
-The handshake is that of `runtime/secret.py`; the claim is both ranks and the stream. The key is
+The handshake is that of `runtime/greeting.py`; the claim is both ranks and the stream. The key is
 drawn from the secret of the run and from what rank 0 drew for this start. Under TLS the certificate
 of who accepts is proven, too.
 """
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from shoal.errors import BadInput, PeerLost, ShoalError
 from shoal.runtime.acceptor import Acceptor, Strangers
 from shoal.runtime.config import TlsConfig
-from shoal.runtime.secret import CODE_BYTES, NONCE_BYTES, Greeting
+from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.waits import Backoff
 from shoal.transport.tcp import tls
 
@@ -49,11 +49,6 @@ def require_open_files(connections: int) -> None:
 HANDSHAKE_S = 10.0
 _MAGIC = b"shoaltcp"
 _HELLO = struct.Struct("<III")  # source rank, target rank, stream
-_HELLO_BYTES = NONCE_BYTES + _HELLO.size + CODE_BYTES
-
-
-class Stranger(ShoalError):
-    """The other side of a connection has not proven the key."""
 
 
 class StreamName(NamedTuple):
@@ -66,38 +61,15 @@ class StreamName(NamedTuple):
 
 def prove(sock: socket.socket, key: bytes, name: StreamName, certificate: bytes = b"") -> None:
     """The side that connects; Stranger if the other one does not prove the key as well."""
-    challenge = _read(sock, len(_MAGIC) + NONCE_BYTES)
-    if not challenge.startswith(_MAGIC):
-        raise Stranger("the other side is not a rank of Shoal")
-    greeting = Greeting(key, _MAGIC, certificate)
-    sock.sendall(greeting.hello(challenge, _HELLO.pack(*name)))
-    if not greeting.is_welcome(_read(sock, CODE_BYTES)):
-        raise Stranger("the other side does not know the secret of this run")
+    Greeting(key, _MAGIC, certificate).connect(sock, _HELLO.pack(*name), HANDSHAKE_S)
 
 
 def accept(sock: socket.socket, key: bytes, certificate: bytes = b"") -> StreamName:
     """The side that accepts: which stream this is."""
     greeting = Greeting(key, _MAGIC, certificate)
-    sock.sendall(greeting.challenge)
-    packed = greeting.accept(_read(sock, _HELLO_BYTES))
-    if packed is None:
-        raise Stranger("the other side does not know the secret of this run")
+    claim = greeting.admit(sock, _HELLO.size, HANDSHAKE_S)
     sock.sendall(greeting.welcome)
-    return StreamName(*_HELLO.unpack(packed))
-
-
-def _read(sock: socket.socket, num_bytes: int) -> bytes:
-    """In HANDSHAKE_S altogether: single bytes now and then do not keep a connection."""
-    data = bytearray()
-    deadline_s = time.monotonic() + HANDSHAKE_S
-    while len(data) < num_bytes:
-        if time.monotonic() > deadline_s:
-            raise Stranger("the handshake took too long")
-        received = sock.recv(num_bytes - len(data))
-        if not received:
-            raise Stranger("the connection ended before the handshake did")
-        data += received
-    return bytes(data)
+    return StreamName(*_HELLO.unpack(claim))
 
 
 _MOST_BYTES = 300
@@ -234,7 +206,9 @@ class _Listener:
         is_kept = False
         with suppress(OSError, Stranger):
             tls.shake_hands(sock)
-            name = accept(sock, self._spec.key, tls.own_certificate(self._spec.tls))
+            files = self._spec.tls
+            shown = tls.own_certificate(files) if files.is_mutual else b""
+            name = accept(sock, self._spec.key, shown)
             is_kept = self._strangers.remove(sock) and self._add(name, sock)
         if not is_kept:
             self._end(sock)

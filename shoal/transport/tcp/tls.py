@@ -22,7 +22,7 @@ _MOST_FLIGHTS = 4  # of a handshake, in each direction
 
 def accepting(tls: TlsConfig) -> ssl.SSLContext | None:
     """For `accepted`; BadInput where a file does not serve."""
-    return _context(tls, ssl.PROTOCOL_TLS_SERVER) if tls.is_mutual else None
+    return own_context(tls, ssl.PROTOCOL_TLS_SERVER) if tls.is_mutual else None
 
 
 def accepted(sock: socket.socket, context: ssl.SSLContext | None) -> socket.socket:
@@ -40,7 +40,7 @@ def shake_hands(sock: socket.socket) -> None:
 def connected(sock: socket.socket, tls: TlsConfig, host: str) -> socket.socket:
     if not tls.is_mutual:
         return sock
-    return _context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock, server_hostname=host)
+    return own_context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_socket(sock, server_hostname=host)
 
 
 def own_flaw(tls: TlsConfig, host: str) -> str:
@@ -51,8 +51,8 @@ def own_flaw(tls: TlsConfig, host: str) -> str:
     if not tls.is_mutual:
         return ""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = _context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_bio(back, there, server_hostname=host)
-    server = _context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_bio(there, back, server_side=True)
+    client = own_context(tls, ssl.PROTOCOL_TLS_CLIENT).wrap_bio(back, there, server_hostname=host)
+    server = own_context(tls, ssl.PROTOCOL_TLS_SERVER).wrap_bio(there, back, server_side=True)
     for _ in range(_MOST_FLIGHTS):
         for side in (client, server):
             try:
@@ -68,8 +68,7 @@ def own_flaw(tls: TlsConfig, host: str) -> str:
 
 def own_certificate(tls: TlsConfig) -> bytes:
     """What the other side sees: the first certificate of the file."""
-    if not tls.is_mutual or tls.certificate is None:
-        return b""
+    assert tls.certificate is not None
     text = Path(tls.certificate).read_text(encoding="utf-8", errors="replace")
     begin = text.index(ssl.PEM_HEADER)
     end = text.index(ssl.PEM_FOOTER, begin) + len(ssl.PEM_FOOTER)
@@ -82,19 +81,21 @@ def peer_certificate(sock: socket.socket) -> bytes:
     return sock.getpeercert(binary_form=True) or b""
 
 
-def _context(tls: TlsConfig, protocol: int) -> ssl.SSLContext:
+def own_context(tls: TlsConfig, protocol: int) -> ssl.SSLContext:
+    """With the certificate of this host; with SHOAL_TLS_CA the other side has to show one, too."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.verify_mode = ssl.CERT_REQUIRED
-    assert tls.certificate and tls.authority
+    assert tls.certificate is not None
     try:
         context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
+    except OSError as error:  # ssl.SSLError is one
         raise BadInput(f"SHOAL_TLS_CERT {tls.certificate}: {error}") from error
-    try:
-        context.load_verify_locations(tls.authority)
-    except (OSError, ssl.SSLError) as error:
-        raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+    if tls.authority:
+        try:
+            context.load_verify_locations(tls.authority)
+        except OSError as error:
+            raise BadInput(f"SHOAL_TLS_CA {tls.authority}: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 

@@ -8,7 +8,7 @@ import socket
 import ssl
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shoal.runtime.waits import waiting
 from shoal.transport.shm.flight_recorder import DTYPES, OPS
 from shoal.transport.tcp.connect import Exchange, TcpSpec, connect_all
 from shoal.transport.tcp.tls import TlsPump
-from shoal.transport.threads import Mailboxes, PendingWork, ThreadTransport
+from shoal.transport.threads import Mailboxes, ThreadTransport
 from shoal.transport.transport import Work
 
 try:
@@ -51,16 +51,15 @@ def is_built() -> bool:
 class TcpWork:
     """A message in flight. It holds its tensor until it is done."""
 
-    def __init__(self, engine: TcpEngine, op: int, data: Tensor, rank: int, peer: int, doing: str):
-        self._engine = engine
+    def __init__(self, transport: TcpTransport, op: int, data: Tensor, peer: int, doing: str):
+        self._engine = transport.engine
         self.op = op
         self.data = data
-        self._rank = rank
-        self._peer = peer
+        self._rank = transport.rank
+        self._ranks = transport.ranks  # of the subset, for errors
+        self._peer = self.source = peer
         self._doing = doing
-        self.timeout_s = 0.0
-        self.ranks: Sequence[int] | None = None  # of the subset, for errors
-        self.source = peer
+        self._limit_s = transport.timeout_s
         self._outcome: tuple[int, int, int, bytes] | None = None
 
     def poll(self) -> bool:
@@ -68,17 +67,14 @@ class TcpWork:
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._outcome is None:
-            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            if timeout_s is not None:
+                self._limit_s = timeout_s
             with waiting(f"rank {self._rank}", f"rank {self._peer}", self._doing):
-                self._outcome = self._engine.wait(self, limit_s)
-            self._limit_s = limit_s
+                self._outcome = self._engine.wait(self, self._limit_s)
         outcome, peer, why, descriptor = self._outcome
-        self.source = self._numbered(peer)
+        self.source = self._ranks.index(peer) if peer in self._ranks else peer
         if outcome != FINE:
             raise self._error(outcome, why, descriptor)
-
-    def _numbered(self, peer: int) -> int:
-        return peer if self.ranks is None or peer not in self.ranks else self.ranks.index(peer)
 
     def _error(self, outcome: int, why: int, descriptor: bytes) -> ShoalError:
         if outcome == MISMATCH:
@@ -119,12 +115,14 @@ class TcpEngine:
         sock.setblocking(False)
         return sock.detach()
 
-    def post(self, work: Callable[[int], TcpWork], *args: Any) -> TcpWork:
+    def post(self, *args: Any) -> int:
         if len(self._in_flight) >= _MAX_UNSWEPT:
             self._sweep()
-        posted = work(_tcp.post(self._handle, *args))
-        self._in_flight[posted.op] = posted
-        return posted
+        return _tcp.post(self._handle, *args)
+
+    def keep(self, work: TcpWork) -> None:
+        """Until it is done."""
+        self._in_flight[work.op] = work
 
     def state(self, op: int) -> int:
         return _tcp.state(self._handle, op) if op in self._in_flight else FINE
@@ -190,7 +188,7 @@ class TcpTransport:
     def recv(self, into: Tensor, src: int, tag: int) -> Work:
         into = into.detach()
         if src == self.rank:
-            return self._received_from_self(into, tag)
+            return self._to_self().recv(into, 0, tag)
         whom = "any source" if src == ANY_SOURCE else src
         return self._post(0, into, src, tag, _COPY, f"recv from {whom}, tag {tag}")
 
@@ -213,34 +211,16 @@ class TcpTransport:
     ) -> TcpWork:
         whom = ANY_SOURCE if peer == ANY_SOURCE else self.ranks[peer]
         dtype = _NUMBER_TYPES.get(data.dtype, 0)
-
-        def make(number: int) -> TcpWork:
-            return TcpWork(self.engine, number, data, self.rank, peer, doing)
-
-        work = self.engine.post(
-            make,
-            is_send,
-            data,
-            data.nbytes,
-            whom,
-            self.space,
-            folded(tag),
-            descriptor_of(data),
-            dtype,
-            op,
-        )
-        work.timeout_s = self.timeout_s
-        work.ranks = self.ranks
+        route = (whom, self.space, folded(tag), descriptor_of(data), dtype, op)
+        number = self.engine.post(is_send, data, data.nbytes, *route)
+        work = TcpWork(self, number, data, peer, doing)
+        self.engine.keep(work)
         return work
 
     def _to_self(self) -> ThreadTransport:
         if self._own is None:
             self._own = ThreadTransport(Mailboxes(1, self.timeout_s), 0)
         return self._own
-
-    def _received_from_self(self, into: Tensor, tag: int) -> Work:
-        work = self._to_self().recv(into, 0, tag)
-        return PendingWork(work.wait)
 
 
 def folded(tag: int) -> int:

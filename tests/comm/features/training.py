@@ -1,4 +1,4 @@
-"""DDP with its options and hooks, optimizers, FSDP2, DTensor, tensor parallelism, pipelines."""
+"""DDP and its hooks, optimizers, FSDP, DTensor, tensor parallelism, pipelines, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,42 +7,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
-from tests.comm.features.feature import Rank, batch, feature, model, named, train, weights
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "ddp static_graph": {"static_graph": True},
-    "ddp find_unused_parameters": {"find_unused_parameters": True},
-    "ddp gradient_as_bucket_view": {"gradient_as_bucket_view": True},
-    "ddp small buckets": {"bucket_cap_mb": 0.0001},
-    "ddp without broadcast_buffers": {"broadcast_buffers": False, "init_sync": False},
-}
+from tests.comm.features import Rank, feature, model, named, train, weights
 
 
 def ddp(at: Rank, **options: Any) -> list[Tensor]:
     return train(Ddp(model(), **options), at)
 
 
-for each, options in OPTIONS.items():
-    named(each, partial(ddp, **options))
-
-
-@feature
-def ddp_mixed_precision(at: Rank) -> list[Tensor]:
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    return ddp(
-        at,
-        mixed_precision=_MixedPrecision(
-            param_dtype=torch.float64, reduce_dtype=torch.float64, buffer_dtype=torch.float64
-        ),
-    )
+named("ddp", ddp)
+named("ddp find_unused_parameters", partial(ddp, find_unused_parameters=True))
+named("ddp small buckets", partial(ddp, bucket_cap_mb=0.0001))
+named("ddp without broadcast_buffers", partial(ddp, broadcast_buffers=False, init_sync=False))
 
 
 def hooked(at: Rank, hook: Any, state: Any = None) -> list[Tensor]:
@@ -55,31 +42,14 @@ def power_sgd() -> Any:
     return powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
 
 
-for each in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"):
-    named(f"hook {each}", partial(hooked, hook=getattr(default_hooks, each)))
-for each in ("fp16_compress_wrapper", "bf16_compress_wrapper"):
-    wrapper = getattr(default_hooks, each)
-    named(f"hook {each}", partial(hooked, hook=wrapper(default_hooks.allreduce_hook)))
-    wrapped = wrapper(powerSGD_hook.powerSGD_hook)
-    named(f"hook PowerSGD in {each}", partial(hooked, hook=wrapped, state=power_sgd))
+named("hook fp16", partial(hooked, hook=default_hooks.fp16_compress_hook))
 named("hook PowerSGD", partial(hooked, hook=powerSGD_hook.powerSGD_hook, state=power_sgd))
 
 
-def built_in(at: Rank, name: str) -> list[Tensor]:
-    net = Ddp(model())
-    net._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
-    return train(net, at)
-
-
-named("built-in hook ALLREDUCE", partial(built_in, name="ALLREDUCE"))
-named("built-in hook FP16_COMPRESS", partial(built_in, name="FP16_COMPRESS"))
-
-
 @feature
-def ddp_no_sync(at: Rank) -> list[Tensor]:
+def built_in_hook(at: Rank) -> list[Tensor]:
     net = Ddp(model())
-    with net.no_sync():
-        net(batch(at)).square().mean().backward()
+    net._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     return train(net, at)
 
 
@@ -99,15 +69,7 @@ def batch_norm_buffers(at: Rank) -> list[Tensor]:
 
 
 @feature
-def sync_batch_norm(at: Rank) -> list[Tensor]:
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(model(), nn.BatchNorm1d(4)))
-    return train(Ddp(net), at)
-
-
-@feature
 def zero_redundancy_optimizer(at: Rank) -> list[Any]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     net = Ddp(model())
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.01)
     found = train(net, at, optimizer)
@@ -116,57 +78,24 @@ def zero_redundancy_optimizer(at: Rank) -> list[Any]:
     return [found, [each["exp_avg"] for each in state.values()]]
 
 
-@feature
-def join_of_ddp_and_zero(at: Rank) -> list[Tensor]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    net = Ddp(model())
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    with Join([net, optimizer]):
-        train(net, at, optimizer, steps=2 + at.rank)
-    return weights(net)
-
-
-@feature
-def model_averaging(at: Rank) -> list[Tensor]:
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
-    net = model()
-    averager = PeriodicModelAverager(period=1)
-    train(net, at)
-    averager.average_parameters(net.parameters())
-    return weights(net)
-
-
-def sharded(at: Rank, **options: Any) -> list[Tensor]:
-    from torch.distributed.fsdp import fully_shard
-
+def sharded(at: Rank) -> Any:
     net = model()
     mesh = init_device_mesh("cpu", (at.size,))
     for layer in (net[0], net[2], net):
-        fully_shard(layer, mesh=mesh, **options)
-    return train(net, at)
-
-
-named("fully_shard", sharded)
-named("fully_shard without resharding", partial(sharded, reshard_after_forward=False))
+        fully_shard(layer, mesh=mesh)
+    return net
 
 
 @feature
 def fully_shard_with_clipping(at: Rank) -> list[Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    net = model()
-    fully_shard(net, mesh=init_device_mesh("cpu", (at.size,)))
-    net(batch(at)).square().mean().backward()
+    net = sharded(at)
+    train(net, at)
     norm: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    return [norm.full_tensor(), [p.grad.full_tensor() for p in net.parameters()]]
+    return [weights(net), norm.full_tensor(), [p.grad.full_tensor() for p in net.parameters()]]
 
 
 @feature
 def hybrid_shard(at: Rank) -> list[Tensor]:
-    from torch.distributed.fsdp import fully_shard
-
     net = model()
     fully_shard(net, mesh=init_device_mesh("cpu", (at.size // 2, 2), mesh_dim_names=("a", "b")))
     return train(net, at)
@@ -174,8 +103,6 @@ def hybrid_shard(at: Rank) -> list[Tensor]:
 
 @feature
 def fully_sharded_data_parallel(at: Rank) -> list[Tensor]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
     train(net, at)
     with FullyShardedDataParallel.summon_full_params(net):
@@ -184,8 +111,6 @@ def fully_sharded_data_parallel(at: Rank) -> list[Tensor]:
 
 @feature
 def dtensor(at: Rank) -> list[Tensor]:
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (at.size,))
     data = torch.arange(24.0).view(4, 6)
     rows = distribute_tensor(data, mesh, [Shard(0)])
@@ -198,12 +123,6 @@ def dtensor(at: Rank) -> list[Tensor]:
 
 @feature
 def tensor_parallel(at: Rank) -> list[Tensor]:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     mesh = init_device_mesh("cpu", (at.size,))
     net = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     data = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -212,30 +131,12 @@ def tensor_parallel(at: Rank) -> list[Tensor]:
 
 
 @feature
-def sequence_parallel(at: Rank) -> Any:
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        PrepareModuleInput,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (at.size,))
-    net = nn.Sequential(nn.LayerNorm(4))
-    plan = {
-        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
-        "0": SequenceParallel(),
-    }
-    parallelize_module(net, mesh, plan)
-    return net(at.numbers(8).view(1, 2, 4))
-
-
-def pipelined(at: Rank, schedule: str) -> list[Any]:
+def pipeline_1F1B(at: Rank) -> list[Any]:
     from torch.distributed import pipelining
 
     torch.manual_seed(at.rank)
     stage = pipelining.PipelineStage(nn.Linear(4, 4), at.rank, at.size, torch.device("cpu"))
-    run = getattr(pipelining, schedule)(stage, at.size, loss_fn=nn.functional.mse_loss)
+    run = pipelining.Schedule1F1B(stage, at.size, loss_fn=nn.functional.mse_loss)
     losses: list[Tensor] = []
     rows = 2 * at.size
     if at.rank == 0:
@@ -247,5 +148,49 @@ def pipelined(at: Rank, schedule: str) -> list[Any]:
     return [[p.grad for p in stage.submod.parameters()], losses]
 
 
-named("pipeline GPipe", partial(pipelined, schedule="ScheduleGPipe"))
-named("pipeline 1F1B", partial(pipelined, schedule="Schedule1F1B"))
+# ------------------------------------------------------------------ checkpoints
+
+
+def saved(at: Rank, form: str) -> list[Any]:
+    net = sharded(at)
+    train(net, at)
+    path = at.folder / form
+    if form == "plain":
+        dcp.save(net.state_dict(), checkpoint_id=path)
+    else:
+        kind = AsyncCheckpointerType(form)
+        answer: Any = dcp.async_save(
+            net.state_dict(), checkpoint_id=path, async_checkpointer_type=kind
+        )
+        answer.result()
+    dist.barrier()
+    other = sharded(at)
+    state = {name: torch.zeros_like(value) for name, value in other.state_dict().items()}
+    dcp.load(state, checkpoint_id=path)
+    other.load_state_dict(state)
+    return weights(other)
+
+
+named("checkpoint", partial(saved, form="plain"))
+named("checkpoint on a thread", partial(saved, form="thread"))
+named("checkpoint in a process", partial(saved, form="process"))
+
+
+@feature
+def whole_state_from_rank_0(at: Rank) -> list[Any]:
+    net = sharded(at)
+    torch.manual_seed(7)
+    given = {name: torch.randn(p.shape) for name, p in model().named_parameters()}
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(net, given if at.rank == 0 else {}, options=options)
+    return weights(net)
+
+
+@feature
+def whole_states_of_model_and_optimizer(at: Rank) -> list[Any]:
+    net = sharded(at)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    train(net, at, optimizer)
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = states.get_state_dict(net, optimizer, options=options)
+    return [found[0], found[1].get("state", {})]

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from shoal.comm.call import Call, Op, divide
-from shoal.comm.executors.hierarchical.any_source import Message
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.group import Group
 from shoal.errors import PeerLost
@@ -42,6 +41,18 @@ class InterHost(Protocol):
     def close(self) -> None:
         """Ranks that wait for this one get an error at once."""
         ...
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    @property
+    def source(self) -> int:
+        """Where a received one came from; known when it is done."""
+        ...
+
+    def poll(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> None: ...
 
 
 class HostMessages(Protocol):

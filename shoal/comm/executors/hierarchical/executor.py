@@ -16,8 +16,11 @@ from torch import Tensor
 
 from shoal.comm.call import Call, as_reduced
 from shoal.comm.executor import Executor
-from shoal.comm.executors.hierarchical.any_source import Message
-from shoal.comm.executors.hierarchical.collectives import HierarchicalCollectives, HostLinks
+from shoal.comm.executors.hierarchical.collectives import (
+    HierarchicalCollectives,
+    HostLinks,
+    Message,
+)
 from shoal.comm.executors.hierarchical.point_to_point import (
     PointToPoint,
     reserved_tag,
@@ -25,12 +28,13 @@ from shoal.comm.executors.hierarchical.point_to_point import (
 )
 from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.shared_memory import SharedMemory
-from shoal.comm.executors.torch import as_shoal_error, combine_rows
+from shoal.comm.executors.torch import combine_rows
 from shoal.comm.group import Group
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, on_host, widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import ShoalError
 from shoal.runtime.waits import waiting
+from shoal.transport.transport import as_shoal_error
 
 _TAGS = 1 << 28  # reserved tags from here on
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from shoal.comm.call import TORCH_OPS, Call, Operand
 from shoal.comm.executors.hierarchical.collectives import column_of
 from shoal.comm.executors.hierarchical.point_to_point import as_bytes, reserved_tag
 from shoal.comm.executors.hierarchical.topology import Topology
-from shoal.comm.executors.torch import as_shoal_error
-from shoal.errors import BadInput, PeerLost, ShoalError
-from shoal.runtime.waits import waiting
+from shoal.errors import BadInput, ShoalError
 from shoal.transport.shm.messages import ANY_SOURCE
+from shoal.transport.transport import TorchWork, as_shoal_error
 
 # Gloo's tags have 31 bits
 _USER_TAGS = 1 << 30
@@ -125,40 +125,6 @@ def _given(operand: Operand | None) -> Tensor:
     return operand
 
 
-class GlooMessage:
-    """A message of Gloo's, with the errors of ours."""
-
-    def __init__(self, post: Callable[[], Any], rank: int, peer: int, doing: str):
-        self._rank = rank
-        self._peer = peer
-        self._doing = doing
-        self._is_done = False
-        try:
-            self._work = post()
-        except RuntimeError as error:
-            raise as_shoal_error(error, rank, doing) from error
-
-    @property
-    def source(self) -> int:
-        return int(self._work._source_rank()) if self._peer == ANY_SOURCE else self._peer
-
-    def poll(self) -> bool:
-        return bool(self._is_done or self._work.is_completed())
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if self._is_done:
-            return
-        limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
-        try:
-            with waiting(f"rank {self._rank}", f"rank {self._peer}", self._doing):
-                self._work.wait(*limit)
-        except RuntimeError as error:
-            if "Timed out waiting" in str(error):
-                raise PeerLost(self._rank, self._peer, self._doing, timeout_s) from error
-            raise as_shoal_error(error, self._rank, self._doing) from error
-        self._is_done = True
-
-
 class GlooMesh:
     """Messages of a ProcessGroupGloo; see `HostMessages`."""
 
@@ -176,20 +142,23 @@ class GlooMesh:
         self._timeout_s = timeout_s
         self._gloo.set_timeout(timedelta(seconds=timeout_s))
 
-    def send(self, data: Tensor, dst: int, tag: int) -> GlooMessage:
-        gloo, short = self._gloo, _short_tag(tag)
-        doing = f"send to {dst}, tag {tag}"
-        return GlooMessage(lambda: gloo.send([data], dst, short), self._rank, dst, doing)
+    def send(self, data: Tensor, dst: int, tag: int) -> TorchWork:
+        short = _short_tag(tag)
+        return self._post(lambda: self._gloo.send([data], dst, short), dst, f"send to {dst}", tag)
 
-    def recv(self, into: Tensor, src: int, tag: int) -> GlooMessage:
-        gloo, short = self._gloo, _short_tag(tag)
-        doing = f"recv from {'any source' if src == ANY_SOURCE else src}, tag {tag}"
+    def recv(self, into: Tensor, src: int, tag: int) -> TorchWork:
+        short = _short_tag(tag)
+        if src == ANY_SOURCE:
+            begin = partial(self._gloo.recv_anysource, [into], short)
+            return self._post(begin, src, "recv from any source", tag)
+        return self._post(lambda: self._gloo.recv([into], src, short), src, f"recv from {src}", tag)
 
-        def post() -> Any:
-            is_any = src == ANY_SOURCE
-            return gloo.recv_anysource([into], short) if is_any else gloo.recv([into], src, short)
-
-        return GlooMessage(post, self._rank, src, doing)
+    def _post(self, begin: Callable[[], Any], peer: int, doing: str, tag: int) -> TorchWork:
+        doing = f"{doing}, tag {tag}"
+        try:
+            return TorchWork(begin(), self._rank, peer, doing)
+        except RuntimeError as error:
+            raise as_shoal_error(error, self._rank, doing, peer) from error
 
     def abort(self) -> None:
         """Without a reference Gloo closes its connections, which wakes up the other side."""
