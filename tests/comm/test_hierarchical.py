@@ -10,7 +10,7 @@ import torch
 from shoal.cluster.toml_file import cluster_text
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
-from shoal.comm.executors.hierarchical.topology import Topology, host_id
+from shoal.comm.executors.hierarchical.topology import Topology
 from shoal.comm.executors.schedule_selection import AlgorithmSelector, Ordered, for_subset
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork, in_ring_order
@@ -32,10 +32,6 @@ def test_hosts_are_numbered_in_the_order_of_ranks() -> None:
     assert topology.hosts == ((0, 2), (1, 4), (3,))
     assert (topology.host, topology.index, topology.local, topology.size) == (1, 1, (1, 4), 5)
     assert not topology.is_even and Topology.of([b"x", b"y"], 0).is_even
-
-
-def test_the_host_can_be_named() -> None:
-    assert len({host_id(), host_id("a"), host_id("b")}) == 3
 
 
 @pytest.mark.parametrize("between", ["tcp", "gloo"])

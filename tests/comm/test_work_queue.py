@@ -40,23 +40,15 @@ def test_without_a_background_the_caller_runs_all_before_the_one_it_waits_for() 
     assert log == [0, 1, 2, 3]
 
 
-def test_a_light_operation_needs_no_thread() -> None:
-    queue = WorkQueue("queue")
+def test_a_light_operation_needs_no_thread_and_is_not_begun_behind_another() -> None:
     log: list[str] = []
-    work = Light(queue, log, "a")
-    queue.submit(work)
-    work.wait()
-    assert log == ["begin a", "end a caller"]
-
-
-def test_an_operation_behind_another_is_not_begun_in_the_call() -> None:
-    queue = WorkQueue("queue", background=False)
-    log: list[str] = []
-    queue.call(lambda: log.append("first"))
-    work = Light(queue, log, "a")
-    queue.submit(work)
-    work.wait()
-    assert log == ["first", "run a caller"]
+    alone, behind = WorkQueue("queue"), WorkQueue("queue", background=False)
+    behind.call(lambda: log.append("first"))
+    for queue, name in ((alone, "a"), (behind, "b")):
+        work = Light(queue, log, name)
+        queue.submit(work)
+        work.wait()
+    assert log == ["begin a", "end a caller", "first", "run b caller"]
 
 
 def test_the_thread_takes_over_what_is_polled() -> None:
