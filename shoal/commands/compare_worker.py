@@ -47,7 +47,7 @@ class ComparisonWorker(Worker):
         self._models = models
 
     def prepare(self, job: Job) -> None:
-        job.dry = True
+        job.checkpoints.dry = True
         job.on_build.append(self._check_model)
         job.on_step.append(lambda step, loss: self.losses.append(loss.detach()))
         if self.steps is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,11 +37,6 @@ def check_data(data: Any, options: BatchOptions, replicas: int, is_full_dataset:
         raise BadInput(
             "mapreduce trains on the whole dataset in every step: give job.batches the dataset and "
             'a batch_size (what is computed at a time), or use mapreduce(batch="mini")'
-        )
-    if not is_dataset and not isinstance(data, Iterable):
-        raise BadInput(
-            f"job.batches takes a dataset with batch_size, or an iterable of batches; "
-            f"{type(data).__name__} is neither"
         )
     if epochs > 1 and isinstance(data, Iterator):
         raise BadInput(

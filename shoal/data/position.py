@@ -11,14 +11,14 @@ go on, with more epochs or steps than before.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from shoal.errors import CheckpointError
 
-_MAX_COUNT = 10**12
 _MAX_LOOPS = 10**8
 
 
@@ -94,25 +94,29 @@ class Positions:
         }
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=10**12)]
+
+
+class _Document(msgspec.Struct, frozen=True):
+    epochs: Count
+    loops: list[list[Count]]
+    data: dict[str, Any] = {}
+
+
 def positions_of(document: Any) -> Positions:
     """Back from `Positions.document`."""
-    document = document if isinstance(document, dict) else {}
-    loops, states = document.get("loops"), document.get("data", {})
-    if (
-        not isinstance(loops, list)
-        or not isinstance(states, dict)
-        or not _are_counts([document.get("epochs")])
-        or not all(isinstance(r, list) and len(r) in (2, 5) and _are_counts(r) for r in loops)
-        or sum(row[0] for row in loops) > _MAX_LOOPS
-    ):
+    try:
+        saved = msgspec.convert(document, _Document)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"its position in the data: {error}") from error
+    too_many = sum(row[0] for row in saved.loops if row) > _MAX_LOOPS
+    if too_many or not all(len(row) in (2, 5) for row in saved.loops):
         raise CheckpointError("its position in the data is none")
-    known = [LoopPosition(*row[1:]) for row in loops for _ in range(row[0])]
-    lengths = [len(row) for row in loops for _ in range(row[0])]
-    for i, (loop, length) in enumerate(zip(known, lengths, strict=True)):
-        loop.is_over = length == 2
-        loop.state = states.get(str(i))
-    return Positions(document["epochs"], _known=known)
-
-
-def _are_counts(values: Sequence[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < _MAX_COUNT for value in values)
+    rows = [row for row in saved.loops for _ in range(row[0])]
+    known = []
+    for i, (batches, *of_epochs) in enumerate(row[1:] for row in rows):
+        epochs, epoch, in_epoch = of_epochs or (0, 0, 0)
+        loop = LoopPosition(batches, epochs, epoch, in_epoch, is_over=not of_epochs)
+        loop.state = saved.data.get(str(i))
+        known.append(loop)
+    return Positions(saved.epochs, _known=known)

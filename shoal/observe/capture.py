@@ -105,7 +105,7 @@ class Capture:
     def start(cls, config: CaptureConfig, job: Job, number: int) -> Capture:
         """`number` is that of the call of `shoal.run`; each has a folder."""
         assert config.folder is not None
-        job.dry = True
+        job.checkpoints.dry = True
         folder = config.folder if number == 1 else config.folder / str(number)
         folder.mkdir(exist_ok=True)
         return cls(job, replace(config, folder=folder))

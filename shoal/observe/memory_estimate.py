@@ -146,7 +146,7 @@ class EstimateJob(Job):
     """A job that looks at what it is given and trains nothing."""
 
     def prepare(self, strategy: Strategy, workers: int) -> None:
-        self.dry = True
+        self.checkpoints.dry = True
         self._strategy = strategy
         self._workers = workers
         self._estimates: list[list[WorkerMemory]] = []

@@ -32,7 +32,7 @@ class Probe:
         self.job = job
         self.config = config
         self._models: dict[int, ModelProbe] = {}
-        job.dry = True
+        job.checkpoints.dry = True
         job.on_build.append(lambda step: self._models.update({id(step): ModelProbe(step)}))
         job.on_step.append(self._after_step)
 

@@ -110,11 +110,7 @@ class JobMeetings:
         self._elastic = elastic
         self._services = state.context.services
         self._meetings = self._services.meetings
-
-    @property
-    def takes_returns(self) -> bool:
-        """Whether lost workers may come back, other than in an elastic run."""
-        return self._meetings is not None
+        self.takes_returns = self._meetings is not None  # lost workers may come back
 
     def hold(self, act: Callable[[], Result]) -> Result:
         """Do what all workers do together, or get what it returned to the others."""

@@ -94,7 +94,7 @@ class Job(LoopMethods):
         self._stream = BatchStream(
             self.mesh.data, device, seed, self._steps_done, self._before_batch
         )
-        self._stream.must_stop = lambda: self._checkpoints.must_stop(self._steps_done())
+        self._stream.must_stop = lambda: self.checkpoints.must_stop(self._steps_done())
         self._stream.kind = strategy.sync_for(self.replicas).batches
         self._throughput = Throughput(group.size // self.mesh.data.size)
         self._state = JobState(self._context, self.rank, self.size, self._stream, self._throughput)
@@ -110,7 +110,7 @@ class Job(LoopMethods):
             self._elastic = ElasticTraining(group, self._state, self._after_regroup)
         agreement = Agreement(group, device, self._services.elastic_sum)
         self._meetings = JobMeetings(self._state, agreement, self._elastic)
-        self._checkpoints = JobCheckpoints(
+        self.checkpoints = JobCheckpoints(
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
 
@@ -118,20 +118,6 @@ class Job(LoopMethods):
     def steps(self) -> int:
         """Training steps, including those of the run that a checkpoint continues."""
         return self._state.steps
-
-    @property
-    def dry(self) -> bool:
-        """Whether this is a trial run, which saves nothing."""
-        return self._checkpoints.dry
-
-    @dry.setter
-    def dry(self, is_dry: bool) -> None:
-        self._checkpoints.dry = is_dry
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether the run was asked to stop, and batches end for that reason."""
-        return self._checkpoints.is_preempted
 
     def step(
         self,
@@ -194,7 +180,7 @@ class Job(LoopMethods):
         after `epochs`, or when the job has done `steps` steps. `loaders` processes fetch samples in
         the background. After `job.load` it skips the batches that the saved run has seen.
         """
-        self._checkpoints.continue_latest()
+        self.checkpoints.continue_latest()
         self._meetings.come_back()
         options = BatchOptions(
             batch_size, epochs, steps, shuffle, drop_last, collate, loaders, sampler
@@ -272,7 +258,7 @@ class Job(LoopMethods):
         the checkpoint is complete; if it cannot be saved, all of them raise. `about` is kept in
         the manifest; it has to be JSON.
         """
-        self._checkpoints.save(Path(path), about or {})
+        self.checkpoints.save(Path(path), about or {})
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint, whatever strategy and number of workers saved it.
@@ -280,7 +266,7 @@ class Job(LoopMethods):
         Call it on all ranks, after `job.step`, before `job.batches`. All ranks load the same
         checkpoint, or raise and load nothing. Returns `about` of the checkpoint.
         """
-        return self._checkpoints.load(Path(path))
+        return self.checkpoints.load(Path(path))
 
     def close(self) -> None:
         """End the job: print the summary, stop threads, close connections."""
@@ -343,7 +329,7 @@ class Job(LoopMethods):
 
     def _add_step(self, step: Step) -> None:
         self._watch_optimizers()
-        self._checkpoints.check(step)
+        self.checkpoints.check(step)
         step.after = [self._after_step, *self.on_step]
         if self._elastic is not None:
             if step.is_own_loop or step.embeddings:
@@ -390,7 +376,7 @@ class Job(LoopMethods):
         self._loss_watch.note(self.steps + steps, loss)
         self._throughput.end_step(steps)
         self._state.count(self.steps + steps)
-        self._checkpoints.save_part(step)
+        self.checkpoints.save_part(step)
         for callback in self.on_step:
             callback(step, loss)
 
@@ -419,7 +405,7 @@ class Job(LoopMethods):
             self._loss_watch.note(step.steps, loss)
             self._throughput.end_step(step.steps - self.steps)
             self._state.count(step.steps)
-        self._checkpoints.save_part(step)
+        self.checkpoints.save_part(step)
 
     @property
     def _is_first(self) -> bool:

@@ -23,8 +23,6 @@ from shoal.train.throughput import Throughput
 if TYPE_CHECKING:
     from shoal.train.checkpoints.averages import Ema
 
-Averages = list[tuple[dict[str, Tensor], dict[str, str]]]
-
 
 @dataclass
 class JobState:
@@ -78,23 +76,6 @@ class JobState:
             "about": about,
         }
 
-    def snapshot(
-        self,
-        document: dict[str, Any],
-        averages: Averages,
-        states: list[dict[str, Tensor]],
-        untrained: Averages | None = None,
-    ) -> files.Checkpoint:
-        """The state of this replica; `states` are those of the syncs."""
-        from shoal.train.checkpoints.state import OTHERS, snapshot
-
-        saved = snapshot(self.models, states, document)
-        for kind, others in (("ema", averages), ("untrained", untrained or [])):
-            saved.document[OTHERS[kind]] = [tied for _, tied in others]
-            for i, (tensors, _) in enumerate(others):
-                saved.model |= {f"{kind}{i}:{name}": tensor for name, tensor in tensors.items()}
-        return saved
-
     def fit_averages(self, saved: files.Checkpoint, where: Path) -> list[dict[str, Tensor]]:
         from shoal.train.checkpoints.state import fit_others
 
@@ -105,6 +86,8 @@ class JobState:
 
     def pack(self) -> dict[str, Any]:
         """All of the state, which one worker of an elastic run sends to others."""
+        from shoal.train.checkpoints.state import snapshot
+
         with ExitStack() as stack:
             for step in self.models:
                 if not step.sync.undo_steps:  # else a newcomer gets what this replica has
@@ -112,7 +95,7 @@ class JobState:
             averages = [ema.gather(True) for ema in self.emas]
             states = [step.sync.state() if step.sync.undo_steps else {} for step in self.models]
             steps = max((step.steps for step in self.models), default=self.steps)
-            saved = self.snapshot({"steps": steps}, averages, states)
+            saved = snapshot(self.models, states, {"steps": steps}, {"ema": averages})
         document = json.loads(json.dumps(saved.document))
         return {"model": saved.model, "optimizer": saved.optimizer, "document": document}
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
 from shoal.comm.objects import all_gather_object
-from shoal.errors import BadInput
 
 if TYPE_CHECKING:
     from shoal.train.job import Job
@@ -46,8 +45,6 @@ def map_reduce_over(
     reduce_fn: Callable[[Result, Result], Result],
 ) -> Result:
     every: Sequence[Item] = items if isinstance(items, Sequence) else list(items)
-    if not every:
-        raise BadInput("map_reduce got no items, so there is nothing to reduce")
     first = len(every) * group.rank // group.size
     stop = len(every) * (group.rank + 1) // group.size
     mapped = [map_fn(every[i]) for i in range(first, stop)]

@@ -125,7 +125,6 @@ def test_what_is_no_data_or_no_order_is_refused() -> None:
     data: Any
     distributed = DistributedSampler(NUMBERS, num_replicas=2, rank=0)
     for data, options, sentence in [
-        (5, {}, "int is neither"),
         (Endless(), {"batch_size": 4}, "Endless is not one"),
         (iter([]), {"epochs": 2}, "cannot repeat a generator"),
         (samples(0), {"batch_size": 4}, "nothing to train on"),

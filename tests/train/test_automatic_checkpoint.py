@@ -84,7 +84,7 @@ def test_a_later_checkpoint_that_the_script_loads_itself_counts(tmp_path: Path) 
 
 def test_trial_runs_neither_save_nor_load(tmp_path: Path) -> None:
     job = job_in(tmp_path)
-    job.dry = True
+    job.checkpoints.dry = True
     assert len(losses_of(job)) == 12
     job.save(tmp_path / "model")
     assert not list(tmp_path.iterdir())

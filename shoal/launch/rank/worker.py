@@ -213,7 +213,7 @@ class Worker:
         job.close()
         self.report(job)
         self.mark_finished()
-        if job.is_preempted:
+        if job.checkpoints.is_preempted:
             raise SystemExit(EXIT_STATUS)
         if end is not None:
             raise end

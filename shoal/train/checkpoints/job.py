@@ -41,7 +41,7 @@ class JobCheckpoints:
     ):
         """`is_first` is true on the rank that writes."""
         self.dry = False  # a trial run: nothing is saved
-        self.is_preempted = False
+        self.is_preempted = False  # the run was asked to stop, and batches end for that reason
         self._state = state
         self._loop = loop
         self._meetings = meetings
@@ -110,7 +110,7 @@ class JobCheckpoints:
             optimizer.take_settings()
         document = saved.document
         self._state.go_on_after(document["steps"], document["batches"], positions)
-        if self._meetings.takes_returns:
+        if self._meetings.takes_returns:  # other than in an elastic run
             self._agreement.run(lambda: (None, ""))  # none trains before the last one has loaded
         self._loaded += 1
         keys = ("about", "position", "batches", "steps")
@@ -130,6 +130,7 @@ class JobCheckpoints:
     def _write(self, path: Path, about: dict[str, Any]) -> str:
         """Write a checkpoint; its digest on the rank that writes, nothing on the others."""
         from shoal.train.checkpoints.optimizer_state import model_tensors
+        from shoal.train.checkpoints.state import snapshot
 
         for optimizer in self._loop.optimizers:
             optimizer.give_settings()
@@ -142,9 +143,10 @@ class JobCheckpoints:
                 return ""
             # models that no optimizer updates, such as target networks
             untrained = [(model_tensors(m.model), m.shard) for m in self._loop.untrained]
-            others = [(shard.gather_full(tensors), tied) for (tensors, tied), shard in untrained]
+            whole = [(shard.gather_full(tensors), tied) for (tensors, tied), shard in untrained]
+            others = {"ema": averages, "untrained": whole}
             document = self._state.description(about)
-            saved = self._state.snapshot(document, averages, states, others)
+            saved = snapshot(self._state.models, states, document, others)
             if self._is_first():
                 files.write(path, saved)
             return saved.digest

@@ -206,8 +206,8 @@ class SavedOptimizer:
 
     def _check(self, name: str, state: dict[str, Any], p: Tensor, forms: Forms | None) -> None:
         if missing := sorted(set(forms or {}) - set(state)):
-            problem = f"it has no {missing[0]} of {name}, which the optimizer needs"
-            raise damaged(self.where, problem)
+            lacking = f"it has no {missing[0]} of {name}, which the optimizer needs"
+            raise damaged(self.where, lacking)
         for key, value in state.items():
             is_count = key == "step" and _is_number(value, float)
             if isinstance(value, Tensor):

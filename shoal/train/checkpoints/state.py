@@ -31,11 +31,14 @@ from shoal.train.checkpoints.optimizer_state import (
 )
 from shoal.train.step.step import Step
 
+OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
+Others = dict[str, list[tuple[dict[str, Tensor], dict[str, str]]]]  # tensors, tied names; by kind
+
 
 def snapshot(
-    steps: list[Step], states: list[dict[str, Tensor]], document: dict[str, Any]
+    steps: list[Step], states: list[dict[str, Tensor]], document: dict[str, Any], others: Others
 ) -> files.Checkpoint:
-    """The models and optimizers of all steps of a job, and `document`.
+    """The models and optimizers of all steps of a job, its other models, and `document`.
 
     `states` are those of the syncs, which take all ranks to compute.
     """
@@ -50,9 +53,9 @@ def snapshot(
             for embedding in step.embeddings
             for key, tensor in embedding.state().items()
         }
-        by_parameter, others = gather_sync_state(step, states[i])
+        by_parameter, rest_of_sync = gather_sync_state(step, states[i])
         saved.optimizer |= {f"sync{i}/{name}": tensor for name, tensor in by_parameter.items()}
-        saved.optimizer |= {f"sync{i}:{name}": tensor for name, tensor in others.items()}
+        saved.optimizer |= {f"sync{i}:{name}": tensor for name, tensor in rest_of_sync.items()}
         scaler = step.update.scaler
         saved.document["models"].append(
             {
@@ -63,6 +66,10 @@ def snapshot(
                 "scaler": None if scaler is None else scaler.state_dict(),
             }
         )
+    for kind, models in others.items():
+        saved.document[OTHERS[kind]] = [tied for _, tied in models]
+        for i, (tensors, _) in enumerate(models):
+            saved.model |= {f"{kind}{i}:{name}": tensor for name, tensor in tensors.items()}
     return saved
 
 
@@ -113,7 +120,6 @@ def gather_sync_state(
     return joined, others
 
 
-OTHERS = {"ema": "averages", "untrained": "untrained"}  # keys of the document
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
 
 
@@ -243,7 +249,7 @@ class _Fitting:
             model=model,
             tables=tables,
             optimizer=optimizer,
-            scaler=saved.scaler and msgspec.structs.asdict(saved.scaler),
+            scaler=None if saved.scaler is None else msgspec.structs.asdict(saved.scaler),
             sync=self._sync(),
             bare=tuple(bare) if saved.steps else (),
         )

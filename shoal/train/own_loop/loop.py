@@ -115,13 +115,6 @@ class OwnLoop:
 
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if not isinstance(o, nn.Module)]
-        if not models or any(
-            not isinstance(o, torch.optim.Optimizer) and not callable(o) for o in optimizers
-        ):
-            raise BadInput(
-                "job.setup takes models (nn.Module) and their optimizers (torch.optim), such as "
-                "job.setup(model, optimizer)"
-            )
         first = len(self.parts)
         self._taken = self._taken or Taken()
         made, updates = set_up(models, optimizers, self._context, self._taken, self.parts)
@@ -287,8 +280,6 @@ class OwnLoop:
         chosen = _params_in(params)
         ids = {id(p) for p in chosen}
         parts = self._parts_with(chosen)
-        if not parts:
-            raise BadInput("job.clip_grad_norm_ got no parameter of a model of job.setup")
         for part in parts:
             if not part.sync.updates_here:
                 raise BadInput(

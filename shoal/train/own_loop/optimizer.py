@@ -54,14 +54,7 @@ def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
         {"params": [p for p in group["params"] if id(p) in wanted], **settings}
         for group, settings in zip(optimizer.param_groups, settings_of(optimizer), strict=True)
     ]
-    groups = [group for group in groups if group["params"]]
-    try:
-        made: torch.optim.Optimizer = like(optimizer, groups)
-    except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"{type(optimizer).__name__} cannot be made for a part of its parameters, which this "
-            f"strategy needs ({error}): take ddp"
-        ) from error
+    made: torch.optim.Optimizer = like(optimizer, [group for group in groups if group["params"]])
     for p in params_of(made):
         if p in optimizer.state:
             made.state[p] = optimizer.state[p]

@@ -188,8 +188,6 @@ def _build_parts(
             if some:
                 parts.append(_part(model, some, factory, parts, context()))
     factory.is_building = False
-    if len(parts) == first:
-        raise BadInput("an optimizer of job.setup has no parameter of its models")
     return parts[first:]
 
 
@@ -216,19 +214,13 @@ def _part(
 def _make_optimizers(
     models: Sequence[nn.Module], optimizers: Sequence[Any]
 ) -> list[torch.optim.Optimizer]:
-    """Factories are called with the (name, parameter) pairs of all models."""
-    factories = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
-    if factories and len(optimizers) > 1:
-        raise BadInput(
-            "of several optimizers job.setup cannot tell which parameters a factory is for: pass "
-            "torch.optim instances"
-        )
-    pairs = (
+    """A factory is called with the (name, parameter) pairs of all models."""
+    pairs = (  # for one factory: of several optimizers each has to know its own parameters
         (name if len(models) == 1 else f"{i}.{name}", p)
         for i, model in enumerate(models)
         for name, p in model.named_parameters()
     )
-    return [o(pairs) if factories else o for o in optimizers]
+    return [o if isinstance(o, torch.optim.Optimizer) else o(pairs) for o in optimizers]
 
 
 def _take_params(

@@ -100,13 +100,7 @@ def build_step(
     functions.check()
     term = context.strategy.sync_for(context.mesh.dp.size)
     prepared = prepare_model(model, term, options, context, functions.optimizer, example)
-    step = assemble_step(prepared, prepared.shard, functions, context)
-    if isinstance(step.update.optimizer, torch.optim.LBFGS):
-        raise BadInput(
-            "LBFGS computes the loss several times a step, which job.step cannot do: write "
-            "the loop yourself, with job.setup"
-        )
-    return step
+    return assemble_step(prepared, prepared.shard, functions, context)
 
 
 def assemble_step(

@@ -40,8 +40,6 @@ class ForwardSignature:
             return self._entries(content), LossArguments.optional(content)
         if not isinstance(content, (tuple, list)):
             return (content,), LossArguments.optional(content)
-        if not content:
-            raise BadInput("a batch is empty: it holds no inputs")
         inputs, *others = content
         if is_list_of_samples(inputs, samples):
             inputs = (inputs,)  # one argument; a list of other tensors is one argument each
