@@ -52,11 +52,12 @@ def test_a_rank_that_comes_after_the_end_of_the_agent_does_not_wait_for_its_stor
 @pytest.mark.parametrize(
     ("session", "launcher", "output"),
     [
-        (True, "1", b""),  # a worker that was adopted
+        (True, "1", b""),
         (True, str(os.getpid()), b"on\n"),
-        (False, "1", b"on\n"),  # behind a wrapper
+        (False, "1", b"on\n"),
         (True, "", b"on\n"),
     ],
+    ids=["adopted", "of this process", "behind a wrapper", "unknown"],
 )
 def test_a_worker_whose_launcher_has_exited_ends(
     session: bool, launcher: str, output: bytes
