@@ -7,9 +7,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from shoal.plan.gantt import gantt
-from shoal.plan.price import Price, price
 from shoal.plan.timeline import simulate
 from shoal.schedules.collectives.catalog import CATALOG, Algorithm, build
+from shoal.schedules.collectives.cost import Link, Price, price
 from shoal.schedules.pipelines import catalog as pipelines
 from shoal.schedules.pipelines.proof import prove
 
@@ -72,7 +72,7 @@ def _section(entry: Algorithm) -> str:
     text = f"\n### {entry.kind}: {entry.name}\n\n{_prose(entry.description)}\n"
     text += "| ranks | rounds | busiest port | total | extra memory |\n|---|---|---|---|---|\n"
     for ranks in RANKS:
-        one = price(build(entry.kind, entry.name, ranks), 1, 0.0, 1.0)
+        one = price(build(entry.kind, entry.name, ranks), 1, Link(0.0, 1.0))
         text += f"| {ranks} | {one.rounds} | {' | '.join(_in_v(one))} |\n"
     return text
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.plan.simulator.collectives import MessageTable, message_table
-from shoal.plan.simulator.messages import MessageNetwork, Routes
+from shoal.plan.simulator.messages import MessageNetwork, MessageTable, Routes, message_table
 from shoal.schedules.collectives import Collective
 
 

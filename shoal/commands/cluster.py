@@ -12,12 +12,17 @@ import typer
 
 from shoal.calibration.measure import CalibrationOptions, calibrate, check_seconds, keep
 from shoal.cluster import Cluster
-from shoal.cluster.between import GLOO, TCP, BetweenChoice, choose_between
 from shoal.cluster.discover import discover as discover_host
-from shoal.cluster.drawing import draw_cluster, host_lines, levels, narrowest, narrowest_cut
-from shoal.cluster.hardware import Device, MeasuredCalls
+from shoal.cluster.drawing import (
+    cluster_svg,
+    draw_cluster,
+    host_lines,
+    levels,
+    narrowest,
+    narrowest_cut,
+)
+from shoal.cluster.hardware import GLOO, TCP, BetweenChoice, Device, MeasuredCalls, choose_between
 from shoal.cluster.presets import load_cluster, preset_names
-from shoal.cluster.svg import cluster_svg
 from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options

@@ -24,9 +24,9 @@ from shoal.commands import options
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
-from shoal.plan.price import Price, price_all
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.cost import Link, Price, price_all
 from shoal.schedules.collectives.draw_svg import animated_svg
 from shoal.schedules.collectives.draw_terminal import draw
 from shoal.schedules.collectives.kinds import kind_named
@@ -113,7 +113,6 @@ def _fastest_first(
 
 app = typer.Typer(help="Every collective algorithm: priced, proven, drawn.", no_args_is_help=False)
 
-Cost = tuple[float, float, float]  # alpha_s, beta_s_per_byte, gamma_s_per_byte
 
 MOST_RANKS = 4096  # of a table of all algorithms: their transfers grow with the square
 
@@ -159,10 +158,10 @@ def table(
         show_on_cluster(load_cluster(cluster), ranks, names, parse_bytes(size), seed, as_json)
         return
     ranks = 8 if ranks is None else ranks
-    cost = (parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
+    cost = Link(parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
     num_bytes = parse_bytes(size)
     names = kinds() if kind == "all" else [kind_named(kind).name]
-    prices_by_kind = {name: price_all(name, ranks, num_bytes, *cost) for name in names}
+    prices_by_kind = {name: price_all(name, ranks, num_bytes, cost) for name in names}
     if prove_all:
         for name in names:
             for algorithm in algorithms(name):
@@ -176,7 +175,7 @@ def table(
         parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
         parts.append(_ring_against_star(prices_by_kind["all_reduce"]))
-    costs = dict(zip(("alpha_s", "beta_s_per_byte", "gamma_s_per_byte"), cost, strict=True))
+    costs = asdict(cost)
     document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": prove_all}
     show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
 
@@ -236,7 +235,7 @@ def show(
     show_parts(document, [said], as_json)
 
 
-def _table_of(name: str, prices: list[Price], num_bytes: int, cost: Cost) -> list[Part]:
+def _table_of(name: str, prices: list[Price], num_bytes: int, cost: Link) -> list[Part]:
     parts: list[Part] = [_grid(name, prices, num_bytes, cost)]
     if prices[0].redundant_bytes:
         parts.append(
@@ -246,12 +245,11 @@ def _table_of(name: str, prices: list[Price], num_bytes: int, cost: Cost) -> lis
     return parts
 
 
-def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Cost) -> Grid:
-    alpha_s, beta_s_per_byte, gamma_s_per_byte = cost
+def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Link) -> Grid:
     title = f"{kind} of {show_bytes(num_bytes)} over {prices[0].ranks} ranks"
-    title += f", {show_seconds(alpha_s)} a message"
-    title += f", {show_rate(1 / beta_s_per_byte)}" if beta_s_per_byte else ""
-    title += f", adding at {show_rate(1 / gamma_s_per_byte)}" if gamma_s_per_byte else ""
+    title += f", {show_seconds(cost.alpha_s)} a message"
+    title += f", {show_rate(1 / cost.beta_s_per_byte)}" if cost.beta_s_per_byte else ""
+    title += f", adding at {show_rate(1 / cost.gamma_s_per_byte)}" if cost.gamma_s_per_byte else ""
     heads = ["algorithm", "rounds", "time", "busiest\nport", "times\nbound", "sent/\nrank"]
     rows = [
         [
@@ -287,7 +285,7 @@ def _collectives(prices_by_kind: Mapping[str, Sequence[Any]]) -> list[dict[str, 
         {
             "kind": kind,
             "fastest": prices[0].algorithm,
-            "algorithms": [one.as_dict() for one in prices],
+            "algorithms": [asdict(one) for one in prices],
         }
         for kind, prices in prices_by_kind.items()
     ]

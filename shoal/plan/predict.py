@@ -10,8 +10,7 @@ from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
-from shoal.plan.step.stages import Stage
-from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer
+from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
 from shoal.plan.sync_price import SyncPrice, SyncQuestion
 from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
 from shoal.plan.sync_price.flat_sizes import TensorSizes

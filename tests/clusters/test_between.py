@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.calibration.between import calls_between
-from shoal.cluster.between import BetweenChoice, choose_between
-from shoal.cluster.hardware import MeasuredCalls
+from shoal.cluster.hardware import BetweenChoice, MeasuredCalls, choose_between
 from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.commands.run import with_cluster
 from shoal.errors import BadInput

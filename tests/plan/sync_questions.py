@@ -8,8 +8,7 @@ from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import Routes
-from shoal.plan.simulator.synchronization import in_rounds
-from shoal.plan.simulator.task_graph import TaskGraph
+from shoal.plan.simulator.task_graph import TaskGraph, in_rounds
 from shoal.plan.step.collective_time import Network, RankGroup
 from shoal.plan.sync_price import SyncQuestion
 from shoal.plan.workloads import Precision

@@ -15,11 +15,10 @@ from benchmarks.segments import simulate_in_segments
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.presets import load_cluster
-from shoal.plan.price import price
-from shoal.plan.simulator.collectives import simulate_collective
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, explain_racks, hierarchical
-from shoal.plan.simulator.messages import FlowNetwork, Longs, max_min_rates
+from shoal.plan.simulator.messages import FlowNetwork, Longs, max_min_rates, simulate_collective
 from shoal.schedules.collectives.catalog import CATALOG, build
+from shoal.schedules.collectives.cost import Link, price
 from shoal.schedules.collectives.proof import prove
 from tests.plan.sync_questions import DEVICE, by_rank, ports
 from tests.products import few_or_all
@@ -107,7 +106,7 @@ def test_simulation_equals_the_closed_form_without_contention(ranks: int, num_by
     wires = ports(ranks, RATE, ALPHA_S)
     for kind, name in ALGORITHMS:
         collective = build(kind, name, ranks)
-        closed_s = price(collective, num_bytes, ALPHA_S, 1 / RATE).time_s
+        closed_s = price(collective, num_bytes, Link(ALPHA_S, 1 / RATE)).time_s
         simulated_s = simulate_collective(collective, num_bytes, wires)
         assert simulated_s == pytest.approx(closed_s, rel=1e-6), (kind, name)
         if len(collective.table.src) <= 20_000:

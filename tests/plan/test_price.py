@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.docs import document, pipeline_document
-from shoal.plan.price import Price, price
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.cost import Link, Price, price
 from tests.products import few_or_all
 
 ALPHA = 3e-6
@@ -23,7 +23,7 @@ RANKS: Sequence[int] = few_or_all(CHOSEN_RANKS, range(2, 65))
 
 
 def priced(kind: str, name: str, ranks: int, gamma: float = 0.0) -> Price:
-    return price(build(kind, name, ranks), V, ALPHA, BETA, gamma)
+    return price(build(kind, name, ranks), V, Link(ALPHA, BETA, gamma))
 
 
 def log2(p: int) -> int:

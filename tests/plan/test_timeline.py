@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import BadInput
-from shoal.plan.step.stages import by_device, deal_evenly, deal_layers, in_flight
-from shoal.plan.step.step_price import StageTimes, bubble_s
+from shoal.plan.step.step_price import (
+    StageTimes,
+    bubble_s,
+    by_device,
+    deal_evenly,
+    deal_layers,
+    in_flight,
+)
 from shoal.plan.timeline import ActionSpan, Times, simulate
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedules

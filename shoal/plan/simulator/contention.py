@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
-from shoal.plan.price import price
-from shoal.plan.simulator.collectives import (
+from shoal.plan.simulator.messages import (
+    Floats,
+    Longs,
     MessageTable,
     RoundTime,
+    Routes,
     message_table,
     simulate_collective,
 )
-from shoal.plan.simulator.messages import Floats, Longs, Routes
 from shoal.schedules.collectives import Collective
 from shoal.schedules.collectives.catalog import algorithms, build
+from shoal.schedules.collectives.cost import Link, price
 
 IN_ORDER = "contiguous"
 AT_RANDOM = "random"
@@ -53,9 +55,6 @@ class ContendedPrice:
     @property
     def seconds(self) -> float:
         return self.closed_form_s if self.simulated_s is None else self.simulated_s
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class ClusterNetwork:
@@ -103,7 +102,7 @@ class ClusterNetwork:
             order,
             collective.ranks,
             num_bytes,
-            price(collective, num_bytes, alpha_s, 1 / rate).time_s,
+            price(collective, num_bytes, Link(alpha_s, 1 / rate)).time_s,
             closed_s,
             simulated_s,
             routes.names[busiest] if busiest >= 0 else "",
@@ -181,11 +180,8 @@ def _carried(paths: Longs, sizes: Floats, routes: Routes) -> Floats:
 
 
 def _pairs(collective: Collective) -> int:
-    ranks = collective.ranks
-    if ranks * ranks <= MOST_PAIRS:
-        return ranks * ranks
-    is_used = np.zeros(ranks * ranks, np.bool_)
-    is_used[collective.table.src.astype(np.int64) * ranks + collective.table.dst] = True
+    is_used = np.zeros((collective.ranks, collective.ranks), np.bool_)
+    is_used[collective.table.src, collective.table.dst] = True
     return int(np.count_nonzero(is_used))
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from shoal.cluster import Noise
 from shoal.plan.simulator.messages import Longs
-from shoal.plan.simulator.synchronization import Servers, by_levels, gossip, in_rounds
-from shoal.plan.simulator.task_graph import Task, TaskGraph
+from shoal.plan.simulator.task_graph import Servers, Task, TaskGraph, by_levels, gossip, in_rounds
 from shoal.plan.step.collective_time import SHOAL_ORDER, axis_sizes
 from shoal.plan.sync_price import Agreeing
 from shoal.schedules.collectives.catalog import build as build_collective
@@ -205,11 +204,14 @@ class StepTasks:
         elif way in ("all_reduce", "zero") and len(group.ranks) > 1:
             self._reduce(group)
         else:
-            self._update_all(group)
+            for rank in group.ranks:
+                self._ready[rank] = [self._update(rank, group.step, ())]
             if way == "gossip" and len(group.ranks) > 1:
                 self._gossip(group)
             elif way == "average" and (group.step + 1) % self._how.every == 0:
-                self._average(group)
+                after = [self._ready[rank][0] for rank in group.ranks]
+                done = self._sum(group, group.parameter_bytes, after)  # local SGD: of the weights
+                self._ready |= {rank: [done] for rank in group.ranks}
 
     def _gradients(self, rank: int) -> list[int]:
         """The tasks after which each bucket can be sent."""
@@ -223,10 +225,6 @@ class StepTasks:
         self.mains[-1][rank].append(task)
         return task
 
-    def _update_all(self, group: _Group) -> None:
-        for rank in group.ranks:
-            self._ready[rank] = [self._update(rank, group.step, ())]
-
     def _reduce(self, group: _Group) -> None:
         """Buckets one after the other; zero reduce-scatters, and gathers weights at the end."""
         is_zero = self._how.way == "zero"
@@ -239,8 +237,7 @@ class StepTasks:
         if is_zero and self._how.stage < 3:
             gathered = self._sum(group, group.parameter_bytes, updates, trips=1)
             updates = [gathered] * len(updates)
-        for rank, update in zip(group.ranks, updates, strict=True):
-            self._ready[rank] = [update]
+        self._ready |= {rank: [task] for rank, task in zip(group.ranks, updates, strict=True)}
 
     def _sum(self, group: _Group, num_bytes: float, after: Sequence[int], trips: int = 2) -> int:
         """An all-reduce over a group, or half of one."""
@@ -265,15 +262,7 @@ class StepTasks:
         size = group.parameter_bytes
         averaged = gossip(self.graph, group.ranks, size, updated, self._how.graph, group.step)
         if not self._how.is_async:
-            for rank, task in zip(group.ranks, averaged, strict=True):
-                self._ready[rank] = [task]
-
-    def _average(self, group: _Group) -> None:
-        """Local SGD: an all-reduce of the weights."""
-        after = [self._ready[rank][0] for rank in group.ranks]
-        done = self._sum(group, group.parameter_bytes, after)
-        for rank in group.ranks:
-            self._ready[rank] = [done]
+            self._ready |= {rank: [task] for rank, task in zip(group.ranks, averaged, strict=True)}
 
 
 def _last_backward(actions: Sequence[Action]) -> Action:

@@ -14,7 +14,6 @@ run's trace, so `shoal.observe` draws and sums them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,9 +30,7 @@ from shoal.plan.predict import (
 from shoal.plan.simulator.messages import Longs, Routes
 from shoal.plan.simulator.step_tasks import StepTasks, StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.task_graph import TaskTimes
-from shoal.plan.step.layer_time import LayerTable, LayerTime
-from shoal.plan.step.stages import Stage, weight_of
-from shoal.plan.step.step_price import ReplicaPricer
+from shoal.plan.step.step_price import ReplicaPricer, weights_of
 from shoal.plan.sync_price import Agreeing, SyncQuestion, update_part
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
@@ -75,29 +72,19 @@ def simulate_step(
 
 def _result(builder: StepTasks, times: TaskTimes, steps: int) -> StepRun:
     ends = [
-        tuple(times.end_s[task] for _, task in sorted(by_rank.items())) for by_rank in builder.ends
+        tuple(times.end_s[by_rank[rank]] for rank in sorted(by_rank)) for by_rank in builder.ends
     ]
     paces = [steps / end_s if end_s else math.inf for end_s in ends[-1]]
     step_s = len(paces) / sum(paces)
-    return StepRun(
-        times.seconds,
-        steps,
-        step_s,
-        tuple(ends),
-        tuple(times.link_bytes),
-        _spans(builder, times),
-    )
+    spans = _spans(builder, times)
+    return StepRun(times.seconds, steps, step_s, tuple(ends), tuple(times.link_bytes), spans)
 
 
 def _spans(builder: StepTasks, times: TaskTimes) -> dict[int, list[Span]]:
     spans: dict[int, list[Span]] = {rank: [] for rank in sorted(builder.ends[0])}
-    for number, task in enumerate(builder.graph.tasks):
-        if task.kind and task.rank in spans and times.end_s[number] > times.start_s[number]:
-            spans[task.rank].append(
-                _span(
-                    task.kind, times.start_s[number], times.end_s[number], task.track, task.detail
-                )
-            )
+    for task, start_s, end_s in zip(builder.graph.tasks, times.start_s, times.end_s, strict=True):
+        if task.kind and task.rank in spans and end_s > start_s:
+            spans[task.rank].append(_span(task.kind, start_s, end_s, task.track, task.detail))
     for rank in spans:
         began_s = 0.0
         for step, by_rank in enumerate(builder.ends):
@@ -164,8 +151,10 @@ def simulate_strategy(
     size = cluster.of_size(workers)
     agreeing = price_of(term, question).agreeing
     if agreeing.way == "servers":
-        hosts, apply_s = _hosts(term, question), _apply_s(Serving(term, question))
-        agreeing = replace(agreeing, servers=hosts, apply_s=apply_s)
+        serving = Serving(term, question)
+        # workers that do not wait also take turns at the memory of the servers' host
+        apply_s = serving.update_s() + (0.0 if term.lockstep else serving.memory_s())
+        agreeing = replace(agreeing, servers=_hosts(term, question), apply_s=apply_s)
         size = size.of_size(1 + max(agreeing.servers))
     inside = 1 if agreeing.algorithm == "ring" else size.node.devices
     is_overlapped = settings.overlap and question.idle_share > 0
@@ -206,13 +195,19 @@ def _work(
 ) -> StepWork:
     table, stages = pricer.dealt(resolved.layout, resolved.split, resolved.shape)
     precision = pricer.workload.precision
-    held = [weight_of(stage, table.parameters) for stage in stages]
+    held = weights_of(stages, table.parameters)
     share = 1 / question.replicas if agreeing.way == "zero" else 1.0
-    repeats = 3 if resolved.split.recompute == "full" else 2  # trips of messages inside a layer
+    # of the messages inside a layer each trip takes an equal part
+    repeats = 3 if resolved.split.recompute == "full" else 2
+    forward_s = [
+        t.forward.seconds + sum(m.seconds for m in t.messages) / repeats for t in table.times
+    ]
     return StepWork(
-        tuple(_sum(stage, table, lambda t: _forward_s(t, repeats)) for stage in stages),
-        tuple(_sum(stage, table, lambda t: t.seconds - _forward_s(t, repeats)) for stage in stages),
-        tuple(_sum(stage, table, lambda t: t.weight_s) for stage in stages),
+        tuple(weights_of(stages, forward_s)),
+        tuple(
+            weights_of(stages, [t.seconds - f for t, f in zip(table.times, forward_s, strict=True)])
+        ),
+        tuple(weights_of(stages, [time.weight_s for time in table.times])),
         resolved.microbatches,
         resolved.shape.schedule,
         resolved.shape.chunks if resolved.shape.chunks > 1 else None,
@@ -221,15 +216,6 @@ def _work(
         tuple(float(parameters * precision.parameter_bytes) for parameters in held),
         update_part(question, share).seconds + pricer.cluster.device.step_s,
     )
-
-
-def _forward_s(time: LayerTime, repeats: int) -> float:
-    """Of the messages inside a layer each trip takes an equal part."""
-    return time.forward.seconds + sum(one.seconds for one in time.messages) / repeats
-
-
-def _sum(stage: Stage, table: LayerTable, of: Callable[[LayerTime], float]) -> float:
-    return sum(n * of(time) for n, time in zip(stage, table.times, strict=True))
 
 
 def _steps(agreeing: Agreeing) -> int:
@@ -245,11 +231,6 @@ def _compression(term: Any, question: SyncQuestion) -> float:
         return 1.0
     plain = price_of(replace(term, compress=None), question).sent_bytes
     return price_of(term, question).sent_bytes / plain if plain else 1.0
-
-
-def _apply_s(serving: Serving) -> float:
-    """An update; workers that do not wait also take turns at the memory of the servers' host."""
-    return serving.update_s() + (0.0 if serving.term.lockstep else serving.memory_s())
 
 
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 def packed_bytes(compress: str, elements: float) -> float:
     """A message of so many numbers; PowerSGD depends on shapes instead (`FlatSizes.factors`)."""
     name, settings = read_setting(compress)
-    return _words(_raw_bytes(name, settings, elements))
+    return math.ceil(_raw_bytes(name, settings, elements) / 4) * 4
 
 
 def _raw_bytes(name: str, settings: dict[str, float], elements: float) -> float:
@@ -55,11 +55,8 @@ def _raw_bytes(name: str, settings: dict[str, float], elements: float) -> float:
 def _kept(fraction: float, elements: float) -> float:
     """Of every block of 65,536 elements the largest."""
     full, rest = divmod(elements, _TOPK_BLOCK)
-    return full * _kept_of(fraction, _TOPK_BLOCK) + _kept_of(fraction, rest)
-
-
-def _kept_of(fraction: float, elements: float) -> float:
-    return min(elements, max(1, math.ceil(fraction * elements))) if elements else 0.0
+    last = min(rest, max(1, math.ceil(fraction * rest)))
+    return full * max(1, math.ceil(fraction * _TOPK_BLOCK)) + last
 
 
 def sum_compress(compress: str, replicas: int) -> str:
@@ -89,12 +86,8 @@ def packed_sum(compress: str, sizes: FlatSizes, elements: float, n: int) -> Pack
     return Packed((n - 1) / n * (own + sums), own, sums, 4.0 if n == 1 else 4 + 2 / n)
 
 
-def _words(num_bytes: float) -> float:
-    return math.ceil(num_bytes / 4) * 4
-
-
-_RESIDUAL_BYTES = 4
-_INDEX_BYTES = 8
+RESIDUAL_BYTES = 4
+INDEX_BYTES = 8
 
 
 class CompressedTime(NamedTuple):
@@ -117,24 +110,17 @@ def compressed_time(question: SyncQuestion, compress: str, elements: float) -> C
     return CompressedTime(there.seconds + back.seconds, packing_s, slower.bound, packed.sent)
 
 
-class CompressedBytes(NamedTuple):
-    residuals: float
-    in_flight: float
-
-
-def compressed_memory(
-    question: SyncQuestion, compress: str, slices: list[Buckets]
-) -> CompressedBytes:
+def compressed_memory(question: SyncQuestion, compress: str, slices: list[Buckets]) -> float:
     """What is kept from step to step, and the most that is on its way: all slices at once."""
     sizes, n, gaps = question.sizes, question.replicas, question.gaps
-    kept = sizes.size * _RESIDUAL_BYTES + _INDEX_BYTES * gaps
+    kept = sizes.size * RESIDUAL_BYTES + INDEX_BYTES * gaps
     if is_factored(compress):
         left, right, rest = sizes.factors(factor_rank(compress))
-        first = question.body * _RESIDUAL_BYTES + 4 * (left + 2 * rest)
-        return CompressedBytes(kept + 4 * right, max(first, 4 * (left + rest + right)))
+        first = question.body * RESIDUAL_BYTES + 4 * (left + 2 * rest)
+        return kept + 4 * right + max(first, 4 * (left + rest + right))
     again = sum_compress(compress, n)
     owed = sum(bucket.number * -(-bucket.elements // n) for bucket in slices)
     first = sum(2 * n * b.number * packed_bytes(compress, -(-b.elements // n)) for b in slices)
     second = sum((n + 1) * b.number * packed_bytes(again, -(-b.elements // n)) for b in slices)
-    owed_bytes = owed * _RESIDUAL_BYTES + _INDEX_BYTES * gaps / n
-    return CompressedBytes(kept + owed_bytes, max(first, second))
+    owed_bytes = owed * RESIDUAL_BYTES + INDEX_BYTES * gaps / n
+    return kept + owed_bytes + max(first, second)

@@ -8,7 +8,7 @@ Workers wait for each other once a round, so that part of their noise cancels ou
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
@@ -85,14 +85,8 @@ def _all_reduce(question: SyncQuestion, algorithm: str | None, num_bytes: float)
     way = hops(question.cluster, question.group)
     narrow = min(way, key=lambda hop: hop.bytes_per_s)
     link = Link(max(hop.alpha_s for hop in way), 1 / narrow.bytes_per_s)
-    return CollectiveTime(
-        _schedule_s(algorithm, ranks, max(1, round(num_bytes)), link), narrow.words
-    )
-
-
-@lru_cache(maxsize=4096)
-def _schedule_s(algorithm: str, ranks: int, num_bytes: int, link: Link) -> float:
-    return predicted_s("all_reduce", algorithm, ranks, num_bytes, link)
+    seconds = predicted_s("all_reduce", algorithm, ranks, max(1, round(num_bytes)), link)
+    return CollectiveTime(seconds, narrow.words)
 
 
 def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
@@ -115,7 +109,7 @@ def _ddp_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     return replace(
         plain,
         gradients=bucketed_gradients(question, bucket_bytes, first_bytes),
-        buffers=8 * question.gaps + extra.residuals + extra.in_flight,
+        buffers=8 * question.gaps + extra,
     )
 
 
@@ -187,7 +181,7 @@ def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
         return replace(plain, buffers=copies)
     body = question.body
     packed = compressed_memory(question, term.compress, [Buckets(1, body, body)])
-    return replace(plain, buffers=copies + packed.residuals + packed.in_flight + buffer_bytes)
+    return replace(plain, buffers=copies + packed + buffer_bytes)
 
 
 def _outer_bytes(term: Any, buffer_bytes: float) -> float:

@@ -28,12 +28,14 @@ from shoal.plan.sync_price import (
     update_part,
     waiting_part,
 )
-from shoal.plan.sync_price.compressed import factor_rank, is_factored
+from shoal.plan.sync_price.compressed import (
+    INDEX_BYTES,
+    RESIDUAL_BYTES,
+    factor_rank,
+    is_factored,
+)
 from shoal.plan.sync_price.ps_links import Serving, Way
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
-
-_RESIDUAL_BYTES = 4
-_INDEX_BYTES = 8
 
 
 def ps(term: Any, question: SyncQuestion) -> SyncPrice:
@@ -102,8 +104,8 @@ def _residuals(term: Any, question: SyncQuestion) -> float:
     if term.compress is None:
         return 0.0
     drops = term.quorum is not None and term.late == "drop"
-    residual = question.sizes.size * _RESIDUAL_BYTES * (2 if drops else 1)
-    return residual + 2 * _INDEX_BYTES * question.gaps + _basis(term, question)
+    residual = question.sizes.size * RESIDUAL_BYTES * (2 if drops else 1)
+    return residual + 2 * INDEX_BYTES * question.gaps + _basis(term, question)
 
 
 def _basis(term: Any, question: SyncQuestion) -> float:
@@ -152,52 +154,51 @@ def _updates_for_each_push(serving: Serving) -> bool:
 
 
 def _relaxed(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
-    """A worker's own way of a step, how long it waits for others, and for busy servers."""
+    """Each push and pull by itself; an update follows each push, or all of a step."""
     question = serving.question
-    replicas = question.replicas
-    pace = _pace(serving)
-    compute_s = question.compute_s
-    update_s = serving.update_s()
-    every_push = 1 if _updates_for_each_push(serving) else 1 / replicas  # or for each step
-    hidden = min(question.hidden_s, up.alone_s)
+    update_s = serving.update_s() * (
+        1 if _updates_for_each_push(serving) else 1 / question.replicas
+    )
+    hidden_s = min(question.hidden_s, up.alone_s)
     answer_s = _answers_s(question)[1]
-    service_s = question.each * (up.service_s + down.service_s + answer_s) + update_s * every_push
-    taken_s = serving.taken_cores_s(service_s)
-    away_s = pace * compute_s - hidden + taken_s
-    along_s = serving.chain_s()
-    request_s = up.alone_s + along_s + down.alone_s + answer_s + update_s * every_push
-    cycle_s = _cycle_s(replicas, away_s, request_s, service_s)
-    return some(
-        Part("cores", taken_s, "cores shared with servers"),
-        Part("push", up.alone_s - hidden, up.bound),
-        Part("chain", along_s, "hops of the chain"),
+    service_s = question.each * (up.service_s + down.service_s + answer_s) + update_s
+    requests = (
+        Part("push", up.alone_s - hidden_s, up.bound),
+        Part("chain", serving.chain_s(), "hops of the chain"),
         Part("pull", down.alone_s, down.bound),
         Part("requests", answer_s, "latency of the servers"),
-        Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
-        Part("update", update_s * every_push, "memory of the servers"),
-        Part("servers", cycle_s - away_s - request_s, "queue in front of the servers"),
+        Part("update", update_s, "memory of the servers"),
     )
+    return _in_turn(serving, requests, service_s, hidden_s)
 
 
 def _measured(serving: Serving) -> tuple[Part, ...]:
     """From the time of asynchronous pushes on this host, with an update for each of them."""
-    question = serving.question
-    pace = _pace(serving)
-    compute_s = question.compute_s
-    moved_s = serving.measured_push_s()
-    answer_s = _answers_s(question)[1]
+    each = serving.question.each
     more_s = max(0.0, serving.update_s() - serving.momentum_update_s())
-    service_s = question.each * (moved_s + answer_s) + more_s
+    requests = (
+        Part("push and pull", each * serving.measured_push_s(), "memory of the host"),
+        Part("requests", each * _answers_s(serving.question)[1], "latency of the servers"),
+        Part("update", more_s, "memory of the servers"),
+    )
+    return _in_turn(serving, requests, sum(part.seconds for part in requests))
+
+
+def _in_turn(
+    serving: Serving, requests: tuple[Part, ...], service_s: float, hidden_s: float = 0.0
+) -> tuple[Part, ...]:
+    """A worker's own way of a step, how long it waits for others, and for busy servers."""
+    question = serving.question
+    waits_s = (_pace(serving) - 1) * question.compute_s
     taken_s = serving.taken_cores_s(service_s)
-    away_s = pace * compute_s + taken_s
-    cycle_s = _cycle_s(question.replicas, away_s, service_s, service_s)
+    away_s = question.compute_s + waits_s + taken_s - hidden_s
+    request_s = sum(part.seconds for part in requests) + hidden_s
+    cycle_s = _cycle_s(question.replicas, away_s, request_s, service_s)
     return some(
         Part("cores", taken_s, "cores shared with servers"),
-        Part("push and pull", question.each * moved_s, "memory of the host"),
-        Part("requests", question.each * answer_s, "latency of the servers"),
-        Part("stragglers", (pace - 1) * compute_s, "noise of workers"),
-        Part("update", more_s, "memory of the servers"),
-        Part("servers", cycle_s - away_s - service_s, "queue in front of the servers"),
+        *requests,
+        Part("stragglers", waits_s, "noise of workers"),
+        Part("servers", cycle_s - away_s - request_s, "queue in front of the servers"),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shoal.errors import BadInput
 from shoal.runtime import svg
 from shoal.schedules.collectives import Collective
-from shoal.schedules.collectives.draw_frames import Frame, ending, frames_of, opening, slot_label
+from shoal.schedules.collectives.draw_terminal import Frame, ending, frames_of, opening, slot_label
 from shoal.schedules.collectives.proof import initial
 from shoal.schedules.collectives.transfer_table import Transfer
 
