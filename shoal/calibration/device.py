@@ -17,6 +17,7 @@ from typing import Any
 from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import UPDATE_KERNELS, Curve, Device, LinkSpec, MeasuredCalls
 from shoal.plan.step.stragglers import queue_cycle_s
+from shoal.runtime.wording import counted
 
 _HALVINGS = 50
 
@@ -142,9 +143,8 @@ def _factors(rows: list[Found], device: Device, dtype: str) -> dict[str, float]:
 def _name(found: Found) -> str:
     if found["device"] != "cpu":
         return str(found["device"])
-    threads = found["threads"]
-    cores = "core" if threads == 1 else "cores"
-    return f"{threads} {cores}, {found['workers']} such workers at the same time"
+    cores = counted(found["threads"], "core")
+    return f"{cores}, {found['workers']} such workers at the same time"
 
 
 def _all_rates(rows: list[Found], amounts: list[float], synchronous: bool) -> list[Measured]:
@@ -169,12 +169,9 @@ def _rate(amount: float, row: Found, taken_s: float) -> tuple[float, Pair]:
 def _curve(rows: Iterable[Measured], peak: float) -> Curve:
     groups: dict[int, list[tuple[float, float]]] = {}
     for size, rate, _ in rows:
-        groups.setdefault(round(2 * math.log10(size)), []).append((size, rate / peak))
-    points = []
-    for _, group in sorted(groups.items()):
-        size = math.exp(fmean(math.log(size) for size, _ in group))
-        points.append((size, min(1.0, median(share for _, share in group))))
-    return Curve(tuple(points))
+        groups.setdefault(round(2 * math.log10(size)), []).append((math.log(size), rate / peak))
+    columns = [tuple(zip(*group, strict=True)) for _, group in sorted(groups.items())]
+    return Curve(tuple((math.exp(fmean(sizes)), min(1.0, median(r))) for sizes, r in columns))
 
 
 def _spread_of_best(rows: Iterable[Measured]) -> Pair:
@@ -196,13 +193,11 @@ Rate = tuple[float, Pair]
 
 def _update(rows: Iterable[Found]) -> tuple[Rate, Rate, float]:
     """Bytes a second of Adam and of momentum, and seconds of one kernel of a small tensor."""
-    by_name: dict[str, list[Found]] = {}
-    for row in rows:
-        by_name.setdefault(row["optimizer"], []).append(row)
     rates = []
     kernels = []
+    by_size = sorted(rows, key=lambda row: row["numel"])
     for name, width in (("adam", _ADAM_BYTES), ("sgd", _MOMENTUM_BYTES)):
-        small, large = sorted(by_name[name], key=lambda row: row["numel"])
+        small, large = (row for row in by_size if row["optimizer"] == name)
         kernels.append(small["median_s"] / UPDATE_KERNELS[name])
         rates.append(_rate(large["numel"] * width, large, small["median_s"]))
     return rates[0], rates[1], fmean(kernels)
@@ -260,7 +255,9 @@ def machine_of(documents: Sequence[Found], cores: int, memory_bytes: float) -> C
         crowded=tuple(sorted(devices.items())) if is_cpu else (),
         measured=measured,
     )
-    noise = Noise(jitter=_jitter(documents[-1]["products"]["fp32"][-1]))
+    last = documents[-1]["products"]["fp32"][-1]
+    deviation = (last["high_s"] - last["low_s"]) / _QUARTILES_IN_DEVIATIONS
+    noise = Noise(jitter=max(0.0, deviation / last["median_s"]))
     return Cluster(platform.node() or "host", devices[most], node, noise=noise, source="measured")
 
 
@@ -297,8 +294,3 @@ def _fabric(measured: Sequence[MeasuredCalls], ranks: int) -> LinkSpec | None:
             "alpha_s": (alphas[0] / steps, alphas[1] / steps),
         },
     )
-
-
-def _jitter(step: Found) -> float:
-    share: float = (step["high_s"] - step["low_s"]) / _QUARTILES_IN_DEVIATIONS / step["median_s"]
-    return max(0.0, share)

@@ -24,15 +24,7 @@ from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
 
-KINDS = (
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "all_to_all",
-    "send",
-)
+KINDS = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 SIZES = (256, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _LARGE = 1 << 24  # fewer rounds from here on
 
@@ -224,36 +216,31 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, targets)
 
 
-_SHARES = {
-    "products": 0.35,
-    "memory": 0.1,
-    "named": 0.1,
-    "launches": 0.05,
-    "updates": 0.1,
-    "calls": 0.3,
-}
+_SHARES = {"memory": 0.1, "named": 0.1, "launches": 0.05, "updates": 0.1}  # of the time
+_PRODUCTS, _OF_CALLS = 0.35, 0.3
 
 
 def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
-    synchronize = torch.cuda.synchronize if job.device.type == "cuda" else lambda: None
-    bench = KernelBench(job.device, synchronize)
+    is_cuda = job.device.type == "cuda"
+    bench = KernelBench(job.device, torch.cuda.synchronize if is_cuda else lambda: None)
+    properties = torch.cuda.get_device_properties(job.device) if is_cuda else None
     alone = job.size == 1
-    scale = 1 / (1 - _SHARES["calls"]) if alone else 1.0
-    dtypes = ("fp32", "bf16", "fp16") if job.device.type == "cuda" else ("fp32",)
-    each_s = _SHARES["products"] * scale * seconds / len(dtypes)
+    scale = 1 / (1 - _OF_CALLS) if alone else 1.0
+    dtypes = ("fp32", "bf16", "fp16") if is_cuda else ("fp32",)
+    each_s = _PRODUCTS * scale * seconds / len(dtypes)
     found: dict[str, Any] = {
         "workers": job.size,
         "threads": torch.get_num_threads(),
-        "device": _name(job.device),
-        "memory_bytes": _memory(job.device),
+        "device": properties.name if properties else "cpu",
+        "memory_bytes": properties.total_memory if properties else None,
         "products": {dtype: _together(job, bench.products, dtype, each_s) for dtype in dtypes},
     }
-    for name in ("memory", "named", "launches", "updates"):
-        found[name] = _together(job, getattr(bench, name), _SHARES[name] * scale * seconds)
+    for name, share in _SHARES.items():
+        found[name] = _together(job, getattr(bench, name), share * scale * seconds)
     found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS)
     if not alone:
-        found["calls"] = list(CallBench(job, _SHARES["calls"] * seconds).calls())
-        if job.device.type == "cpu":
+        found["calls"] = list(CallBench(job, _OF_CALLS * seconds).calls())
+        if not is_cuda:
             found["handover"] = HandoverBench(job.group).measure()
         found["served"] = served(job)
     return found
@@ -263,16 +250,6 @@ def _together(job: shoal.Job, section: Callable[..., Any], *args: Any) -> Any:
     """Begin when all workers do: they share memory, caches and turbo."""
     job.group.barrier().wait()
     return section(*args)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _memory(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def main() -> None:

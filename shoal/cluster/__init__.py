@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 from shoal.cluster.hardware import Device, LinkSpec, MeasuredCalls
-from shoal.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,5 @@ class Cluster:
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """The rack, the node and the device in its node of a rank."""
-        if not 0 <= rank < self.devices:
-            raise BadInput(f"cluster {self.name} has {self.devices} devices, no rank {rank}")
         node, device = divmod(rank, self.node.devices)
         return node // (self.nodes_per_rack or self.nodes), node, device

@@ -62,10 +62,8 @@ GPU_SPECS = (
 def spec_of(name: str) -> GpuSpec | None:
     """The datasheet of a GPU, by the name that nvidia-smi prints."""
     words = set(name.replace("-", " ").upper().split())
-    for spec in GPU_SPECS:
-        if all(word.upper() in words for word in spec.pattern.split()):
-            return spec
-    return None
+    fitting = (spec for spec in GPU_SPECS if set(spec.pattern.upper().split()) <= words)
+    return next(fitting, None)
 
 
 _ASSUMED_HERTZ = 2.5e9
@@ -98,10 +96,7 @@ def discover(host: Host | None = None) -> Discovery:
     notes: list[str] = []
     nic, nics = _nic(host, notes)
     node = Node(1, nic=nic, nics=nics, cores=host.cores)
-    if host.gpus:
-        device, node = _gpu_node(host, node, notes)
-    else:
-        device, node = _cpu_node(host, node, notes)
+    device, node = (_gpu_node if host.gpus else _cpu_node)(host, node, notes)
     return Discovery(host, Cluster("this-machine", device, node), tuple(notes))
 
 

@@ -35,24 +35,19 @@ class Level:
     def device_bytes_per_s(self) -> float:
         return self.bisection_bytes_per_s / max(1, self.devices // 2)
 
-    @property
-    def sentence(self) -> str:
-        return (
-            f"{self.words}: {show_rate(self.bisection_bytes_per_s)} each way between two halves "
-            f"of {self.devices} devices, {show_rate(self.device_bytes_per_s)} for each device"
-        )
-
 
 def levels(cluster: Cluster) -> tuple[Level, ...]:
     """From the innermost outwards; none for a single device."""
-    found = []
-    if cluster.node.devices > 1:
-        found.append(_node_level(cluster))
+    found = [_node_level(cluster)] if cluster.node.devices > 1 else []
+    nic = cluster.node.nic
     nodes = min(cluster.nodes, cluster.nodes_per_rack or cluster.nodes)
-    if nodes > 1 and cluster.node.nic is not None:
-        found.append(_rack_level(cluster, cluster.node.nic, nodes))
-    if cluster.racks > 1 and cluster.node.nic is not None:
-        found.append(_spine_level(cluster, cluster.node.nic))
+    if nodes > 1 and nic is not None:
+        count = f"{cluster.node.nics} x {nic.name}" if cluster.node.nics > 1 else nic.name
+        words = f"between nodes ({count} of each node)"
+        sizes = (nodes * cluster.node.nics, nodes // 2 * cluster.node_bytes_per_s)
+        found.append(_level("rack", nic, *sizes, nodes * cluster.node.devices, words))
+    if cluster.racks > 1 and nic is not None:
+        found.append(_spine_level(cluster, nic))
     return tuple(found)
 
 
@@ -66,7 +61,11 @@ def narrowest_cut(cluster: Cluster) -> str:
     level = narrowest(cluster)
     if level is None:
         return "One device: nothing has to cross a link."
-    return f"The narrowest cut is {level.sentence}."
+    return (
+        f"The narrowest cut is {level.words}: {show_rate(level.bisection_bytes_per_s)} each way "
+        f"between two halves of {level.devices} devices, {show_rate(level.device_bytes_per_s)} for "
+        "each device."
+    )
 
 
 def _node_level(cluster: Cluster) -> Level:
@@ -107,14 +106,6 @@ def _pcie_cut(cluster: Cluster, switches: int) -> tuple[str, float]:
         return f"between the sockets of a node ({link.name})", link.rate
     shared = f", each for {node.devices_per_pcie} devices" if node.devices_per_pcie > 1 else ""
     return f"inside a node ({switches} links of {pcie.name}{shared})", crossing
-
-
-def _rack_level(cluster: Cluster, nic: LinkSpec, nodes: int) -> Level:
-    devices = nodes * cluster.node.devices
-    crossing = nodes // 2 * cluster.node_bytes_per_s
-    count = f"{cluster.node.nics} x {nic.name}" if cluster.node.nics > 1 else nic.name
-    words = f"between nodes ({count} of each node)"
-    return _level("rack", nic, nodes * cluster.node.nics, crossing, devices, words)
 
 
 def _spine_level(cluster: Cluster, nic: LinkSpec) -> Level:
@@ -163,20 +154,16 @@ def tree(cluster: Cluster) -> Tree:
     inner = _node_tree(cluster)
     if cluster.nodes == 1:
         return inner
-    rack = Tree(_numbered("top-of-rack switch", "rack", cluster.racks))
+    rack = Tree(_numbered("top-of-rack switch of rack", cluster.racks))
     rack.add(_nic_line(cluster)).add(inner)
     if cluster.racks == 1:
         return rack
     spine = Tree("spine")
-    uplinks = show_rate(_line_rate_of_uplinks(cluster))
+    assert cluster.node.nic is not None  # of several nodes
+    uplinks = show_rate(cluster.uplink_bytes_per_s / cluster.node.nic.efficiency)
     ratio = f"oversubscribed 1:{cluster.oversubscription:g}"
     spine.add(f"uplinks of a rack: {uplinks}, {ratio}").add(rack)
     return spine
-
-
-def _line_rate_of_uplinks(cluster: Cluster) -> float:
-    nic = cluster.node.nic
-    return cluster.uplink_bytes_per_s / nic.efficiency if nic else 0.0
 
 
 def _nic_line(cluster: Cluster) -> str:
@@ -194,7 +181,7 @@ def _node_tree(cluster: Cluster) -> Tree:
     per_rack = min(cluster.nodes, cluster.nodes_per_rack or cluster.nodes)
     where = f"; {per_rack} in a rack" if cluster.racks > 1 else ""
     cores = f", {counted(node.cores, 'core')}" if node.cores else ""
-    branch = Tree(_numbered("node", "node", cluster.nodes, bare=True) + cores + where)
+    branch = Tree(_numbered("node", cluster.nodes) + cores + where)
     if node.memory_bytes_per_s:
         branch.add(f"host memory: {show_rate(node.memory_bytes_per_s)}")
     if node.sockets > 1 and node.socket_link:
@@ -306,10 +293,9 @@ def link_words(link: LinkSpec, per: str = "") -> str:
     return f"{link.name}: {rate}, alpha {show_seconds(link.alpha_s)}"
 
 
-def _numbered(one: str, short: str, count: int, bare: bool = False) -> str:
-    """`node 0`, `nodes 0 … 7`, `top-of-rack switch of rack 0 … 3`."""
-    last = f" … {count - 1}" if count > 1 else ""
-    return f"{one} 0{last}" if bare else f"{one} of {short} 0{last}"
+def _numbered(one: str, count: int) -> str:
+    """`node 0`, `node 0 … 7`, `top-of-rack switch of rack 0 … 3`."""
+    return f"{one} 0" + (f" … {count - 1}" if count > 1 else "")
 
 
 MOST_RACKS = 4

@@ -62,11 +62,9 @@ class GpuTopology:
     @property
     def gpus_per_switch(self) -> int:
         """GPUs behind one PCIe switch, also where NVLink hides it: they are near the same NIC."""
-        most = 1
-        for one in range(len(self.gpus)):
-            near = [other for other in range(len(self.gpus)) if self._near(one, other)]
-            most = max(most, len(near))
-        return most
+        count = len(self.gpus)
+        near = (sum(self._near(one, other) for other in range(count)) for one in range(count))
+        return max(near, default=1)
 
     def _near(self, one: int, other: int) -> bool:
         if one == other or self.gpus[one][other] in _NEAR:
@@ -130,13 +128,6 @@ def _number(cell: str) -> int | None:
     return int(float(cell)) if re.fullmatch(r"\d+(\.\d+)?", cell) else None
 
 
-_ARM_PARTS = {
-    "0xd08": "Cortex-A72",
-    "0xd0c": "Neoverse-N1",
-    "0xd40": "Neoverse-V1",
-    "0xd49": "Neoverse-N2",
-    "0xd4f": "Neoverse-V2",
-}
 _FLOPS_A_CYCLE = (("avx512f", 64), ("avx2", 32), ("avx", 16), ("sve", 32), ("asimd", 16))
 
 
@@ -166,13 +157,15 @@ def read_host() -> Host:
     root = Path("/")
     gpus, topology = read_gpus()
     info = _cpu_info(root)
+    flags = (info.get("flags") or info.get("Features") or "").split()
     return Host(
         cores=cores(),
         sockets=_sockets(root),
         numa_nodes=numa_nodes(root),
         memory_bytes=memory_bytes(root),
-        cpu=_cpu_name(info),
-        flops_a_cycle=_flops_a_cycle(info),
+        cpu=info.get("model name") or info.get("CPU part") or "CPU",
+        # of a core, fp32: two units for fused multiply-adds as wide as its vectors
+        flops_a_cycle=next((flops for flag, flops in _FLOPS_A_CYCLE if flag in flags), 8),
         hertz=_hertz(root, info),
         nics=read_nics(root),
         gpus=gpus,
@@ -227,17 +220,6 @@ def _cpu_info(root: Path) -> dict[str, str]:
     first = _text(root / "proc/cpuinfo").split("\n\n")[0]
     pairs = [line.partition(":") for line in first.splitlines()]
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _cpu_name(info: dict[str, str]) -> str:
-    part = info.get("CPU part", "")
-    return info.get("model name") or _ARM_PARTS.get(part) or part or "CPU"
-
-
-def _flops_a_cycle(info: dict[str, str]) -> int:
-    """Of a core, fp32: two units for fused multiply-adds as wide as its vectors."""
-    flags = (info.get("flags") or info.get("Features") or "").split()
-    return next((flops for flag, flops in _FLOPS_A_CYCLE if flag in flags), 8)
 
 
 def _hertz(root: Path, info: dict[str, str]) -> float | None:

@@ -373,8 +373,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     named = {key: names.get(getattr(node, key)) for key in _NODE_LINKS}
     yield from _table("node", {**_in_units(node, _NodeTable), **named})
     yield from _table("rack", {"nodes": cluster.nodes_per_rack})
-    alpha_us = cluster.uplink_alpha_s * 1e6
-    yield from _table("spine", {"oversubscription": cluster.oversubscription, "alpha_us": alpha_us})
+    spine = {"oversubscription": cluster.oversubscription, "alpha_us": cluster.uplink_alpha_s * 1e6}
+    yield from _table("spine", spine)
     yield from _table("noise", vars(cluster.noise))
     for workers, device in node.crowded:
         yield from _table("crowded", {"workers": workers, **_device_keys(device)}, many=True)
@@ -420,9 +420,7 @@ def _in_units(of: object, kind: type[Struct]) -> dict[str, Any]:
 
 
 def _table(name: str, values: Mapping[str, Any], many: bool = False) -> Iterator[str]:
-    yield ""
-    yield f"[[{name}]]" if many else f"[{name}]"
-    yield from _keys(values)
+    yield from ("", f"[[{name}]]" if many else f"[{name}]", *_keys(values))
 
 
 def _keys(values: Mapping[str, Any]) -> Iterator[str]:
@@ -441,5 +439,4 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, bool | int):
         return str(value).lower()
-    text = f"{value:.9g}" if math.isfinite(value) else "0"
-    return text.replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    return f"{value:.9g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from shoal.cluster import Cluster
-from shoal.errors import BadInput
 
 
 def coordinates(sizes: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -102,10 +101,8 @@ class ClusterTopology:
         """The ids of the links from one rank to another, in order; none to itself."""
         key = (src, dst)
         if key not in self._paths:
-            stops = self._stops(src, dst)
-            self._paths[key] = tuple(
-                self._ids[pair] for pair in pairwise(stops) if pair in self._ids
-            )
+            pairs = pairwise(self._stops(src, dst))
+            self._paths[key] = tuple(self._ids[pair] for pair in pairs if pair in self._ids)
         return self._paths[key]
 
     def alpha_s(self, src: int, dst: int) -> float:
@@ -115,8 +112,6 @@ class ClusterTopology:
         """The rate of one message that has the path for itself."""
         rates = [self.links[one].bytes_per_s for one in self.path(src, dst)]
         return min(rates, default=float("inf"))
-
-    # ---- links
 
     def _add(self, name: str, src: str, dst: str, bytes_per_s: float, alpha_s: float = 0.0) -> None:
         self._ids[src, dst] = len(self.links)
@@ -179,13 +174,9 @@ class ClusterTopology:
                 )
         if spec.socket_link is not None:
             link = spec.socket_link
-            for one in range(spec.sockets):
-                for other in range(spec.sockets):
-                    if one != other:
-                        ends = (_socket(node, one), _socket(node, other))
-                        self._add(f"{link.name} of node {node}", *ends, link.rate, link.alpha_s)
-
-    # ---- vertices on the way
+            for pair in permutations(range(spec.sockets), 2):
+                ends = (_socket(node, socket) for socket in pair)
+                self._add(f"{link.name} of node {node}", *ends, link.rate, link.alpha_s)
 
     def _stops(self, src: int, dst: int) -> list[str]:
         rack, node, device = self.cluster.place(src)
@@ -194,8 +185,6 @@ class ClusterTopology:
             return []
         if node == other_node:
             return self._inside(node, device, other_device)
-        if self.cluster.node.nic is None:
-            raise BadInput(f"cluster {self.cluster.name} has several nodes, and its node no nic")
         spine = ["spine"] if rack != other_rack else []
         back = self._ways[dst][::-1]
         return [*self._ways[src], *spine, *(back if spine else back[1:])]

@@ -210,7 +210,7 @@ def reorder_additions(step: Step, pieces: int) -> None:
         step.cutter.reverses = True
     else:
         step.cutter.local_microbatches *= pieces
-        step.engine.follow(accumulate(1, 0, step.cutter.local_microbatches))
+        step.engine.follow(accumulate(step.cutter.local_microbatches))
 
 
 def ignored_targets(step: Step) -> str | None:

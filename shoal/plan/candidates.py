@@ -20,7 +20,7 @@ from typing import Any
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PRICERS, PlanSettings
-from shoal.plan.workloads import Recompute, SplitLimits, Workload
+from shoal.plan.workloads import Recompute, Workload
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Cp, Ep, Pp, Tp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
@@ -58,19 +58,16 @@ def layouts(workload: Workload, workers: int, batch: int) -> Iterator[Layout]:
     """Every division of the workers that the model and the batch allow."""
     limits = workload.limits
     stages = limits.stages or sum(run.count for run in workload.runs)
-    for tp in _tp_sizes(workers, limits):
+    sizes = _sizes(workers, limits.tp)
+    if limits.tp_sizes is not None:
+        sizes = [size for size in divisors(workers) if size == 1 or size in limits.tp_sizes]
+    for tp in sizes:
         for cp in _sizes(workers // tp, (limits.cp,)):
             for ep in _sizes(workers // (tp * cp), (limits.ep,)):
                 left = workers // (tp * cp * ep)
                 for pp in divisors(left):
                     if pp <= stages and left // pp * ep <= batch:
                         yield Layout(left // pp, tp, pp, ep, cp)
-
-
-def _tp_sizes(workers: int, limits: SplitLimits) -> list[int]:
-    if limits.tp_sizes is None:
-        return _sizes(workers, limits.tp)
-    return [size for size in divisors(workers) if size == 1 or size in limits.tp_sizes]
 
 
 def _sizes(workers: int, numbers: Sequence[int]) -> list[int]:
@@ -82,14 +79,12 @@ def shapes(layout: Layout, workload: Workload, settings: PlanSettings) -> Iterat
     samples = -(-settings.batch // (layout.replicas * layout.ep))
     given = settings.microbatch
     sizes = _thinned(divisors(samples)) if given is None else [given]
-    for size in sizes:
-        if size > samples:
-            continue
+    may_divide_positions = layout.tp > 1 and workload.limits.sequence_parallel
+    for size in (size for size in sizes if size <= samples):
         count = -(-samples // size)
         is_default = count == min(samples, workload.accumulate)
-        yield Shape(layout, size, count, False, is_default)
-        if layout.tp > 1 and workload.limits.sequence_parallel:
-            yield Shape(layout, size, count, True, is_default)
+        for sequence in (False, True) if may_divide_positions else (False,):
+            yield Shape(layout, size, count, sequence, is_default)
 
 
 def _thinned(sizes: Sequence[int]) -> list[int]:
@@ -127,12 +122,7 @@ def candidate(
     strategy = _strategy(shape, sync, *pipeline, in_notation and recompute == "full")
     microbatch = None if in_notation or shape.is_default else shape.microbatch
     beside = "none" if in_notation and recompute == "full" else recompute
-    return Candidate(strategy, _settings(settings, microbatch, beside))
-
-
-@lru_cache(maxsize=1000)
-def _settings(settings: PlanSettings, microbatch: int | None, recompute: Recompute) -> PlanSettings:
-    return replace(settings, microbatch=microbatch, recompute=recompute)
+    return Candidate(strategy, replace(settings, microbatch=microbatch, recompute=beside))
 
 
 @lru_cache(maxsize=1000)
@@ -140,16 +130,11 @@ def _strategy(
     shape: Shape, sync: SyncTerm | None, schedule: str, chunks: int, recompute: bool
 ) -> Strategy:
     layout = shape.layout
-    pipeline = {
-        "schedule": schedule,
-        "microbatches": shape.microbatches,
-        "chunks": chunks if chunks > 1 else None,
-        "recompute": recompute,
-    }
+    pipeline = {"schedule": schedule, "microbatches": shape.microbatches, "recompute": recompute}
     return Strategy(
         sync,
         _term(Tp, layout.tp, sequence=shape.sequence),
-        _term(Pp, layout.pp, **pipeline),
+        _term(Pp, layout.pp, **pipeline, chunks=chunks if chunks > 1 else None),
         _term(Ep, layout.ep),
         _term(Cp, layout.cp),
     )
@@ -159,9 +144,6 @@ def _strategy(
 def _term(kind: Callable[..., Any], size: int, **options: Any) -> Any:
     """A term that splits replicas; None where it splits nothing."""
     return kind(size, **options) if size > 1 else None
-
-
-# ------------------------------------------------------------------------- ways to synchronize
 
 
 @lru_cache(maxsize=1)

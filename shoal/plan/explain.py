@@ -44,7 +44,7 @@ def part_words(part: Part) -> str:
 
 
 def bound_words(part: Part) -> str:
-    return {"pipeline": "waiting for other stages"}.get(part.bound, part.bound or "-")
+    return "waiting for other stages" if part.bound == "pipeline" else part.bound or "-"
 
 
 def why_first(one: Prediction) -> str:

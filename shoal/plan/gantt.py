@@ -7,10 +7,7 @@ stage 1  ·  F0 F1 F2 B0─── B1─── B2───       (· is the bubbl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
-from functools import reduce
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -24,6 +21,7 @@ from shoal.schedules.pipelines.proof import PipelineProof
 MOST_STAGES = 64
 MOST_TICKS = 1500
 _FINEST = Fraction(1, 4)  # of the shortest action; where that does not fit, columns are rounded
+_Cell = tuple[str, str]  # text and style
 STYLES = {
     ActionKind.FORWARD: "bright_blue",
     ActionKind.BACKWARD: "green",
@@ -38,15 +36,10 @@ NAMES = {
 }
 
 
-class _Cell(NamedTuple):
-    text: str
-    style: str
-
-
 def gantt(timeline: Timeline) -> str:
     """The plain lines, one for each stage, of any length."""
     rows = _rows(timeline, _tick(timeline))
-    return "\n".join("".join(cell.text for cell in row).rstrip() for row in rows)
+    return "\n".join("".join(text for text, _ in row).rstrip() for row in rows)
 
 
 def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
@@ -55,14 +48,13 @@ def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
     rows = _rows(timeline, tick)
     names = [f"stage {stage}" for stage in range(len(rows))]
     margin = max(map(len, names)) + 2
-    per_line = max(1, (console.width - margin) // len(rows[0][0].text))
+    per_line = max(1, (console.width - margin) // len(rows[0][0][0]))
     console.print(Text(str(timeline.pipeline), style="bold"))
     for first in range(0, len(rows[0]), per_line):
         shown = slice(first, first + per_line)
         console.print(_axis(rows[0][shown], first, tick, margin), soft_wrap=True)
         for name, row in zip(names, rows, strict=True):
-            cells = [(cell.text, cell.style) for cell in row[shown]]
-            line = Text.assemble((name.ljust(margin), "bold"), *cells)
+            line = Text.assemble((name.ljust(margin), "bold"), *row[shown])
             line.rstrip()
             console.print(line, soft_wrap=True)
     console.print(_legend(timeline, tick), end="\n\n")
@@ -106,7 +98,7 @@ def _legend(timeline: Timeline, tick: Fraction) -> Text:
 
 def _axis(cells: list[_Cell], first: int, tick: Fraction, margin: int) -> Text:
     """The time at every fifth column."""
-    width = len(cells[0].text)
+    width = len(cells[0][0])
     line = ""
     for number in range(0, len(cells), 5):
         line = line.ljust(number * width) + f"{float((first + number) * tick):.4g}"
@@ -120,10 +112,12 @@ def _tick(timeline: Timeline) -> Fraction:
             f"a drawing of {timeline.pipeline.stages} stages is unreadable: "
             f"ask for {MOST_STAGES} or fewer, or for --json"
         )
-    shortest = min(s.end - s.start for spans in timeline.spans for s in spans if s.end > s.start)
+    shortest = _shortest(timeline)
     moments = {moment for spans in timeline.spans for s in spans for moment in (s.start, s.end)}
     exact = [Fraction(moment / shortest).limit_denominator(60) for moment in moments if moment > 0]
-    common = reduce(_common, exact)
+    common = Fraction(
+        math.gcd(*(one.numerator for one in exact)), math.lcm(*(one.denominator for one in exact))
+    )
     tick = Fraction(shortest) * (common if common >= _FINEST else 1)
     makespan = Fraction(timeline.makespan)
     if makespan / tick > MOST_TICKS:
@@ -134,18 +128,14 @@ def _tick(timeline: Timeline) -> Fraction:
     return tick
 
 
-def _common(one: Fraction, other: Fraction) -> Fraction:
-    """The greatest common divisor."""
-    return Fraction(
-        math.gcd(one.numerator * other.denominator, other.numerator * one.denominator),
-        one.denominator * other.denominator,
-    )
+def _shortest(timeline: Timeline) -> float:
+    return min(s.end - s.start for spans in timeline.spans for s in spans if s.end > s.start)
 
 
 def _rows(timeline: Timeline, tick: Fraction) -> list[list[_Cell]]:
     width = 1 + max(len(str(span.action)) for spans in timeline.spans for span in spans)
     columns = _column(timeline.makespan, tick)
-    rows = [[_Cell("·".ljust(width), "dim")] * columns for _ in timeline.spans]
+    rows = [[("·".ljust(width), "dim")] * columns for _ in timeline.spans]
     for row, spans in zip(rows, timeline.spans, strict=True):
         for span in spans:
             first = _column(span.start, tick)
@@ -165,7 +155,7 @@ def _cells(span: ActionSpan, count: int, width: int) -> list[_Cell]:
     text = str(span.action).ljust(count * width - 1, "─") if count > 1 else str(span.action)
     text = text.ljust(count * width)
     style = STYLES[span.action.kind]
-    return [_Cell(text[at : at + width], style) for at in range(0, count * width, width)]
+    return [(text[at : at + width], style) for at in range(0, count * width, width)]
 
 
 MOST_ACTIONS = 20_000
@@ -197,10 +187,7 @@ class _Sheet:
     """Where everything is, in pixels."""
 
     def __init__(self, timeline: Timeline):
-        shortest = min(
-            s.end - s.start for spans in timeline.spans for s in spans if s.end > s.start
-        )
-        wanted = timeline.makespan / shortest * _SHORTEST
+        wanted = timeline.makespan / _shortest(timeline) * _SHORTEST
         self.drawn = min(max(wanted, _NARROWEST), _WIDEST)
         self.per_time = self.drawn / timeline.makespan
         self.width = _LEFT + self.drawn + _RIGHT
@@ -223,21 +210,16 @@ def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
         )
     sheet = _Sheet(timeline)
     name = str(timeline.pipeline)
+    costs = f"time {timeline.makespan:.6g}, bubble {timeline.bubble:.1%} of the longest stage, "
+    costs += f"idle {timeline.idle:.1%} of all"
     body = [
         svg.text(_MARGIN, 36, name, "title"),
-        svg.text(_MARGIN, 64, _costs(timeline), "text"),
+        svg.text(_MARGIN, 64, costs, "text"),
         *(_stage(sheet, timeline, proof, stage) for stage in range(timeline.pipeline.stages)),
         _drawn_axis(sheet, timeline),
         _drawn_legend(sheet, timeline),
     ]
     return svg.document(name, (sheet.width, sheet.height), _STYLE, body)
-
-
-def _costs(timeline: Timeline) -> str:
-    return (
-        f"time {timeline.makespan:.6g}, bubble {timeline.bubble:.1%} of the longest stage, "
-        f"idle {timeline.idle:.1%} of all"
-    )
 
 
 def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) -> str:
@@ -278,22 +260,14 @@ def _box(sheet: _Sheet, timeline: Timeline, span: ActionSpan, y: float) -> str:
 def _held(sheet: _Sheet, spans: tuple[ActionSpan, ...], most: int, y: float) -> str:
     """A hill: how many sets of activations live, on the same scale for all stages."""
     points = [f"M{_LEFT} {y:.1f}"]
-    high = (_HELD - 3) / most
-    for moment, count in _live(spans):
-        points.append(f"H{sheet.x(moment):.1f}V{y - count * high:.1f}")
-    return svg.path(f"{''.join(points)}Z", "held")
-
-
-def _live(spans: tuple[ActionSpan, ...]) -> Iterator[tuple[float, int]]:
-    """After each change: when, and how many live."""
     live = 0
     for span in spans:
-        if span.action.kind is ActionKind.FORWARD:
-            live += 1
-            yield span.start, live
-        elif span.action.kind is not ActionKind.INPUT:
-            live -= 1
-            yield span.end, live
+        if span.action.kind is not ActionKind.INPUT:
+            begins = span.action.kind is ActionKind.FORWARD
+            live += 1 if begins else -1
+            moment = sheet.x(span.start if begins else span.end)
+            points.append(f"H{moment:.1f}V{y - live * (_HELD - 3) / most:.1f}")
+    return svg.path(f"{''.join(points)}Z", "held")
 
 
 def _drawn_axis(sheet: _Sheet, timeline: Timeline) -> str:

@@ -214,7 +214,16 @@ def _resolve(
         )
     turns = batches_in_turns(layout, term)
     microbatch, microbatches = _micro_batches(workload, strategy, layout, settings, turns)
-    split = _split(strategy, layout, settings, microbatch)
+    in_notation = strategy.pp is not None and strategy.pp.recompute
+    split = Split(
+        microbatch,
+        layout.tp,
+        strategy.tp is not None and strategy.tp.sequence,
+        layout.cp,
+        layout.ep,
+        "full" if in_notation else settings.recompute,
+        settings.flash_attention,
+    )
     return ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
 
 
@@ -247,21 +256,6 @@ def _default_count(workload: Workload, pp: Pp | None) -> int:
         return pp.microbatches
     default = 1 if pp.schedule == "inter-op" else 2 * pp.size
     return workload.accumulate if workload.accumulate > 1 else default
-
-
-def _split(strategy: Strategy, layout: Layout, settings: PlanSettings, microbatch: int) -> Split:
-    recompute = settings.recompute
-    if strategy.pp is not None and strategy.pp.recompute:
-        recompute = "full"
-    return Split(
-        microbatch,
-        layout.tp,
-        strategy.tp is not None and strategy.tp.sequence,
-        layout.cp,
-        layout.ep,
-        recompute,
-        settings.flash_attention,
-    )
 
 
 def _shape(strategy: Strategy, settings: PlanSettings) -> PipelineShape:

@@ -85,13 +85,14 @@ def _paced_calls(
     num_bytes = parameters * workload.precision.gradient_bytes
     group = RankGroup(profile.workers, 1)
     pace = profile.gradients_s / collective_time(cluster, "all_reduce", group, num_bytes).seconds
-    return tuple(_slower(calls, pace) for calls in measured)
-
-
-def _slower(calls: MeasuredCalls, pace: float) -> MeasuredCalls:
-    points = tuple((size, pace * seconds) for size, seconds in calls.points)
-    spread = tuple((pace * low, pace * high) for low, high in calls.spread)
-    return replace(calls, points=points, spread=spread)
+    return tuple(
+        replace(
+            calls,
+            points=tuple((size, pace * seconds) for size, seconds in calls.points),
+            spread=tuple((pace * low, pace * high) for low, high in calls.spread),
+        )
+        for calls in measured
+    )
 
 
 _Pace = tuple[float, Quartiles | None]  # measured seconds over predicted ones, and quartiles
@@ -100,20 +101,15 @@ _Pace = tuple[float, Quartiles | None]  # measured seconds over predicted ones, 
 def _paces(device: Device, workload: Workload, profile: ModelProfile) -> dict[str, _Pace]:
     """`device` is that of a worker among as many as were profiled."""
     found: dict[str, _Pace] = {}
-    shorter = _unbroken(profile)
+    shorter = 1.0
+    if profile.whole_s is not None:  # a step without waits between its passes
+        shorter = profile.whole_s / (profile.forward_s + profile.backward_s + profile.update_s)
     for name, seconds in _predicted(device, workload, profile.rows).items():
         seconds /= shorter
         measured = profile.quartiles.get(f"{name}_s")
         quartiles = None if measured is None else (measured[0] / seconds, measured[1] / seconds)
         found[f"{name}_pace"] = (getattr(profile, f"{name}_s") / seconds, quartiles)
     return found
-
-
-def _unbroken(profile: ModelProfile) -> float:
-    """A step without waits between its passes, over the sum of its passes."""
-    if profile.whole_s is None:
-        return 1.0
-    return profile.whole_s / (profile.forward_s + profile.backward_s + profile.update_s)
 
 
 def _beside_device(device: Device, profile: ModelProfile) -> Device:

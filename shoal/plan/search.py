@@ -266,8 +266,6 @@ class _Search:
             return None
         return Priced(tried, shape.layout, prediction)
 
-    # ----------------------------------------------------------------- where nothing fits
-
     def least(self, workers: int) -> Priced | None:
         """The strategy that needs the least memory on so many workers."""
         settings = self.options.settings

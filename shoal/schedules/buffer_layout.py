@@ -225,8 +225,6 @@ class BufferLayout:
             owned += [(rank, bucket) for bucket in buckets]
         return owned
 
-    # ---- memory
-
     def waiting(self, where: slice, in_place_bytes: float = math.inf) -> int:
         """Elements of gradients that wait at their parameters until a bucket is full."""
         sizes = (self.sizes[i] for i in self.params_in(where))

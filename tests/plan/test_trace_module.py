@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, SIZES, VOCABULARY, next_token_loss
 from shoal.observe.workload_trace import tp_roles
 from shoal.plan.tracing.module import trace_module, workload_of
@@ -148,11 +147,6 @@ def test_groups_of_a_convolution_divide_it() -> None:
     assert [kernel[3:] for kernel in cost.forward if kernel.flops] == [product]
     assert products(cost.backward_weight) == products(cost.forward)
     assert products(cost.backward_input) == 0  # of data there is no gradient
-
-
-def test_a_module_that_is_not_traced_with_two_batches_is_refused() -> None:
-    with pytest.raises(BadInput, match="batches of 2 sizes, not 1"):
-        trace_module(nn.Linear(2, 2), torch.sum, {4: torch.zeros(4, 2)})
 
 
 def test_experts_in_one_product_count_their_tokens() -> None:

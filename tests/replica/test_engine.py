@@ -32,7 +32,7 @@ def engine_of(
     model: nn.Module, microbatches: int = 1, loss: Any = F.mse_loss, **options: Any
 ) -> Engine:
     flat = FlatParams(model.named_parameters())
-    actions = accumulate(1, 0, microbatches)
+    actions = accumulate(microbatches)
     return engine_of_model(model, loss, flat, actions, EngineOptions(**options))
 
 

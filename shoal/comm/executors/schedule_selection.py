@@ -13,8 +13,7 @@ from shoal.schedules.collectives.catalog import build
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
-from shoal.schedules.user import is_user_function
-from shoal.schedules.user_proof import proven_collective
+from shoal.schedules.user import is_user_function, proven_collective
 
 
 class ForRanks(NamedTuple):

@@ -118,12 +118,8 @@ class FlowNetwork:
     def _remove(self, ended: Flags) -> Longs:
         tags = self._tags[ended]
         self._changed[self._paths[ended].ravel()] = True
-        stay = ~ended
-        self._paths = self._paths[stay]
-        self._sizes = self._sizes[stay]
-        self._left = self._left[stay]
-        self._rates = self._rates[stay]
-        self._tags = self._tags[stay]
+        for name in ("_paths", "_sizes", "_left", "_rates", "_tags"):
+            setattr(self, name, getattr(self, name)[~ended])
         return tags
 
     def _remaining_s(self) -> Floats:

@@ -132,8 +132,6 @@ class StepTasks:
             for members in self._ranks[:, stage, :].T.tolist()
         ]
 
-    # ---- forward and backward
-
     def _add_actions(self, rank: int, stage: int, step: int, before: Sequence[int]) -> None:
         factor = self._uneven.factor(rank, step)
         actions = self._pipeline.actions[stage]
@@ -194,8 +192,6 @@ class StepTasks:
             done = [self._sum(group, group.parameter_bytes, after, trips=1)]
             for _, first, _ in now:
                 self.graph.link(done[0], first)
-
-    # ---- agreeing
 
     def _agree(self, group: _Group) -> None:
         way = self._how.way

@@ -204,9 +204,7 @@ def in_rounds(
 
 
 def _reduced(src: int, dst: int, num_bytes: float, detail: str, repeats: int) -> Task:
-    return Task(
-        src, "reduce", "comm", detail, src=src, dst=dst, num_bytes=num_bytes, repeats=repeats
-    )
+    return Task(src, "reduce", "comm", detail, 0.0, -1, src, dst, num_bytes, repeats)
 
 
 def ring(
@@ -250,29 +248,24 @@ class Servers:
 
     def push(self, rank: int, num_bytes: float, after: int) -> list[int]:
         """One bucket to all servers, which have equal shares of it."""
-        servers = self._how.servers
-        share = num_bytes / len(servers)
-        return [
-            self._graph.add(
-                Task(rank, "push", "comm", src=rank, dst=host, num_bytes=share), [after]
-            )
-            for host in servers
-        ]
+        size = num_bytes / len(self._how.servers)
+        pushes = (Task(rank, "push", "comm", "", 0, -1, rank, to, size) for to in self._how.servers)
+        return [self._graph.add(push, [after]) for push in pushes]
 
     def pull(
         self, step: int, ranks: Sequence[int], pushed: Sequence[list[int]], num_bytes: float
     ) -> list[int]:
         """Updates; the task after which each rank has new weights."""
         graph = self._graph
-        if self._how.is_async or self._how.staleness is not None:
-            updates = [self._update([graph.join(own)], None) for own in pushed]
-            self._applied.setdefault(step, []).extend(n for update in updates for n in update)
-            pairs = zip(ranks, updates, strict=True)
-            return [self._fetch(rank, num_bytes, update) for rank, update in pairs]
         arrived = [graph.join(own) for own in pushed]
-        update = self._update(arrived, self._how.quorum)
-        pairs_own = zip(ranks, arrived, strict=True)
-        return [self._fetch(rank, num_bytes, [*update, own]) for rank, own in pairs_own]
+        if self._how.is_async or self._how.staleness is not None:
+            updates = [self._update([own], None) for own in arrived]
+            self._applied.setdefault(step, []).extend(n for update in updates for n in update)
+        else:
+            update = self._update(arrived, self._how.quorum)
+            updates = [[*update, own] for own in arrived]
+        pairs = zip(ranks, updates, strict=True)
+        return [self._fetch(rank, num_bytes, before) for rank, before in pairs]
 
     def _update(self, arrived: Sequence[int], needs: int | None) -> list[int]:
         begin = self._graph.join(arrived, needs)
@@ -281,15 +274,10 @@ class Servers:
         return [self._graph.add(Task(-1, seconds=seconds, lane=one), [begin]) for one in lanes]
 
     def _fetch(self, rank: int, num_bytes: float, after: Sequence[int]) -> int:
-        share = num_bytes / len(self._how.servers)
+        size = num_bytes / len(self._how.servers)
         begin = self._graph.join(after)
-        parts = [
-            self._graph.add(
-                Task(rank, "pull", "comm", src=host, dst=rank, num_bytes=share), [begin]
-            )
-            for host in self._how.servers
-        ]
-        return self._graph.join(parts)
+        pulls = (Task(rank, "pull", "comm", "", 0, -1, of, rank, size) for of in self._how.servers)
+        return self._graph.join([self._graph.add(pull, [begin]) for pull in pulls])
 
     def before(self, step: int) -> list[int]:
         """What a worker waits for before a step: bounded staleness."""

@@ -30,7 +30,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.cluster import Cluster
-from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
 from shoal.strategy.strategy import Layout
@@ -110,9 +109,6 @@ def _looked_at(group: RankGroup, devices: int, total: int) -> GroupPlaces:
     )
 
 
-_RINGS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast", "ring_attention")
-
-
 class CollectiveTime(NamedTuple):
     seconds: float
     bound: str  # the narrowest link, in words, or the latency of messages
@@ -145,10 +141,8 @@ class Network:
         return self._known[key]
 
     def send(self, group: RankGroup, num_bytes: float) -> CollectiveTime:
-        key = ("send", group, num_bytes)
-        if key not in self._known:
-            self._known[key] = send_time(self.cluster, group, num_bytes)
-        return self._known[key]
+        """One message to the next rank of a group, while all ranks of the cluster do the same."""
+        return self.collective("send", group, num_bytes)
 
 
 def on_nodes(cluster: Cluster, group: RankGroup) -> GroupPlaces:
@@ -189,14 +183,9 @@ def _inside(cluster: Cluster, inside: int) -> RingHop:
     return RingHop(node.pcie.name, node.pcie.rate / node.devices_per_pcie, node.pcie.alpha_s)
 
 
-def _nic(cluster: Cluster) -> LinkSpec:
-    if cluster.node.nic is None:
-        raise BadInput(f"cluster {cluster.name} has several nodes, and its node has no nic")
-    return cluster.node.nic
-
-
 def _between_nodes(cluster: Cluster, places: GroupPlaces) -> RingHop:
-    nic = _nic(cluster)
+    nic = cluster.node.nic
+    assert nic is not None  # of several nodes
     rate = cluster.node.nics * nic.rate / places.leaving
     if cluster.node.fabric is None and cluster.node.pcie is not None:
         rate = min(rate, cluster.node.pcie.rate / cluster.node.devices_per_pcie)
@@ -205,10 +194,10 @@ def _between_nodes(cluster: Cluster, places: GroupPlaces) -> RingHop:
 
 def _between_racks(cluster: Cluster, places: GroupPlaces) -> RingHop:
     """Flows that leave a rack share its uplinks; a ring in rank order leaves it once a group."""
-    nic = _nic(cluster)
+    assert cluster.node.nic is not None
     words = f"spine uplink 1:{cluster.oversubscription:g}"
     rate = cluster.uplink_bytes_per_s / places.leaving
-    return RingHop(words, rate, nic.alpha_s + cluster.uplink_alpha_s)
+    return RingHop(words, rate, cluster.node.nic.alpha_s + cluster.uplink_alpha_s)
 
 
 def collective_time(
@@ -224,9 +213,10 @@ def collective_time(
         return measured
     if kind == "all_to_all":
         return _all_to_all(cluster, group, num_bytes)
+    if kind == "send":
+        way = hops(cluster, group)
+        return max(_bounded(hop.alpha_s, num_bytes / hop.bytes_per_s, hop.words, 1) for hop in way)
     trips = 2 if kind == "all_reduce" else 1
-    if kind not in _RINGS:
-        raise BadInput(f"there is no closed form for {kind}")
     ring = _ring(cluster, group, num_bytes, trips)
     places = on_nodes(cluster, group)
     ways = [ring]
@@ -324,14 +314,3 @@ def _all_to_all(cluster: Cluster, group: RankGroup, num_bytes: float) -> Collect
         parts.append((sent * part / way[-1].bytes_per_s, way[-1].words))
     seconds, bound = max(parts)
     return CollectiveTime(alpha_s + seconds, bound)
-
-
-def send_time(cluster: Cluster, group: RankGroup, num_bytes: float) -> CollectiveTime:
-    """One message to the next rank of a group, while all ranks of the cluster do the same."""
-    if group.size <= 1:
-        return CollectiveTime(0.0, "")
-    measured = _measured(cluster, "send", group, num_bytes)
-    if measured is not None:
-        return measured
-    way = hops(cluster, group)
-    return max(_bounded(hop.alpha_s, num_bytes / hop.bytes_per_s, hop.words, 1) for hop in way)

@@ -86,24 +86,20 @@ class KernelModel:
             compute_s += number * computing
             memory_s += number * moving
             count += number
-        launches_s = count * self._launch_s(backward)
-        pace = self.device.backward_pace if backward else self.device.forward_pace
-        if self.device.synchronous:
-            return KernelTime(pace * compute_s, pace * memory_s, pace * launches_s)
-        busy_s = compute_s + memory_s + sending_s
-        exposed_s = max(0.0, launches_s - busy_s)
-        return KernelTime(pace * compute_s, pace * memory_s, pace * exposed_s)
+        device = self.device
+        pace, launch_s = device.forward_pace, device.launch_s
+        if backward:
+            pace = device.backward_pace
+            launch_s = launch_s if device.backward_launch_s is None else device.backward_launch_s
+        launches_s = count * launch_s
+        if not device.synchronous:
+            launches_s = max(0.0, launches_s - (compute_s + memory_s + sending_s))
+        return KernelTime(pace * compute_s, pace * memory_s, pace * launches_s)
 
     def busy_s(self, kernels: Iterable[Kernel], backward: bool = False) -> float:
         """Seconds of kernels on the device, without launches."""
         counted = Counter(kernels).items()
         return sum(number * sum(self.busy(kernel, backward)) for kernel, number in counted)
-
-    def _launch_s(self, backward: bool) -> float:
-        device = self.device
-        if backward and device.backward_launch_s is not None:
-            return device.backward_launch_s
-        return device.launch_s
 
 
 MESSAGE_AXES = ("tp", "cp", "ep")
@@ -138,6 +134,12 @@ class LayerTable:
     recompute_bytes: float  # of the layer that is computed again, while it is
 
 
+_COLUMNS = (
+    *("parameters", "shared_parameters", "expert_parameters"),
+    *("activation_bytes", "output_bytes"),
+)
+
+
 class LayerClock:
     """Times layers; what a split and its groups gave before is remembered."""
 
@@ -149,26 +151,18 @@ class LayerClock:
 
     def table(self, split: Split, groups: AxisGroups) -> LayerTable:
         key = (split, groups)
-        found = self._tables.get(key)
-        if found is None:
-            found = self._table(split, groups)
-            self._tables[key] = found
-        return found
-
-    def _table(self, split: Split, groups: AxisGroups) -> LayerTable:
-        costs = [self.workload.cost(run, split) for run in range(len(self.workload.runs))]
-        times = tuple(self._time(cost, split, groups) for cost in costs)
-        return LayerTable(
-            times=times,
-            seconds=tuple(time.seconds for time in times),
-            parameters=tuple(cost.parameters for cost in costs),
-            shared_parameters=tuple(cost.shared_parameters for cost in costs),
-            activation_bytes=tuple(cost.activation_bytes for cost in costs),
-            output_bytes=tuple(cost.output_bytes for cost in costs),
-            expert_parameters=tuple(cost.expert_parameters for cost in costs),
-            largest_tensor=max(cost.largest_tensor for cost in costs),
-            recompute_bytes=self._recompute_bytes(costs, split),
-        )
+        if key not in self._tables:
+            costs = [self.workload.cost(run, split) for run in range(len(self.workload.runs))]
+            times = tuple(self._time(cost, split, groups) for cost in costs)
+            columns = {name: tuple(getattr(cost, name) for cost in costs) for name in _COLUMNS}
+            self._tables[key] = LayerTable(
+                times=times,
+                seconds=tuple(time.seconds for time in times),
+                **columns,
+                largest_tensor=max(cost.largest_tensor for cost in costs),
+                recompute_bytes=self._recompute_bytes(costs, split),
+            )
+        return self._tables[key]
 
     def _recompute_bytes(self, costs: list[LayerCost], split: Split) -> float:
         if split.recompute == "none":
@@ -195,7 +189,10 @@ class LayerClock:
         )
         computing = forward.seconds + backward.seconds + recompute.seconds
         total = computing + _sum_s(messages)
-        weight_s = backward.seconds * self._weight_share(cost)
+        # of the device's work in backward, what makes gradients of weights
+        weights = kernels.busy_s(cost.backward_weight, True)
+        all_s = weights + kernels.busy_s(cost.backward_input, True)
+        weight_s = backward.seconds * weights / all_s if weights else 0.0
         hiding_s = sum(self._hidden_s(message, groups) for message in cost.backward_messages)
         calls = (*cost.forward_messages, *cost.backward_messages, *again)
         meetings = sum(groups[MESSAGE_AXES.index(call.axis)].size > 1 for call in calls)
@@ -203,28 +200,19 @@ class LayerClock:
             total, forward, backward, weight_s, recompute, messages, hiding_s, meetings
         )
 
-    def _weight_share(self, cost: LayerCost) -> float:
-        """Of the device's work in backward, what makes gradients of weights."""
-        weights = self._kernels.busy_s(cost.backward_weight, True)
-        inputs = self._kernels.busy_s(cost.backward_input, True)
-        return weights / (weights + inputs) if weights else 0.0
-
     def _messages(
         self, messages: tuple[LayerMessage, ...], groups: AxisGroups
     ) -> list[CollectiveTime]:
         spent = [CollectiveTime(0.0, "")] * len(MESSAGE_AXES)
+        device = self.network.cluster.device
         for message in messages:
             axis = MESSAGE_AXES.index(message.axis)
             took = self.network.collective(message.kind, groups[axis], message.bytes)
             left_s = took.seconds - self._hidden_s(message, groups)
-            left_s += self._meeting_s(groups[axis])
+            if groups[axis].size > 1 and device.synchronous:
+                left_s += device.meet_s  # CPU workers, which have computed, wait for each other
             spent[axis] = CollectiveTime(spent[axis].seconds + left_s, took.bound)
         return spent
-
-    def _meeting_s(self, group: RankGroup) -> float:
-        """What CPU workers wait in a call for each other, which have computed before it."""
-        device = self.network.cluster.device
-        return device.meet_s if group.size > 1 and device.synchronous else 0.0
 
     def _hidden_s(self, message: LayerMessage, groups: AxisGroups) -> float:
         """What computing hides: all rounds of a ring but the last one send meanwhile."""

@@ -86,18 +86,15 @@ def weights_of(stages: Sequence[Stage], weights: Sequence[float]) -> list[float]
 @lru_cache(maxsize=10_000)
 def in_flight(schedule: str, stages: int, microbatches: int, chunks: int) -> tuple[float, ...]:
     """The most micro-batches that every stage keeps activations of; parts of one are chunks."""
-    if schedule in ("1f1b", "zb-h1", "zb-h2", "inter-op"):
-        kept = (_kept_by(schedule, stages, stage) for stage in range(stages))
-        return tuple(float(min(microbatches, number)) for number in kept)
+    if schedule == "1f1b":
+        return tuple(float(min(microbatches, stages - stage)) for stage in range(stages))
+    most = {"zb-h1": stages, "zb-h2": 2 * stages - 1, "inter-op": 1}
+    if schedule in most:
+        return (float(min(microbatches, most[schedule])),) * stages
     if schedule == "interleaved":
         peaks = [(stages - stage - 1) * 2 + (chunks - 1) * stages + 1 for stage in range(stages)]
         return tuple(min(microbatches * chunks, peak) / chunks for peak in peaks)
     return (float(microbatches),) * stages  # gpipe, bfs, and what is not known
-
-
-def _kept_by(schedule: str, stages: int, stage: int) -> int:
-    kept = {"1f1b": stages - stage, "zb-h1": stages, "zb-h2": 2 * stages - 1, "inter-op": 1}
-    return kept[schedule]
 
 
 def _deal_shares(counts: Sequence[int], weights: Sequence[float], stages: int) -> list[Stage]:
@@ -233,12 +230,10 @@ class ReplicaPricer:
     ) -> ReplicaPrice:
         inside, pp = self._groups_of(layout)
         key = (split, inside, pp, *pipeline[1:])
-        stages = self._dealt.get(key)
-        if stages is None:
+        if key not in self._dealt:
             table = self._clock.table(split, inside)
-            stages = self._deal(table, inside, pp, pipeline)
-            self._dealt[key] = stages
-        return _assemble(stages, pp.size, microbatches, pipeline)
+            self._dealt[key] = self._deal(table, inside, pp, pipeline)
+        return _assemble(self._dealt[key], pp.size, microbatches, pipeline)
 
     def dealt(
         self, layout: Layout, split: Split, pipeline: PipelineShape
@@ -249,12 +244,10 @@ class ReplicaPricer:
         return table, self._stages(table, pp.size, pipeline)
 
     def _groups_of(self, layout: Layout) -> tuple[AxisGroups, RankGroup]:
-        found = self._groups.get(layout)
-        if found is None:
+        if layout not in self._groups:
             tp, cp, ep, pp = (group_of(layout, axis, self.order) for axis in (*MESSAGE_AXES, "pp"))
-            found = ((tp, cp, ep), pp)
-            self._groups[layout] = found
-        return found
+            self._groups[layout] = ((tp, cp, ep), pp)
+        return self._groups[layout]
 
     def _deal(
         self, table: LayerTable, inside: AxisGroups, pp: RankGroup, pipeline: PipelineShape
@@ -310,12 +303,9 @@ class ReplicaPricer:
         copies = weight_of(stage, table.parameters)
         experts = weight_of(stage, table.expert_parameters)
         width = self.workload.precision.gradient_bytes
-        for axis, group, numbers in (
-            ("cp", inside[1], copies),
-            ("ep", inside[2], copies - experts),
-        ):
+        for axis, group, own in (("cp", inside[1], 0.0), ("ep", inside[2], experts)):
             if group.size > 1:
-                took = self.network.collective("all_reduce", group, numbers * width)
+                took = self.network.collective("all_reduce", group, (copies - own) * width)
                 yield Part(f"{axis} gradients", took.seconds, took.bound)
 
     def _stages(self, table: LayerTable, stages: int, pipeline: PipelineShape) -> list[Stage]:

@@ -67,33 +67,27 @@ class StepTimes:
 @lru_cache(maxsize=256)
 def step_times(noise: Noise, steps: int = 1) -> StepTimes:
     """The mean of so many steps of one worker; a step's stragglers are drawn step by step."""
-    weights = []
-    logs = []
-    widths = []
+    parts = []
     for slow, weight in _stragglers(noise.straggler_share, steps):
         quick = steps - slow
         mean = (quick + slow * noise.straggler_slowdown) / steps
         squares = quick + slow * noise.straggler_slowdown**2
         variance = noise.jitter**2 * squares / steps**2
-        width = math.sqrt(math.log1p(variance / mean**2))
-        width = max(width, _LEAST)
-        weights.append(weight)
-        logs.append(math.log(mean) - width * width / 2)
-        widths.append(width)
-    return StepTimes(tuple(weights), tuple(logs), tuple(widths))
+        width = max(math.sqrt(math.log1p(variance / mean**2)), _LEAST)
+        parts.append((weight, math.log(mean) - width * width / 2, width))
+    return StepTimes(*zip(*parts, strict=True))
 
 
 def _stragglers(share: float, steps: int) -> list[tuple[int, float]]:
     """How many of a worker's steps are slow, with the probability of each number."""
     if share <= 0:
         return [(0, 1.0)]
-    found = []
-    for slow in range(steps + 1):
-        weight = math.comb(steps, slow) * share**slow * (1 - share) ** (steps - slow)
-        if weight > _RARE:
-            found.append((slow, weight))
-    total = sum(weight for _, weight in found)
-    return [(slow, weight / total) for slow, weight in found]
+    weights = [
+        math.comb(steps, slow) * share**slow * (1 - share) ** (steps - slow)
+        for slow in range(steps + 1)
+    ]
+    total = sum(weight for weight in weights if weight > _RARE)
+    return [(slow, weight / total) for slow, weight in enumerate(weights) if weight > _RARE]
 
 
 def is_even(noise: Noise) -> bool:

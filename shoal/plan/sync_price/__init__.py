@@ -68,8 +68,6 @@ class SyncQuestion:
     def on_one_host(self) -> bool:
         return self.workers <= self.node.devices
 
-    # ---- sizes
-
     @property
     def width(self) -> int:
         """Bytes of one number of a gradient."""
@@ -117,8 +115,6 @@ class SyncQuestion:
     @property
     def accumulates(self) -> bool:
         return self.microbatches > 1 or self.adds_up
-
-    # ---- times
 
     def collective(self, kind: str, num_bytes: float) -> CollectiveTime:
         """Of the replicas of one device."""
@@ -197,9 +193,6 @@ def waiting_price(
     return SyncPrice(parts, memory, spread_s=synchronous_spread(question), **more)
 
 
-# ------------------------------------------------------------------------------ parts
-
-
 def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
     """The optimizer reads gradients and state and writes state and parameters."""
     tensors = share * question.sizes.tensors
@@ -274,9 +267,6 @@ def some(*parts: Part) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.seconds > 0 or part.name == "update")
 
 
-# ------------------------------------------------------------------------------ memory
-
-
 def plain_memory(question: SyncQuestion) -> DeviceMemory:
     """The full model, its gradients where backward put them, and the optimizer's state."""
     sizes = question.sizes
@@ -308,9 +298,6 @@ def bucketed_gradients(
     adds_up = question.accumulates or question.is_stage
     held = question.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
     return held * question.width
-
-
-# ------------------------------------------------------------------------------ overlap
 
 
 def exposed_buckets(

@@ -134,9 +134,6 @@ def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     )
 
 
-# ---------------------------------------------------------------------------------- localsgd
-
-
 def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     every = term.every
     agreed, sent = _round(term, question) if question.replicas > 1 else (NO_PART, 0.0)

@@ -66,7 +66,10 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if is_async:
         refuse_several_hosts('gossip(mode="async")', question)
     mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
-    copies = _copied(question) if _returns(term) else NO_PART
+    copies = rollback_part(question, 1) if _returns(term) else NO_PART
+    if _returns(term):  # weights and optimizer state, in each step, which a barrier ends
+        barrier_s = question.collective("all_reduce", 1).seconds + question.meetings_s(1)
+        copies = copies._replace(seconds=copies.seconds + barrier_s)
     parts = some(mixed, copies, _waiting(term, question), update_part(question))
     return SyncPrice(
         parts,
@@ -180,13 +183,6 @@ def _returns(term: Any) -> bool:
     return bool(term.elastic and not term.lockstep)
 
 
-def _copied(question: SyncQuestion) -> Part:
-    """Weights and optimizer state, in each step, which a barrier ends."""
-    copied = rollback_part(question, 1)
-    barrier_s = question.collective("all_reduce", 1).seconds
-    return copied._replace(seconds=copied.seconds + barrier_s + question.meetings_s(1))
-
-
 def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     plain = plain_memory(question)
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
@@ -230,7 +226,11 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     pace = own_pace(question.cluster.noise, question.each)
     update = update_part(question)
     own_s = question.compute_s * pace + update.seconds
-    waits_s = max(0.0, replicas * _bus_s(question) - own_s)
+    bus = question.node.memory_bytes_per_s
+    moved = (_READS + 2) * question.parameter_bytes + question.gradient_bytes
+    moved += 2 * question.state_bytes  # of the host's memory, by one worker's batch
+    bus_s = moved / bus if bus is not None and replicas > 1 else 0.0
+    waits_s = max(0.0, replicas * bus_s - own_s)
     parts = some(
         Part("stragglers", (pace - 1) * question.compute_s, "noise of workers"),
         Part("shared weights", waits_s, "memory of the host"),
@@ -240,12 +240,3 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     return SyncPrice(
         parts, plain_memory(question), convergence=behind, agreeing=Agreeing(is_async=True)
     )
-
-
-def _bus_s(question: SyncQuestion) -> float:
-    """Seconds of the host's memory that one worker's batch takes for the shared weights."""
-    bus = question.node.memory_bytes_per_s
-    if bus is None or question.replicas == 1:
-        return 0.0
-    moved = (_READS + 2) * question.parameter_bytes + question.gradient_bytes
-    return (moved + 2 * question.state_bytes) / bus

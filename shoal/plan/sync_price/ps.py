@@ -66,9 +66,6 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     )
 
 
-# ------------------------------------------------------------------------------ memory
-
-
 def _memory(serving: Serving) -> DeviceMemory:
     """Gradients are pushed from the buffer, or packed from another; weights come into an inbox."""
     term, question = serving.term, serving.question
@@ -112,9 +109,6 @@ def _basis(term: Any, question: SyncQuestion) -> float:
     if term.compress is None or not is_factored(term.compress):
         return 0.0
     return math.ceil(4 * question.sizes.factors(factor_rank(term.compress)).right)
-
-
-# ------------------------------------------------------------------------------ time
 
 
 def _exposed_push(serving: Serving, up: Way) -> float:

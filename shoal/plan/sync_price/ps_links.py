@@ -67,8 +67,6 @@ class Serving:
         takes_copies = term.replicas > 1 or (self.question.is_stage and term.compress is not None)
         return bool(term.update == "server" and term.lockstep and not takes_copies)
 
-    # ---- bytes
-
     @cached_property
     def push_bytes(self) -> float:
         """What a worker pushes in a step."""
@@ -99,8 +97,6 @@ class Serving:
             others = message_bytes * (question.replicas - 1) / question.replicas
             return others, others
         return message_bytes, message_bytes * question.workers / self.term.servers
-
-    # ---- times
 
     def push(self) -> Way:
         """All copies of a server work on a push; on one host they share its memory."""
@@ -173,8 +169,6 @@ class Serving:
         idle = question.idle_share * cores
         without = max(0.0, 1 - idle / self.processes)
         return without * question.replicas * service_s / cores
-
-    # ---- rates
 
     @property
     def _push_passes(self) -> int:

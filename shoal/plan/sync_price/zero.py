@@ -111,9 +111,7 @@ def _stops(stage: int, question: SyncQuestion, buckets: list[Buckets]) -> int:
 
 def _copying_s(question: SyncQuestion) -> float:
     """All gradients are copied into buckets; a CPU's ddp leaves large ones in their place."""
-    if not question.on_cores:
-        return 0.0
-    copied = question.sizes.in_place(LARGE_BYTES) * question.width
+    copied = question.sizes.in_place(LARGE_BYTES) * question.width if question.on_cores else 0.0
     return question.pass_s(2 * copied) if copied else 0.0
 
 

@@ -86,8 +86,6 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# How tp splits a module: its outputs, or its inputs, by features; outputs that are gathered again;
-# rows of an embedding; both inputs and outputs; or all that happens inside
 LossOf = Callable[[Tree], Tensor]  # runs the model on a batch
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -99,7 +97,6 @@ def trace_module(
     batches: Mapping[int, Tree],
     precision: Precision | None = None,
     roles: Mapping[str, str] | None = None,
-    name: str = "",
     experts: Mapping[str, frozenset[str]] | None = None,
 ) -> TracedWorkload:
     """Trace a step of two batches, given by their numbers of samples.
@@ -108,8 +105,6 @@ def trace_module(
     `roles` are those of modules under tp, by name; `experts` are names of modules that send tokens
     to experts, each with the names of the experts' parameters.
     """
-    if len(batches) != 2:
-        raise BadInput(f"a module is traced with batches of 2 sizes, not {len(batches)}")
     chosen = precision or precision_of(model)
     small, large = (
         _trace(model, loss_of, batches[rows], chosen.compute, Splits(roles or {}, experts or {}))
@@ -117,8 +112,8 @@ def trace_module(
     )
     rows = (min(batches), max(batches))
     layers = tuple(_merge(one, small, large, rows) for one in large.layers)
-    called = name or type(model).__name__
-    return TracedWorkload(called, chosen, rows, group_equal(layers), held=large.tensors)
+    name = type(model).__name__
+    return TracedWorkload(name, chosen, rows, group_equal(layers), held=large.tensors)
 
 
 def workload_of(
@@ -167,9 +162,6 @@ def precision_of(model: nn.Module, state_bytes: int = 8) -> Precision:
     return Precision(_NAMES.get(dtype, "fp32"), width, width, 0, state_bytes)
 
 
-# ------------------------------------------------------------------------------ one trace
-
-
 def _trace(
     model: nn.Module, loss_of: LossOf, batch: Tree, compute: str, splits: Splits
 ) -> Recorded:
@@ -203,9 +195,6 @@ def _autocast(compute: str, tensors: Iterable[tuple[str, Tensor]]) -> torch.auto
     return torch.autocast(
         "cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None and is_wider
     )
-
-
-# ------------------------------------------------------------------------------ two traces
 
 
 _LINES = ("flops", "activations", "divided_activations", "input_bytes", "output_bytes")

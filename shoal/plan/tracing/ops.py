@@ -30,17 +30,9 @@ class OpCost(NamedTuple):
 
 NOTHING = OpCost(())
 _FREE = {  # they move no data
-    aten._unsafe_view,
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.detach,
-    aten.lift_fresh,
-    aten.scalar_tensor,
-    aten._local_scalar_dense,
-    aten._fused_sdp_choice,
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+    *(aten._unsafe_view, aten.detach, aten.lift_fresh, aten.scalar_tensor),
+    *(aten._local_scalar_dense, aten._fused_sdp_choice),
 }
 # they read as many rows of their first input as they write
 _LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten._embedding_bag}
@@ -53,12 +45,9 @@ def cost_of(func: OpOverload, arguments: dict[str, Any], out: Any) -> OpCost:
         return NOTHING
     if packet in _PRODUCTS:
         return _PRODUCTS[packet](arguments, out)
-    return OpCost((Kernel(_name(func), 0.0, _moved(func, arguments, out)),))
-
-
-def _name(func: OpOverload) -> str:
-    name: str = func.overloadpacket.__name__
-    return name.strip("_")
+    written, values = bytes_of(out), list(arguments.values())
+    read = bytes_of(values[1:]) + written if packet in _LOOKUPS else bytes_of(values)
+    return OpCost((Kernel(packet.__name__.strip("_"), 0.0, read + written),))
 
 
 def bytes_of(tree: Any) -> float:
@@ -69,17 +58,6 @@ def _bytes(tensor: Tensor) -> float:
     """Of an expanded tensor, what is in memory."""
     whole = tensor.numel() * tensor.element_size()
     return float(min(whole, tensor.untyped_storage().nbytes()))
-
-
-def _moved(func: OpOverload, arguments: dict[str, Any], out: Any) -> float:
-    written = bytes_of(out)
-    values = list(arguments.values())
-    if func.overloadpacket in _LOOKUPS:
-        return bytes_of(values[1:]) + 2 * written
-    return bytes_of(values) + written
-
-
-# ------------------------------------------------------------------------------ matrix products
 
 
 class _Product(NamedTuple):
@@ -137,9 +115,6 @@ def grouped_shape(
     return (*rows, b.shape[-1])
 
 
-# ------------------------------------------------------------------------------ convolutions
-
-
 def _convolution_sizes(out_shape: Sequence[int], x: Tensor, arguments: dict[str, Any]) -> _Product:
     """A row for each position of the output, with its window as the inner size."""
     weight = arguments["weight"]
@@ -171,9 +146,6 @@ def _convolution_backward(arguments: dict[str, Any], out: Any) -> OpCost:
     if to_weight:
         kernels.append(_Product(k, n, m, batch).kernel("convolution weight gradient", moved))
     return OpCost(tuple(kernels), sum(kernel.flops for kernel in kernels))
-
-
-# ------------------------------------------------------------------------------ attention
 
 
 def _attention_cost(

@@ -59,13 +59,7 @@ _INSIDE: dict[str, Divided] = {  # what is divided of the kernels in a module, b
 _EXPERTS_A_TOKEN = 2  # where the arguments do not say it
 _SUMMED = ("row", "vocabulary", "whole")  # outputs are summed over ranks
 _COPIED = ("column", "gathered", "whole")  # gradients of inputs are
-_VIEWS = (
-    "TBackward0",
-    "ViewBackward0",
-    "TransposeBackward0",
-    "ToCopyBackward0",
-    "PermuteBackward0",
-)
+_VIEWS = [f"{name}Backward0" for name in ("T", "View", "Transpose", "ToCopy", "Permute")]
 
 
 @dataclass
@@ -144,17 +138,14 @@ class TraceRecorder:
         self._count_parameters()
         return Recorded(self._layers, self._held_tensors())
 
-    # -------------------------------------------------------------------------- modules
-
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(name)
         if self._is_backward:
             return
         role = self._roles.get(name)
         if name in self._units:
-            self._enter_layer(
-                name, bytes_of([t for t in tensors_of((args, kwargs)) if t.requires_grad])
-            )
+            given = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
+            self._enter_layer(name, bytes_of(given))
         if role in _COPIED:
             self._send("all_reduce", bytes_of(tensors_of((args, kwargs))[:1]), "input")
         if name in self._experts:
@@ -173,7 +164,7 @@ class TraceRecorder:
             self._send("all_to_all", copies * bytes_of(tokens), phase, "ep")
 
     def _enter_layer(self, name: str, num_bytes: float) -> None:
-        if self._layer is not None and num_bytes and not self._is_backward:
+        if self._layer is not None and num_bytes:
             self._layers[self._layer].sizes["output_bytes"] = num_bytes
         self._layer = name
         sizes = self._layers.setdefault(name, RecordedLayer()).sizes
@@ -191,7 +182,8 @@ class TraceRecorder:
         if role in ("column", "row", "gathered"):
             self._is_between = role == "column"
         if name in self._units:
-            outputs = [t for t in _tensors(output) if t.requires_grad]
+            made = tensors_of(dict(output) if hasattr(output, "keys") else output)
+            outputs = [t for t in made if t.requires_grad]
             self._layers[name].sizes["output_bytes"] = bytes_of(outputs[:1])
         self._mark()
 
@@ -213,12 +205,11 @@ class TraceRecorder:
                 return _Position(self._layer, inside, _INSIDE[self._roles[name]])
         return _Position(self._layer, inside, "all" if self._is_between else "")
 
-    # -------------------------------------------------------------------------- operations
-
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         arguments = named_arguments(func, args, kwargs)
         if func.overloadpacket is torch.ops.aten._to_copy and self._reads_parameter(args):
-            self._remember_copy(out)
+            self._copies.append(out)
+            self._params.add(out.untyped_storage()._cdata)
         cost = cost_of(func, arguments, out)
         if not cost.kernels:
             return
@@ -245,10 +236,6 @@ class TraceRecorder:
     def _reads_parameter(self, args: Sequence[Any]) -> bool:
         return any(t.untyped_storage()._cdata in self._params for t in tensors_of(list(args)))
 
-    def _remember_copy(self, tensor: Tensor) -> None:
-        self._copies.append(tensor)
-        self._params.add(tensor.untyped_storage()._cdata)
-
     def _pack(self, tensor: Tensor) -> Tensor:
         fresh = self._saved.add(tensor)
         position = self._here()
@@ -256,8 +243,6 @@ class TraceRecorder:
         is_divided = position.divided in ("row", "all")
         layer.sizes["divided_activations" if is_divided else "activations"] += fresh
         return tensor
-
-    # -------------------------------------------------------------------------- parameters
 
     def _count_parameters(self) -> None:
         of_experts = set().union(*self._experts.values())
@@ -348,10 +333,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     for name, module in model.named_modules():
         for own, buffer in module.named_buffers(recurse=False):
             yield name, own, buffer
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return tensors_of(dict(output) if hasattr(output, "keys") else output)
 
 
 def _leads_to_parameter(node: Any, depth: int = 4) -> bool:

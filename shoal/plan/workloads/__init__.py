@@ -76,9 +76,8 @@ class StageTensors(NamedTuple):
     """The tensors of one worker."""
 
     shapes: tuple[tuple[int, ...], ...]  # of trained ones
-    units: tuple[
-        tuple[int, ...], ...
-    ]  # their places in `shapes`, by what zero(3) gathers; root first
+    # their places in `shapes`, by what zero(3) gathers; root first
+    units: tuple[tuple[int, ...], ...]
     untrained: float  # numbers of others
 
 

@@ -139,12 +139,10 @@ class TracedWorkload:
         """The first layers of each run stand for any so many of it: they are equal."""
         if not self.held:
             return None
-        return stage_tensors(self.held, self._first_layers(layers), split)
-
-    def _first_layers(self, layers: tuple[int, ...]) -> set[int]:
         starts = itertools.accumulate((run.count for run in self.layers), initial=0)
         chosen = zip(starts, layers, strict=False)
-        return {start + i for start, number in chosen for i in range(number)}
+        first = {start + i for start, number in chosen for i in range(number)}
+        return stage_tensors(self.held, first, split)
 
     @property
     def parameters(self) -> float:
@@ -210,15 +208,11 @@ class _Cost:
             return ()
         width = 2 if self.compute in ("bf16", "fp16") else 4
         name = "attention backward" if is_backward else "attention"
+        numbers = self.split.cp * 2 * (width + 4 * is_backward)
+        found = (one for one in kernels if one.flops and one.name.endswith(name))
         return tuple(
-            LayerMessage(
-                "ring_attention",
-                "cp",
-                self.split.cp * 2 * (width + 4 * is_backward) * one.n * one.k * one.batch,
-                (one,),
-            )
-            for one in kernels
-            if one.flops and one.name.endswith(name)
+            LayerMessage("ring_attention", "cp", numbers * one.n * one.k * one.batch, (one,))
+            for one in found
         )
 
     @property
@@ -276,31 +270,21 @@ def _between(small: Kernel, large: Kernel, along: float) -> Kernel:
 
 
 # which of m, n, k of a product is divided, by what tp divides and the phase
-_DIMENSIONS: dict[tuple[Divided, Phase], str] = {
-    ("column", "forward"): "n",
-    ("column", "input"): "k",
-    ("column", "weight"): "n",
-    ("row", "forward"): "k",
-    ("row", "input"): "n",
-    ("row", "weight"): "m",
-    ("all", "forward"): "batch",
-    ("all", "input"): "batch",
-    ("all", "weight"): "batch",
+_DIMENSIONS: dict[Divided, dict[Phase, str]] = {
+    "column": {"forward": "n", "input": "k", "weight": "n"},
+    "row": {"forward": "k", "input": "n", "weight": "m"},
+    "all": {"forward": "batch", "input": "batch", "weight": "batch"},
 }
 
 
 def _divide(kernel: Kernel, traced: TracedKernel, tp: int) -> Kernel:
     if not kernel.flops:
         return kernel._replace(bytes=kernel.bytes / tp)
-    name = _DIMENSIONS[traced.divided, traced.phase]
+    name = _DIMENSIONS[traced.divided][traced.phase]
     size = getattr(kernel, name)
     part = max(1, -(-size // tp))  # of the fullest rank
-    divided = kernel._replace(**{name: part})
-    share = part / size
-    return divided._replace(
-        flops=kernel.flops * share,
-        bytes=kernel.bytes * _elements(divided) / _elements(kernel),
-    )
+    divided = kernel._replace(**{name: part}, flops=kernel.flops * part / size)
+    return divided._replace(bytes=kernel.bytes * _elements(divided) / _elements(kernel))
 
 
 def _elements(kernel: Kernel) -> float:
@@ -311,13 +295,7 @@ def _elements(kernel: Kernel) -> float:
 
 def group_equal(layers: tuple[TracedLayer, ...]) -> tuple[TracedLayer, ...]:
     """Equal layers, one after the other, as one with a count; `blocks.0` to `blocks.0-11`."""
-    runs: list[list[TracedLayer]] = []
-    for layer in layers:
-        if runs and _signature(runs[-1][0]) == _signature(layer):
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return tuple(_as_run(run) for run in runs)
+    return tuple(_as_run(list(run)) for _, run in itertools.groupby(layers, _signature))
 
 
 def _signature(layer: TracedLayer) -> tuple[object, ...]:
@@ -328,13 +306,9 @@ def _signature(layer: TracedLayer) -> tuple[object, ...]:
 def _as_run(run: list[TracedLayer]) -> TracedLayer:
     if len(run) == 1:
         return run[0]
-    kept = _mean([layer.activations for layer in run])
-    divided = _mean([layer.divided_activations for layer in run])
+    means: dict[str, Line] = {}
+    for kind in ("activations", "divided_activations"):
+        sizes = zip(*(getattr(layer, kind) for layer in run), strict=True)
+        means[kind] = Line(*(sum(numbers) / len(run) for numbers in sizes))
     name = f"{run[0].name}-{run[-1].name.rpartition('.')[2]}"
-    return replace(run[0], name=name, count=len(run), activations=kept, divided_activations=divided)
-
-
-def _mean(lines: list[Line]) -> Line:
-    number = len(lines)
-    small, large = (sum(numbers) / number for numbers in zip(*lines, strict=True))
-    return Line(small, large)
+    return replace(run[0], name=name, count=len(run), **means)

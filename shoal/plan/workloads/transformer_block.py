@@ -52,9 +52,6 @@ class TransformerSizes:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name}={getattr(self, name)} of a transformer must be 1 or more")
         if self.hidden % self.heads or self.heads % self.key_heads:
             raise BadInput(
                 f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads="
@@ -164,7 +161,7 @@ def ring_messages(
     """Ring attention: K and V go round, in backward again with their gradients in fp32."""
     if split.cp == 1:
         return (), ()
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    kv = _kv(sizes, split)
     numbers = 2 * split.microbatch * sizes.sequence * kv
     there = LayerMessage("ring_attention", "cp", width * numbers, computed[0])
     back = LayerMessage("ring_attention", "cp", (width + 4) * numbers, computed[1])
@@ -189,40 +186,40 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     ring_there, ring_back = ring_messages(sizes, split, width, (attention, (*core, *moved)))
     forward = (*linear, *attention, *sums, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
-    message = _tp_messages(split, width * tokens * sizes.hidden)
+    sent = width * tokens * sizes.hidden
+    message = _tp_messages(split, sent)
+    # inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole
+    gathered_again = (message[0],) * 2 if split.tp > 1 and split.sequence_parallel else ()
+    experts: tuple[LayerMessage, ...] = ()
+    if split.ep > 1 and sizes.experts > 1:
+        experts = (LayerMessage("all_to_all", "ep", sent * sizes.top_k),) * 2
     selective = () if is_blockwise(split) else attention
     again = {"none": (), "selective": selective, "full": forward}[split.recompute]
     return LayerCost(
         forward=forward,
-        backward_input=(
-            *(one for one, _ in backward),
-            *core,
-            *sums,
-            *backward_moves,
-            *moved,
-        ),
+        backward_input=(*(one for one, _ in backward), *core, *sums, *backward_moves, *moved),
         backward_weight=tuple(other for _, other in backward),
         recompute=again,
-        forward_messages=message
-        + ring_there
-        + _ep_messages(sizes, split, width * tokens * sizes.hidden),
-        backward_messages=message
-        + ring_back
-        + _gathered_again(split, width * tokens * sizes.hidden)
-        + _ep_messages(sizes, split, width * tokens * sizes.hidden),
+        forward_messages=(*message, *ring_there, *experts),
+        backward_messages=(*message, *ring_back, *gathered_again, *experts),
         parameters=_block_parameters(sizes, split),
         activation_bytes=_kept(sizes, split, width),
-        output_bytes=width * tokens * sizes.hidden / (split.tp if split.sequence_parallel else 1),
-        expert_parameters=_expert_parameters(sizes, split),
+        output_bytes=sent / (split.tp if split.sequence_parallel else 1),
+        expert_parameters=_mlp_parameters(sizes, split) if sizes.experts > 1 else 0.0,
         largest_tensor=sizes.hidden * max(sizes.inner, sizes.qkv) / split.tp,
     )
+
+
+def _kv(sizes: TransformerSizes, split: Split) -> float:
+    """Numbers of a token's keys on one rank; a head is on several ranks where there are few."""
+    return max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
 
 
 def _linear_products(sizes: TransformerSizes, split: Split, width: int) -> tuple[Kernel, ...]:
     tokens = split.microbatch * sizes.sequence / split.cp
     hidden = sizes.hidden
     inner = sizes.inner / split.tp
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    kv = _kv(sizes, split)
     expert_tokens = tokens * sizes.top_k
     copies = sizes.experts / split.ep  # products of a worker's experts, each with its tokens
     per_expert = expert_tokens / copies if sizes.experts > 1 else tokens
@@ -257,43 +254,24 @@ def _tp_messages(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
     if split.tp == 1:
         return ()
     if split.sequence_parallel:
-        pair = (
-            LayerMessage("all_gather", "tp", num_bytes),
-            LayerMessage("reduce_scatter", "tp", num_bytes),
+        return tuple(
+            LayerMessage(kind, "tp", num_bytes) for kind in ("all_gather", "reduce_scatter") * 2
         )
-        return pair + pair
     return (LayerMessage("all_reduce", "tp", num_bytes),) * 2
 
 
-def _gathered_again(split: Split, num_bytes: float) -> tuple[LayerMessage, ...]:
-    """Inputs of QKV and of the MLP are kept in parts; their weights' gradients need the whole."""
-    if split.tp == 1 or not split.sequence_parallel:
-        return ()
-    return (LayerMessage("all_gather", "tp", num_bytes),) * 2
-
-
-def _ep_messages(
-    sizes: TransformerSizes, split: Split, num_bytes: float
-) -> tuple[LayerMessage, ...]:
-    if split.ep == 1 or sizes.experts == 1:
-        return ()
-    return (LayerMessage("all_to_all", "ep", num_bytes * sizes.top_k),) * 2
-
-
 def _block_parameters(sizes: TransformerSizes, split: Split) -> float:
-    up = 2 if sizes.gated else 1
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    kv = _kv(sizes, split)
     attention = sizes.hidden * (sizes.hidden / split.tp + 2 * kv) + sizes.hidden**2 / split.tp
-    experts = (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
+    experts = _mlp_parameters(sizes, split)
     router = sizes.hidden * sizes.experts if sizes.experts > 1 else 0
     biases = 0.0 if sizes.gated else (3 * sizes.hidden + sizes.inner) / split.tp + 2 * sizes.hidden
     norms = (2 if sizes.gated else 4) * sizes.hidden
     return attention + experts + router + biases + norms
 
 
-def _expert_parameters(sizes: TransformerSizes, split: Split) -> float:
-    if sizes.experts == 1:
-        return 0.0
+def _mlp_parameters(sizes: TransformerSizes, split: Split) -> float:
+    """Of all experts of a worker."""
     up = 2 if sizes.gated else 1
     return (up + 1) * sizes.hidden * sizes.inner / split.tp * sizes.experts / split.ep
 
@@ -307,7 +285,7 @@ def _kept(sizes: TransformerSizes, split: Split, width: int) -> float:
         return block_input
     masks = 2 * rows * sizes.hidden if sizes.dropout else 0.0
     per_row = 4 * block_input + masks  # two norms, and the inputs of QKV and of the MLP
-    kv = max(sizes.key_heads / split.tp, 1.0) * sizes.head_size
+    kv = _kv(sizes, split)
     heads = width * tokens * (2 * sizes.hidden / split.tp + 2 * kv)  # Q, K, V, projection's input
     inner = (3 if sizes.gated else 2) * width * tokens * sizes.top_k * sizes.inner / split.tp
     kept = per_row + heads + inner
@@ -338,9 +316,8 @@ class Transformer:
     @property
     def limits(self) -> SplitLimits:
         sizes = self.sizes
-        heads = (sizes.heads, sizes.key_heads)
         return SplitLimits(
-            tp=heads,
+            tp=(sizes.heads, sizes.key_heads),
             cp=sizes.sequence,
             ep=sizes.experts,
             stages=sizes.layers,

@@ -192,7 +192,7 @@ class ReplicaShard:
     def engine(
         self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
     ) -> Engine:
-        actions = accumulate(1, 0, microbatches)
+        actions = accumulate(microbatches)
         stage = None
         if self.context is not None:
             from shoal.replica.context.stage import ContextStage

@@ -67,14 +67,11 @@ class Animation:
         return move + self._visible(begin + 0.05 * ROUND_S, arrive)
 
     def progress(self, x: float, y: float, width: float) -> str:
-        """A bar that grows through the loop, with a mark at the beginning of every round."""
-        begins = [(START_S + i * ROUND_S) / self.length_s for i in range(self.rounds + 1)]
+        """A bar that grows through the loop."""
         ends = [(0, "0"), (self.length_s, f"{width:.0f}")]
         grow = self._animate("animate", ends, attributeName="width")
-        bars = [svg.box((x, y), (width, 5), fill="#e3e8ed")]
-        bars.append(svg.box((x, y), (0, 5), None, grow, fill="#7b8794"))
-        bars += [svg.box((x + width * at, y), (2, 5), fill="#fbfcfd") for at in begins]
-        return "".join(bars)
+        behind = svg.box((x, y), (width, 5), fill="#e3e8ed")
+        return behind + svg.box((x, y), (0, 5), None, grow, fill="#7b8794")
 
     def _visible(self, begin: float, end: float) -> str:
         changes = [(0.0, False)] if begin > 0 else []
@@ -166,10 +163,8 @@ def _plan(collective: Collective) -> _Plan:
     wide = 34 + columns * (cell[0] + 34) - 22
     high = 36 + math.ceil(slots / columns) * (cell[1] + 4)
     spread = ranks / (2 * math.pi) * 1.25
-    radius_x = max(wide * 1.5, wide * spread)
-    radius_y = max(high * 1.1, high * spread, 130.0)
-    if ranks == 1:
-        radius_x = radius_y = 0.0
+    radius_x = wide * max(1.5, spread) * (ranks > 1)
+    radius_y = max(high * 1.1, high * spread, 130.0) * (ranks > 1)
     width = max(2 * radius_x + wide + 2 * _MARGIN, 640)
     height = _HEAD + 2 * radius_y + high + _MARGIN + 58
     corners = []
@@ -199,14 +194,10 @@ def _captions(plan: _Plan, frames: list[Frame], animation: Animation) -> str:
 def _legend(plan: _Plan) -> str:
     y = plan.size[1] - 34
     lamp = svg.element("circle", cx=_MARGIN + 6, cy=y - 5, r=5.8, fill=_hue(0))
-    lines = [
-        "a lit lamp: the data of rank 0 is in this chunk, and so on, a colour for each of the "
-        f"{plan.collective.ranks} ranks",
-        "solid arrow: what arrives is added to what is there; dashed: it takes its place",
-    ]
-    return lamp + "".join(
-        svg.text(_MARGIN + 20, y + 18 * number, line, "note") for number, line in enumerate(lines)
-    )
+    lit = "a lit lamp: the data of rank 0 is in this chunk, and so on, a colour for each of the "
+    lit = svg.text(_MARGIN + 20, y, f"{lit}{plan.collective.ranks} ranks", "note")
+    arrow = "solid arrow: what arrives is added to what is there; dashed: it takes its place"
+    return lamp + lit + svg.text(_MARGIN + 20, y + 18, arrow, "note")
 
 
 def _box(plan: _Plan, rank: int, frames: list[Frame], animation: Animation) -> str:
@@ -243,10 +234,8 @@ def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str
     cx = x + _GAP + (column + 0.5) * _LAMP
     cy = y + _GAP + (row + 0.5) * _LAMP
     off = svg.element("circle", class_="off", cx=cx, cy=cy, r=5.8)
-    if not first and changes is None:
-        return off
-    hue = _hue(peer)
-    return off + svg.element("circle", changes or "", cx=cx, cy=cy, r=5.8, fill=hue, opacity=first)
+    on = {"cx": cx, "cy": cy, "r": 5.8, "fill": _hue(peer), "opacity": first}
+    return off + svg.element("circle", changes or "", **on) if first or changes else off
 
 
 def _arrows(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str:
@@ -291,6 +280,4 @@ def _token(plan: _Plan, number: int, frame: Frame, t: Transfer, animation: Anima
 
 
 def _hue(rank: int) -> str:
-    if rank < len(_HUES):
-        return _HUES[rank]
-    return f"hsl({rank * 137 % 360},55%,45%)"
+    return _HUES[rank] if rank < len(_HUES) else f"hsl({rank * 137 % 360},55%,45%)"

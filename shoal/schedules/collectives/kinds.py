@@ -64,6 +64,10 @@ def _root(rank: Any, unit: Any, ranks: int, root: int) -> Any:
     return (rank == root) & (unit == unit)
 
 
+def _later(rank: Any, unit: Any, ranks: int, root: int) -> Any:
+    return (rank > 0) & (unit == unit)
+
+
 def _owner(rank: Any, unit: Any, ranks: int, root: int) -> Any:
     return rank == unit
 
@@ -95,15 +99,7 @@ _KINDS = [
         lambda rank, unit, ranks, root: rank == unit % ranks,
     ),
     CollectiveKind("scan", _one, _all, _all, reduces=True, prefix=1, bound=_whole),
-    CollectiveKind(
-        "exclusive_scan",
-        _one,
-        _all,
-        lambda rank, unit, ranks, root: (rank > 0) & (unit == unit),
-        reduces=True,
-        prefix=0,
-        bound=_whole,
-    ),
+    CollectiveKind("exclusive_scan", _one, _all, _later, reduces=True, prefix=0, bound=_whole),
     CollectiveKind("barrier", _one, _all, _all, reduces=True, overlap=True, bound=lambda p: 0.0),
 ]
 KINDS = {kind.name: kind for kind in _KINDS}

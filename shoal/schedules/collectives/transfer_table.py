@@ -158,24 +158,15 @@ def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> TransferTable:
     """A table from rounds as lists of `Transfer`."""
     listed = [list(transfers) for transfers in rounds]
     flat = [(i, t) for i, transfers in enumerate(listed) for t in transfers]
-    return rows(
-        [i for i, _ in flat],
-        [t.src for _, t in flat],
-        [t.dst for _, t in flat],
-        [t.chunk for _, t in flat],
-        [t.reduce for _, t in flat],
-        [t.chunk if t.into is None else t.into for _, t in flat],
-        num_rounds=len(listed),
-    )
+    columns = [[getattr(t, name) for _, t in flat] for name in ("src", "dst", "chunk", "reduce")]
+    into = [t.chunk if t.into is None else t.into for _, t in flat]
+    return rows([i for i, _ in flat], *columns, into, num_rounds=len(listed))
 
 
 def _merged(tables: Sequence[TransferTable], num_rounds: int) -> TransferTable:
-    columns = [
-        getattr(tables[0], name)
-        if len(tables) == 1
-        else np.concatenate([getattr(table, name) for table in tables])
-        for name in _COLUMNS
-    ]
+    columns = [getattr(tables[0], name) for name in _COLUMNS]
+    if len(tables) > 1:
+        columns = [np.concatenate([getattr(one, name) for one in tables]) for name in _COLUMNS]
     if np.any(columns[0][1:] < columns[0][:-1]):
         order = np.argsort(columns[0], kind="stable")
         columns = [column[order] for column in columns]

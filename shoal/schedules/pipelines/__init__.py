@@ -118,10 +118,8 @@ class Pipeline:
         )
 
 
-def accumulate(stages: int, stage: int, microbatches: int) -> list[Action]:
+def accumulate(microbatches: int) -> list[Action]:
     """One stage: forward and backward of each micro-batch in turn, with one set of activations."""
-    if stages != 1 or stage != 0:
-        raise ValueError(f"accumulate is a schedule of one stage, not stage {stage} of {stages}")
     return [
         Action(kind, microbatch)
         for microbatch in range(microbatches)

@@ -69,7 +69,7 @@ def inter_op(stages: int, stage: int, microbatches: int) -> list[Action]:
     Inter-operator parallelism by itself. One stage works while the others wait: a bubble of
     (p-1)/p. One set of activations lives.
     """
-    return accumulate(1, 0, microbatches)
+    return accumulate(microbatches)
 
 
 def gpipe(stages: int, stage: int, microbatches: int) -> list[Action]:

@@ -115,13 +115,13 @@ def check_user_schedules(
     """
     algorithm = strategy.sync_for(mesh.dp.size).collective_algorithm
     if mesh.dp.size > 1 and algorithm is not None and is_user_function(algorithm):
-        from shoal.schedules.user_proof import digest, proven_collective
+        from shoal.schedules.user import digest, proven_collective
 
         collective = proven_collective(algorithm, "all_reduce", mesh.dp.size)
         check_same(mesh.world, algorithm, digest(collective), device)
     pp = strategy.pp
     if pp is not None and pp.size > 1 and is_user_function(pp.schedule):
-        from shoal.schedules.user_proof import digest, proven_pipeline
+        from shoal.schedules.user import digest, proven_pipeline
 
         pipeline = proven_pipeline(pp.schedule, pp.size, microbatches, pp.chunks)
         check_same(mesh.world, pp.schedule, digest(pipeline), device)

@@ -155,13 +155,13 @@ class Step:
         """There are other replicas than before."""
         self.sync.regroup()
         self.cutter.regroup()
-        self.engine.follow(accumulate(1, 0, self.cutter.local_microbatches))
+        self.engine.follow(accumulate(self.cutter.local_microbatches))
         self.engine.rescale(self.sync.gradient_scale)
 
     def _train(self, batch: Any, microbatches: Sequence[MicroBatch]) -> Tensor:
         is_dataset = isinstance(batch, FullDatasetBatch)
         if is_dataset and len(microbatches) != len(self.engine.actions) // 2:
-            self.engine.follow(accumulate(1, 0, len(microbatches)))
+            self.engine.follow(accumulate(len(microbatches)))
         if not self._is_checked:
             self.shard.check(microbatches, self.engine)
             self._is_checked = True
