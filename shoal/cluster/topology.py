@@ -175,8 +175,8 @@ class ClusterTopology:
         if spec.socket_link is not None:
             link = spec.socket_link
             for pair in permutations(range(spec.sockets), 2):
-                ends = (_socket(node, socket) for socket in pair)
-                self._add(f"{link.name} of node {node}", *ends, link.rate, link.alpha_s)
+                one, other = (_socket(node, socket) for socket in pair)
+                self._add(f"{link.name} of node {node}", one, other, link.rate, link.alpha_s)
 
     def _stops(self, src: int, dst: int) -> list[str]:
         rack, node, device = self.cluster.place(src)

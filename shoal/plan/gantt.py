@@ -22,17 +22,11 @@ MOST_STAGES = 64
 MOST_TICKS = 1500
 _FINEST = Fraction(1, 4)  # of the shortest action; where that does not fit, columns are rounded
 _Cell = tuple[str, str]  # text and style
-STYLES = {
-    ActionKind.FORWARD: "bright_blue",
-    ActionKind.BACKWARD: "green",
-    ActionKind.INPUT: "green",
-    ActionKind.WEIGHT: "yellow",
-}
-NAMES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT: "backward for the input",
-    ActionKind.WEIGHT: "backward for the weights",
+KINDS = {  # words, the style of the terminal, and the color of a picture
+    ActionKind.FORWARD: ("forward", "bright_blue", "#0072b2"),
+    ActionKind.BACKWARD: ("backward", "green", "#009e73"),
+    ActionKind.INPUT: ("backward for the input", "green", "#009e73"),
+    ActionKind.WEIGHT: ("backward for the weights", "yellow", "#e69f00"),
 }
 
 
@@ -86,7 +80,8 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def _legend(timeline: Timeline, tick: Fraction) -> Text:
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    parts = [Text.assemble((k.value, STYLES[k]), f" {NAMES[k]}") for k in ActionKind if k in kinds]
+    known = [(kind.value, *KINDS[kind]) for kind in ActionKind if kind in kinds]
+    parts = [Text.assemble((letter, style), f" {words}") for letter, words, style, _ in known]
     if timeline.pipeline.chunks > 1:
         parts.append(Text("F3.1 micro-batch 3 on chunk 1"))
     parts.append(Text("· idle"))
@@ -154,7 +149,7 @@ def _cells(span: ActionSpan, count: int, width: int) -> list[_Cell]:
         return []
     text = str(span.action).ljust(count * width - 1, "─") if count > 1 else str(span.action)
     text = text.ljust(count * width)
-    style = STYLES[span.action.kind]
+    style = KINDS[span.action.kind][1]
     return [(text[at : at + width], style) for at in range(0, count * width, width)]
 
 
@@ -169,12 +164,6 @@ _GAP = 14
 _SHORTEST = 21
 _NARROWEST = 560
 _WIDEST = 6000  # pixels: of an action, of the drawing
-_HUES = {
-    ActionKind.FORWARD: "#0072b2",
-    ActionKind.BACKWARD: "#009e73",
-    ActionKind.INPUT: "#009e73",
-    ActionKind.WEIGHT: "#e69f00",
-}
 _STYLE = """
 .title{font-size:20px;font-weight:700}.text{font-size:15px}.note{font-size:13px;fill:#5a6675}
 .stage{font-size:14px;font-weight:700}.idle{fill:#eceff3}.held{fill:#c9b6e0}
@@ -248,7 +237,7 @@ def _box(sheet: _Sheet, timeline: Timeline, span: ActionSpan, y: float) -> str:
     pale = strength < 0.7 or action.kind is ActionKind.WEIGHT
     label = f"{action.microbatch}" if len(str(action.microbatch)) * 7 + 4 <= wide else ""
     left = sheet.x(span.start)
-    hue = _HUES[action.kind]
+    hue = KINDS[action.kind][2]
     parts = (
         svg.element("title", f"{action}: {span.start:.6g} to {span.end:.6g}"),
         svg.box((left, y), (wide, _BAND), "box", rx=3, fill=hue, fill_opacity=f"{strength:.2f}"),
@@ -289,7 +278,8 @@ def _round_step(least: float) -> float:
 
 def _drawn_legend(sheet: _Sheet, timeline: Timeline) -> str:
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
-    entries = [(_HUES[kind], f"{kind.value} {NAMES[kind]}") for kind in ActionKind if kind in kinds]
+    used = [kind for kind in ActionKind if kind in kinds]
+    entries = [(KINDS[kind][2], f"{kind.value} {KINDS[kind][0]}") for kind in used]
     entries += [("#eceff3", "idle"), ("#c9b6e0", "activations held")]
     x = float(_LEFT)
     y = sheet.bottom + 44

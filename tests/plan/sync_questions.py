@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.cluster import Cluster, Node, Noise
+from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Device, LinkSpec
 from shoal.cluster.topology import ClusterTopology
 from shoal.plan.simulator.messages import Routes
@@ -26,34 +26,18 @@ def cluster_of(nodes: int = 1, devices: int = 8, **options: Any) -> Cluster:
 
 
 def ask(cluster: Cluster, replicas: int, parameters: float = 1e9, **options: Any) -> SyncQuestion:
-    settings: dict[str, Any] = {
-        "precision": FP32,
-        "compute_s": 0.3,
-        "backward_s": 0.2,
-        "microbatches": 1,
-        "workers": replicas,
-        **options,
-    }
-    return SyncQuestion(Network(cluster), RankGroup(replicas, 1), parameters, **settings)
-
-
-QUIET = Noise()
+    times = {"compute_s": 0.3, "backward_s": 0.2, "microbatches": 1, "workers": replicas}
+    group = RankGroup(replicas, 1)
+    return SyncQuestion(Network(cluster), group, parameters, FP32, **(times | options))
 
 
 DEVICE = Device("device", 1e9, 1e9, {"fp32": 1e9})
 
 
-def ports(
-    ranks: int,
-    bytes_per_s: float,
-    alpha_s: float = 0.0,
-    per_rack: int | None = None,
-    oversubscription: float = 1.0,
-) -> Routes:
-    """Each rank is a node with one port; a rack's uplinks together may be narrower than those."""
+def ports(ranks: int, bytes_per_s: float, alpha_s: float = 0.0) -> Routes:
+    """Each rank is a node with one port."""
     node = Node(1, nic=LinkSpec("port", bytes_per_s, alpha_s))
-    cluster = Cluster("ports", DEVICE, node, ranks, per_rack, oversubscription)
-    return Routes(ClusterTopology(cluster))
+    return Routes(ClusterTopology(Cluster("ports", DEVICE, node, ranks)))
 
 
 def by_rank(collective: Collective, num_bytes: float, routes: Routes) -> float:

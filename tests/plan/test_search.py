@@ -77,14 +77,6 @@ def test_of_equally_fast_strategies_the_plainest_is_the_first() -> None:
     assert "faster than the first, which is plainer" in why(priced[0], priced[2])
 
 
-def test_the_notation_of_a_ranked_strategy_gives_its_prediction() -> None:
-    for one in found(80).ranked:
-        value = parse(str(one.candidate.strategy))
-        value.require_built()
-        again = Predictor(MODEL, cluster(80)).predict(value, 4, one.candidate.settings)
-        assert again == one.prediction
-
-
 def test_of_one_layout_none_is_slower_and_larger_than_another() -> None:
     for one, other in itertools.permutations(found(80).ranked, 2):
         slower = one.seconds > other.seconds * 1.002

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, CheckFailed
+from shoal.schedules import ring_attention
 from shoal.schedules.collectives import Collective, rooted_at
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
+from shoal.schedules.collectives.cost import Link
+from shoal.schedules.collectives.draw_svg import animated_svg
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.collectives.transfer_table import Transfer as T
 from shoal.schedules.collectives.transfer_table import from_rounds
+from shoal.schedules.ring_attention import ChunkPair, RingAttention
 
 ADD, PUT = True, False
 
@@ -109,3 +115,60 @@ def test_a_table_reads_like_the_rounds_it_was_made_of() -> None:
 def test_a_gather_with_another_root_turns_ranks_and_pieces() -> None:
     star = Collective("star", 3, 3, [[T(1, 0, 1, PUT), T(2, 0, 2, PUT)]], "gather")
     assert rooted_at(star, 1).rounds == ((T(2, 1, 2, PUT), T(0, 1, 0, PUT)),)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def ring() -> ElementTree.Element:
+    return ElementTree.fromstring(animated_svg(build("all_reduce", "ring", 4)))
+
+
+def test_the_picture_needs_nothing_from_elsewhere() -> None:
+    text = animated_svg(build("all_reduce", "ring", 4))
+    assert "href" not in text and "@import" not in text and "<script" not in text
+    assert text.count("http") == 1  # the name of the SVG namespace
+
+
+def test_every_transfer_travels_once_and_every_round_has_a_caption() -> None:
+    assert len(list(ring().iter(f"{SVG}animateTransform"))) == 24
+    words = "".join(ring().itertext())
+    assert all(f"Round {number} of 6" in words for number in range(1, 7))
+    assert "Every rank sends 1 chunk; who receives it adds it to its own data." in words
+
+
+def test_it_starts_with_every_ranks_own_lamps_lit_and_ends_with_all() -> None:
+    lamps = [c for c in ring().iter(f"{SVG}circle") if c.get("opacity") is not None]
+    at_start = [lamp for lamp in lamps if lamp.get("opacity") == "1" and lamp.get("cx")]
+    moved = [lamp for lamp in lamps if lamp.find(f"{SVG}animate") is not None]
+    assert len(moved) == 4 * 4 * 3  # in each of 16 chunks the lamps of 3 other ranks go on
+    ends = {lamp.find(f"{SVG}animate").get("values").split(";")[-1] for lamp in moved}  # type: ignore[union-attr]
+    assert ends == {"1"} and len(at_start) >= 16
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
+def test_every_query_meets_every_key_it_sees_once(ranks: int) -> None:
+    ring_attention.prove(RingAttention(ranks, causal=True))
+    ring_attention.prove(RingAttention(ranks, causal=False))
+
+
+def test_zigzag_gives_every_rank_the_same_causal_work() -> None:
+    schedule = RingAttention(4)
+    assert [sum(schedule.work(rank)) for rank in range(4)] == [8.0] * 4
+    assert {tuple(schedule.work(rank)[1:]) for rank in range(4)} == {(2.0, 2.0, 2.0)}
+
+
+def test_a_schedule_that_leaves_out_a_pair_is_refused() -> None:
+    class Lazy(RingAttention):
+        def pairs(self, rank: int, owner: int) -> list[ChunkPair]:
+            return super().pairs(rank, owner)[:1]
+
+    with pytest.raises(CheckFailed, match="queries of chunk"):
+        ring_attention.prove(Lazy(2))
+
+
+def test_transfers_are_hidden_behind_enough_work() -> None:
+    schedule = RingAttention(2)
+    slow = Link(alpha_s=0.0, beta_s_per_byte=1.0)
+    assert schedule.time_s(block_bytes=10.0, pair_s=100.0, link=slow) == 400.0
+    assert schedule.time_s(block_bytes=10.0, pair_s=1.0, link=slow) > 10.0

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -306,7 +306,7 @@ def _signature(layer: TracedLayer) -> tuple[object, ...]:
 def _as_run(run: list[TracedLayer]) -> TracedLayer:
     if len(run) == 1:
         return run[0]
-    means: dict[str, Line] = {}
+    means: dict[str, Any] = {}
     for kind in ("activations", "divided_activations"):
         sizes = zip(*(getattr(layer, kind) for layer in run), strict=True)
         means[kind] = Line(*(sum(numbers) / len(run) for numbers in sizes))

@@ -234,8 +234,10 @@ def _lamp(x: float, y: float, peer: int, first: int, changes: str | None) -> str
     cx = x + _GAP + (column + 0.5) * _LAMP
     cy = y + _GAP + (row + 0.5) * _LAMP
     off = svg.element("circle", class_="off", cx=cx, cy=cy, r=5.8)
-    on = {"cx": cx, "cy": cy, "r": 5.8, "fill": _hue(peer), "opacity": first}
-    return off + svg.element("circle", changes or "", **on) if first or changes else off
+    if not first and changes is None:
+        return off
+    hue = _hue(peer)
+    return off + svg.element("circle", changes or "", cx=cx, cy=cy, r=5.8, fill=hue, opacity=first)
 
 
 def _arrows(plan: _Plan, number: int, frame: Frame, animation: Animation) -> str:

@@ -158,9 +158,10 @@ def from_rounds(rounds: Iterable[Iterable[Transfer]]) -> TransferTable:
     """A table from rounds as lists of `Transfer`."""
     listed = [list(transfers) for transfers in rounds]
     flat = [(i, t) for i, transfers in enumerate(listed) for t in transfers]
-    columns = [[getattr(t, name) for _, t in flat] for name in ("src", "dst", "chunk", "reduce")]
+    names = ("src", "dst", "chunk", "reduce")
+    src, dst, chunk, reduce = ([getattr(t, name) for _, t in flat] for name in names)
     into = [t.chunk if t.into is None else t.into for _, t in flat]
-    return rows([i for i, _ in flat], *columns, into, num_rounds=len(listed))
+    return rows([i for i, _ in flat], src, dst, chunk, reduce, into, num_rounds=len(listed))
 
 
 def _merged(tables: Sequence[TransferTable], num_rounds: int) -> TransferTable:
