@@ -30,7 +30,7 @@ from benchmarks.harness import (
     say,
     write_result,
 )
-from shoal.calibration.sampling import alternate
+from shoal.calibration.kernels import alternate
 from shoal.cluster.units import parse_bytes, show_bytes
 from shoal.comm.group import Group
 from shoal.commands.launching import config_for, run_quietly, strategy_for

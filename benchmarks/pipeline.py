@@ -27,7 +27,7 @@ from benchmarks.harness import (
     say,
     write_result,
 )
-from shoal.calibration.sampling import alternate
+from shoal.calibration.kernels import alternate
 from shoal.commands.launching import config_for
 from shoal.commands.output import plain_table
 from shoal.examples.gpt import VOCABULARY, Block

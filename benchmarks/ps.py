@@ -32,7 +32,7 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.ps_peers import LR, RayPeer, RpcPeer, serve_rpc
-from shoal.calibration.sampling import alternate
+from shoal.calibration.kernels import alternate
 from shoal.cluster.units import parse_bytes
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table

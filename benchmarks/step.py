@@ -26,7 +26,7 @@ from benchmarks.harness import (
     say,
     write_result,
 )
-from shoal.calibration.sampling import alternate
+from shoal.calibration.kernels import alternate
 from shoal.commands.launching import config_for, strategy_for
 from shoal.commands.output import plain_table
 

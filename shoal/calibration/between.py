@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import shoal
 from shoal.calibration.device import measured_calls
+from shoal.calibration.kernels import Sample, alternate
 from shoal.calibration.measure import check_seconds
-from shoal.calibration.sampling import Sample, alternate
 from shoal.cluster import Cluster
 from shoal.cluster.hardware import MeasuredCalls
 from shoal.comm.call import Call
@@ -132,7 +132,9 @@ def _measured(
     each_s = seconds / len(SIZES)
     for num_bytes in SIZES:
         data = torch.zeros(num_bytes // 4)
-        calls = {name: _call(way, data) for name, way in ways.items()}
+        calls = {
+            name: partial(way.run, Call("all_reduce", data, data)) for name, way in ways.items()
+        }
         meet = partial(next(iter(ways.values())).run, Call("barrier"))
         slowest_s = _longest_s(calls, exchange, meet)
         steps = max(1, min(_MOST_CALLS, int(each_s / max(1e-9, _ROUNDS * len(calls) * slowest_s))))
@@ -142,10 +144,6 @@ def _measured(
             points[name].append({"bytes": num_bytes, **sample._asdict()})
     exchange(b"end")  # before connections are closed
     return [{"executor": name, "points": rows} for name, rows in points.items()]
-
-
-def _call(way: InterHost, data: torch.Tensor) -> Callable[[], None]:
-    return lambda: way.run(Call("all_reduce", data, data))
 
 
 def _longest_s(

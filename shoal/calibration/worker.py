@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.calibration.kernels import KernelBench
-from shoal.calibration.sampling import sample_rounds
+from shoal.calibration.kernels import KernelBench, sample_rounds
 from shoal.comm.group import Group
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job

@@ -30,8 +30,6 @@ class Curve:
         sizes = [size for size, _ in self.points]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
             raise BadInput("a curve needs points of increasing sizes above 0")
-        if not all(0 < share <= 1 for _, share in self.points):
-            raise BadInput("the shares of a curve are above 0 and at most 1")
 
     @cached_property
     def _sizes(self) -> tuple[float, ...]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from shoal.cluster import Cluster
 from shoal.cluster.discover import this_machine
-from shoal.cluster.toml_file import read_cluster, suggestion
+from shoal.cluster.toml_file import read_cluster
 from shoal.errors import BadInput
 from shoal.runtime.lab_files import DEFAULT_LAB, LabFiles, lab_names
+from shoal.runtime.wording import nearest
 
 FOLDER = Path(__file__).parent / "presets"
 THIS_MACHINE = "this-machine"
@@ -37,4 +38,4 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         return read_cluster(FOLDER / f"{name}.toml")
     if path.exists() or path.suffix == ".toml" or len(path.parts) > 1:
         return read_cluster(path)
-    raise BadInput(f"there is no cluster preset or file {name}; {suggestion(name, preset_names())}")
+    raise BadInput(f"there is no cluster preset or file {name}; {nearest(name, preset_names())}")

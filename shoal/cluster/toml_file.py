@@ -20,7 +20,6 @@ ones, unlike the others) and `spread` (by key, the lowest and the highest value 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -35,6 +34,7 @@ from shoal.cluster import Cluster, Node, Noise
 from shoal.cluster.hardware import Curve, Device, LinkSpec, MeasuredCalls
 from shoal.cluster.units import show_rate
 from shoal.errors import BadInput
+from shoal.runtime.wording import nearest
 
 _Number = Annotated[float, Meta(ge=0, le=1e18)]
 _Positive = Annotated[float, Meta(gt=0, le=1e18)]
@@ -42,7 +42,8 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 _AboveOne = Annotated[float, Meta(ge=1, le=1e18)]
 _Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 _Pair = tuple[_Number, _Number]
-_Points = list[tuple[_Positive, _Share]] | _Share
+_Part = Annotated[float, Meta(gt=0, le=1)]
+_Points = list[tuple[_Positive, _Part]] | _Part
 _Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 _SUFFIXES = {
     "GB_per_s": ("bytes_per_s", 1e9),
@@ -97,7 +98,7 @@ class _LinkTable(_Figures):
     GB_per_s: _Positive | None = None
     Gb_per_s: _Positive | None = None
     alpha_us: _Number = 0.0
-    efficiency: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    efficiency: _Part = 1.0
     shared: bool = False
     transport: Literal["rdma", "tcp", "ipoib"] = "rdma"
 
@@ -261,7 +262,7 @@ def _spread(name: str, spread: Mapping[str, _Pair], units: Mapping[str, Any]) ->
     found = {}
     for key, (low, high) in spread.items():
         if key not in units:
-            raise BadInput(f"{name}.{key}: there is no such key; {suggestion(key, list(units))}")
+            raise BadInput(f"{name}.{key}: there is no such key; {nearest(key, units)}")
         if low > high:
             raise BadInput(f"{name}.{key}: the lowest value comes first")
         attribute, unit = units[key]
@@ -279,7 +280,7 @@ def _calls(table: _CallsTable) -> MeasuredCalls:
 
 def _named_link(where: str, name: str | None, links: Mapping[str, LinkSpec]) -> LinkSpec | None:
     if name is not None and name not in links:
-        raise BadInput(f"{where}: there is no [link.{name}]; {suggestion(name, list(links))}")
+        raise BadInput(f"{where}: there is no [link.{name}]; {nearest(name, links)}")
     return None if name is None else links[name]
 
 
@@ -317,12 +318,6 @@ def _convert(name: str, table: Any, kind: type[Any]) -> Any:
         message, _, place = str(error).partition(" - at ")
         where = place.strip("`").replace("$", name, 1).strip(".") or name
         raise BadInput(f"{where}: {message}" if where else message) from error
-
-
-def suggestion(name: str, known: list[str]) -> str:
-    """The known name that is closest, as a question; all of them where none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def _units_of(kind: type[Struct]) -> dict[str, tuple[str, float]]:

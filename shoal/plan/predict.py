@@ -23,16 +23,8 @@ from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
-PRICERS: dict[str, Callable[[Any, SyncQuestion], SyncPrice]] = {
-    "single": single,
-    "ddp": ddp,
-    "zero": zero,
-    "ps": ps,
-    "gossip": gossip,
-    "hogwild": hogwild,
-    "mapreduce": mapreduce,
-    "localsgd": localsgd,
-}
+_ALL = (single, ddp, zero, ps, gossip, hogwild, mapreduce, localsgd)
+PRICERS: dict[str, Callable[[Any, SyncQuestion], SyncPrice]] = {one.__name__: one for one in _ALL}
 
 
 def price_of(term: SyncTerm, question: SyncQuestion) -> SyncPrice:

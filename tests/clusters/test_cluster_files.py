@@ -87,7 +87,7 @@ def test_the_file_in_the_documentation_is_read() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ('"nvlink"', '"nvlnk"', "node.fabric: there is no [link.nvlnk]; did you mean nvlink?"),
+        ('"nvlink"', '"nvlnk"', "node.fabric: there is no [link.nvlnk]; did you mean 'nvlink'?"),
         ("oversubscription = 2", "oversubscription = 4", "spine.oversubscription: 1:4 is not"),
         ("launch_us", "lunch_us", "device: Object contains unknown field `lunch_us`"),
         ("memory_GB = 80", "", "device: Object missing required field `memory_GB`"),
@@ -121,7 +121,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "none.toml", "No such file"),
         (tmp_path, "Is a directory"),
         (latin, r"latin.toml: byte 9 is not UTF-8"),
-        ("dgx-a10", "did you mean dgx-a100"),
+        ("dgx-a10", "did you mean 'dgx-a100'"),
     ):
         with pytest.raises(BadInput, match=problem):
             load_cluster(name)

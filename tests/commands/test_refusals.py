@@ -167,7 +167,7 @@ def test_n_or_start_says_how_many_workers_an_elastic_run_has_at_first(
         ("predict --gpt layer=4", "'layer=4'"),
         ("predict gpt-3 -n 3 -s 'tp(2)'", "needs a multiple of 2 workers"),
         ("predict gpt-3 -n 8 -s 'pp(8, schedule=\"interleaved(2)\")'", "chunks=2"),
-        ("cluster show dgx-a10", "did you mean dgx-a100?"),
+        ("cluster show dgx-a10", "did you mean 'dgx-a100'?"),
         ("cluster show none.toml", "cannot read none.toml: No such file or directory"),
         ("cluster show dgx-a100 --nodes 3 --racks 2", "3 nodes do not fill 2 racks evenly"),
         ("cluster show dgx-a100 --nodes 1 --racks 2", "1 nodes do not fill 2 racks evenly"),

@@ -262,14 +262,14 @@ def test_sizes_give_the_same_as_the_name_which_can_be_changed() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("gpt-33", "there is no transformer 'gpt-33'; did you mean gpt-3?"),
-        ("train.py", "there is no transformer 'train.py'; there are gpt-2, "),
+        ("gpt-33", "there is no transformer 'gpt-33'; did you mean 'gpt-3'"),
+        ("train.py", "there is no transformer 'train.py'; known are gpt-2, "),
         ("layers=96,hidden=12288", "lack heads"),
         ("layers=96,hidden", "'hidden' of 'layers=96,hidden' is not key=value, such as layers=96"),
         ("layers=x,hidden=8,heads=2", "layers=x of .* is not a whole number above 0"),
         ("layers=2,hidden=10,heads=4", "heads=4 must divide hidden=10"),
         ("layers=2,layers=3", "says layers twice"),
-        ("gpt-3,hiden=5", "a transformer has no 'hiden' .*; it has hidden"),
+        ("gpt-3,hiden=5", "a transformer has no 'hiden' .*; did you mean 'hidden'"),
         ("gpt-3,gated=maybe", "gated=maybe of 'gpt-3,gated=maybe' is none of true, yes, 1"),
         ("gpt-3,precision=fp7", "precision=fp7 of .* is none of fp16, bf16, fp32, tf32"),
         ("", "there is no transformer ''"),

@@ -53,10 +53,10 @@ def _layers(name: str, module: nn.Module, is_element: bool) -> Iterator[str]:
     children = list(module.named_children())
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         for child_name, child in children:
-            yield from _layers(_joined(name, child_name), child, True)
+            yield from _layers(f"{name}.{child_name}".strip("."), child, True)
     elif children and _is_opened(name, module, is_element):
         for child_name, child in children:
-            yield from _layers(_joined(name, child_name), child, False)
+            yield from _layers(f"{name}.{child_name}".strip("."), child, False)
     else:
         yield name
 
@@ -80,10 +80,6 @@ def _is_stack(name: str, module: nn.Module) -> bool:
 
 def _numbers(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 LossOf = Callable[[Tree], Tensor]  # runs the model on a batch

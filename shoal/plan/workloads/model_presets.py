@@ -6,7 +6,6 @@ changes: `llama-3-70b,sequence=4096`.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from shoal.errors import BadInput
 from shoal.plan.workloads import Precision, Workload
 from shoal.plan.workloads.transformer_block import MIXED, Transformer, TransformerSizes
+from shoal.runtime.wording import nearest
 
 _PRECISIONS = {
     "fp16": MIXED,
@@ -106,9 +106,7 @@ def transformer_named(text: str) -> Transformer:
         return _from_sizes(text, _options(text, [first, *others]))
     name = _known(first)
     if name is None:
-        near = difflib.get_close_matches(first.lower(), PRESETS, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PRESETS)}"
-        raise BadInput(f"there is no transformer {first!r}; {hint}")
+        raise BadInput(f"there is no transformer {first!r}; {nearest(first.lower(), PRESETS)}")
     return _changed(name, _options(text, others))
 
 
@@ -152,9 +150,8 @@ def _value(text: str, key: str, value: str) -> Any:
     if key == "precision":
         return _one_of(text, key, value, _PRECISIONS)
     if key not in _SIZES:
-        near = difflib.get_close_matches(key, _SIZES, 1)
-        known = near or [*_SIZES, "precision"]
-        raise BadInput(f"a transformer has no {key!r} ({text!r}); it has {', '.join(known)}")
+        hint = nearest(key, [*_SIZES, "precision"])
+        raise BadInput(f"a transformer has no {key!r} ({text!r}); {hint}")
     if _SIZES[key] == "bool":
         return _one_of(text, key, value, _TRUTH)
     digits = value.replace("_", "")
