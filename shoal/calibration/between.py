@@ -147,7 +147,7 @@ def _measured(
 
 
 def _longest_s(
-    calls: dict[str, Callable[[], None]], exchange: Exchange, meet: Callable[[], None]
+    calls: Mapping[str, Callable[[], None]], exchange: Exchange, meet: Callable[[], None]
 ) -> float:
     """Of one call of any way, on any rank: all of them make equally many calls then."""
     found_ms = alternate(calls, 1, 1, meet)

@@ -25,7 +25,7 @@ from shoal.train.job import Job
 from tests.conftest import World
 from tests.elastic import Workers
 from tests.models import samples
-from tests.plan.sync_questions import ask, cluster_of
+from tests.plan.test_sync_price import ask, cluster_of
 from tests.products import few_or_all
 
 COMPRESSED = ("fp16", "bf16", "int8", "topk(0.1)", "powersgd(rank=2)", "onebit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -135,8 +136,9 @@ class TraceRecorder:
         first.kernels[:0] = self._before_first.kernels
         for name, size in self._before_first.sizes.items():
             first.sizes[name] += size
-        self._count_parameters()
-        return Recorded(self._layers, self._held_tensors())
+        held = self._held_tensors()
+        self._count_parameters(held[: sum(1 for _ in _named_parameters(self._model))])
+        return Recorded(self._layers, held)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(name)
@@ -244,25 +246,6 @@ class TraceRecorder:
         layer.sizes["divided_activations" if is_divided else "activations"] += fresh
         return tensor
 
-    def _count_parameters(self) -> None:
-        of_experts = set().union(*self._experts.values())
-        homes: dict[int, str] = {}  # the layer that a parameter is counted in
-        first = next(iter(self._layers))
-        for name, module in self._in_order():
-            layer_name = self._layer_of(name) or first
-            sizes = self._layers[layer_name].sizes
-            for own, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in homes:
-                    is_shared = homes[id(parameter)] != layer_name
-                    sizes["shared_parameters"] += parameter.numel() if is_shared else 0
-                    continue
-                homes[id(parameter)] = layer_name
-                is_whole = self._divides(name, own) == ""
-                kind = "parameters" if is_whole else "divided_parameters"
-                sizes[kind] += parameter.numel()
-                if f"{name}.{own}".strip(".") in of_experts:
-                    sizes["expert_parameters"] += parameter.numel()
-
     def _held_tensors(self) -> tuple[HeldTensor, ...]:
         """Every layer that uses a tensor has it; each layer is a unit of zero(3)."""
         of_experts = set().union(*self._experts.values())
@@ -272,24 +255,24 @@ class TraceRecorder:
         for module_name, own, tensor in _named_tensors(self._model):
             name = names.setdefault(id(tensor), f"{module_name}.{own}".strip("."))
             layer = places.get(self._layer_of(module_name) or "", 0)
-            held.append(
-                HeldTensor(
-                    name,
-                    tuple(tensor.shape),
-                    layer,
-                    unit=layer + 1,
-                    is_divided=self._divides(module_name, own) != "",
-                    is_expert=name in of_experts,
-                    is_trained=tensor.requires_grad,
-                )
-            )
+            flags = (self._divides(module_name, own) != "", name in of_experts)
+            shape = tuple(tensor.shape)
+            held.append(HeldTensor(name, shape, layer, layer + 1, *flags, tensor.requires_grad))
         return tuple(held)
 
-    def _in_order(self) -> list[tuple[str, nn.Module]]:
-        """Modules in the order in which forward first reached their layers."""
-        places = {name: place for place, name in enumerate(self._layers)}
-        named = self._model.named_modules()
-        return sorted(named, key=lambda pair: places.get(self._layer_of(pair[0]) or "", 0))
+    def _count_parameters(self, held: Iterable[HeldTensor]) -> None:
+        """A parameter counts in the first of its layers; the others share it."""
+        layers = list(self._layers.values())
+        homes: dict[str, int] = {}
+        for tensor in sorted(held, key=lambda tensor: tensor.layer):
+            sizes, number = layers[tensor.layer].sizes, math.prod(tensor.shape)
+            if tensor.name in homes:
+                is_shared = homes[tensor.name] != tensor.layer
+                sizes["shared_parameters"] += number if is_shared else 0
+                continue
+            homes[tensor.name] = tensor.layer
+            sizes["divided_parameters" if tensor.is_divided else "parameters"] += number
+            sizes["expert_parameters"] += number if tensor.is_expert else 0
 
     def _layer_of(self, name: str) -> str | None:
         """The nearest layer around a module that was called."""
@@ -325,11 +308,16 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameters, then buffers: the module that has one, its name there, and the tensor."""
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """The module that has one, its name there, and the tensor."""
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             yield name, own, parameter
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters, then buffers."""
+    yield from _named_parameters(model)
     for name, module in model.named_modules():
         for own, buffer in module.named_buffers(recurse=False):
             yield name, own, buffer

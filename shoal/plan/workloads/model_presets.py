@@ -27,20 +27,20 @@ _NEEDED = ("layers", "hidden", "heads")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def _sizes(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any
-) -> TransformerSizes:
-    return TransformerSizes(layers, hidden, heads, kv_heads=kv_heads, ffn=ffn, **more)
-
-
 _gpt2 = partial(TransformerSizes, vocab=50257, sequence=1024)
 _gpt3 = partial(TransformerSizes, vocab=50257, sequence=2048)
 
 
-# Llama 2; Llama 3 has a larger vocabulary and longer sequences
-_parts = {"gated": True, "dropout": False, "tied": False, "learned_positions": False}
-_llama = partial(_sizes, vocab=32000, sequence=4096, **_parts)
-_llama3 = partial(_sizes, vocab=128256, sequence=8192, **_parts)
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
+    """Llama 2; Llama 3 has a larger vocabulary and longer sequences."""
+    sizes = TransformerSizes(layers, hidden, heads, 32000, 4096, kv_heads, ffn, gated=True)
+    return replace(sizes, dropout=False, tied=False, learned_positions=False)
+
+
+def _llama3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> TransformerSizes:
+    return replace(_llama(layers, hidden, heads, kv_heads, ffn), vocab=128256, sequence=8192)
+
+
 _mixtral = partial(replace, experts=8, top_k=2)
 _qwen = partial(replace, vocab=152064)  # 2.5; the small ones tie the head to the embedding
 # an image is a sequence of patches and a class token; the head has 1,000 classes
