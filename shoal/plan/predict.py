@@ -193,10 +193,7 @@ def resolve_step(
 
 
 def _resolve(
-    workload: Workload,
-    strategy: Strategy,
-    chosen: tuple[Layout, SyncTerm],
-    settings: PlanSettings,
+    workload: Workload, strategy: Strategy, chosen: tuple[Layout, SyncTerm], settings: PlanSettings
 ) -> ResolvedStep:
     layout, term = chosen
     if settings.recompute == "selective" and not workload.limits.selective_recompute:

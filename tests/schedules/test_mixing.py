@@ -112,11 +112,7 @@ def test_equal_weights_are_noticed_whatever_the_graph_is_called() -> None:
     ("graph", "workers", "sentence"),
     [
         ("edges:0>1,1>2,2>1", 3, r"not strongly connected, its parts are the workers \{0\}, \{1, "),
-        (
-            "edges:0-1",
-            3,
-            r"not connected, its parts are the workers \{0, 1\}, \{2\}; no path",
-        ),
+        ("edges:0-1", 3, r"not connected, its parts are the workers \{0, 1\}, \{2\}; no path"),
         ("edges:0-1:0,1-2:0.5", 3, r"its parts are the workers \{0\}, \{1, 2\}"),
         ("edges:0-1,1-2", 2, "has a worker 2, and there are 2 replicas: 0 to 1"),
         ("edges:0>1,1>2,2>0,0>2", 3, "worker 0 hears 1 others and is heard by 2"),

@@ -31,7 +31,7 @@ from shoal.plan.simulator.messages import Longs, Routes
 from shoal.plan.simulator.step_tasks import StepTasks, StepWork, Unevenness, rank_grid
 from shoal.plan.simulator.task_graph import TaskTimes
 from shoal.plan.step.step_price import ReplicaPricer, weights_of
-from shoal.plan.sync_price import Agreeing, SyncQuestion, update_part
+from shoal.plan.sync_price import Agreeing, SyncQuestion
 from shoal.plan.sync_price.ps_links import Serving
 from shoal.plan.workloads import Workload
 from shoal.runtime.trace import STEP, WAIT, Span
@@ -214,7 +214,7 @@ def _work(
         max(table.output_bytes[:-1] or table.output_bytes),
         tuple(parameters * precision.gradient_bytes * compression for parameters in held),
         tuple(float(parameters * precision.parameter_bytes) for parameters in held),
-        update_part(question, share).seconds + pricer.cluster.device.step_s,
+        question.update_part(share).seconds + pricer.cluster.device.step_s,
     )
 
 

@@ -153,6 +153,116 @@ class SyncQuestion:
         """What CPU workers that compute between calls wait for each other in them."""
         return calls * self.device.meet_s if self.on_cores else 0.0
 
+    def waiting_price(
+        self, memory: DeviceMemory, *parts: Part, share: float = 1.0, **more: Any
+    ) -> SyncPrice:
+        """Of workers that all wait for the slowest; `share` of the update is done by each."""
+        parts = some(*parts, self.waiting_part(), self.update_part(share))
+        return SyncPrice(parts, memory, spread_s=self.synchronous_spread(), **more)
+
+    def update_part(self, share: float = 1.0) -> Part:
+        """The optimizer reads gradients and state and writes state and parameters."""
+        tensors = share * self.sizes.tensors
+        numbers = share * self.parameters
+        return Part("update", update_s(self.device, self.precision, numbers, tensors), "memory")
+
+    def waiting_part(self, steps: int = 1) -> Part:
+        """What all wait for the slowest of them: in every step, or after so many."""
+        factor = expected_max(self.cluster.noise, self.workers, steps) + self._meeting_share()
+        return Part("stragglers", (factor - 1) * self.compute_s, "noise of the slowest worker")
+
+    def _meeting_share(self) -> float:
+        """What workers of a replica wait for each other between its calls, over that of a step.
+
+        On a host's cores the noise of a part of a step is independent of that of the next part,
+        so that an n-th of the step has sqrt(n) times its relative deviation. GPUs differ for long.
+        Where meetings were measured, their time has it.
+        """
+        noise = self.cluster.noise
+        is_measured = not self.on_cores or self.device.meet_s
+        if self.meetings < 2 or not noise.jitter or is_measured:
+            return 0.0
+        parts = replace(noise, jitter=noise.jitter * math.sqrt(self.meetings))
+        return expected_max(parts, self.each) - expected_max(noise, self.each)
+
+    def synchronous_spread(self) -> tuple[float, float]:
+        """How far steps of workers that wait for each other lie from their mean: 80% of them."""
+        noise = self.cluster.noise
+        mean = expected_max(noise, self.workers)
+        low = quantile_of_max(noise, self.workers, _LOW_SHARE)
+        high = quantile_of_max(noise, self.workers, 1 - _LOW_SHARE)
+        return max(0.0, mean - low) * self.compute_s, max(0.0, high - mean) * self.compute_s
+
+    def refuse_several_hosts(self, name: str) -> None:
+        """What goes through the memory of one host has no price on several."""
+        if not self.on_one_host:
+            raise BadInput(
+                f"{name} goes through the memory of one host, and {self.workers} workers need "
+                f"several nodes of {self.cluster.name}, which have {self.node.devices} devices each"
+            )
+
+    def buckets_of(self, bucket_bytes: float) -> int:
+        return max(1, math.ceil(self.gradient_bytes / bucket_bytes))
+
+    def plain_memory(self) -> DeviceMemory:
+        """The full model, its gradients where backward put them, and the optimizer's state."""
+        sizes = self.sizes
+        return DeviceMemory(
+            parameters=sizes.size * self.precision.parameter_bytes + self.untrained_bytes,
+            gradients=sizes.trained * self.width,
+            optimizer=sizes.trained * self.state_width,
+        )
+
+    def rollback_bytes(self) -> float:
+        """Weights and optimizer state that replicas of an elastic run return to after a loss."""
+        weights = self.sizes.size * self.precision.parameter_bytes
+        return weights + self.sizes.trained * self.state_width
+
+    def rollback_part(self, every: int) -> Part:
+        """They are copied after every so many steps."""
+        return Part("copies", self.pass_s(2 * self.rollback_bytes()) / every, "memory")
+
+    def bucketed_gradients(
+        self,
+        bucket_bytes: float,
+        first_bytes: float | None = None,
+        in_place_bytes: float = math.inf,
+    ) -> float:
+        """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
+        adds_up = self.accumulates or self.is_stage
+        return self.width * self.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
+
+    def exposed_buckets(
+        self, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
+    ) -> tuple[float, str]:
+        """Seconds that are left of the last micro-batch's reduction, and what bounds it.
+
+        `following` times what a bucket adds to one that is under way.
+        """
+        sizes = [bucket.elements * self.width for bucket in buckets]
+        met_s = self.meetings_s(1)
+        times = [timer(size) for size in sizes]
+        if met_s:
+            times = [took._replace(seconds=took.seconds + met_s) for took in times]
+        adds = times
+        if following is not None:
+            adds = [min(took, following(size)) for size, took in zip(sizes, times, strict=True)]
+        all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
+        all_s += times[-1].seconds - adds[-1].seconds
+        elements = sum(bucket.number * bucket.elements for bucket in buckets)
+        hidden = self.hidden_s
+        first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
+        queue_s = first_ready_s + all_s - hidden
+        if queue_s <= times[-1].seconds:
+            return min(times[-1].seconds, all_s), times[-1].bound
+        return min(queue_s, all_s), _bound(buckets, adds)
+
+    def buckets_in_turn(self, buckets: Sequence[Buckets], timer: Timer) -> tuple[float, str]:
+        """Seconds of a reduction that begins after backward; workers meet in its first call."""
+        times = [timer(bucket.elements * self.width) for bucket in buckets]
+        all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
+        return all_s + self.meetings_s(1), _bound(buckets, times)
+
 
 @dataclass(frozen=True)
 class Agreeing:
@@ -185,21 +295,6 @@ class SyncPrice:
     spread_s: tuple[float, float] = (0.0, 0.0)  # noise: how far steps lie below and above
 
 
-def waiting_price(
-    question: SyncQuestion, memory: DeviceMemory, *parts: Part, share: float = 1.0, **more: Any
-) -> SyncPrice:
-    """Of workers that all wait for the slowest; `share` of the update is done by each."""
-    parts = some(*parts, waiting_part(question), update_part(question, share))
-    return SyncPrice(parts, memory, spread_s=synchronous_spread(question), **more)
-
-
-def update_part(question: SyncQuestion, share: float = 1.0) -> Part:
-    """The optimizer reads gradients and state and writes state and parameters."""
-    tensors = share * question.sizes.tensors
-    numbers = share * question.parameters
-    return Part("update", update_s(question.device, question.precision, numbers, tensors), "memory")
-
-
 def update_s(
     device: Device, precision: Precision, parameters: float, tensors: float = 0.0
 ) -> float:
@@ -217,122 +312,9 @@ def update_s(
     return device.update_pace * (moved / rate + launches_s)
 
 
-def waiting_part(question: SyncQuestion, steps: int = 1) -> Part:
-    """What all wait for the slowest of them: in every step, or after so many."""
-    factor = expected_max(question.cluster.noise, question.workers, steps)
-    factor += _meeting_share(question)
-    return Part("stragglers", (factor - 1) * question.compute_s, "noise of the slowest worker")
-
-
-def _meeting_share(question: SyncQuestion) -> float:
-    """What workers of a replica wait for each other between its calls, over that of a step.
-
-    On a host's cores the noise of a part of a step is independent of that of the next part, so
-    that an n-th of the step has sqrt(n) times its relative deviation. GPUs differ for long. Where
-    meetings were measured, their time has it.
-    """
-    noise = question.cluster.noise
-    is_measured = not question.on_cores or question.device.meet_s
-    if question.meetings < 2 or not noise.jitter or is_measured:
-        return 0.0
-    parts = replace(noise, jitter=noise.jitter * math.sqrt(question.meetings))
-    return expected_max(parts, question.each) - expected_max(noise, question.each)
-
-
-def synchronous_spread(question: SyncQuestion) -> tuple[float, float]:
-    """How far the steps of workers that wait for each other lie from their mean: 80% of them."""
-    noise = question.cluster.noise
-    mean = expected_max(noise, question.workers)
-    low = quantile_of_max(noise, question.workers, _LOW_SHARE)
-    high = quantile_of_max(noise, question.workers, 1 - _LOW_SHARE)
-    return max(0.0, mean - low) * question.compute_s, max(0.0, high - mean) * question.compute_s
-
-
-def refuse_several_hosts(name: str, question: SyncQuestion) -> None:
-    """What goes through the memory of one host has no price on several."""
-    if not question.on_one_host:
-        raise BadInput(
-            f"{name} goes through the memory of one host, and {question.workers} workers need "
-            f"several nodes of {question.cluster.name}, which have {question.node.devices} "
-            "devices each"
-        )
-
-
-def buckets_of(question: SyncQuestion, bucket_bytes: float) -> int:
-    return max(1, math.ceil(question.gradient_bytes / bucket_bytes))
-
-
 def some(*parts: Part) -> tuple[Part, ...]:
     """The parts that take time; an update is always one."""
     return tuple(part for part in parts if part.seconds > 0 or part.name == "update")
-
-
-def plain_memory(question: SyncQuestion) -> DeviceMemory:
-    """The full model, its gradients where backward put them, and the optimizer's state."""
-    sizes = question.sizes
-    return DeviceMemory(
-        parameters=sizes.size * question.precision.parameter_bytes + question.untrained_bytes,
-        gradients=sizes.trained * question.width,
-        optimizer=sizes.trained * question.state_width,
-    )
-
-
-def rollback_bytes(question: SyncQuestion) -> float:
-    """Weights and optimizer state that replicas of an elastic run return to after a loss."""
-    weights = question.sizes.size * question.precision.parameter_bytes
-    return weights + plain_memory(question).optimizer
-
-
-def rollback_part(question: SyncQuestion, every: int) -> Part:
-    """They are copied after every so many steps."""
-    return Part("copies", question.pass_s(2 * rollback_bytes(question)) / every, "memory")
-
-
-def bucketed_gradients(
-    question: SyncQuestion,
-    bucket_bytes: float,
-    first_bytes: float | None = None,
-    in_place_bytes: float = math.inf,
-) -> float:
-    """A gradient buffer, and what backward leaves at parameters until a bucket is full."""
-    adds_up = question.accumulates or question.is_stage
-    held = question.sizes.gradients(bucket_bytes, first_bytes, in_place_bytes, adds_up)
-    return held * question.width
-
-
-def exposed_buckets(
-    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer, following: Timer | None = None
-) -> tuple[float, str]:
-    """Seconds that are left of the last micro-batch's reduction, and what bounds it.
-
-    `following` times what a bucket adds to one that is under way.
-    """
-    sizes = [bucket.elements * question.width for bucket in buckets]
-    met_s = question.meetings_s(1)
-    times = [timer(size) for size in sizes]
-    if met_s:
-        times = [took._replace(seconds=took.seconds + met_s) for took in times]
-    adds = times
-    if following is not None:
-        adds = [min(took, following(size)) for size, took in zip(sizes, times, strict=True)]
-    all_s = sum(n.number * took.seconds for n, took in zip(buckets, adds, strict=True))
-    all_s += times[-1].seconds - adds[-1].seconds
-    elements = sum(bucket.number * bucket.elements for bucket in buckets)
-    hidden = question.hidden_s
-    first_ready_s = hidden * buckets[0].elements / max(1.0, elements)
-    queue_s = first_ready_s + all_s - hidden
-    if queue_s <= times[-1].seconds:
-        return min(times[-1].seconds, all_s), times[-1].bound
-    return min(queue_s, all_s), _bound(buckets, adds)
-
-
-def buckets_in_turn(
-    question: SyncQuestion, buckets: Sequence[Buckets], timer: Timer
-) -> tuple[float, str]:
-    """Seconds of a reduction that begins after backward; workers meet in its first call."""
-    times = [timer(bucket.elements * question.width) for bucket in buckets]
-    all_s = sum(n.number * took.seconds for n, took in zip(buckets, times, strict=True))
-    return all_s + question.meetings_s(1), _bound(buckets, times)
 
 
 def _bound(buckets: Sequence[Buckets], times: Sequence[CollectiveTime]) -> str:

@@ -13,24 +13,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime, hops
-from shoal.plan.sync_price import (
-    NO_PART,
-    Agreeing,
-    SyncPrice,
-    SyncQuestion,
-    bucketed_gradients,
-    buckets_in_turn,
-    buckets_of,
-    exposed_buckets,
-    plain_memory,
-    rollback_bytes,
-    rollback_part,
-    some,
-    synchronous_spread,
-    update_part,
-    waiting_part,
-    waiting_price,
-)
+from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, some
 from shoal.plan.sync_price.compressed import compressed_memory, compressed_time
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
@@ -42,20 +25,20 @@ _PASSES = 9  # of localsgd: difference (3), division (2), step from the agreemen
 
 
 def single(term: Any, question: SyncQuestion) -> SyncPrice:
-    return waiting_price(question, plain_memory(question))
+    return question.waiting_price(question.plain_memory())
 
 
 def ddp(term: Any, question: SyncQuestion) -> SyncPrice:
     memory = _ddp_memory(term, question)
     if question.replicas == 1:
-        return waiting_price(question, memory)
+        return question.waiting_price(memory)
     gradients, sent = _compressed(term, question) if term.compress else _exact(term, question)
     agreeing = Agreeing(
         "all_reduce",
-        buckets_of(question, term.bucket_mb * (1 << 20)),
+        question.buckets_of(term.bucket_mb * (1 << 20)),
         algorithm=term.collective_algorithm or "auto",
     )
-    return waiting_price(question, memory, gradients, sent_bytes=sent, agreeing=agreeing)
+    return question.waiting_price(memory, gradients, sent_bytes=sent, agreeing=agreeing)
 
 
 def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
@@ -65,9 +48,9 @@ def _buckets(term: Any, question: SyncQuestion) -> list[Buckets]:
 
 def _exact(term: Any, question: SyncQuestion) -> tuple[Part, float]:
     # without an idle core calls follow backward, one after the other
-    exposed = exposed_buckets if question.idle_share else buckets_in_turn
+    exposed = question.exposed_buckets if question.idle_share else question.buckets_in_turn
     timer = partial(_all_reduce, question, term.collective_algorithm)
-    seconds, bound = exposed(question, _buckets(term, question), timer)
+    seconds, bound = exposed(_buckets(term, question), timer)
     return Part("gradients", seconds, bound), _ring_bytes(question, question.buffer_bytes)
 
 
@@ -101,14 +84,14 @@ def _compressed(term: Any, question: SyncQuestion) -> tuple[Part, float]:
 def _ddp_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     bucket_bytes = term.bucket_mb * (1 << 20)
     first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
-    plain = plain_memory(question)
+    plain = question.plain_memory()
     if term.compress is None:
-        held = bucketed_gradients(question, bucket_bytes, first_bytes, LARGE_BYTES)
+        held = question.bucketed_gradients(bucket_bytes, first_bytes, LARGE_BYTES)
         return replace(plain, gradients=held)
     extra = compressed_memory(question, term.compress, _buckets(term, question))
     return replace(
         plain,
-        gradients=bucketed_gradients(question, bucket_bytes, first_bytes),
+        gradients=question.bucketed_gradients(bucket_bytes, first_bytes),
         buffers=8 * question.gaps + extra,
     )
 
@@ -116,16 +99,15 @@ def _ddp_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
 def mapreduce(term: Any, question: SyncQuestion) -> SyncPrice:
     """Priced as one step a batch; batch="full" agrees once for the batches of the whole dataset."""
     if question.replicas == 1:
-        return SyncPrice((update_part(question),), plain_memory(question))
+        return SyncPrice((question.update_part(),), question.plain_memory())
     timer = partial(question.collective, "broadcast")
-    seconds, bound = exposed_buckets(question, question.sizes.filled(DEFAULT_BUCKET_BYTES), timer)
+    seconds, bound = question.exposed_buckets(question.sizes.filled(DEFAULT_BUCKET_BYTES), timer)
     out = timer(question.parameter_bytes)
     is_full = term.batch == "full"
     accumulated = replace(question, microbatches=2) if is_full else question
-    gradients = bucketed_gradients(accumulated, DEFAULT_BUCKET_BYTES)
-    return waiting_price(
-        question,
-        replace(plain_memory(question), gradients=gradients),
+    gradients = accumulated.bucketed_gradients(DEFAULT_BUCKET_BYTES)
+    return question.waiting_price(
+        replace(question.plain_memory(), gradients=gradients),
         Part("gradients", seconds, bound),
         Part("weights", out.seconds, out.bound),
         convergence="one update for the whole dataset" if is_full else "",
@@ -141,9 +123,9 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
     parts = some(
         Part("weights", agreed.seconds / every, agreed.bound),
         Part("outer step", question.pass_s(passes * question.parameter_bytes) / every, "memory"),
-        rollback_part(question, every) if term.elastic else NO_PART,
-        waiting_part(question, every),
-        update_part(question),
+        question.rollback_part(every) if term.elastic else NO_PART,
+        question.waiting_part(every),
+        question.update_part(),
     )
     is_apart = question.replicas > 1 and every > 1
     return SyncPrice(
@@ -152,7 +134,7 @@ def localsgd(term: Any, question: SyncQuestion) -> SyncPrice:
         convergence=f"replicas agree after {every} steps of their own" if is_apart else "",
         sent_bytes=sent / every,
         agreeing=Agreeing("average", every=every),
-        spread_s=synchronous_spread(question),
+        spread_s=question.synchronous_spread(),
     )
 
 
@@ -172,8 +154,8 @@ def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     copies = buffer_bytes + _outer_bytes(term, buffer_bytes) + 8 * question.gaps
     if term.elastic:
-        copies += rollback_bytes(question)
-    plain = plain_memory(question)
+        copies += question.rollback_bytes()
+    plain = question.plain_memory()
     if term.compress is None:
         return replace(plain, buffers=copies)
     body = question.body

@@ -25,20 +25,7 @@ from shoal.cluster import Cluster
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import RankGroup, RingHop, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
-from shoal.plan.sync_price import (
-    NO_PART,
-    Agreeing,
-    SyncPrice,
-    SyncQuestion,
-    bucketed_gradients,
-    plain_memory,
-    refuse_several_hosts,
-    rollback_bytes,
-    rollback_part,
-    some,
-    synchronous_spread,
-    update_part,
-)
+from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, some
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.mixing import Mixing, mixing_for
 
@@ -59,25 +46,25 @@ mixing_of = lru_cache(maxsize=256)(mixing_for)
 
 def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
-        return SyncPrice((update_part(question),), plain_memory(question))
+        return SyncPrice((question.update_part(),), question.plain_memory())
     mixing = mixing_of(term.graph, question.replicas)
     exchange = exchange_of(term.graph, question.group, question.cluster)
     is_async = term.mode == "async"
     if is_async:
-        refuse_several_hosts('gossip(mode="async")', question)
+        question.refuse_several_hosts('gossip(mode="async")')
     mixed = _shared_pages(question, exchange) if is_async else _messages(question, exchange)
-    copies = rollback_part(question, 1) if _returns(term) else NO_PART
+    copies = question.rollback_part(1) if _returns(term) else NO_PART
     if _returns(term):  # weights and optimizer state, in each step, which a barrier ends
         barrier_s = question.collective("all_reduce", 1).seconds + question.meetings_s(1)
         copies = copies._replace(seconds=copies.seconds + barrier_s)
-    parts = some(mixed, copies, _waiting(term, question), update_part(question))
+    parts = some(mixed, copies, _waiting(term, question), question.update_part())
     return SyncPrice(
         parts,
         _memory(term, question, mixing),
         convergence=convergence_of(term.graph, question.replicas),
         sent_bytes=question.buffer_bytes * (1.0 if is_async else exchange.sent),
         agreeing=Agreeing("gossip", graph=term.graph, is_async=is_async),
-        spread_s=(0.0, 0.0) if is_async else synchronous_spread(question),
+        spread_s=(0.0, 0.0) if is_async else question.synchronous_spread(),
     )
 
 
@@ -184,7 +171,7 @@ def _returns(term: Any) -> bool:
 
 
 def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
-    plain = plain_memory(question)
+    plain = question.plain_memory()
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
@@ -195,11 +182,11 @@ def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     )
     copies = max_heard(term.graph, question.replicas) * sum(turns) + turns[0]
     if _returns(term):
-        return replace(plain, buffers=copies + rollback_bytes(question))
+        return replace(plain, buffers=copies + question.rollback_bytes())
     if not mixing.is_uniform:
         return replace(plain, buffers=copies)
     whole = 2 * question.buffer_bytes  # one bucket
-    return replace(plain, buffers=copies, gradients=bucketed_gradients(question, whole))
+    return replace(plain, buffers=copies, gradients=question.bucketed_gradients(whole))
 
 
 @lru_cache(maxsize=256)
@@ -221,10 +208,10 @@ _READS = 2  # of the shared weights in a step: forward and backward
 
 def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     """One worker's step, in which the others finish a batch each as well."""
-    refuse_several_hosts("hogwild", question)
+    question.refuse_several_hosts("hogwild")
     replicas = question.replicas
     pace = own_pace(question.cluster.noise, question.each)
-    update = update_part(question)
+    update = question.update_part()
     own_s = question.compute_s * pace + update.seconds
     bus = question.node.memory_bytes_per_s
     moved = (_READS + 2) * question.parameter_bytes + question.gradient_bytes
@@ -238,5 +225,5 @@ def hogwild(term: Any, question: SyncQuestion) -> SyncPrice:
     )
     behind = f"a gradient is about {replicas - 1} updates old when it is used" * (replicas > 1)
     return SyncPrice(
-        parts, plain_memory(question), convergence=behind, agreeing=Agreeing(is_async=True)
+        parts, question.plain_memory(), convergence=behind, agreeing=Agreeing(is_async=True)
     )

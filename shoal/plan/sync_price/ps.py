@@ -16,24 +16,8 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
-from shoal.plan.sync_price import (
-    Agreeing,
-    SyncPrice,
-    SyncQuestion,
-    bucketed_gradients,
-    buckets_of,
-    plain_memory,
-    some,
-    synchronous_spread,
-    update_part,
-    waiting_part,
-)
-from shoal.plan.sync_price.compressed import (
-    INDEX_BYTES,
-    RESIDUAL_BYTES,
-    factor_rank,
-    is_factored,
-)
+from shoal.plan.sync_price import Agreeing, SyncPrice, SyncQuestion, some
+from shoal.plan.sync_price.compressed import INDEX_BYTES, RESIDUAL_BYTES, factor_rank, is_factored
 from shoal.plan.sync_price.ps_links import Serving, Way
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 
@@ -57,26 +41,26 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
         sent_bytes=serving.push_bytes,
         agreeing=Agreeing(
             "servers",
-            buckets_of(question, PUSH_BUCKET_BYTES),
+            question.buckets_of(PUSH_BUCKET_BYTES),
             is_async=term.mode == "async",
             quorum=None if term.quorum is None else quorum_count(term, question.replicas),
             staleness=term.staleness,
         ),
-        spread_s=synchronous_spread(question) if term.lockstep else (0.0, 0.0),
+        spread_s=question.synchronous_spread() if term.lockstep else (0.0, 0.0),
     )
 
 
 def _memory(serving: Serving) -> DeviceMemory:
     """Gradients are pushed from the buffer, or packed from another; weights come into an inbox."""
     term, question = serving.term, serving.question
-    plain = plain_memory(question)
+    plain = question.plain_memory()
     out = 0.0 if term.compress is None else question.buffer_bytes
     inbox = 0.0 if serving.shares_weights else question.buffer_bytes
     is_inside = term.placement != "servers"
     server = _server_bytes(serving, (is_inside or question.on_one_host) and serving.shares_weights)
     return replace(
         plain,
-        gradients=bucketed_gradients(question, PUSH_BUCKET_BYTES),
+        gradients=question.bucketed_gradients(PUSH_BUCKET_BYTES),
         optimizer=0.0 if term.update == "server" else plain.optimizer,
         buffers=out + inbox + _residuals(term, question) + (server if is_inside else 0.0),
         servers=0.0 if is_inside else server * question.each,
@@ -123,7 +107,7 @@ def _exposed_push(serving: Serving, up: Way) -> float:
 
 def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
     question = serving.question
-    update = update_part(question)
+    update = question.update_part()
     if serving.term.update == "server":
         update = Part("update", serving.update_s(), "memory of the servers")
     return some(
@@ -131,7 +115,7 @@ def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
         Part("chain", serving.chain_s(), "hops of the chain"),
         Part("pull", down.seconds, down.bound),
         Part("requests", _answers_s(question)[0], "latency of the servers"),
-        waiting_part(question),
+        question.waiting_part(),
         update,
     )
 

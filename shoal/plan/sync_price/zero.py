@@ -17,17 +17,7 @@ from typing import Any
 
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime
-from shoal.plan.sync_price import (
-    NO_PART,
-    Agreeing,
-    SyncPrice,
-    SyncQuestion,
-    buckets_in_turn,
-    buckets_of,
-    exposed_buckets,
-    plain_memory,
-    waiting_price,
-)
+from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion
 from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
@@ -46,17 +36,16 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     by_rank = [_memory(term, question, rank) for rank in ranks]
     memory = max(by_rank, key=lambda one: one.total)
     if question.replicas == 1:
-        return waiting_price(question, memory)
+        return question.waiting_price(memory)
     held = max(_owned(term, question, rank) for rank in ranks)
-    return waiting_price(
-        question,
+    return question.waiting_price(
         memory,
         _reduced(term.stage, _beside_gathers(term.stage, question)),
         _copied(term, question, len(ranks)) if term.elastic else NO_PART,
         _gathered(question) if term.stage == 3 else _spread(question),
         share=held / max(1.0, question.sizes.trained),
         sent_bytes=_sent(term, question),
-        agreeing=Agreeing("zero", buckets_of(question, DEFAULT_BUCKET_BYTES), stage=term.stage),
+        agreeing=Agreeing("zero", question.buckets_of(DEFAULT_BUCKET_BYTES), stage=term.stage),
     )
 
 
@@ -91,9 +80,9 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     buckets = question.sizes.zero_buckets(question.replicas)
     if question.idle_share:
         following = None if question.on_cores else question.send
-        seconds, bound = exposed_buckets(question, buckets, timer, following)
+        seconds, bound = question.exposed_buckets(buckets, timer, following)
     else:
-        seconds, bound = buckets_in_turn(question, buckets, timer)
+        seconds, bound = question.buckets_in_turn(buckets, timer)
         seconds += question.meetings_s(_stops(stage, question, buckets))
     passes = question.microbatches if stage > 1 else 1
     seconds += _copying_s(question) + _header_s(question)
@@ -185,7 +174,7 @@ def _memory(term: Any, question: SyncQuestion, rank: int) -> DeviceMemory:
     shards = (rank, n, term.shard_copies)
     gradients = sizes.zero_gradients(term.stage, shards, question.accumulates, question.is_stage)
     memory = replace(
-        plain_memory(question),
+        question.plain_memory(),
         gradients=gradients * question.width,
         optimizer=_owned(term, question, rank) * question.state_width,
     )

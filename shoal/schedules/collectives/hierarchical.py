@@ -80,8 +80,7 @@ def hierarchical_all_reduce(
     chunks = shards * between.chunks
     even = ranks % size == 0
     table = _inside(first, nodes, shards, between.chunks).then(
-        _between(between, nodes, shards),
-        _inside(second, nodes, shards, between.chunks),
+        _between(between, nodes, shards), _inside(second, nodes, shards, between.chunks)
     )
     return Collective(
         name,
