@@ -20,6 +20,12 @@ from shoal.errors import BadInput
 UPDATE_KERNELS = {"adam": 8, "sgd": 3}  # that torch.optim runs for each tensor on a CPU
 
 
+def _check_sizes(who: str, points: Sequence[tuple[float, float]]) -> None:
+    sizes = [size for size, _ in points]
+    if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        raise BadInput(f"{who} points of increasing sizes above 0")
+
+
 @dataclass(frozen=True)
 class Curve:
     """A share between 0 and 1 by size, linear in the logarithm of the size, flat at both ends."""
@@ -27,9 +33,7 @@ class Curve:
     points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # (size, share), sorted by size
 
     def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.points]
-        if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
-            raise BadInput("a curve needs points of increasing sizes above 0")
+        _check_sizes("a curve needs", self.points)
 
     @cached_property
     def _sizes(self) -> tuple[float, ...]:
@@ -145,9 +149,7 @@ class MeasuredCalls:
     spread: tuple[tuple[float, float], ...] = ()  # quartiles of the seconds of each point
 
     def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.points]
-        if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
-            raise BadInput(f"the calls of {self.kind} need points of increasing sizes above 0")
+        _check_sizes(f"the calls of {self.kind} need", self.points)
         if not all(seconds > 0 for _, seconds in self.points):
             raise BadInput(f"the seconds of the calls of {self.kind} must be above 0")
 

@@ -125,44 +125,26 @@ def simulate(pipeline: Pipeline, times: Times | None = None) -> Timeline:
     table = times.table(pipeline)
     if not any(map(sum, table.values())):
         raise BadInput("a pipeline in which nothing takes time has no timeline")
-    spans: list[list[ActionSpan]] = [[] for _ in range(pipeline.stages)]
+    spans: list[list[ActionSpan]] = [[] for _ in pipeline.actions]
     ends: dict[tuple[int, bool, int], float] = {}  # virtual stage, forward?, micro-batch
-    waiting = set(range(pipeline.stages))
-    while waiting:
-        stage = waiting.pop()
-        waiting |= _advance(pipeline, stage, spans[stage], ends, table, times.transfer)
-    done = [len(one) for one in spans]
-    if 0 in done or done != [len(one) for one in pipeline.actions]:
+    done = -1
+    while done != (done := sum(map(len, spans))):  # each stage goes on until it waits
+        for stage, actions in enumerate(pipeline.actions):
+            for action in actions[len(spans[stage]) :]:
+                begin = spans[stage][-1].end if spans[stage] else 0.0
+                is_forward = action.kind is ActionKind.FORWARD
+                producer = pipeline.producer(stage, action)
+                if producer is not None:
+                    source = virtual_index(pipeline.stages, *producer)
+                    made = ends.get((source, is_forward, action.microbatch))
+                    if made is None:
+                        break
+                    begin = max(begin, made + (times.transfer if producer.stage != stage else 0.0))
+                virtual = virtual_index(pipeline.stages, stage, action.chunk)
+                end = begin + table[action.kind][virtual]
+                spans[stage].append(ActionSpan(action, begin, end))
+                if action.kind is not ActionKind.WEIGHT:
+                    ends[virtual, is_forward, action.microbatch] = end
+    if not all(pipeline.actions) or list(map(len, spans)) != list(map(len, pipeline.actions)):
         prove(pipeline)  # raises an error that names the fault
     return Timeline(pipeline, tuple(map(tuple, spans)))
-
-
-def _advance(
-    pipeline: Pipeline,
-    stage: int,
-    spans: list[ActionSpan],
-    ends: dict[tuple[int, bool, int], float],
-    table: dict[ActionKind, list[float]],
-    transfer: float,
-) -> set[int]:
-    """Simulate a stage until it waits; the stages that may continue because of it."""
-    unblocked: set[int] = set()
-    actions = pipeline.actions[stage]
-    while len(spans) < len(actions):
-        action = actions[len(spans)]
-        begin = spans[-1].end if spans else 0.0
-        is_forward = action.kind is ActionKind.FORWARD
-        producer = pipeline.producer(stage, action)
-        consumer = pipeline.consumer(stage, action)
-        if producer is not None:
-            key = (virtual_index(pipeline.stages, *producer), is_forward, action.microbatch)
-            if key not in ends:
-                break
-            begin = max(begin, ends[key] + (transfer if producer.stage != stage else 0.0))
-        virtual = virtual_index(pipeline.stages, stage, action.chunk)
-        span = ActionSpan(action, begin, begin + table[action.kind][virtual])
-        spans.append(span)
-        if consumer is not None:
-            ends[virtual, is_forward, action.microbatch] = span.end
-            unblocked.add(consumer.stage)
-    return unblocked - {stage}

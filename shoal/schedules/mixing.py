@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import StrategyError
+from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
 from shoal.schedules.graphs import INLINE, Edge, read_edges
 
 Matrix = NDArray[np.float64]
@@ -56,6 +57,23 @@ class Mixing:
     def listeners(self, rank: int, step: int) -> list[int]:
         """Who hears `rank` in a step, itself aside."""
         return [int(i) for i in np.flatnonzero(self.at(step)[:, rank]) if i != rank]
+
+    @cached_property
+    def _messages(self) -> tuple[int, ...]:
+        """Of each worker, how many buffers the messages of all steps of a period need."""
+        steps = range(len(self.matrices))
+        heard = [[sorted(self.heard_by(rank, n)) for n in steps] for rank in range(self.workers)]
+        return tuple(
+            len({at for peers in each for at, peer in enumerate(peers) if peer != rank})
+            for rank, each in enumerate(heard)
+        )
+
+    def buffer_bytes(self, rank: int | None, numel: float, width: int) -> float:
+        """What a worker keeps of a tensor of so many elements: messages, and a sum; None: most."""
+        chunk = MIXING_CHUNK_BYTES // width
+        turns = (min(numel, chunk), min(max(0, numel - chunk), chunk))
+        messages = max(self._messages) if rank is None else self._messages[rank]
+        return (messages * sum(turns) + turns[0]) * width
 
     @cached_property
     def second_eigenvalue(self) -> float:

@@ -260,17 +260,6 @@ class ElasticMixWeights(MixWeights):
         self.is_committing = False
 
 
-def mixing_bytes(mixing: Mixing, rank: int, numel: int, width: int) -> int:
-    """What `Neighbours` keeps for a tensor of so many elements: messages, and a sum."""
-    chunk = MIXING_CHUNK_BYTES // width
-    turns = [min(numel, chunk), min(max(0, numel - chunk), chunk)]
-    positions = set()
-    for step in range(len(mixing.matrices)):
-        peers = sorted(mixing.heard_by(rank, step))
-        positions |= {position for position, peer in enumerate(peers) if peer != rank}
-    return (len(positions) * sum(turns) + turns[0]) * width
-
-
 @runs(Gossip)
 class GossipPlan(SyncPlan[Gossip]):
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
@@ -280,7 +269,7 @@ class GossipPlan(SyncPlan[Gossip]):
         if self.term.mode == "async":
             return async_memory(plain, sizes)
         mixing = mixing_for(self.term.graph, replicas)
-        copies = mixing_bytes(mixing, rank, sizes.flat.size, sizes.width)
+        copies = int(mixing.buffer_bytes(rank, sizes.flat.size, sizes.width))
         if self.term.elastic and not self.term.lockstep:  # what a loss returns to
             return replace(plain, copies=copies + sizes.buffer + plain.optimizer)
         if not mixing.is_uniform:

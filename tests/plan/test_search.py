@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -16,6 +17,7 @@ from shoal.plan.explain import in_script, nothing_fits, smaller_micro_batches, w
 from shoal.plan.predict import PlanSettings, Predictor, resolve_step
 from shoal.plan.search import SearchOptions, SearchResult, plainest_first, search
 from shoal.plan.step.collective_time import RankGroup
+from shoal.plan.workloads import Recompute
 from shoal.plan.workloads.traced_workload import TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import parse
@@ -41,14 +43,12 @@ def fastest_of_all(memory_gb: float, workers: int) -> float:
     predictor = Predictor(MODEL, cluster(memory_gb))
     times = []
     for layout in layouts(MODEL, workers, BATCH.batch):
-        for shape in shapes(layout, MODEL, BATCH):
-            for sync in syncs(layout, cluster(memory_gb), workers, True):
-                for pipeline in pipelines(shape, 6):
-                    for recompute in ("none", "selective", "full"):
-                        tried = candidate(shape, sync, pipeline, recompute, BATCH)
-                        priced = predictor.predict(tried.strategy, workers, tried.settings)
-                        if priced.fits:
-                            times.append(priced.step_s)
+        ways = syncs(layout, cluster(memory_gb), workers, True)
+        for shape, sync in itertools.product(shapes(layout, MODEL, BATCH), ways):
+            for pipeline, recompute in itertools.product(pipelines(shape, 6), get_args(Recompute)):
+                tried = candidate(shape, sync, pipeline, recompute, BATCH)
+                priced = predictor.predict(tried.strategy, workers, tried.settings)
+                times += [priced.step_s] if priced.fits else []
     return min(times)
 
 

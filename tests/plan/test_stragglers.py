@@ -66,15 +66,12 @@ def followed_quorum(noise: Noise, workers: int, quorum: int, steps: int) -> floa
     now = 0.0
     while version < steps:
         now, worker, of = heapq.heappop(events)
-        waiting.append(worker)
-        if of < version:  # too late for its step: begins the present one
-            waiting.pop()
-            heapq.heappush(events, (now + float(next(times)), worker, version))
-        elif len(waiting) == quorum:
-            version += 1
-            for each in waiting:
-                heapq.heappush(events, (now + float(next(times)), each, version))
-            waiting = []
+        waiting += [worker] * (of == version)
+        begin = [worker] if of < version else []  # too late for its step: begins the present one
+        if len(waiting) == quorum:
+            version, begin, waiting = version + 1, waiting, []
+        for each in begin:
+            heapq.heappush(events, (now + float(next(times)), each, version))
     return now / steps
 
 

@@ -78,21 +78,13 @@ def test_recompute_keeps_the_input_of_a_layer() -> None:
     assert cost.activation_bytes == 4 * 4 * SIZE.context * SIZE.width
 
 
-class Branches(nn.Module):
+class Branches(nn.Sequential):
     """Convolutions with a shortcut, a norm and a transposed one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.second = nn.Conv2d(8, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.head = nn.Linear(4, 10)
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.first(x)).relu_()
-        x = x + self.second(x)
-        y: Tensor = self.head(self.up(x).mean((2, 3)))
+        first, norm, second, up, head = self
+        x = norm(first(x)).relu_()
+        y: Tensor = head(up(x + second(x)).mean((2, 3)))
         return y
 
 
@@ -103,13 +95,20 @@ class Recurrent(nn.Sequential):
         return y
 
 
+BRANCHES = Branches(
+    nn.Conv2d(3, 8, 3, stride=2, padding=1),
+    nn.BatchNorm2d(8),
+    nn.Conv2d(8, 8, 3, padding=1),
+    nn.ConvTranspose2d(8, 4, 2, stride=2),
+    nn.Linear(4, 10),
+)
 RECURRENT = Recurrent(nn.Embedding(50, 16), nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 50))
 
 
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [
-        (Branches(), torch.zeros(4, 3, 16, 16)),
+        (BRANCHES, torch.zeros(4, 3, 16, 16)),
         pytest.param(RECURRENT, torch.zeros(4, 7, dtype=torch.long), marks=pytest.mark.whole),
         (nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)), torch.zeros(4, 8)),
         (nn.Linear(8, 2), torch.zeros(1, 8)),

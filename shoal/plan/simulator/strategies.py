@@ -67,13 +67,7 @@ def simulate_step(
         builder.add_step(step)
     devices = 1 + max(int(ranks.max()), *(agreeing.servers or (0,)))
     times = builder.graph.run(routes, devices)
-    return _result(builder, times, steps)
-
-
-def _result(builder: StepTasks, times: TaskTimes, steps: int) -> StepRun:
-    ends = [
-        tuple(times.end_s[by_rank[rank]] for rank in sorted(by_rank)) for by_rank in builder.ends
-    ]
+    ends = [tuple(times.end_s[last[rank]] for rank in sorted(last)) for last in builder.ends]
     paces = [steps / end_s if end_s else math.inf for end_s in ends[-1]]
     step_s = len(paces) / sum(paces)
     spans = _spans(builder, times)

@@ -176,31 +176,14 @@ def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
         return replace(plain, buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
-    turns = (
-        min(buffer_bytes, MIXING_CHUNK_BYTES),
-        min(max(0.0, buffer_bytes - MIXING_CHUNK_BYTES), MIXING_CHUNK_BYTES),
-    )
-    copies = max_heard(term.graph, question.replicas) * sum(turns) + turns[0]
+    width = question.precision.parameter_bytes
+    copies = mixing.buffer_bytes(None, question.sizes.size, width)
     if _returns(term):
         return replace(plain, buffers=copies + question.rollback_bytes())
     if not mixing.is_uniform:
         return replace(plain, buffers=copies)
     whole = 2 * question.buffer_bytes  # one bucket
     return replace(plain, buffers=copies, gradients=question.bucketed_gradients(whole))
-
-
-@lru_cache(maxsize=256)
-def max_heard(graph: str, replicas: int) -> int:
-    """Buffers for messages of the worker that hears the most, over all steps of a period."""
-    mixing = mixing_of(graph, replicas)
-    most = 0
-    for rank in range(replicas):
-        positions: set[int] = set()
-        for step in range(len(mixing.matrices)):
-            peers = sorted(mixing.heard_by(rank, step))
-            positions |= {at for at, peer in enumerate(peers) if peer != rank}
-        most = max(most, len(positions))
-    return most
 
 
 _READS = 2  # of the shared weights in a step: forward and backward

@@ -34,7 +34,6 @@ class ProofFailed(CheckFailed):
     def __init__(self, collective: Collective, round: int | None, rank: int, what: str):
         self.round = round
         self.rank = rank
-        self.what = what
         where = "at the end" if round is None else f"in round {round}"
         super().__init__(f"{collective} is wrong: {where} rank {rank} {what}")
 

@@ -29,11 +29,6 @@ UNLIMITED = 1 << 60
 class ScheduleWrong(CheckFailed):
     """A stage has an action twice, too early, or not at all."""
 
-    def __init__(self, pipeline: Pipeline, stage: int, what: str):
-        self.stage = stage
-        self.what = what
-        super().__init__(f"{pipeline} is wrong: stage {stage} {what}")
-
 
 class Wait(NamedTuple):
     """A stage that is blocked: `sending` its result, or else waiting for its input."""
@@ -53,7 +48,6 @@ class Deadlock(CheckFailed):
     """Stages that wait for each other in a cycle: each of `cycle` for the stage of the next."""
 
     def __init__(self, pipeline: Pipeline, capacity: int, cycle: tuple[Wait, ...]):
-        self.capacity = capacity
         self.cycle = cycle
         room = "" if capacity >= UNLIMITED else f" with room for {capacity} messages in a channel"
         super().__init__(f"{pipeline} hangs{room}: {', '.join(map(str, cycle))}")
@@ -113,7 +107,7 @@ def _check_stage(pipeline: Pipeline, stage: int) -> None:
     for action in pipeline.actions[stage]:
         wrong = _what_is_wrong(pipeline, action, done)
         if wrong:
-            raise ScheduleWrong(pipeline, stage, wrong)
+            raise ScheduleWrong(f"{pipeline} is wrong: stage {stage} {wrong}")
         done.add(action)
     for chunk, microbatch in itertools.product(
         range(pipeline.chunks), range(pipeline.microbatches)
@@ -121,8 +115,8 @@ def _check_stage(pipeline: Pipeline, stage: int) -> None:
         split = Action(ActionKind.INPUT, microbatch, chunk) in done
         for kind in (ActionKind.FORWARD, ActionKind.WEIGHT if split else ActionKind.BACKWARD):
             if Action(kind, microbatch, chunk) not in done:
-                lacking = Action(kind, microbatch, chunk)
-                raise ScheduleWrong(pipeline, stage, f"never does {lacking}")
+                lacks = f"never does {Action(kind, microbatch, chunk)}"
+                raise ScheduleWrong(f"{pipeline} is wrong: stage {stage} {lacks}")
 
 
 def _what_is_wrong(pipeline: Pipeline, action: Action, done: set[Action]) -> str | None:
