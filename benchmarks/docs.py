@@ -6,8 +6,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
-from shoal.plan.gantt import gantt
-from shoal.plan.timeline import simulate
+from shoal.plan.timeline import gantt, simulate
 from shoal.schedules.collectives.catalog import CATALOG, Algorithm, build
 from shoal.schedules.collectives.cost import Link, Price, price
 from shoal.schedules.pipelines import catalog as pipelines

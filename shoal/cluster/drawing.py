@@ -348,6 +348,7 @@ class _Box:
 
 
 def cluster_svg(cluster: Cluster) -> str:
+    """Boxes of racks around nodes around devices, with the rates of links."""
     racks = min(cluster.racks, MOST_RACKS)
     whole = _rack(cluster, 0)
     if racks > 1:

@@ -177,7 +177,11 @@ class BetweenChoice(NamedTuple):
 
 
 def choose_between(measured: Sequence[MeasuredCalls]) -> BetweenChoice | None:
-    """None where not both were measured."""
+    """What joins hosts, by what was measured: Shoal's own TCP transport, or Gloo; None: not both.
+
+    Gradients are large messages, so these decide. Where they take equally long, small ones do: the
+    losses and flags of every step. Where nothing is clearly better, it is TCP.
+    """
     known = {calls.executor: calls for calls in measured if calls.kind == "all_reduce"}
     if TCP not in known or GLOO not in known:
         return None

@@ -13,8 +13,7 @@ from shoal.commands import options
 from shoal.commands.output import plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
-from shoal.plan.gantt import draw, gantt_svg
-from shoal.plan.timeline import Time, Timeline, Times, simulate
+from shoal.plan.timeline import Time, Timeline, Times, draw, gantt_svg, simulate
 from shoal.schedules.pipelines import check_sizes
 from shoal.schedules.pipelines.catalog import CATALOG, build
 from shoal.schedules.pipelines.proof import PipelineProof, prove

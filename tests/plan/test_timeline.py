@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shoal.errors import BadInput
-from shoal.plan.gantt import draw, gantt, gantt_svg
 from shoal.plan.step.step_price import (
     StageTimes,
     bubble_s,
@@ -23,7 +22,7 @@ from shoal.plan.step.step_price import (
     deal_layers,
     in_flight,
 )
-from shoal.plan.timeline import Times, simulate
+from shoal.plan.timeline import Times, draw, gantt, gantt_svg, simulate
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 from shoal.schedules.pipelines.catalog import build, schedules
 from shoal.schedules.pipelines.proof import Deadlock, prove

@@ -3,6 +3,11 @@
 A task is a computation in a lane (a lane does one at a time, in the order in which they become
 ready), a message between ranks, or a join. A task begins when all tasks before it have ended; one
 with `needs` begins when so many of them have, as a parameter server with a quorum does.
+
+A collective among many ranks is simulated as streams: in a ring each rank sends its 2(p-1)/p V to
+the next one while it receives, with the alphas of all rounds before. That is the time of the rounds
+where links are equal, and the slowest link's where they are not. `in_rounds` has every round of
+every algorithm.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ zb-h1, zb-h2       the way without the weights' part W of backward. Later micro-
                    with W or forward F, the shorter, up to p - 1 or 2(p - 1) of them:
                    (p-1)(F + B) - min(m - 1, p - 1) min(F, W)
 inter-op           every micro-batch's way through the other stages
+
+Layers come as runs of equal ones. A stage is how many layers it has of every run; with `chunks` a
+device has that many virtual stages, dealt round: device i has stages i, i + p, i + 2p, …
 """
 
 from __future__ import annotations

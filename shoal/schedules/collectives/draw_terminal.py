@@ -39,7 +39,10 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """One round: its transfers, one sentence about them, and the state before and after."""
+    """One round: its transfers, one sentence about them, and the state before and after.
+
+    The terminal drawing and the animated picture are both made of these.
+    """
 
     title: str
     text: str
