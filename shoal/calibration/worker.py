@@ -96,57 +96,49 @@ _NUMBERS = 1024
 _CALLS = 40
 
 
-class HandoverBench:
+def handover(group: Group) -> dict[str, Any]:
     """What it costs that workers wait for each other between pieces of computation.
 
     A call that is repeated at once finds all ranks awake. In a step they compute some hundred
     microseconds before it: a rank that waits has gone to sleep and is woken up, its threads too,
-    and the slowest of all decides.
+    and the slowest of all decides. Seconds of one piece of work, and of one with a call behind it:
 
         work         a rank computes
         meet         ranks compute, then sum a few numbers
         hand over    one of two ranks computes while the other waits for its message
     """
+    matrix, message = torch.ones(_SIZE, _SIZE), torch.zeros(_NUMBERS)
+    products, turn, partner = 1, 0, group.rank ^ 1
 
-    def __init__(self, group: Group):
-        self._group = group
-        self._matrix = torch.ones(_SIZE, _SIZE)
-        self._message = torch.zeros(_NUMBERS)
-        self._products = 1
-        self._turn = 0
+    def work() -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
 
-    def measure(self) -> dict[str, Any]:
-        """Seconds of one piece of work, and of one with a call behind it."""
-        self._work()
-        start_s = time.perf_counter()
-        for _ in range(_CALLS):
-            self._work()
-        products = _WORK_S / max(1e-9, (time.perf_counter() - start_s) / _CALLS)
-        agreed = torch.tensor([products])
-        self._group.broadcast(agreed).wait()
-        self._products = max(1, round(float(agreed)))
-        ways = {"work": self._work, "meet": self._meet, "hand over": self._hand_over}
-        return {name: _rounds(self._group, way, _CALLS) for name, way in ways.items()}
+    def meet() -> None:
+        work()
+        group.all_reduce(message).wait()
 
-    def _work(self) -> None:
-        for _ in range(self._products):
-            torch.mm(self._matrix, self._matrix)
-
-    def _meet(self) -> None:
-        self._work()
-        self._group.all_reduce(self._message).wait()
-
-    def _hand_over(self) -> None:
+    def hand_over() -> None:
         """In turns: a call of either rank of a pair is half of a round."""
-        partner = self._group.rank ^ 1
-        if partner >= self._group.size:
+        nonlocal turn
+        if partner >= group.size:
             return
-        self._turn ^= 1
-        if self._turn == self._group.rank % 2:
-            self._work()
-            self._group.send(self._message, partner).wait()
+        turn ^= 1
+        if turn == group.rank % 2:
+            work()
+            group.send(message, partner).wait()
         else:
-            self._group.recv(self._message, partner).wait()
+            group.recv(message, partner).wait()
+
+    work()
+    start_s = time.perf_counter()
+    for _ in range(_CALLS):
+        work()
+    agreed = torch.tensor([_WORK_S / max(1e-9, (time.perf_counter() - start_s) / _CALLS)])
+    group.broadcast(agreed).wait()
+    products = max(1, round(float(agreed)))
+    ways = {"work": work, "meet": meet, "hand over": hand_over}
+    return {name: _rounds(group, way, _CALLS) for name, way in ways.items()}
 
 
 _STEPS = 50
@@ -240,7 +232,7 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
     if not alone:
         found["calls"] = list(CallBench(job, _OF_CALLS * seconds).calls())
         if not is_cuda:
-            found["handover"] = HandoverBench(job.group).measure()
+            found["handover"] = handover(job.group)
         found["served"] = served(job)
     return found
 

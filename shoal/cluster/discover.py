@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Curve, Device, LinkSpec
-from shoal.cluster.host import Host, Nic, read_host
+from shoal.cluster.host import Host, read_host
 from shoal.cluster.units import show_rate
 
 
@@ -214,15 +214,11 @@ def _nic(host: Host, notes: list[str]) -> tuple[LinkSpec | None, int]:
     if best.bytes_per_s is None:
         notes.append(f"The speed of {best.name} is not reported: 10 Gb/s is assumed.")
     count = sum(nic.bytes_per_s == best.bytes_per_s for nic in rdma)
-    return _nic_link(best), max(1, count)
-
-
-def _nic_link(nic: Nic) -> LinkSpec:
-    rate = nic.bytes_per_s or _NIC_BYTES_PER_S
-    source = "spec" if nic.bytes_per_s else "assumed"
-    assumed = _LINK_ASSUMED if nic.bytes_per_s else ()
-    if nic.kind == "ethernet":
-        name = f"Ethernet ({nic.name})"
-        return LinkSpec(name, rate, 30e-6, 0.94, transport="tcp", source=source, assumed=assumed)
-    words = "RoCE" if nic.kind == "roce" else "InfiniBand"
-    return LinkSpec(words, rate, 10e-6, 0.92, source=source, assumed=assumed)
+    rate = best.bytes_per_s or _NIC_BYTES_PER_S
+    if best.kind == "ethernet":
+        link = LinkSpec(f"Ethernet ({best.name})", rate, 30e-6, 0.94, transport="tcp")
+    else:
+        link = LinkSpec("RoCE" if best.kind == "roce" else "InfiniBand", rate, 10e-6, 0.92)
+    if best.bytes_per_s is None:
+        return replace(link, source="assumed"), max(1, count)
+    return replace(link, assumed=_LINK_ASSUMED), max(1, count)

@@ -109,19 +109,13 @@ def _pcie_cut(cluster: Cluster, switches: int) -> tuple[str, float]:
 
 
 def _spine_level(cluster: Cluster, nic: LinkSpec) -> Level:
-    crossing = cluster.racks // 2 * cluster.uplink_bytes_per_s
-    words = f"between racks (uplinks to the spine, oversubscribed 1:{cluster.oversubscription:g})"
-    uplink = LinkSpec(
-        f"uplinks of a rack, 1:{cluster.oversubscription:g}",
-        cluster.uplink_bytes_per_s / nic.efficiency,
-        nic.alpha_s + cluster.uplink_alpha_s,
-        nic.efficiency,
-    )
+    rate, ratio = cluster.uplink_bytes_per_s, f"1:{cluster.oversubscription:g}"
     # racks that are not full, and an odd one, do not change what half of the racks can send
-    per_rack = (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
-    return _level(
-        "spine", uplink, cluster.racks, crossing, cluster.racks // 2 * 2 * per_rack, words
-    )
+    half = cluster.racks // 2
+    devices = 2 * half * (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
+    words = f"between racks (uplinks to the spine, oversubscribed {ratio})"
+    rates = (rate / nic.efficiency, rate, cluster.racks, half * rate)
+    return Level("spine", f"uplinks of a rack, {ratio}", *rates, devices, words)
 
 
 def _level(

@@ -207,15 +207,18 @@ def show(
     asked = {"node": node, "rack": rack, "inner": inner, "outer": outer}
     given = {key: value for key, value in asked.items() if value is not None}
     collective = build(kind, name, ranks, root, **given)
-    proof = prove(collective) if prove_it or svg is not None or as_json else None
+    is_shown = not (prove_it or svg is not None or as_json)
+    if not is_shown:
+        prove(collective)
     if svg is not None:
         write_text(svg, animated_svg(collective))
-    if proof is None:
+    if is_shown:
         draw(collective, wide_console())
         return
     said = (
-        f"{collective} is proven: {proof.rounds} rounds, {proof.transfers} transfers, and every "
-        "rank ends with exactly what it should have."
+        f"{collective} is proven: {len(collective.table)} rounds, "
+        f"{collective.table.num_transfers} transfers, and every rank ends with exactly what it "
+        "should have."
     )
     said = said if svg is None else f"{collective}: {svg}"
     document = {

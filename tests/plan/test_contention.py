@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,16 +233,10 @@ WIRE_RATE = 1e9
 WORK = StepWork((1.0,), (2.0,), gradient_bytes=(1e9,), parameter_bytes=(1e9,), update_s=0.1)
 
 
-def run(
-    agreeing: Agreeing,
-    replicas: int = 4,
-    work: StepWork = WORK,
-    uneven: Unevenness | None = None,
-    steps: int = 1,
-) -> StepRun:
+def run(agreeing: Agreeing, replicas: int = 4, work: StepWork = WORK, **more: Any) -> StepRun:
     grid = rank_grid(Layout(replicas, 1, work.stages))
-    devices = grid.size + len(agreeing.servers)
-    return simulate_step(work, agreeing, grid, ports(devices, WIRE_RATE), uneven, steps)
+    routes = ports(grid.size + len(agreeing.servers), WIRE_RATE)
+    return simulate_step(work, agreeing, grid, routes, **more)
 
 
 def servers(count: int, **options: object) -> Agreeing:
@@ -310,7 +305,7 @@ def test_async_and_staleness_do_not_wait_for_a_straggler() -> None:
 
 def test_gossip_waits_for_neighbors_alone() -> None:
     slow = Unevenness(slow={0: 2.0})
-    found = run(Agreeing("gossip", graph="ring"), 6, StepWork((1.0,), (2.0,)), slow)
+    found = run(Agreeing("gossip", graph="ring"), 6, StepWork((1.0,), (2.0,)), uneven=slow)
     assert found.rank_end_s[0] == pytest.approx((6, 6, 3, 3, 3, 6))
 
 
