@@ -9,7 +9,7 @@ from shoal.plan.candidates import divisors
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import DeviceMemory, Part, Prediction
 from shoal.plan.search import Priced
-from shoal.plan.workloads import Split, Workload
+from shoal.plan.workloads import Workload, parameters_of
 from shoal.runtime.wording import counted
 from shoal.strategy.strategy import Strategy
 
@@ -163,11 +163,7 @@ def nothing_fits(least: Priced | None, larger: Priced | None) -> str:
 
 def gradient_traffic(workload: Workload, replicas: int) -> str:
     """How much gradients there are, and what adding them up has to move."""
-    whole = Split()
-    parameters = sum(
-        run.count * workload.cost(index, whole).parameters
-        for index, run in enumerate(workload.runs)
-    )
+    parameters = parameters_of(workload)
     one = parameters * workload.precision.gradient_bytes
     text = f"{_count(parameters)} parameters: {show_bytes(one)} of gradients a replica"
     if replicas == 1:

@@ -18,7 +18,7 @@ from shoal.plan.step.collective_time import RankGroup, collective_time
 from shoal.plan.step.layer_time import KernelModel
 from shoal.plan.step.stragglers import expected_max
 from shoal.plan.sync_price import update_s
-from shoal.plan.workloads import Split, Workload
+from shoal.plan.workloads import Split, Workload, parameters_of
 
 Quartiles = tuple[float, float]
 _MOST_JITTER = 2.0
@@ -77,12 +77,7 @@ def _paced_calls(
     is_inside = 1 < profile.workers <= cluster.node.devices
     if profile.gradients_s is None or not is_inside or not measured:
         return measured
-    split = Split(microbatch=profile.rows)
-    parameters = sum(
-        run.count * workload.cost(number, split).parameters
-        for number, run in enumerate(workload.runs)
-    )
-    num_bytes = parameters * workload.precision.gradient_bytes
+    num_bytes = parameters_of(workload) * workload.precision.gradient_bytes
     group = RankGroup(profile.workers, 1)
     pace = profile.gradients_s / collective_time(cluster, "all_reduce", group, num_bytes).seconds
     return tuple(
@@ -131,16 +126,13 @@ def _paced(device: Device, paces: Sequence[tuple[int, dict[str, _Pace]]], worker
 def _predicted(device: Device, workload: Workload, rows: int) -> dict[str, float]:
     model = KernelModel(device, workload.precision.compute)
     split = Split(microbatch=rows)
-    forward_s = 0.0
-    backward_s = 0.0
-    parameters = 0.0
+    forward_s = backward_s = 0.0
     for number, run in enumerate(workload.runs):
         cost = workload.cost(number, split)
         forward_s += run.count * model.time(cost.forward).seconds
         backward = (*cost.backward_input, *cost.backward_weight)
         backward_s += run.count * model.time(backward, backward=True).seconds
-        parameters += run.count * cost.parameters
     held = workload.tensors(tuple(run.count for run in workload.runs), split)
     tensors = 0 if held is None else len(held.shapes)
-    updating_s = update_s(device, workload.precision, parameters, tensors)
+    updating_s = update_s(device, workload.precision, parameters_of(workload), tensors)
     return {"forward": forward_s, "backward": backward_s, "update": updating_s}

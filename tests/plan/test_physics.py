@@ -17,7 +17,7 @@ from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import Network, RankGroup
 from shoal.plan.step.layer_time import KernelModel, LayerClock
-from shoal.plan.workloads import Kernel, LayerCost, Split
+from shoal.plan.workloads import Kernel, LayerCost, Split, parameters_of
 from shoal.plan.workloads.model_presets import transformer_named
 from shoal.plan.workloads.traced_workload import Line, TracedKernel, TracedLayer, TracedWorkload
 from shoal.plan.workloads.transformer_block import Transformer
@@ -178,9 +178,8 @@ def test_a_slower_link_exposes_the_ring_and_a_fast_one_hides_it() -> None:
 def test_workers_of_cp_and_ep_sum_the_gradients_of_all_but_experts(
     model: Transformer, text: str, ranks: int, experts: int
 ) -> None:
-    whole = sum(run.count * model.cost(i, Split()).parameters for i, run in enumerate(model.runs))
-    group = RankGroup(ranks, 1)
-    expected = Network(cluster(1e10)).collective("all_reduce", group, 2 * (whole - experts))
+    summed = 2 * (parameters_of(model) - experts)
+    expected = Network(cluster(1e10)).collective("all_reduce", RankGroup(ranks, 1), summed)
     axis = "cp" if experts == 0 else "ep"
     assert parts(model, text, 1e10)[f"{axis} gradients"] == pytest.approx(expected.seconds)
 

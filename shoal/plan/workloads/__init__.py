@@ -142,6 +142,12 @@ class Workload(Protocol):
         ...
 
 
+def parameters_of(workload: Workload) -> float:
+    """Numbers of the whole model."""
+    runs = enumerate(workload.runs)
+    return sum(run.count * workload.cost(index, Split()).parameters for index, run in runs)
+
+
 def product(name: str, m: float, n: float, k: float, width: int, batch: float = 1) -> Kernel:
     """A matrix product [m, k] x [k, n], `batch` times."""
     rows, columns, inner, times = (max(1, round(size)) for size in (m, n, k, batch))
