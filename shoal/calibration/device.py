@@ -31,23 +31,17 @@ def _serving(found: Found) -> dict[str, Any]:
     lockstep_s = found["served"]["lockstep"]["median_s"]
     request_s = max(0.0, min(cycle_s / found["workers"], cycle_s - own_s))
     fields = {"served_step_s": max(0.0, lockstep_s - own_s), "request_s": request_s}
-    rates = _rates(found, own_s, request_s)
-    if not rates:
-        return fields
-    peak = max(rates.values())
-    curve = Curve(tuple((size, rate / peak) for size, rate in sorted(rates.items())))
-    return {**fields, "served_bytes_per_s": peak, "served_efficiency": curve}
-
-
-def _rates(found: Found, own_s: float, request_s: float) -> dict[float, float]:
-    """Bytes a second of a push and pull, by its bytes."""
-    rates = {}
+    rates = {}  # bytes a second of a push and pull, by its bytes
     for push in found["served"].get("pushes", ()):
         size = float(push["bytes"])
         away_s = own_s + push["computed"]["median_s"]
         taken_s = _request_s(found, away_s, push["async"]["median_s"])
         rates[size] = size / max(taken_s - request_s, _LEAST * taken_s, 1e-9)
-    return rates
+    if not rates:
+        return fields
+    peak = max(rates.values())
+    curve = Curve(tuple((size, rate / peak) for size, rate in sorted(rates.items())))
+    return {**fields, "served_bytes_per_s": peak, "served_efficiency": curve}
 
 
 def _request_s(found: Found, away_s: float, cycle_s: float) -> float:

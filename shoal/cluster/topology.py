@@ -131,7 +131,9 @@ class ClusterTopology:
         rate = self.cluster.node.nics * nic.rate / self._nics
         alpha_s = max(0.0, nic.alpha_s - (pcie.alpha_s if pcie else 0.0))
         for index in range(self._nics):
-            self._join(f"{nic.name} of node {node}", _nic(node, index), tor, rate, alpha_s)
+            self._join(
+                f"{nic.name} of node {node}", _vertex("nic", node, index), tor, rate, alpha_s
+            )
 
     def _add_fabric(self, node: int) -> None:
         spec = self.cluster.node
@@ -163,19 +165,19 @@ class ClusterTopology:
             return
         for device in range(spec.devices):
             port = self._port(node, device)
-            switch = _pcie(node, device // spec.devices_per_pcie)
+            switch = _vertex("pcie", node, device // spec.devices_per_pcie)
             if (port, switch) not in self._ids:
                 self._join(f"{pcie.name} of {port}", port, switch, pcie.rate, pcie.alpha_s)
         if self._has_switches:
             for index in range(-(-spec.devices // spec.devices_per_pcie)):
-                switch = _pcie(node, index)
+                switch = _vertex("pcie", node, index)
                 self._join(
                     f"{pcie.name} above {switch}", switch, self._socket(node, index), pcie.rate
                 )
         if spec.socket_link is not None:
             link = spec.socket_link
             for pair in permutations(range(spec.sockets), 2):
-                one, other = (_socket(node, socket) for socket in pair)
+                one, other = (_vertex("socket", node, socket) for socket in pair)
                 self._add(f"{link.name} of node {node}", one, other, link.rate, link.alpha_s)
 
     def _stops(self, src: int, dst: int) -> list[str]:
@@ -204,22 +206,22 @@ class ClusterTopology:
 
     def _between_switches(self, node: int, one: int, other: int) -> list[str]:
         if one == other:
-            return [_pcie(node, one)]
+            return [_vertex("pcie", node, one)]
         sockets = [self._socket(node, one), self._socket(node, other)]
-        return [_pcie(node, one), *dict.fromkeys(sockets), _pcie(node, other)]
+        return [_vertex("pcie", node, one), *dict.fromkeys(sockets), _vertex("pcie", node, other)]
 
     def _way(self, rank: int) -> list[str]:
         """From a device to its top-of-rack switch."""
         spec = self.cluster.node
         rack, node, device = self.cluster.place(rank)
         index = device * self._nics // spec.devices
-        last = [_nic(node, index), _tor(rack)]
+        last = [_vertex("nic", node, index), _tor(rack)]
         if spec.pcie is None or spec.nic is None:
             return last
         switch = device // spec.devices_per_pcie
         port = self._port(node, device)
         if spec.nic.transport != "rdma" and self._has_switches:
-            return [port, _pcie(node, switch), self._socket(node, switch), *last]
+            return [port, _vertex("pcie", node, switch), self._socket(node, switch), *last]
         home = -(-index * spec.devices // self._nics) // spec.devices_per_pcie
         return [port, *self._between_switches(node, switch, home), *last]
 
@@ -231,7 +233,9 @@ class ClusterTopology:
 
     def _socket(self, node: int, switch: int) -> str:
         spec = self.cluster.node
-        return _socket(node, switch * spec.devices_per_pcie * spec.sockets // spec.devices)
+        return _vertex(
+            "socket", node, switch * spec.devices_per_pcie * spec.sockets // spec.devices
+        )
 
     def _gpu(self, node: int, device: int) -> str:
         return f"gpu {node * self.cluster.node.devices + device}"
@@ -240,7 +244,7 @@ class ClusterTopology:
         """Where a device enters PCIe: its own link, or the bus that it shares."""
         pcie = self.cluster.node.pcie
         if pcie is not None and pcie.shared:
-            return f"{_pcie(node, device // self.cluster.node.devices_per_pcie)} bus"
+            return f"{_vertex('pcie', node, device // self.cluster.node.devices_per_pcie)} bus"
         return self._gpu(node, device)
 
 
@@ -248,13 +252,5 @@ def _tor(rack: int) -> str:
     return f"top-of-rack switch {rack}"
 
 
-def _nic(node: int, index: int) -> str:
-    return f"nic {index} of node {node}"
-
-
-def _pcie(node: int, index: int) -> str:
-    return f"pcie {index} of node {node}"
-
-
-def _socket(node: int, index: int) -> str:
-    return f"socket {index} of node {node}"
+def _vertex(kind: str, node: int, index: int) -> str:
+    return f"{kind} {index} of node {node}"

@@ -85,8 +85,7 @@ def why(one: Priced, best: Priced) -> str:
 
 def does_not_fit(one: Prediction) -> str:
     kind, most = largest_kind(one.memory)
-    need = show_bytes(one.memory.total)
-    limit = show_bytes(one.memory_limit_bytes)
+    need, limit = (show_bytes(size) for size in (one.memory.total, one.memory_limit_bytes))
     return f"does not fit: {need} of {limit}, of which {kind} {show_bytes(most)}"
 
 

@@ -92,10 +92,13 @@ class ClusterNetwork:
         chunk = collective.chunk_bytes(num_bytes)
         closed_s, carried = closed_form(table, chunk, routes)
         alpha_s, rate = self.slowest_pair
-        busiest = int(np.argmax(carried / routes.capacities)) if carried.any() else -1
-        simulated_s = None
-        if _can_be_simulated(table):
-            simulated_s = simulate_collective(collective, num_bytes, routes)
+        bound: tuple[str, float, float] = ("", 0.0, 0.0)
+        if carried.any():
+            busiest = int(np.argmax(carried / routes.capacities))
+            rates = (float(routes.capacities[busiest]), float(carried[busiest]))
+            bound = (routes.names[busiest], *rates)
+        can_be = _can_be_simulated(table)
+        simulated_s = simulate_collective(collective, num_bytes, routes) if can_be else None
         return ContendedPrice(
             collective.kind,
             collective.name,
@@ -105,9 +108,7 @@ class ClusterNetwork:
             price(collective, num_bytes, Link(alpha_s, 1 / rate)).time_s,
             closed_s,
             simulated_s,
-            routes.names[busiest] if busiest >= 0 else "",
-            float(routes.capacities[busiest]) if busiest >= 0 else 0.0,
-            float(carried[busiest]) if busiest >= 0 else 0.0,
+            *bound,
         )
 
     def price_all(self, kind: str, num_bytes: int) -> list[ContendedPrice]:
