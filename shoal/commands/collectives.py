@@ -27,8 +27,7 @@ from shoal.errors import BadInput
 from shoal.plan.simulator.contention import AT_RANDOM, ClusterNetwork, ContendedPrice, explain_racks
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link, Price, price_all
-from shoal.schedules.collectives.draw_svg import animated_svg
-from shoal.schedules.collectives.draw_terminal import draw
+from shoal.schedules.collectives.draw import animated_svg, draw
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 

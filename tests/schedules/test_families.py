@@ -14,7 +14,7 @@ from shoal.schedules import ring_attention
 from shoal.schedules.collectives import Collective, Transfer, rooted_at
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link
-from shoal.schedules.collectives.draw_svg import animated_svg
+from shoal.schedules.collectives.draw import animated_svg
 from shoal.schedules.collectives.kinds import Where, kind_named
 from shoal.schedules.collectives.proof import ProofFailed, prove
 from shoal.schedules.collectives.transfer_table import Transfer as T
