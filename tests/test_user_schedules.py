@@ -12,9 +12,10 @@ import torch
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group
 from shoal.errors import BadInput
+from shoal.schedules.collectives.catalog import proven_collective
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.pipelines.catalog import build
-from shoal.schedules.user import digest, is_user_function, proven_collective
+from shoal.schedules.user import digest, is_user_function
 from shoal.strategy.strategy import parse
 from shoal.train.step.prepare_model import check_same
 from shoal.transport.threads import ThreadTransport

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import BadInput, CheckFailed
+from shoal.errors import BadInput
 from shoal.schedules.pipelines import Action, Pipeline
 
 if TYPE_CHECKING:
@@ -117,36 +117,8 @@ def _a(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-# Before they train: proven, and with a digest that workers compare. Catalogs build them.
-
-
-def proven_collective(name: str, kind: str, ranks: int) -> Collective:
-    """The schedule of FILE.py:FUNCTION; one that the proof rejects is a `BadInput`."""
-    from shoal.schedules.collectives.catalog import build
-    from shoal.schedules.collectives.proof import prove
-
-    collective = build(kind, name, ranks)
-    try:
-        prove(collective)
-    except CheckFailed as error:
-        raise BadInput(f"{name} cannot be used: {error}") from error
-    return collective
-
-
-def proven_pipeline(
-    name: str, stages: int, microbatches: int, chunks: int | None = None
-) -> Pipeline:
-    """The schedule of FILE.py:FUNCTION; one that the proof rejects is a `BadInput`."""
-    from shoal.schedules.pipelines.catalog import build
-
-    try:
-        return build(name, stages, microbatches, chunks)
-    except CheckFailed as error:
-        raise BadInput(f"{name} cannot be used: {error}") from error
-
-
 def digest(schedule: Collective | Pipeline) -> bytes:
-    """Equal for equal schedules."""
+    """Equal for equal schedules: workers compare it before they train."""
     text = repr(schedule)
     if not isinstance(schedule, Pipeline):
         sizes = (schedule.kind, schedule.ranks, schedule.chunks, schedule.scratch)

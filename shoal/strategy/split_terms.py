@@ -67,6 +67,6 @@ class Pp(Term, role="pp"):
         if self.microbatches is None:
             user.load_function(self.schedule)
         else:
-            from shoal.schedules.user import proven_pipeline
+            from shoal.schedules.pipelines.catalog import proven_pipeline
 
             proven_pipeline(self.schedule, self.size, self.microbatches, self.chunks)

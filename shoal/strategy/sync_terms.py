@@ -248,6 +248,6 @@ class Ddp(ElasticOption):
 
     def check(self, replicas: int) -> None:
         if replicas > 1 and user.is_user_function(self.algorithm):
-            from shoal.schedules.user import proven_collective
+            from shoal.schedules.collectives.catalog import proven_collective
 
             proven_collective(self.algorithm, "all_reduce", replicas)

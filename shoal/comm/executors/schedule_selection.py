@@ -9,11 +9,11 @@ from typing import NamedTuple
 from shoal.comm.executors.schedule_interpreter import Program, compile_for
 from shoal.errors import BadInput
 from shoal.schedules.collectives import Collective, in_order, rooted_at
-from shoal.schedules.collectives.catalog import build
+from shoal.schedules.collectives.catalog import build, proven_collective
 from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
-from shoal.schedules.user import is_user_function, proven_collective
+from shoal.schedules.user import is_user_function
 
 
 class ForRanks(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, CheckFailed
 from shoal.runtime.wording import nearest
 from shoal.schedules.collectives import (
     Collective,
@@ -20,6 +20,7 @@ from shoal.schedules.collectives import (
     tree,
 )
 from shoal.schedules.collectives.kinds import KINDS, kind_named
+from shoal.schedules.collectives.proof import prove
 from shoal.schedules.user import is_user_function, load_collective
 
 
@@ -110,3 +111,13 @@ def build(kind: str, name: str, ranks: int, root: int = 0, **options: Any) -> Co
     if made.ranks != ranks:
         raise BadInput(f"{name} made a schedule for {made.ranks} ranks, not for {ranks}")
     return rooted_at(made, root) if kind_named(kind).rooted else made
+
+
+def proven_collective(name: str, kind: str, ranks: int) -> Collective:
+    """The schedule of FILE.py:FUNCTION; one that the proof rejects is a `BadInput`."""
+    collective = build(kind, name, ranks)
+    try:
+        prove(collective)
+    except CheckFailed as error:
+        raise BadInput(f"{name} cannot be used: {error}") from error
+    return collective

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.errors import BadInput
+from shoal.errors import BadInput, CheckFailed
 from shoal.runtime.wording import nearest
 from shoal.schedules.pipelines import Action, Pipeline, check_sizes
 from shoal.schedules.pipelines import one_f_one_b as made
@@ -76,6 +76,16 @@ def build(name: str, stages: int, microbatches: int, chunks: int | None = None) 
     if is_user_function(name):
         prove(pipeline)
     return pipeline
+
+
+def proven_pipeline(
+    name: str, stages: int, microbatches: int, chunks: int | None = None
+) -> Pipeline:
+    """The schedule of FILE.py:FUNCTION; one that the proof rejects is a `BadInput`."""
+    try:
+        return build(name, stages, microbatches, chunks)
+    except CheckFailed as error:
+        raise BadInput(f"{name} cannot be used: {error}") from error
 
 
 def _of_user(name: str) -> PipelineSchedule:

@@ -28,7 +28,7 @@ from shoal.replica.expert.router_losses import (
 from shoal.replica.split.build_shard import build_shard
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.state_dicts import tell_of_parts
-from shoal.schedules.user import is_user_function
+from shoal.schedules.user import digest, is_user_function
 from shoal.strategy.base import Batches, SyncTerm
 from shoal.strategy.strategy import Strategy
 from shoal.sync import SyncPlan, plan_for
@@ -115,13 +115,13 @@ def check_user_schedules(
     """
     algorithm = strategy.sync_for(mesh.dp.size).collective_algorithm
     if mesh.dp.size > 1 and algorithm is not None and is_user_function(algorithm):
-        from shoal.schedules.user import digest, proven_collective
+        from shoal.schedules.collectives.catalog import proven_collective
 
         collective = proven_collective(algorithm, "all_reduce", mesh.dp.size)
         check_same(mesh.world, algorithm, digest(collective), device)
     pp = strategy.pp
     if pp is not None and pp.size > 1 and is_user_function(pp.schedule):
-        from shoal.schedules.user import digest, proven_pipeline
+        from shoal.schedules.pipelines.catalog import proven_pipeline
 
         pipeline = proven_pipeline(pp.schedule, pp.size, microbatches, pp.chunks)
         check_same(mesh.world, pp.schedule, digest(pipeline), device)
