@@ -327,27 +327,17 @@ def test_memory_that_is_not_sealed_or_of_another_size_is_refused(tmp_path: Path)
             os.close(handle)
 
 
-def test_weights_are_not_shared_by_workers_that_may_read_while_servers_write() -> None:
-    with victim() as (server, client):
-        control, _, header = joined(server, client, "pull")
-        handle = memfd.make("weights", client.size * 4)
-        control.send(header._replace(kind=FrameKind.SHARE_WEIGHTS), b"", descriptor=handle)
-        assert_refused(control, closes=False)
-        os.close(handle)
-
-
-@pytest.mark.parametrize("wrong", ["none", "another", "short"])
-def test_memory_for_weights_that_differs_from_that_of_other_workers_is_refused(wrong: str) -> None:
+@pytest.mark.parametrize("wrong", ["none", "another", "short", "asynchronous"])
+def test_memory_for_weights_that_others_do_not_share_is_refused(wrong: str) -> None:
+    """Nor may workers read it that do so while servers write."""
+    is_asynchronous = wrong == "asynchronous"
     with servers() as found:
-        client = client_of(found, 0, Rule(2))
-        assert client.share_weights(lambda word: [word])
+        client = client_of(found, 0, Rule(2, asynchronous=is_asynchronous))
+        assert is_asynchronous or client.share_weights(lambda word: [word])
         control, _, header = joined(found[0], client, "pull")
         handle = memfd.make("weights", client.size * 4 - (4 if wrong == "short" else 0))
-        header = header._replace(kind=FrameKind.SHARE_WEIGHTS)
-        if wrong == "none":
-            control.send(header)
-        else:
-            control.send(header, b"", descriptor=handle)
+        passed = None if wrong == "none" else handle
+        control.send(header._replace(kind=FrameKind.SHARE_WEIGHTS), b"", descriptor=passed)
         assert_refused(control, closes=False)
         os.close(handle)
 

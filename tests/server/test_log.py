@@ -34,6 +34,7 @@ from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.snapshot import StateTensors, saved_state
 from shoal.server.process.log_stream import Followers
+from tests.server.test_consistency import rules
 
 SIZE = 12
 TABLE = TableSpec("t", 10, 2, optimizer=RowOptimizer("adam", 0.1))
@@ -96,14 +97,6 @@ def send(model: ServedModel, push: Push) -> str:
 
 # ---- random runs --------------------------------------------------------------------------------
 
-rules = st.integers(1, 3).flatmap(
-    lambda n: st.one_of(
-        st.just(Rule(n)),
-        st.builds(Rule, st.just(n), quorum=st.integers(1, n), fold=st.booleans()),
-        st.builds(Rule, st.just(n), staleness=st.integers(1, 3)),
-        st.just(Rule(n, asynchronous=True)),
-    )
-)
 specs = st.builds(
     spec_of, rules, st.sampled_from([*OPTIMIZERS, None]), st.sampled_from([None, 0.5])
 )

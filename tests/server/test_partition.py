@@ -25,28 +25,19 @@ def parameters_of(shapes: list[tuple[int, ...]], offset: int) -> tuple[list[Flat
     return parameters, at
 
 
+ABC = [FlatParameter("a", 4, (2, 2)), FlatParameter("b", 8, (8, 2)), FlatParameter("c", 24, (4,))]
+
+
 def test_two_servers_and_a_matrix_larger_than_an_equal_slice() -> None:
-    parameters = [
-        FlatParameter("a", 4, (2, 2)),
-        FlatParameter("b", 8, (8, 2)),
-        FlatParameter("c", 24, (4,)),
-    ]
-    assert partition(parameters, 28, 2) == [
+    assert partition(ABC, 28, 2) == [
         ServerSlice(4, 16, (ParameterSlice(0, 4, 0, (2, 2)), ParameterSlice(1, 8, 0, (4, 2)))),
         ServerSlice(16, 28, (ParameterSlice(1, 16, 4, (4, 2)), ParameterSlice(2, 24, 0, (4,)))),
     ]
 
 
 def test_without_rows_only_boundaries_of_parameters_count() -> None:
-    parameters = [
-        FlatParameter("a", 4, (2, 2)),
-        FlatParameter("b", 8, (8, 2)),
-        FlatParameter("c", 24, (4,)),
-    ]
-    assert [(s.start, s.stop) for s in partition(parameters, 28, 2, by_rows=False)] == [
-        (4, 8),
-        (8, 28),
-    ]
+    slices = partition(ABC, 28, 2, by_rows=False)
+    assert [(each.start, each.stop) for each in slices] == [(4, 8), (8, 28)]
 
 
 @given(shapes, st.integers(1, 5), st.sampled_from([0, 16]), st.booleans())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,9 +13,11 @@ from shoal.errors import PeerLost, RunOver, ShoalError
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
 from shoal.server.client.client import Client
+from shoal.server.client.discovery import all_gather_text
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from shoal.sync.ps.plan import ServedOptions, specs_of
+from tests.conftest import World
 from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
 
 ASYNC = Rule(2, asynchronous=True)
@@ -106,26 +106,17 @@ def test_a_push_that_is_sent_again_is_not_applied_again(tcp: bool, count: int) -
         assert report["workers"]["0"] == {"admitted": 2, "folded": 0, "dropped": 0}
 
 
-def tells(size: int) -> list[Callable[[str], list[str]]]:
-    """For each thread an all-gather of short texts."""
-    words = [""] * size
-    barrier = threading.Barrier(size)
-
-    def tell(rank: int, word: str) -> list[str]:
-        words[rank] = word
-        barrier.wait(60)
-        heard = list(words)
-        barrier.wait(60)
-        return heard
-
-    return [partial(tell, rank) for rank in range(size)]
+def share_weights(world: World, clients: list[Client]) -> list[bool]:
+    return world(2, lambda g: clients[g.rank].share_weights(partial(all_gather_text, g)))
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: int) -> None:
-    with servers(count) as found, ThreadPoolExecutor(2) as pool:
+def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(
+    world: World, count: int
+) -> None:
+    with servers(count) as found:
         clients = [client_of(found, rank, Rule(2)) for rank in range(2)]
-        assert all(pool.map(lambda c, tell: c.share_weights(tell), clients, tells(2)))
+        assert all(share_weights(world, clients))
         for client in clients:
             client.commit(*fill(client, 1.0))
         for client in clients:
@@ -137,10 +128,10 @@ def test_workers_that_wait_for_each_other_see_the_weights_where_they_are(count: 
         assert all(member.sees_weights for member in found[0].models[7].membership.members.values())
 
 
-def test_weights_are_not_shared_if_one_worker_cannot() -> None:
-    with servers() as unix, servers(tcp=True) as tcp, ThreadPoolExecutor(2) as pool:
-        clients = [client_of(unix, 0, Rule(1)), client_of(tcp, 0, Rule(1))]
-        assert not any(pool.map(lambda c, tell: c.share_weights(tell), clients, tells(2)))
+def test_weights_are_not_shared_if_one_worker_cannot(world: World) -> None:
+    with servers() as unix, servers(tcp=True) as tcp:
+        clients = [client_of(unix, 0, Rule(1)), client_of(tcp, 1, Rule(2))]
+        assert not any(share_weights(world, clients))
 
 
 def test_a_push_that_leaves_one_out_is_refused() -> None:

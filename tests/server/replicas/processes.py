@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ NO_CHECKPOINT = ServerCheckpointConfig()
 COORDINATOR = "coordinator"
 WORKER = "worker"
 Name = int | str
+NONE: Mapping[Name, str] = {}
 
 
 def make_client(
@@ -48,8 +49,8 @@ class Processes:
     def __init__(
         self,
         folder: Path,
-        replicas: int,
-        failpoints: Mapping[Name, str],
+        replicas: int = 3,
+        failpoints: Mapping[Name, str] = NONE,
         lease_s: float | None = None,
         checkpoint: ServerCheckpointConfig = NO_CHECKPOINT,
     ):
@@ -146,21 +147,6 @@ class Processes:
                 if pipe is not None:
                     with suppress(OSError):
                         pipe.close()
-
-
-@contextmanager
-def processes(
-    folder: Path,
-    replicas: int = 3,
-    failpoints: Mapping[Name, str] | None = None,
-    lease_s: float | None = None,
-    checkpoint: ServerCheckpointConfig = NO_CHECKPOINT,
-) -> Iterator[Processes]:
-    made = Processes(folder, replicas, failpoints or {}, lease_s, checkpoint)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def push_what_is_read() -> None:

@@ -25,7 +25,7 @@ from shoal.server.messages import Pull
 from shoal.server.process.shard_file import read_shard
 from tests.coordinator.helpers import until
 from tests.server.helpers import MODEL
-from tests.server.replicas.processes import COORDINATOR, START_S, WORKER, Name, processes
+from tests.server.replicas.processes import COORDINATOR, START_S, WORKER, Name, Processes
 from tests.server.replicas.world import pulled, push_one_hot
 
 HEAD, MIDDLE, TAIL = 0, 1, 2
@@ -117,7 +117,7 @@ def test_an_acknowledged_push_counts_once_whatever_is_killed(tmp_path: Path, cas
 def test_a_replica_that_is_killed_at_the_first_election_takes_its_place_later(
     tmp_path: Path, point: str
 ) -> None:
-    with processes(tmp_path, 3, {HEAD: f"{point}:kill"}, LEASE_S) as made:
+    with closing(Processes(tmp_path, 3, {HEAD: f"{point}:kill"}, LEASE_S)) as made:
         assert made.wait_dead(HEAD) == -signal.SIGKILL
         made.start(HEAD)
         client = made.client()
@@ -142,7 +142,7 @@ class Run:
         case = self.case
         is_later = case.place in (case.returns, COORDINATOR)
         first = {} if is_later else {case.place: case.armed}
-        with processes(self.folder, 3, first, LEASE_S) as made:
+        with closing(Processes(self.folder, 3, first, LEASE_S)) as made:
             self.made = made
             stays = made.client(0, workers=2)
             try:
@@ -277,7 +277,7 @@ def test_the_checkpoint_before_stays_and_the_next_head_writes_the_next_one(
     def file(number: int) -> Path:
         return version_of(folder, number, MODEL).path / shard_name(0, 1)
 
-    with processes(tmp_path, 3, armed, LEASE_S, checkpoint) as made:
+    with closing(Processes(tmp_path, 3, armed, LEASE_S, checkpoint)) as made:
         client = made.client()
         push_one_hot(client, 0, 0, save=1)
         until(file(1).exists, "the first checkpoint")

@@ -23,7 +23,7 @@ from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
 from tests.server.chain.history import NEVER, Added, Observed, violation
-from tests.server.replicas.processes import COORDINATOR, processes
+from tests.server.replicas.processes import COORDINATOR, Processes
 from tests.server.replicas.world import element_of, pulled, world
 
 PER_ELEMENT = 12
@@ -161,7 +161,7 @@ def test_processes_that_are_killed_and_stopped_show_linearizable_histories(
 ) -> None:
     chance = random.Random(seed)
     history = History()
-    with processes(tmp_path) as made:
+    with closing(Processes(tmp_path)) as made:
         workers = [
             HistoryWorker(history, lambda rank=rank: made.client(rank, workers=3), pushes=70)
             for rank in range(3)

@@ -57,13 +57,22 @@ def test_a_kill_at_any_point_leaves_the_checkpoint_before(
     assert not [file for file in tmp_path.rglob("writing-*")]
 
 
-def test_two_complete_checkpoints_stay(tmp_path: Path) -> None:
-    for number in (100, 200, 300):
-        save(tmp_path, number)
-    save(tmp_path, 400, NAMES[:2])
-    save(tmp_path, 500, NAMES[1:])
-    assert [version.number for version in versions_in(tmp_path)] == [500, 300, 200]
-    assert numbers(tmp_path) == [300, 200]
+@pytest.mark.parametrize(
+    ("saved", "left", "complete"),
+    [
+        ([(400, NAMES[:2]), (500, NAMES[1:])], [500, 300, 200], [300, 200]),
+        ([(400, NAMES[2:])], [400, 300, 200], [300, 200]),  # before the servers have written
+        ([(400, NAMES[2:]), (400, NAMES[:1]), (400, NAMES[1:2])], [400, 300], [400, 300]),
+        ([(500, NAMES[:1]), (400, NAMES)], [500, 400, 300], [400, 300]),  # others write the later
+    ],
+)
+def test_two_complete_checkpoints_stay_and_what_others_write(
+    tmp_path: Path, saved: list[tuple[int, tuple[str, ...]]], left: list[int], complete: list[int]
+) -> None:
+    for number, names in [(100, NAMES), (200, NAMES), (300, NAMES), *saved]:
+        save(tmp_path, number, names)
+    assert [version.number for version in versions_in(tmp_path)] == left
+    assert numbers(tmp_path) == complete
 
 
 @pytest.mark.parametrize(
@@ -97,22 +106,6 @@ def test_a_failing_disk_is_one_line_in_the_words_of_the_system(
     writer.start(lambda: save(tmp_path, 400) and None)
     writer.close()
     assert numbers(tmp_path) == [400, 100]
-
-
-def test_the_process_that_completes_a_checkpoint_leaves_two(tmp_path: Path) -> None:
-    for number in (100, 200):
-        save(tmp_path, number)
-    save(tmp_path, 300, NAMES[2:])  # the worker, before the servers have written
-    assert [version.number for version in versions_in(tmp_path)] == [300, 200, 100]
-    for name in NAMES[:2]:
-        save(tmp_path, 300, (name,))
-    assert numbers(tmp_path) == [300, 200]
-
-
-def test_a_process_that_is_late_removes_nothing_that_others_write(tmp_path: Path) -> None:
-    save(tmp_path, 200, NAMES[:1])
-    save(tmp_path, 100)
-    assert [version.number for version in versions_in(tmp_path)] == [200, 100]
 
 
 def test_other_files_and_hostile_names_are_no_checkpoints(tmp_path: Path) -> None:
