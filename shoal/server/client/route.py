@@ -74,7 +74,7 @@ class Caller:
     def is_too_late(self) -> bool:
         """Whether it was started again too late: a server may end with the worker it is in."""
         run_dir = self.config.run_dir
-        is_again = self.config.incarnation > 0 and run_dir is not None
+        is_again = self.config.incarnation > 0
         return is_again and run_dir is not None and bool(run_dir.finished_ranks())
 
 

@@ -53,7 +53,7 @@ def check_state(shard: Shard, state: ShardState) -> int:
 
 def _check_forms(shard: Shard, optimizer: torch.optim.Optimizer, state: ShardState) -> None:
     """Of each slice the optimizer needs all of its tensors, or none; fused ones trust the sizes."""
-    expected = expected_state(optimizer, _groups(optimizer, state))
+    expected = expected_state(optimizer, _groups(optimizer.param_groups, state))
     found: dict[int, set[str]] = {}
     for tensor in state.tensors:
         p = shard.params[tensor.slice]
@@ -71,9 +71,9 @@ def _check_forms(shard: Shard, optimizer: torch.optim.Optimizer, state: ShardSta
             raise Refused(f"state {key!r} of slice {i} is a number, and a tensor is needed")
 
 
-def _groups(optimizer: torch.optim.Optimizer, state: ShardState) -> list[dict[str, Any]]:
-    """The parameter groups as they will be with the options of `state`."""
-    groups = [dict(group) for group in optimizer.param_groups]
+def _groups(groups: list[dict[str, Any]], state: ShardState) -> list[dict[str, Any]]:
+    """These parameter groups as they will be with the options of `state`."""
+    groups = [dict(group) for group in groups]
     for group, options in zip(groups, state.options, strict=False):
         group.update({k: v for k, v in options.items() if k in group and k != "params"})
     return groups
@@ -106,8 +106,7 @@ def _load(
     document = optimizer.state_dict()
     numbers = _numbers(shard, optimizer, document)
     document["state"] = {numbers[i]: values for i, values in entries.items()}
-    for group, options in zip(document["param_groups"], state.options, strict=False):
-        group.update({k: v for k, v in options.items() if k in group and k != "params"})
+    document["param_groups"] = _groups(document["param_groups"], state)
     optimizer.load_state_dict(document)
 
 

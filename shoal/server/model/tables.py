@@ -73,7 +73,7 @@ class Tables:
             if not hot.serve(ids, copies, version, *target):
                 if copies:
                     missing = self._copy_hot(table, hot, ids[:copies], version, target)
-                table.copy(ids[copies:], *target.behind(copies))
+                table.copy(ids[copies:], *target.part(slice(copies, None)))
                 hot.note(ids, copies, missing)
             return RowsPulled(hot.number, hot.asks(), tuple(missing.tolist()))
 
@@ -81,7 +81,7 @@ class Tables:
         self, table: RowTable, hot: HotTable, ids: Ids, version: int, target: RowTarget
     ) -> Ids:
         """Copies of rows of other servers; returns the positions of those that are not here."""
-        target = target.until(len(ids))
+        target = target.part(slice(len(ids)))
         table.spec.check(torch.from_numpy(ids))
         found = hot.look(ids, version)
         if not found.is_settled:

@@ -38,17 +38,11 @@ class RowTarget(NamedTuple):
     rows: Rows
     places: Ids | None = None
 
-    def behind(self, count: int) -> RowTarget:
-        """Where rows after the first `count` go."""
+    def part(self, of_rows: slice) -> RowTarget:
+        """Where these of the rows go."""
         if self.places is None:
-            return RowTarget(self.rows[count:])
-        return RowTarget(self.rows, self.places[count:])
-
-    def until(self, count: int) -> RowTarget:
-        """Where the first `count` rows go."""
-        if self.places is None:
-            return RowTarget(self.rows[:count])
-        return RowTarget(self.rows, self.places[:count])
+            return RowTarget(self.rows[of_rows])
+        return RowTarget(self.rows, self.places[of_rows])
 
 
 def attach(descriptor: int) -> Rows:

@@ -235,22 +235,13 @@ class RowRequests:
             start = stop
 
     def _request(self, part: _Part) -> Request:
+        routed, memory = self._routed, self._pulled.memory
+        numbers = (routed.ids, routed.places) if self._is_shared else (routed.ids,)
+        room = len(self._pulled.rows) if self._is_shared else 0
         count = part.stop - part.start
-        of_part = slice(part.start, part.stop)
-        ids = _bytes(self._routed.ids[of_part])
-        if not self._is_shared:
-            message = RowBatch(self._table, count, copies=part.copies, version=self._version)
-            return Request(FrameKind.TABLE_PULL, encode(message), (ids,))
-        message = RowBatch(
-            self._table,
-            count,
-            copies=part.copies,
-            version=self._version,
-            memory=self._pulled.memory,
-            places=len(self._pulled.rows),
-        )
-        places = _bytes(self._routed.places[of_part])
-        return Request(FrameKind.TABLE_PULL, encode(message), (ids, places))
+        message = RowBatch(self._table, count, 0.0, part.copies, self._version, memory, room)
+        payload = tuple(_bytes(each[part.start : part.stop]) for each in numbers)
+        return Request(FrameKind.TABLE_PULL, encode(message), payload)
 
     def _answered(self, metas: Sequence[bytes]) -> Answered:
         missing: list[Any] = []
