@@ -28,10 +28,7 @@ class ReadLease:
 
     def __init__(self) -> None:
         self.number = 0  # of the present lease
-        self.is_held = False
-        self._until_s = float("-inf")
-        self._settled_s = float("inf")
-        self._after_epoch: int | None = None  # None: not known yet
+        self.lost()
 
     def granted(self, asked_s: float, ttl_s: float) -> None:
         """There is a new lease, asked for at `asked_s`, and alive/<process> is bound to it."""
@@ -49,7 +46,7 @@ class ReadLease:
         self.is_held = False
         self._until_s = float("-inf")
         self._settled_s = float("inf")
-        self._after_epoch = None
+        self._after_epoch: int | None = None  # None: not known yet
 
     def saw(self, epoch: int, number: int) -> None:
         """This epoch was current at the coordinator, asked for when lease `number` had begun."""

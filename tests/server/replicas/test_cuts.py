@@ -6,11 +6,12 @@ network namespaces; all run as threads of one process, with real TCP between the
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from shoal.server.consistency import Rule
 from shoal.server.member.place import ChainPlace
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
-from tests.namespaces import Host, Lan, lan, why_not
+from tests.coordinator.helpers import until
+from tests.namespaces import Lan, lan, why_not
 from tests.server.helpers import SECRET
 from tests.server.replicas.world import TTL_S, World, pulled, push_one_hot
 
@@ -42,7 +44,6 @@ class HostWorld(World):
     def __init__(self, net: Lan, replicas: int = 3):
         self.net = net
         self.acknowledged: Counter[tuple[int, int]] = Counter()  # (epoch, replica)
-        self._tick = threading.Event()  # never set
         self.of_coordinator = replicas
         self.of_worker = replicas + 1
         super().__init__(Path(), replicas, tls=TRUSTED)
@@ -89,13 +90,6 @@ class HostWorld(World):
         assert stored is not None
         return msgspec.msgpack.decode(stored.value, type=ChainConfig)
 
-    def wait(self, is_reached: Callable[[], bool]) -> None:
-        """Until the coordinator or a client has got there."""
-        deadline_s = time.monotonic() + LIMIT_S
-        while not is_reached():
-            assert time.monotonic() < deadline_s, f"not reached in {LIMIT_S:.0f} s: {self.config}"
-            self._tick.wait(0.02)
-
     def one_head_an_epoch(self) -> bool:
         return len({epoch for epoch, _ in self.acknowledged}) == len(self.acknowledged)
 
@@ -110,61 +104,33 @@ class Pusher:
 
     def __init__(self, world: HostWorld):
         self._world = world
-        self._changed = threading.Condition()
-        self._is_over = False
+        self._is_over = threading.Event()
         self.counts = [0] * KEYS  # acknowledged pushes of each element
-        self.error: BaseException | None = None
-        self.found: list[float] = []
-        host = world.net.hosts[world.of_worker]
-        self._thread = threading.Thread(target=self._inside, args=(host,), daemon=True)
-        self._thread.start()
-
-    @property
-    def acknowledged(self) -> int:
-        return sum(self.counts)
+        self._found = ThreadPoolExecutor(1).submit(self._push)
 
     def wait(self, is_reached: Callable[[], bool]) -> None:
-        """Until it is so, as seen after each push."""
-        with self._changed:
-            is_done = self._changed.wait_for(lambda: is_reached() or self.error, LIMIT_S)
-        if self.error is not None:
-            raise self.error
-        assert is_done, f"not reached in {LIMIT_S:.0f} s: {self.counts}, {self._world.config}"
+        until(lambda: is_reached() or self._found.done(), "it is reached while pushes go on")
+        if self._found.done():
+            self._found.result()
 
     def wait_more(self, pushes: int = 5) -> None:
-        wanted = self.acknowledged + pushes
-        self.wait(lambda: self.acknowledged >= wanted)
+        wanted = sum(self.counts) + pushes
+        self.wait(lambda: sum(self.counts) >= wanted)
 
     def stop(self) -> list[float]:
         """What is pulled after the last push."""
-        self._is_over = True
-        self._thread.join(LIMIT_S)
-        if self.error is not None:
-            raise self.error
-        return self.found
+        self._is_over.set()
+        return self._found.result(LIMIT_S)
 
-    def _inside(self, host: Host) -> None:
-        try:
-            host.enter()
-            self._push()
-        except BaseException as error:
-            self.error = error
-        with self._changed:
-            self._changed.notify_all()
-
-    def _push(self) -> None:
-        client = self._world.client(0, ASYNC)
-        try:
-            step = 0
-            while not self._is_over:
+    def _push(self) -> list[float]:
+        self._world.net.hosts[self._world.of_worker].enter()
+        with closing(self._world.client(0, ASYNC)) as client:
+            for step in itertools.count():
+                if self._is_over.is_set():
+                    break
                 push_one_hot(client, step % KEYS, step)
                 self.counts[step % KEYS] += 1
-                step += 1
-                with self._changed:
-                    self._changed.notify_all()
-            self.found = pulled(client)
-        finally:
-            client.close()
+            return pulled(client)
 
 
 @contextmanager
@@ -238,7 +204,7 @@ def test_a_worker_that_is_cut_off_with_the_head_goes_on_after_the_cut() -> None:
         for here in (head, made.of_worker):
             for there in (*made.config.members[1:], made.of_coordinator):
                 made.net.cut_both(here, there)
-        made.wait(lambda: made.config.epoch > before.epoch)
+        until(lambda: made.config.epoch > before.epoch, "the others go on")
         assert head not in made.config.members
         made.net.heal()
         pusher.wait_more()

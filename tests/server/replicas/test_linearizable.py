@@ -11,8 +11,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.messages import Commit
+from tests.coordinator.helpers import until
 from tests.server.chain.history import NEVER, Added, Observed, violation
 from tests.server.replicas.processes import COORDINATOR, Processes
 from tests.server.replicas.world import element_of, pulled, world
@@ -84,61 +87,25 @@ def value_of(weights: list[float]) -> int:
     return sum(round(-weight) << 2 * PER_ELEMENT * i for i, weight in enumerate(weights))
 
 
-class HistoryWorker:
-    """A thread that pushes and pulls by turns."""
-
-    def __init__(self, history: History, make: Callable[[], Client], pushes: int):
-        self.error: BaseException | None = None
-        self.done = 0
-        self._history = history
-        self._make = make
-        self._pushes = pushes
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def wait(self, steps: int) -> None:
-        with self._changed:
-            is_done = self._changed.wait_for(lambda: self.done >= steps or self.error, LIMIT_S)
-        if self.error is not None:
-            raise self.error
-        assert is_done, f"{self.done} of {steps} pushes in {LIMIT_S:.0f} s"
-
-    def join(self) -> None:
-        self.wait(self._pushes)
-        self._thread.join(LIMIT_S)
-
-    def _run(self) -> None:
-        try:
-            with closing(self._make()) as client:
-                self._work(client)
-        except BaseException as error:
-            self.error = error
-        with self._changed:
-            self._changed.notify_all()
-
-    def _work(self, client: Client) -> None:
-        for step in range(self._pushes):
-            self._history.push(client, step)
+def push_and_pull(history: History, make: Callable[[], Client], pushes: int) -> None:
+    """By turns."""
+    with closing(make()) as client:
+        for step in range(pushes):
+            history.push(client, step)
             for _ in range(2):
-                self._history.pull(client)
-            with self._changed:
-                self.done = step + 1
-                self._changed.notify_all()
+                history.pull(client)
 
 
 def test_what_clients_see_around_the_loss_of_a_head_is_linearizable() -> None:
     history = History()
     rule = Rule(2, asynchronous=True)
-    with world() as made:
-        workers = [
-            HistoryWorker(history, lambda rank=rank: made.client(rank, rule), pushes=8)
-            for rank in range(2)
-        ]
-        workers[0].wait(4)
+    with world() as made, ThreadPoolExecutor(2) as pool:
+        makes = [partial(made.client, rank, rule) for rank in range(2)]
+        working = [pool.submit(push_and_pull, history, make, 8) for make in makes]
+        until(lambda: len(history.added) >= 8, "half of the pushes")
         made.crash(0, made.head())
-        for worker in workers:
-            worker.join()
+        for worker in working:
+            worker.result(LIMIT_S)
     assert len(history.added) == 16
     assert history.violation() is None
     assert with_a_stale_read(history).violation() is not None
@@ -161,23 +128,21 @@ def test_processes_that_are_killed_and_stopped_show_linearizable_histories(
 ) -> None:
     chance = random.Random(seed)
     history = History()
-    with closing(Processes(tmp_path)) as made:
-        workers = [
-            HistoryWorker(history, lambda rank=rank: made.client(rank, workers=3), pushes=70)
-            for rank in range(3)
-        ]
-        for done in range(10, 60, 10):
-            workers[0].wait(done)
+    with closing(Processes(tmp_path)) as made, ThreadPoolExecutor(3) as pool:
+        makes = [partial(made.client, rank, workers=3) for rank in range(3)]
+        working = [pool.submit(push_and_pull, history, make, 70) for make in makes]
+        for done in range(30, 180, 30):
+            until(lambda: len(history.added) >= done, "pushes")  # noqa: B023
             victim: Any = chance.choice([*made.members(), COORDINATOR])
             if chance.random() < 0.5 and victim != COORDINATOR:
                 made.signal(victim, signal.SIGSTOP)
-                workers[0].wait(done + 5)
+                until(lambda: len(history.added) >= done + 15, "pushes without it")  # noqa: B023
                 made.signal(victim, signal.SIGCONT)
             else:
                 made.signal(victim, signal.SIGKILL)
                 made.wait_dead(victim)
                 made.start(victim)
-        for worker in workers:
-            worker.join()
+        for worker in working:
+            worker.result(LIMIT_S)
     assert history.violation() is None
     assert len(history.observed) > 400
