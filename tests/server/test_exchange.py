@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from shoal.server.client.route import Request
 from shoal.server.consistency import Rule
 from shoal.server.messages import RowBatch
 from shoal.server.process import peer
+from shoal.server.process.server import Server
 from shoal.server.rows.client import ServerStore, ServerTable
 from tests.server.helpers import client_of, servers
 
@@ -151,17 +153,18 @@ def test_places_out_of_range_are_refused() -> None:
 IDS = torch.tensor([3, 39, 12, 21])
 
 
-def table_of(client: Client) -> ServerTable:
-    return ServerStore(client).create(SPEC)
+@contextmanager
+def table_on(count: int, tcp: bool = False) -> Iterator[tuple[list[Server], Client, ServerTable]]:
+    with servers(count, tcp) as found:
+        client = client_of(found, 0, Rule(1))
+        yield found, client, ServerStore(client).create(SPEC)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
 def test_rows_are_the_same_with_and_without_the_native_call(
     monkeypatch: pytest.MonkeyPatch, tcp: bool
 ) -> None:
-    with servers(3, tcp) as found:
-        client = client_of(found, 0, Rule(1))
-        table = table_of(client)
+    with table_on(3, tcp) as (_, _, table):
         rows = table.pull(IDS)
         assert torch.equal(rows, SPEC.initial(IDS))
         monkeypatch.setattr(link_module, "_native", None)
@@ -169,9 +172,7 @@ def test_rows_are_the_same_with_and_without_the_native_call(
 
 
 def test_rows_are_asked_for_again_over_another_connection() -> None:
-    with servers(3, tcp=True) as found:
-        client = client_of(found, 0, Rule(1))
-        table = table_of(client)
+    with table_on(3, tcp=True) as (_, client, table):
         table.pull(IDS)
         broken = client.links[1].connection("rows")
         broken.abort()
@@ -185,9 +186,7 @@ def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch, tcp:
     def refuse(peer: object, header: object, meta: bytes) -> None:
         raise Refused("no rows today")
 
-    with servers(3, tcp) as found:
-        client = client_of(found, 0, Rule(1))
-        table = table_of(client)
+    with table_on(3, tcp) as (_, _, table):
         registered = peer.HANDLERS[FrameKind.TABLE_PULL]._replace(handler=refuse)
         monkeypatch.setitem(peer.HANDLERS, FrameKind.TABLE_PULL, registered)
         with pytest.raises(ShoalError, match="no rows today"):
@@ -195,9 +194,7 @@ def test_a_refusal_of_one_server_is_raised(monkeypatch: pytest.MonkeyPatch, tcp:
 
 
 def test_the_server_that_is_lost_is_named() -> None:
-    with servers(3) as found:
-        client = client_of(found, 0, Rule(1))
-        table = table_of(client)
+    with table_on(3) as (found, _, table):
         table.pull(IDS)
         found[1].close()
         with pytest.raises(PeerLost, match="TABLE_PULL to server 1"):
@@ -207,9 +204,7 @@ def test_the_server_that_is_lost_is_named() -> None:
 
 
 def test_an_exchange_that_is_abandoned_leaves_its_queues() -> None:
-    with servers(2) as found:
-        client = client_of(found, 0, Rule(1))
-        table_of(client)
+    with table_on(2) as (_, client, _):
         link = client.links[0]
         request = Request(FrameKind.TABLE_HEAT, encode(RowBatch("t", 0)))
         begun = link_module.begin_exchange([(link, request)], "rows")

@@ -91,19 +91,19 @@ def test_workers_of_one_host_read_the_secret_from_a_private_file(
     assert_not_in(secret, traffic)
 
 
-def test_several_hosts_without_a_secret_are_refused_with_the_variable_to_set(world: World) -> None:
-    with pytest.raises(BadInput, match=r"several hosts.* set SHOAL_SECRET, or SHOAL_SECRET_FILE"):
-        list(meet(world, [None] * WORKERS, "aab"))
-
-
-def test_a_secret_that_one_host_lacks_is_named(world: World) -> None:
-    with pytest.raises(BadInput, match="some workers have a secret and others have none"):
-        list(meet(world, [SECRET, SECRET, None], "aab"))
-
-
-def test_secrets_that_differ_are_noticed_before_anything_starts(world: World) -> None:
-    with pytest.raises(ShoalError, match=r"SHOAL_SECRET differs between hosts"):
-        list(meet(world, [SECRET, SECRET, new_secret()], "aab"))
+@pytest.mark.parametrize(
+    ("secrets", "reason"),
+    [
+        ([None] * 3, r"several hosts.* set SHOAL_SECRET, or SHOAL_SECRET_FILE"),
+        ([SECRET, SECRET, None], "some workers have a secret and others have none"),
+        ([SECRET, SECRET, new_secret()], "SHOAL_SECRET differs between hosts"),
+    ],
+)
+def test_hosts_that_do_not_share_a_secret_are_refused_before_anything_starts(
+    world: World, secrets: list[bytes | None], reason: str
+) -> None:
+    with pytest.raises(ShoalError, match=reason):
+        list(meet(world, secrets, "aab"))
 
 
 @pytest.mark.parametrize("changed", ["data", "code", "garbage"])

@@ -1,26 +1,36 @@
-"""Pushes and pulls against servers in threads."""
+"""Pushes and pulls against servers in threads, on a GPU, and slowed down."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.errors import PeerLost, RunOver, ShoalError
+from shoal.protocol import FrameKind
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
-from shoal.server.client.client import Client
+from shoal.server import shared_memory
+from shoal.server.client.client import Client, DeviceExchange
 from shoal.server.client.discovery import all_gather_text
 from shoal.server.consistency import Rule
-from shoal.server.messages import Commit
+from shoal.server.messages import Commit, DeviceAsked
+from shoal.server.process import model_host
 from shoal.sync.ps.plan import ServedOptions, specs_of
+from shoal.transport import cuda_ipc
 from tests.conftest import World
 from tests.server.helpers import MODEL, SECRET, client_of, fill, flat_of, servers, weights
+from tests.server.replicas.world import push_one_hot, world
 
 ASYNC = Rule(2, asynchronous=True)
+ALONE = Rule(1, asynchronous=True)
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
@@ -203,3 +213,133 @@ def test_a_worker_whose_server_has_ended_with_the_run_does_not_wait_for_it(tmp_p
     (tmp_path / "finished-0").touch()
     with pytest.raises(RunOver, match="worker 1 came after the others had finished"):
         Client(1, MODEL, [found[0].address], SECRET, specs, config)
+
+
+# ---- memory on a GPU; here memory of this process stands for it
+
+
+HERE = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(device: torch.device, num_bytes: int) -> tuple[Tensor, bytes]:
+        return torch.zeros(num_bytes, dtype=torch.uint8), bytes(cuda_ipc.HANDLE_BYTES)
+
+    monkeypatch.setattr(cuda_ipc, "device_name", lambda device: "GPU-0")
+    monkeypatch.setattr(cuda_ipc, "allocate", allocate)
+    monkeypatch.setattr(DeviceExchange, "synchronize", lambda self: None)
+
+
+@contextmanager
+def client_on_device(count: int = 2) -> Iterator[Client]:
+    with servers(count) as found:
+        client = client_of(found, 0, ALONE)
+        try:
+            client.share_device(HERE)
+            yield client
+        finally:
+            client.close()
+
+
+def updated(client: Client) -> Tensor:
+    """The weights after a push of ones: they began at 0, and the learning rate is 1."""
+    assert client.commit(*fill(client, 1.0)).verdict == "admitted"
+    return weights(client, version=1)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_pushes_and_pulls_on_a_gpu_give_the_weights_of_shared_memory() -> None:
+    with client_on_device() as client:
+        assert client.shared_memory == "memory of the GPU"
+        on_gpu = updated(client)
+        assert torch.any(on_gpu == -1.0)
+    with servers(2) as found:
+        plain = client_of(found, 0, ALONE)
+        assert plain.shared_memory == "shared memory"
+        assert torch.equal(updated(plain), on_gpu)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_server_reads_a_push_where_the_worker_has_put_it() -> None:
+    with servers() as found:
+        client = client_of(found, 0, ALONE)
+        client.share_device(HERE)
+        (model,) = found[0].host.models.values()
+        fill(client, 3.0)
+        assert torch.all(model.membership.members[0].pushes.gradients == 3.0)
+
+
+def test_without_a_common_gpu_pushes_stay_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "device_name", lambda device: "")
+    with client_on_device() as client:
+        assert client.on_device is None and client.shared_memory == "shared memory"
+
+
+def test_memory_that_cannot_be_opened_is_not_used(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_handle(device: torch.device, handle: bytes, num_bytes: int) -> Tensor:
+        raise cuda_ipc.CudaIpcError("not permitted")
+
+    monkeypatch.setattr(cuda_ipc, "open_handle", open_handle)
+    monkeypatch.setattr(shared_memory, "this_process", iter(["one", "another"]).__next__)
+    with client_on_device(count=1) as client:
+        assert client.on_device is None and client.shared_memory == "shared memory"
+        assert torch.any(updated(client) == -1.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_memory_is_accepted_only_after_an_offer_and_before_the_first_push() -> None:
+    with servers() as found:
+        client = client_of(found, 0, ALONE)
+        link = client.links[0]
+        with pytest.raises(ShoalError, match="was offered no memory"):
+            client.request(link, FrameKind.SHARE_DEVICE, DeviceAsked(is_accepted=True))
+    with servers() as found:
+        client = client_of(found, 0, ALONE)
+        updated(client)
+        with pytest.raises(ShoalError, match="after the first push"):
+            client.share_device(HERE)
+
+
+def test_a_handle_of_another_length_is_refused() -> None:
+    with pytest.raises(cuda_ipc.CudaIpcError, match="64 bytes, not 3"):
+        cuda_ipc.open_handle(torch.device("cuda"), b"abc", 8)
+
+
+# ---- `--slow server:0:4x`: others see that all it does takes so long
+
+
+@pytest.fixture
+def slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long threads slept; each look at the clock of a thread finds a second of work."""
+    found: list[float] = []
+    monkeypatch.setattr(model_host, "busy_s", itertools.count(1.0).__next__)
+    monkeypatch.setattr(model_host, "sleep", found.append)
+    return found
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_server_is_slow_in_all_that_it_does_before_others_see_it(
+    slept_s: list[float], tcp: bool
+) -> None:
+    with servers(tcp=tcp) as found:
+        client = client_of(found, 0, ALONE)
+        assert slept_s == []
+        found[0].host.slowness.factor = 4.0
+        client.commit(*fill(client, 1.0))
+        of_push = len(slept_s)
+        assert of_push >= 2, "for the update, and for the answer"
+        weights(client)
+        assert len(slept_s) > of_push
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_replica_is_slow_wherever_it_is_in_its_chain(slept_s: list[float], replica: int) -> None:
+    with world(replicas=2) as made:
+        client = made.client(0, ALONE)
+        made.servers[0, replica].host.slowness.factor = 4.0
+        push_one_hot(client, 1, 0)
+        made.weights_of(0, replica)
+        assert slept_s
