@@ -158,7 +158,6 @@ class Stranger:
     targets: Callable[[], list[Address]]
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     over: threading.Event = field(default_factory=threading.Event)
-    rounds: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     held: deque[socket.socket] = field(default_factory=deque)
     received: dict[bytes, None] = field(default_factory=dict)
     tried: Counter[str] = field(default_factory=Counter)
@@ -166,12 +165,10 @@ class Stranger:
 
     def attack(self) -> None:
         while not self.over.wait(_PAUSE_S):
-            if found := self.targets():
-                for target, attack in product(found, ATTACKS):
-                    self.tried[attack.__name__] += 1
-                    with suppress(*_REFUSED):
-                        attack(self, target)
-                self.rounds.release()
+            for target, attack in product(self.targets(), ATTACKS):
+                self.tried[attack.__name__] += 1
+                with suppress(*_REFUSED):
+                    attack(self, target)
 
     def flood(self) -> None:
         """Many connections that say nothing; what they are sent is kept when others replace them.

@@ -8,29 +8,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from shoal.lab.design import LabDesign
 from shoal.lab.lab import build_lab, remove_lab
-from shoal.transport.tcp.connect import Exchange, TcpSpec
-from shoal.transport.tcp.transport import TcpEngine, TcpTransport
 from tests.cluster import pieces_of
-from tests.comm.threads import KEY, Table
 from tests.lab.attacked import ATTACKS, AttackedLab, Stranger
 from tests.namespaces import why_not
-from tests.transport.test_tcp_strangers import swap
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.timeout(900),
 ]
 NAME = f"keys{os.getpid() % 100_000}"
 SCRIPT = """
 import hashlib, sys, time
-from functools import partial
 from pathlib import Path
 import torch, shoal
 from torch import nn
@@ -83,50 +78,6 @@ def assert_kept_out(attacked: AttackedLab, stranger: Stranger) -> None:
         assert weights[start : start + 16] not in received
 
 
-def test_ranks_of_two_hosts_connect_while_a_stranger_floods_what_listens(
-    attacked: AttackedLab,
-) -> None:
-    """The data plane listens for a moment only: here rank 1 comes when it was attacked twice."""
-    hosts = attacked.lab.hosts
-    meeting = Table(2)
-    is_open, was_attacked = threading.Event(), threading.Event()
-    results: dict[int, float] = {}
-    (attacked.folder / "weights").touch()
-
-    def exchange(rank: int) -> Exchange:
-        def all_gather(message: bytes) -> list[bytes]:
-            is_open.set()
-            was_attacked.wait(60)
-            return meeting.exchange(rank)(message)
-
-        return all_gather
-
-    def main(rank: int) -> None:
-        spec = TcpSpec(rank, 2, KEY, host=hosts[rank].address)
-        engine = TcpEngine(spec, exchange(rank))
-        results[rank] = swap(TcpTransport(engine))
-        engine.close()
-
-    threads = [
-        threading.Thread(target=hosts[rank].namespace.call, args=(partial(main, rank),))
-        for rank in range(2)
-    ]
-    attacked.recordings.append(bytes(76))
-    with attacked.stranger() as stranger:
-        for thread in threads:
-            thread.start()
-        assert is_open.wait(60)
-        for _ in range(2):
-            assert stranger.rounds.acquire(timeout=60)
-        was_attacked.set()
-        for thread in threads:
-            thread.join()
-    assert results == {0: 4.0, 1: 2.0}
-    assert any(b"shoaltcp" in data for data in stranger.received)
-    assert_kept_out(attacked, stranger)
-
-
-@pytest.mark.whole
 @pytest.mark.parametrize("strategy", ["ddp", "ps(servers=2)", "ps(servers=2, replicas=2)"])
 def test_a_run_among_strangers_has_the_bits_of_one_alone(
     attacked: AttackedLab, strategy: str
@@ -143,7 +94,6 @@ def test_a_run_among_strangers_has_the_bits_of_one_alone(
     assert len(among.splitlines()) < len(alone.splitlines()) + 10, among
 
 
-@pytest.mark.whole
 def test_a_worker_joins_an_elastic_run_among_strangers(attacked: AttackedLab) -> None:
     words = ("-n", "2", "--elastic", "1:2", "--start", "1", "train.py", "200")
     alone = subprocess.run(

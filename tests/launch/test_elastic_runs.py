@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -71,37 +70,6 @@ def test_a_worker_that_joins_at_step_40_of_100_is_used(tmp_path: Path, strategy:
     assert strategy in AVERAGES or run.bits() == undisturbed("tally", 100)
     joined = re.search(r"worker 2 joined at step (\d+)", run.stderr)
     assert joined is not None and used(run, 2) == set(range(int(joined[1]), 101))
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", ["ddp(elastic=True)", "zero(2, elastic=True)"])
-def test_a_worker_that_is_stopped_for_longer_than_the_timeout_disturbs_no_bit(
-    tmp_path: Path, strategy: str
-) -> None:
-    options = ("-n", "3", "-s", strategy, "--timeout", "20", "--restart", "1")
-    run = DisturbedRun(tmp_path / "run", options, workers=3, steps=60, waits_at=20)
-    with run.going_on():
-        run.until_all_are_there()
-        (pid,) = (pid for member, pid in run.log.processes().items() if member.worker == 1)
-        os.kill(pid, signal.SIGSTOP)
-    assert run.bits() == undisturbed("tally", 60)
-    assert "worker 1 has been stopped for 20 s and is killed: --timeout" in run.stderr
-    assert re.search(r"worker 1 was lost at step \d+ and came back", run.stderr)
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", AVERAGES)
-def test_each_sample_counts_once_when_a_worker_is_killed_and_comes_back(
-    tmp_path: Path, strategy: str
-) -> None:
-    options = ("--elastic", "1:3", "-s", strategy, "--kill", "1@9", "--restart", "1")
-    run = DisturbedRun(tmp_path / "run", options, steps=60, recipe="counts", waits_at=12)
-    with run.going_on():
-        pass
-    assert run.trains_each_sample_once()
-    assert "worker 1 was lost at step 9 and came back after" in run.stderr
 
 
 @pytest.mark.whole

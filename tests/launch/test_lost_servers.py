@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -25,8 +24,6 @@ from shoal.launch.losses.lost_servers import (
 )
 from shoal.runtime.checkpoint_folders import version_of
 from shoal.runtime.config import RunConfig, ServerCheckpointConfig
-from shoal.runtime.faults import faults_of
-from shoal.runtime.run_dir import RunDir
 from shoal.server.chain import ChainConfig
 from shoal.server.consistency import Rule
 from shoal.strategy.strategy import parse
@@ -138,29 +135,6 @@ def test_the_counters_at_the_end_are_those_of_shards_where_servers_have_replicas
     assert ends[0] == "shard 0: 60 updates, 7 requests, 0.0 MB in, 0.0 MB out"
     assert ends[1] == "shard 1: 60 updates, at least 14 requests, 0.0 MB in, 0.0 MB out"
     assert ends[2] == "at least: what a server had counted before it was lost is not included"
-
-
-# ------------------------------------------------------------------------------- injected
-
-
-def test_a_worker_that_begins_the_step_kills_the_server_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, signal: killed.append(pid))
-    run_dir = RunDir(tmp_path)
-    run_dir.note_server_pid(1, 4711)
-    config = RunConfig(run_dir=run_dir, kill=("server:1@3", "server:0@4"))
-    steps = [0]
-    for rank in (0, 1):
-        faults = faults_of(config, rank, 2)
-        assert faults is not None
-        faults.at_start()
-        compute = faults.around(lambda: None, lambda: steps[-1], lambda: 0.0)
-        for step in range(1, 6):
-            steps.append(step)
-            compute()
-            assert killed == ([4711] if rank or step >= 3 else [])
 
 
 # ------------------------------------------------------------------------------- the new head

@@ -63,17 +63,6 @@ def test_an_unknown_run_is_one_sentence_with_those_there_are() -> None:
 
 
 @alone
-def test_the_entry_of_a_launcher_that_was_killed_is_removed() -> None:
-    with run_of() as (_, run_dir):
-        twin = run_dir.path.with_name("shoal-run-abcdefgh")
-        twin.mkdir()
-        (twin / "lock").touch()
-        (twin / "run.json").write_bytes(run_dir.entry.read_bytes())
-        assert len(entries()) == 1
-        assert not twin.exists()
-
-
-@alone
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": 1}', "\xff", "[" * 100_000])
 def test_an_entry_that_cannot_be_read_is_not_shown(text: str) -> None:
     with run_of() as (_, run_dir):
