@@ -7,13 +7,13 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 from shoal.lab import namespaces
-from shoal.lab.namespaces import CableEnd, Namespace, NetworkError, join, removed_at_end
+from shoal.lab.namespaces import CableEnd, Namespace, NetworkError, join, remove
 
 T = TypeVar("T")
 _ETH_P_ALL = 3
@@ -80,7 +80,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         Host(f"shoal{number}{end}", f"10.77.0.{index}", f"sh{number}{end}")
         for index, end in enumerate("ab", start=1)
     )
-    with removed_at_end([first.namespace, second.namespace]):
+    with ExitStack() as stack:
+        stack.callback(remove, [first.namespace, second.namespace])
         for host in (first, second):
             host.namespace.add()
         join(first.end, second.end)
@@ -137,7 +138,8 @@ def lan(count: int) -> Iterator[Lan]:
     hosts = [
         Host(f"shoal{number}h{i}", f"10.77.1.{i + 1}", f"sh{number}h{i}") for i in range(count)
     ]
-    with removed_at_end([switch, *(host.namespace for host in hosts)]):
+    with ExitStack() as stack:
+        stack.callback(remove, [switch, *(host.namespace for host in hosts)])
         switch.make_switch()
         for index, host in enumerate(hosts):
             _plug_in(switch, host, index)

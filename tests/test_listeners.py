@@ -29,7 +29,6 @@ LISTENERS = {
     "comm/store/service.py": "asks for a key, or listens at loopback",
     "comm/torch_backend/process_group.py": "Gloo: HostNetwork.check_gloo, in share_memory",
     "lab/lab.py": "a socket for the StoreService of an elastic run, with its key",
-    "lab/machines.py": "the same",
     "launch/managers/ray_machines.py": "the same",
     "launch/hosts/remote.py": "the same",
     "protocol/endpoint.py": "TLS, or a trusted network; those who use it ask for a key",

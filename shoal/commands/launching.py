@@ -23,8 +23,7 @@ from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import OnProgress, Write, discard_lines, print_lines
 from shoal.launch.here.process_config import replication_of
 from shoal.launch.hosts.machines import Machines
-from shoal.launch.losses.loss_report import RunResult, run_report
-from shoal.launch.losses.lost_workers import taking_back, tolerance_of
+from shoal.launch.losses.lost_workers import RunResult, run_report, taking_back, tolerance_of
 from shoal.runtime.config import RunConfig, set_default_variables
 from shoal.runtime.faults import check_faults
 from shoal.runtime.files import scratch_folder
@@ -43,7 +42,7 @@ def _ray(address: str, config: RunConfig) -> Machines:
 
 
 def _lab(address: str, config: RunConfig) -> Machines:
-    from shoal.lab.machines import LabMachines  # each engine is loaded only where it is used
+    from shoal.lab.lab import LabMachines  # each engine is loaded only where it is used
 
     return LabMachines(address or None)
 

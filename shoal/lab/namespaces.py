@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -191,14 +191,6 @@ def remove(namespaces: Sequence[Namespace]) -> int:
         ended += _end_processes(namespace)
         namespace.delete()
     return ended
-
-
-@contextmanager
-def removed_at_end(namespaces: Sequence[Namespace]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        remove(namespaces)
 
 
 def _end_processes(namespace: Namespace) -> int:

@@ -15,8 +15,7 @@ from benchmarks.__main__ import app
 from shoal.cli import main, run_app
 from shoal.cluster.toml_file import cluster_text, read_cluster
 from shoal.lab.design import LabDesign
-from shoal.lab.lab import build_lab, remove_lab
-from shoal.lab.machines import LabMachines
+from shoal.lab.lab import LabMachines, build_lab, remove_lab
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.hosts.remote import run_remote
 from shoal.runtime.config import RunConfig

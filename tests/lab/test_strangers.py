@@ -26,6 +26,7 @@ pytestmark = [
 NAME = f"keys{os.getpid() % 100_000}"
 SCRIPT = """
 import hashlib, sys, time
+from functools import partial
 from pathlib import Path
 import torch, shoal
 from torch import nn

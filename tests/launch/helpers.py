@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import OnProgress
-from shoal.launch.losses.loss_report import RunResult
+from shoal.launch.losses.lost_workers import RunResult
 from shoal.runtime.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

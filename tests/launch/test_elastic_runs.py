@@ -23,7 +23,11 @@ def with_joining(run: DisturbedRun, at: int) -> None:
     with run.going_on(own := {**os.environ, "TMPDIR": str(run.folder)}):
         run.until(lambda: any(noted.step >= at for noted in run.log.read()), "come to the step")
         command = [sys.executable, "-m", "shoal", "join"]
-        forked.run(command, cwd=ROOT, env=own, check=True, capture_output=True, timeout=100)
+        asked = {"cwd": ROOT, "env": own, "check": True, "capture_output": True, "text": True}
+        said = forked.run(command, **asked, timeout=100).stdout
+        assert re.fullmatch(
+            r"worker 2 has joined the run [a-z0-9-]+\n", said
+        )  # as `shoal ps` names it
 
 
 def used(run: DisturbedRun, worker: int) -> set[int]:

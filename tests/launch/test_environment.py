@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,60 +34,58 @@ SHOAL = {
 }  # fmt: skip
 
 
-ALL_HERE = ("localhost", "127.0.0.1", "127.0.1.1")
-
-
 def detect(environ: dict[str, str]) -> Placement | None:
     return environment.detect(RunConfig.from_environment(environ))
 
 
+def detect_with(environ: dict[str, str], **change: str | None) -> Placement | None:
+    """A variable that becomes None is not set."""
+    changed = {**environ, **change}
+    return detect({name: text for name, text in changed.items() if text is not None})
+
+
+def test_the_launcher_is_known_by_its_variables() -> None:
+    assert detect({}) is None
+    assert detect({"RANK": "0", "HOME": "/root"}) is None  # RANK alone says nothing
+    config = worker_config(RunConfig(), RunDir(Path("/tmp/run")), rank=1, workers=4, servers=0)
+    written = Placement("shoal", 1, 4, 1, 4, "file:///tmp/run/store")
+    assert detect(config.to_environment()) == written
+    assert detect(TORCHRUN) == Placement("torchrun", 3, 8, 1, 2, "env://")
+    for address, there in (("node1", "tcp://node1:4000"), ("fd00::2", "tcp://[fd00::2]:4000")):
+        found = detect_with(TWO_HOSTS, MASTER_ADDR=address, MASTER_PORT="4000")
+        assert found == Placement("openmpi", 1, 4, 1, 2, there)
+
+
 FOUR = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
-MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "4000"}
-BY_SHOAL = worker_config(RunConfig(), RunDir(Path("/tmp/run")), rank=1, workers=4, servers=0)
-NO_LOCAL = {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+def test_four_variables_are_enough_on_one_host(address: str) -> None:
+    there = f"tcp://[{address}]:29500" if ":" in address else f"tcp://{address}:29500"
+    for local in ({}, {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, {"LOCAL_RANK": "1"}):
+        found = detect_with(FOUR, MASTER_ADDR=address, **local)
+        assert found == Placement("torchrun", 1, 4, 1, 4, there)
+
+
+@pytest.mark.parametrize("address", ["node1", "10.0.0.1"])
+def test_four_variables_do_not_say_which_ranks_share_a_host(address: str) -> None:
+    found = detect_with(FOUR, MASTER_ADDR=address)
+    there = f"tcp://{address}:29500"
+    assert found == Placement("torchrun", 1, 4, 0, 1, there, knows_hosts=False)
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    "change",
     [
-        ({}, None),
-        ({"RANK": "0", "HOME": "/root"}, None),  # RANK alone says nothing
-        (BY_SHOAL.to_environment(), ("shoal", 1, 4, 1, 4, "file:///tmp/run/store")),
-        (TORCHRUN, ("torchrun", 3, 8, 1, 2, "env://")),
-        ({**TWO_HOSTS, **MASTER}, ("openmpi", 1, 4, 1, 2, "tcp://node1:4000")),
-        (
-            {**TWO_HOSTS, **MASTER, "MASTER_ADDR": "fd00::2"},
-            ("openmpi", 1, 4, 1, 2, "tcp://[fd00::2]:4000"),
-        ),
-        # four variables are enough on one host, and do not say else which ranks share one
-        *(
-            ({**FOUR, "MASTER_ADDR": host, **local}, ("torchrun", 1, 4, 1, 4, f"tcp://{at}:29500"))
-            for host, at in [*zip(ALL_HERE, ALL_HERE, strict=True), ("::1", "[::1]")]
-            for local in ({}, NO_LOCAL, {"LOCAL_RANK": "1"})
-        ),
-        *(
-            ({**FOUR, "MASTER_ADDR": host}, ("torchrun", 1, 4, 0, 1, f"tcp://{host}:29500", False))
-            for host in ("node1", "10.0.0.1")
-        ),
-        # Slurm without srun: alone
-        *(
-            ({name: text for name, text in {**SLURM, **change}.items() if text is not None}, None)
-            for change in (
-                {"SLURM_STEP_ID": None},  # the script of sbatch: SLURM_PROCID=0 and no step
-                {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0"},  # the same, as a batch step
-                {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
-                {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
-                {"SLURM_PROCID": None},  # ssh into a node of the job
-            )
-        ),
+        {"SLURM_STEP_ID": None},  # the script of sbatch: SLURM_PROCID=0 and no step
+        {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0"},  # the same, as a batch step
+        {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+        {"SLURM_PROCID": None},  # ssh into a node of the job
     ],
 )
-def test_the_launcher_is_known_by_its_variables(
-    environ: dict[str, str], found: tuple[Any, ...] | None
-) -> None:
-    *first, knows_hosts = found if found and len(found) == 7 else (*(found or ()), True)
-    expected = Placement(*first, knows_hosts=knows_hosts) if found else None
-    assert detect(environ) == expected
+def test_slurm_without_srun_runs_alone(change: dict[str, str | None]) -> None:
+    assert detect_with(SLURM, **change) is None
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1", "10.0.0.1", "node1"])
@@ -187,9 +184,8 @@ def test_who_was_started_last_wins() -> None:
 def test_a_bad_variable_is_named(
     environ: dict[str, str], change: dict[str, str | None], named: str
 ) -> None:
-    merged = {**environ, **change}
     with pytest.raises(BadInput, match=named):
-        detect({name: value for name, value in merged.items() if value is not None})
+        detect_with(environ, **change)
 
 
 def test_slurm_lists() -> None:

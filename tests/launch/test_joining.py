@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal.commands.runs import join
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.running import (
     RunFacts,
@@ -78,21 +77,6 @@ def test_which_run_is_asked() -> None:
     for gone in (second.path, Path("/nothing"), Path("/dev/null")):
         with pytest.raises(BadInput, match=f"{gone} is not the folder of a run that goes on"):
             ask_to_join(str(gone))
-
-
-def test_the_run_that_is_joined_is_named_as_ps_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started = StartedWorker(1, 1, "worker 1 of 2 is started")
-    monkeypatch.setattr("shoal.commands.runs.wait_for_answer", lambda *_: started)
-    with new_run_dir() as run_dir:
-        run_dir.open_joins()
-        run_dir.note_return(1, 1, {"step": 40, "lost_at": 0})
-        join()
-        name = enter_run(run_dir, FACTS)
-        join()
-    said = "worker 1 has joined the run {}\n"
-    assert capsys.readouterr().out == said.format(run_dir.path) + said.format(name)
 
 
 def test_the_launcher_answers() -> None:

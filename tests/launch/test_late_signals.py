@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shoal.launch.here.output import LineForwarder, print_lines
 from shoal.launch.here.process_config import SINGLE_COPY
-from shoal.launch.here.processes import ProcessExit, Role
+from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import Supervisor
 from shoal.launch.losses.failures import FailureReport, write_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
@@ -100,36 +101,28 @@ def test_a_signal_at_any_time_has_one_outcome(
     assert (saved is None) == ("no checkpoint is in" in resumed.stderr)
 
 
-class Preempted(Supervisor):
-    """A run of two workers that got SIGTERM, and how they ended."""
-
-    def __init__(self, run_dir: RunDir, *statuses: int):
-        policy = LossPolicy(run_dir, 2, None, print)
-        super().__init__(run_dir, policy, ServerPolicy(0, SINGLE_COPY, print), print, 2)
-        self.first_signal = signal.SIGTERM
-        self.signals = 1
-        self.stopped_ns, self.ended_ns = 100, 300
-        exits = [ProcessExit(rank, status, 200, "worker") for rank, status in enumerate(statuses)]
-        self.exits = exits
-        self.failed = [exit for exit in exits if exit.returncode]
-
-    def ends(self, *finished: int) -> str:
-        stderr = [LineForwarder(print_lines, "", True)] * 2
-        streams: dict[Role, list[LineForwarder]] = {"worker": stderr, "server": stderr}
-        failures = self.failures(streams)
-        if self.ends_by_signal(failures, finished):
-            return "preempted"
-        return "failed" if failures else "finished"
+def end_of(run_dir: RunDir, *statuses: int, finished: Sequence[int] = ()) -> str:
+    """Of a run of two workers that got SIGTERM, and ended with these."""
+    policy = LossPolicy(run_dir, 2, None, print)
+    run = Supervisor(run_dir, policy, ServerPolicy(0, SINGLE_COPY, print), print, 2)
+    run.first_signal, run.signals = signal.SIGTERM, 1
+    run.stopped_ns, run.ended_ns = 100, 300
+    run.exits = [ProcessExit(rank, status, 200) for rank, status in enumerate(statuses)]
+    run.failed = [exit for exit in run.exits if exit.returncode]
+    failures = run.failures({"worker": [LineForwarder(print_lines, "", True)] * 2})
+    if run.ends_by_signal(failures, finished):
+        return "preempted"
+    return "failed" if failures else "finished"
 
 
 def test_workers_that_were_asked_to_stop_may_fail_to_save_or_finish(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    assert Preempted(run_dir, 143, 143).ends(0, 1) == "preempted"
-    assert Preempted(run_dir, 0, 0).ends(0, 1) == "finished"
-    assert Preempted(run_dir, 0, 0).ends() == "preempted"  # handlers of a script without shoal.run
-    assert Preempted(run_dir, 0, 143).ends(0) == "preempted"
-    assert Preempted(run_dir).ends() == "preempted"  # before any worker was started
+    assert end_of(run_dir, 143, 143, finished=(0, 1)) == "preempted"
+    assert end_of(run_dir, 0, 0, finished=(0, 1)) == "finished"
+    assert end_of(run_dir, 0, 0) == "preempted"  # handlers of a script without shoal.run
+    assert end_of(run_dir, 0, 143, finished=(0,)) == "preempted"
+    assert end_of(run_dir) == "preempted"  # before any worker was started
     write_failure(run_dir, 1, FailureReport(250, 1, "", "", lost_peer=True))
-    assert Preempted(run_dir, -15, 1).ends() == "preempted"  # the loss of the other one
+    assert end_of(run_dir, -15, 1) == "preempted"  # the loss of the other one
     write_failure(run_dir, 0, FailureReport(250, 2, "cannot save: the disk is full", ""))
-    assert Preempted(run_dir, 2, 1).ends() == "failed"
+    assert end_of(run_dir, 2, 1) == "failed"

@@ -16,14 +16,17 @@ import pytest
 from shoal.errors import BadInput, PeerLost, WorkersFailed
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.failures import report_failure
-from shoal.launch.losses.loss_report import (
+from shoal.launch.losses.lost_workers import (
+    LossPolicy,
     LostWorker,
     RunResult,
     SampleShares,
+    Tolerance,
     losses_at_end,
     run_report,
+    taking_back,
+    tolerance_of,
 )
-from shoal.launch.losses.lost_workers import LossPolicy, Tolerance, taking_back, tolerance_of
 from shoal.runtime.files import StepCount
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import parse
@@ -381,15 +384,13 @@ def test_reports_by_rank_and_none_for_what_cannot_be_read(run_dir: RunDir, tmp_p
 
 
 def test_the_report_of_a_run() -> None:
-    reports: tuple[dict[str, Any] | None, ...] = (
-        {"rank": 0, "steps": 8, "samples_per_s": 10.0},
-        None,
-        {"rank": 2, "steps": 9, "samples_per_s": 2.5},
-    )
+    ranks = (8, 10.0), None, (9, 2.5)
+    reports = tuple(rank and {"steps": rank[0], "samples_per_s": rank[1]} for rank in ranks)
     lost = LostWorker(1, "was killed by SIGKILL", 1.5, lost_at=4)
     lost_again = LostWorker(1, "was killed by SIGKILL", 1.0, away="returned")
-    result = RunResult(4.0, (lost,), reports, returned=(lost_again,))
-    found = run_report("ps(quorum=0.5)", 3, result)
+    found = run_report(
+        "ps(quorum=0.5)", 3, RunResult(4.0, (lost,), reports, returned=(lost_again,))
+    )
     (shown,) = found.pop("lost")
     assert {"rank": 1, "lost_at": 4, "not_trained": 5, "is_covered": False}.items() <= shown.items()
     assert found == {

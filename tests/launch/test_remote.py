@@ -19,7 +19,7 @@ from shoal.errors import BadInput, WorkersFailed
 from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
 from shoal.launch.here.running import RunEntry, entries
-from shoal.launch.hosts.machines import Machine, place, place_evenly
+from shoal.launch.hosts.machines import Machine, place_evenly
 from shoal.launch.hosts.remote import run_attempts
 from shoal.launch.hosts.remote_servers import AGENT_COMMAND
 from shoal.runtime.config import RunConfig
@@ -51,25 +51,24 @@ def run(
     return shown
 
 
-def test_ranks_of_a_host_are_neighbours() -> None:
-    hosts = [Machine("a", "10.0.0.1", 2), Machine("b", "10.0.0.2", 3), Machine("c", "10.0.0.3", 2)]
-    placed = place(hosts, 4)
-    assert [(on.machine.name, list(on.ranks)) for on in placed] == [("a", [0, 1]), ("b", [2, 3])]
+@pytest.mark.parametrize(
+    ("slots", "started", "workers", "ranks"),
+    [
+        ((2, 3, 2), 4, 4, [("a", [0, 1]), ("b", [2, 3])]),  # neighbours on a host
+        ((3, 1, 2), 4, 4, [("a", [0, 1, 2]), ("b", [3])]),
+        # of an elastic run: the first evenly
+        ((3, 1, 2), 3, 6, [("a", [0]), ("b", [1]), ("c", [2]), ("a", [3, 4]), ("c", [5])]),
+        ((3, 1, 2), 4, 5, [("a", [0, 1]), ("b", [2]), ("c", [3]), ("c", [4])]),
+    ],
+)
+def test_which_ranks_are_on_which_host(
+    slots: tuple[int, ...], started: int, workers: int, ranks: list[tuple[str, list[int]]]
+) -> None:
+    hosts = [Machine(name, "10.0.0.1", count) for name, count in zip("abc", slots, strict=True)]
+    placed = place_evenly(hosts, started, workers)
+    assert [(on.machine.name, list(on.ranks)) for on in placed] == ranks
     with pytest.raises(BadInput, match="room for 2 workers on 1 host, not for 3"):
-        place(hosts[:1], 3)
-
-
-def test_the_first_workers_of_an_elastic_run_are_placed_evenly() -> None:
-    hosts = [Machine("a", "10.0.0.1", 3), Machine("b", "10.0.0.2", 1), Machine("c", "10.0.0.3", 2)]
-
-    def ranks(started: int, workers: int) -> list[tuple[str, list[int]]]:
-        placed = place_evenly(hosts, started, workers)
-        return [(on.machine.name, list(on.ranks)) for on in placed]
-
-    early = [("a", [0]), ("b", [1]), ("c", [2])]
-    assert ranks(3, 6) == [*early, ("a", [3, 4]), ("c", [5])]
-    assert ranks(4, 5) == [("a", [0, 1]), ("b", [2]), ("c", [3]), ("c", [4])]
-    assert ranks(4, 4) == [("a", [0, 1, 2]), ("b", [3])]
+        place_evenly([Machine("a", "10.0.0.1", 2)], 3, 3)
 
 
 def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

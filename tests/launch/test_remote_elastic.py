@@ -14,8 +14,7 @@ from shoal.launch.here.local import LaunchSpec
 from shoal.launch.here.output import Write
 from shoal.launch.here.running import ask_to_join
 from shoal.launch.hosts.remote import LostHosts, run_attempts
-from shoal.launch.losses.loss_report import RunResult
-from shoal.launch.losses.lost_workers import tolerance_of
+from shoal.launch.losses.lost_workers import RunResult, tolerance_of
 from shoal.runtime.config import RunConfig
 from shoal.strategy.strategy import parse
 from tests.launch.helpers import Screen

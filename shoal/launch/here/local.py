@@ -46,9 +46,8 @@ from shoal.launch.here.running import RunFacts, enter_run, join_requests
 from shoal.launch.here.supervisor import Event, SignalEvents, Supervisor
 from shoal.launch.here.watches import kept_memory, noticing_stopped, start_notice
 from shoal.launch.losses.failures import report_failure
-from shoal.launch.losses.loss_report import RunResult
 from shoal.launch.losses.lost_servers import ServerPolicy
-from shoal.launch.losses.lost_workers import LossPolicy, Tolerance
+from shoal.launch.losses.lost_workers import LossPolicy, RunResult, Tolerance
 from shoal.runtime.config import RunConfig
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.parent_death import die_with

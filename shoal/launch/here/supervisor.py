@@ -30,9 +30,8 @@ from shoal.launch.here.output import LineForwarder, Write
 from shoal.launch.here.processes import ProcessExit, Role
 from shoal.launch.here.running import JoinRequest
 from shoal.launch.losses.failures import ProcessFailure, first_failure, launch_error, read_failure
-from shoal.launch.losses.loss_report import RunResult, say_losses
 from shoal.launch.losses.lost_servers import ServerPolicy
-from shoal.launch.losses.lost_workers import LossPolicy
+from shoal.launch.losses.lost_workers import LossPolicy, RunResult, say_losses
 from shoal.runtime.preemption import EXIT_STATUS
 from shoal.runtime.preemption import SIGNALS as PREEMPTING
 from shoal.runtime.run_dir import RunDir

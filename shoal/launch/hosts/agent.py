@@ -38,20 +38,19 @@ from shoal.launch.here.processes import Processes, ProcessExit
 from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.here.watches import noticing_stopped
 from shoal.launch.hosts.agent_messages import (
-    AgentPipe,
     AgentTask,
     ChainsChanged,
     FileWritten,
     FoundPort,
     HostRefused,
     HostTask,
+    ProcessEnded,
     ProcessOutput,
-    ServerExited,
     ServerListens,
     ServerTask,
-    WorkerExited,
     WorkerProgress,
     read_task,
+    send,
 )
 from shoal.runtime.config import RunConfig
 from shoal.runtime.memory_limit import cores, threads_of
@@ -106,9 +105,8 @@ _STEPS_S = 2.0  # how often the launcher hears how far workers are
 class Agent:
     """Processes of one role on this host, from their start to the exit of the last one."""
 
-    def __init__(self, task: AgentTask, run_dir: RunDir, pipe: AgentPipe):
+    def __init__(self, task: AgentTask, run_dir: RunDir):
         self.run_dir = run_dir
-        self.send = pipe.send
         self._events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
             queue.SimpleQueue()
         )
@@ -122,7 +120,7 @@ class Agent:
         raise NotImplementedError
 
     def _writer(self, rank: int) -> Write:
-        return lambda text, is_stderr: self.send(ProcessOutput(rank, is_stderr, text))
+        return lambda text, is_stderr: send(ProcessOutput(rank, is_stderr, text))
 
     def _forward(self, pipes: tuple[int, int], rank: int, pump: OutputPump) -> None:
         for pipe, is_stderr in zip(pipes, (False, True), strict=True):
@@ -155,12 +153,15 @@ class Agent:
     def _report(self, exit: ProcessExit) -> None:
         raise NotImplementedError
 
+    def _send_exit(self, rank: int, exit: ProcessExit) -> None:
+        send(ProcessEnded(rank, exit.returncode, time.monotonic_ns() - exit.noticed_ns))
+
 
 class WorkerAgent(Agent):
     """The workers of this host."""
 
-    def __init__(self, task: HostTask, run_dir: RunDir, pipe: AgentPipe):
-        super().__init__(task, run_dir, pipe)
+    def __init__(self, task: HostTask, run_dir: RunDir):
+        super().__init__(task, run_dir)
         self.task = task
         self._sent: dict[str, str] = {}
 
@@ -169,7 +170,7 @@ class WorkerAgent(Agent):
         port = self.task.master_port
         if port is None:
             port = free_port()
-            self.send(FoundPort(port))
+            send(FoundPort(port))
         config = self._config(port)
         with (
             self._presence(config),
@@ -227,7 +228,7 @@ class WorkerAgent(Agent):
         config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
         # in an elastic run each worker may be the first one left
         shows = task.shows_progress and (rank == 0 or config.board is not None)
-        on_progress = (lambda record: self.send(WorkerProgress(record))) if shows else None
+        on_progress = (lambda record: send(WorkerProgress(record))) if shows else None
         with pump.progress_pipe(on_progress) as pipe:
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
@@ -244,19 +245,19 @@ class WorkerAgent(Agent):
                 text = file.read_text()
                 if self._sent.get(file.name) != text:
                     self._sent[file.name] = text
-                    self.send(FileWritten(file.name, text, time.monotonic_ns()))
+                    send(FileWritten(file.name, text, time.monotonic_ns()))
 
     def _report(self, exit: ProcessExit) -> None:
         rank = self.task.first_rank + exit.rank
         self._send_files(lambda name: written_by(name) == rank)
-        self.send(WorkerExited(rank, exit.returncode, time.monotonic_ns() - exit.noticed_ns))
+        self._send_exit(rank, exit)
 
 
 class ServerAgent(Agent):
     """One server, or the coordinator."""
 
-    def __init__(self, task: ServerTask, run_dir: RunDir, pipe: AgentPipe):
-        super().__init__(task, run_dir, pipe)
+    def __init__(self, task: ServerTask, run_dir: RunDir):
+        super().__init__(task, run_dir)
         self.task = task
         self._remote = f"tcp:{task.address}:{free_port()}"
         config = replace(self.config, run_dir=run_dir, launcher_pid=os.getpid())
@@ -278,11 +279,11 @@ class ServerAgent(Agent):
             pump.start()
             processes.watch()
             socket = self.run_dir.socket(index)
-            self.send(ServerListens(processes.pid_of(0), socket, self._remote))
+            send(ServerListens(processes.pid_of(0), socket, self._remote))
             self._supervise(processes, 1)
 
     def _report(self, exit: ProcessExit) -> None:
-        self.send(ServerExited(exit.returncode))
+        self._send_exit(self.task.index, exit)
 
     def _run_coordinator(self) -> None:
         """Until SIGTERM; it reports to the launcher what it holds, whenever that changes."""
@@ -294,8 +295,8 @@ class ServerAgent(Agent):
 
         with closing(RunCoordinator(config, self.run_dir, say)) as coordinator:
             local = self.run_dir.coordinator
-            self.send(ServerListens(coordinator.pid, local, self._remote))
-            coordinator.watch(lambda listing: self.send(ChainsChanged(listing)))
+            send(ServerListens(coordinator.pid, local, self._remote))
+            coordinator.watch(lambda listing: send(ChainsChanged(listing)))
             while self._events.get() != signal.SIGTERM:
                 pass
 
@@ -334,18 +335,17 @@ def _address_of(interface: str) -> str | None:
 
 def main() -> None:
     task = read_task(sys.stdin.buffer.read(MAX_TASK_BYTES))
-    pipe = AgentPipe()
     with suppress(OSError):
         os.chdir(task.folder)
     try:
         secret = parse_secret(task.secret, "the task of the agent")
         with new_run_dir("host" if isinstance(task, HostTask) else "ps", secret) as run_dir:
             if isinstance(task, HostTask):
-                WorkerAgent(task, run_dir, pipe).run()
+                WorkerAgent(task, run_dir).run()
             else:
-                ServerAgent(task, run_dir, pipe).run()
+                ServerAgent(task, run_dir).run()
     except BadInput as error:
-        pipe.send(HostRefused(str(error)))
+        send(HostRefused(str(error)))
     except ShoalError as error:  # this host is cut off from that of the launcher: it is lost
         print(f"shoal: {error}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -74,8 +74,8 @@ class FileWritten(msgspec.Struct, frozen=True, tag="file"):
     clock_ns: int  # now
 
 
-class WorkerExited(msgspec.Struct, frozen=True, tag="exited"):
-    """After all of its files."""
+class ProcessEnded(msgspec.Struct, frozen=True, tag="exited"):
+    """After all files of a worker; a server has exited for good, and its agent ends."""
 
     rank: int
     returncode: int
@@ -102,22 +102,19 @@ class ChainsChanged(msgspec.Struct, frozen=True, tag="chains"):
     listing: Listing
 
 
-class ServerExited(msgspec.Struct, frozen=True, tag="server exited"):
-    """For good; the agent ends."""
-
-    returncode: int
-
-
-WorkerMessage = FoundPort | WorkerProgress | FileWritten | WorkerExited
-ServerMessage = ServerListens | ChainsChanged | ServerExited
-AgentMessage = WorkerMessage | ServerMessage | ProcessOutput | HostRefused
+WorkerMessage = FoundPort | WorkerProgress | FileWritten
+ServerMessage = ServerListens | ChainsChanged
+AgentMessage = WorkerMessage | ServerMessage | ProcessOutput | ProcessEnded | HostRefused
 Task = HostTask | ServerTask
 
 
-def read_message(line: str) -> AgentMessage:
-    """msgspec.DecodeError where it is none."""
+def read_message(line: str, rank: int) -> AgentMessage:
+    """What is none, such as an error of the interpreter or the engine, is output of this one."""
     decoder: msgspec.json.Decoder[AgentMessage] = lax_json_decoder(AgentMessage)  # type: ignore[arg-type]
-    return decoder.decode(line)
+    try:
+        return decoder.decode(line)
+    except msgspec.DecodeError:
+        return ProcessOutput(rank, True, f"{line}\n")
 
 
 def read_task(given: bytes) -> Task:
@@ -125,15 +122,15 @@ def read_task(given: bytes) -> Task:
     return decoder.decode(given)
 
 
-class AgentPipe:
-    """The stdout of an agent: messages of several threads, each complete in a line of its own."""
+_sending = threading.Lock()
 
-    def __init__(self) -> None:
-        self._sending = threading.Lock()
 
-    def send(self, message: AgentMessage) -> None:
-        """A launcher that is gone cannot read it: then this agent is killed soon."""
-        data = msgspec.json.encode(message) + b"\n"
-        with self._sending, suppress(BrokenPipeError):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+def send(message: AgentMessage) -> None:
+    """By an agent, on its stdout, from several threads: each complete in a line of its own.
+
+    A launcher that is gone cannot read it: then this agent is killed soon.
+    """
+    data = msgspec.json.encode(message) + b"\n"
+    with _sending, suppress(BrokenPipeError):
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()

@@ -141,26 +141,20 @@ class PlacedRanks:
         return range(self.first, self.first + self.count)
 
 
-def place(machines: Sequence[Machine], workers: int) -> list[PlacedRanks]:
-    """Fill the hosts one after the other; BadInput where there are more workers than slots."""
-    counts: list[int] = []
-    for machine in machines:
-        counts.append(min(machine.slots, workers - sum(counts)))
-    if sum(counts) < workers:
-        room = f"{counted(sum(counts), 'worker')} on {counted(len(machines), 'host')}"
-        raise BadInput(f"there is room for {room}, not for {workers}")
-    return _blocks(machines, counts)
-
-
 def place_evenly(machines: Sequence[Machine], started: int, workers: int) -> list[PlacedRanks]:
     """The first workers evenly over the hosts; those that come later, in the slots that are left.
 
-    For 3 of 6 workers on 3 hosts: ranks 0 | 1 | 2, later 3 | 4 | 5. BadInput as for `place`.
+    For 3 of 6 workers on 3 hosts: ranks 0 | 1 | 2, later 3 | 4 | 5. Where all start at once, hosts
+    are filled one after the other. BadInput where there are more workers than slots.
     """
-    filled = place(machines, workers)
-    if started == workers:
-        return filled
     slots = [machine.slots for machine in machines]
+    if sum(slots) < workers:
+        room = f"{counted(sum(slots), 'worker')} on {counted(len(machines), 'host')}"
+        raise BadInput(f"there is room for {room}, not for {workers}")
+    if started == workers:
+        before = [sum(slots[:host]) for host in range(len(slots))]
+        filled = [min(n, max(0, workers - b)) for n, b in zip(slots, before, strict=True)]
+        return _blocks(machines, filled)
     early = _evenly(slots, started)
     late = [most - few for most, few in zip(_evenly(slots, workers), early, strict=True)]
     return [*_blocks(machines, early), *_blocks(machines, late, started)]

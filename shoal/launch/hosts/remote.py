@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from shoal.comm.members.board import GroupMember
 from shoal.comm.members.network_board import ServedBoard
 from shoal.comm.store.service import StoreService
@@ -62,8 +60,7 @@ from shoal.launch.hosts.machines import (
 )
 from shoal.launch.hosts.remote_servers import RemoteProcesses, RemoteRun, RemoteServers, Streams
 from shoal.launch.losses.failures import FailureReport, write_failure
-from shoal.launch.losses.loss_report import RunResult
-from shoal.launch.losses.lost_workers import LossPolicy
+from shoal.launch.losses.lost_workers import LossPolicy, RunResult
 from shoal.runtime.checkpoint_folders import complete_versions
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import write_atomically
@@ -269,10 +266,7 @@ class RemoteWorkers(RemoteProcesses):
             self._note_exit(agent, rank, status or -signal.SIGKILL, time.monotonic_ns())
 
     def _take(self, agent: HostAgent, line: str) -> None:
-        try:
-            message = read_message(line)
-        except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            message = ProcessOutput(agent.placed.first, True, f"{line}\n")
+        message = read_message(line, agent.placed.first)
         if isinstance(message, FoundPort):
             self._starting.put(message.port)
         elif isinstance(message, HostRefused):

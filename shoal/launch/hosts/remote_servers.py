@@ -31,8 +31,8 @@ from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.hosts.agent_messages import (
     ChainsChanged,
     HostRefused,
+    ProcessEnded,
     ProcessOutput,
-    ServerExited,
     ServerListens,
     ServerTask,
     Task,
@@ -307,17 +307,14 @@ class RemoteServers(RemoteProcesses):
         self._output[index] = self._streams(shown, self._hosts[index], *names)
 
     def _take(self, index: int, line: str) -> None:
-        try:
-            message = read_message(line)
-        except msgspec.DecodeError:  # an error of the interpreter, or of the engine
-            message = ProcessOutput(index, True, f"{line}\n")
+        message = read_message(line, index)
         if isinstance(message, ProcessOutput):
             self._feed(self._output[index][message.is_stderr], message.text)
         elif isinstance(message, ServerListens):
             self._listens(index, message)
         elif isinstance(message, ChainsChanged):
             self.members.see(message.listing)
-        elif isinstance(message, ServerExited):
+        elif isinstance(message, ProcessEnded):
             self._exited[index] = message.returncode
         elif isinstance(message, HostRefused):
             self._feed(self._output[index][1], f"shoal: {message.sentence}\n")

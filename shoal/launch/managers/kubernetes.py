@@ -78,37 +78,28 @@ def _jobset(spec: SubmitSpec, options: KubernetesOptions) -> Document:
     if spec.time is not None:
         job["activeDeadlineSeconds"] = seconds_of(spec.time)
     if spec.requeue:
-        job["podFailurePolicy"] = {"rules": _preempted_pods()}
+        codes = {"containerName": _CONTAINER, "operator": "In", "values": [EXIT_STATUS]}
+        evicted = {"type": "DisruptionTarget", "status": "True"}
+        rules: list[Document] = [{"onExitCodes": codes}, {"onPodConditions": [evicted]}]
+        job["podFailurePolicy"] = {"rules": [{"action": "FailJob", **rule} for rule in rules]}
     rule = {
         "name": "preempted",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
     policy = {"maxRestarts": spec.restarts, **({"rules": [rule]} if spec.requeue else {})}
+    place = {"namespace": options.namespace} if options.namespace else {}
+    labels = {"app.kubernetes.io/managed-by": MARK}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(spec, options),
+        "metadata": {"name": spec.name, **place, "labels": labels},
         "spec": {
             "network": {"enableDNSHostnames": True},
             "failurePolicy": policy,
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
         },
     }
-
-
-def _preempted_pods() -> list[Document]:
-    codes = {"containerName": _CONTAINER, "operator": "In", "values": [EXIT_STATUS]}
-    return [
-        {"action": "FailJob", "onExitCodes": codes},
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-
-
-def _metadata(spec: SubmitSpec, options: KubernetesOptions) -> Document:
-    labels = {"app.kubernetes.io/managed-by": MARK}
-    place = {"namespace": options.namespace} if options.namespace else {}
-    return {"name": spec.name, **place, "labels": labels}
 
 
 def _pod(spec: SubmitSpec, options: KubernetesOptions) -> Document:

@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 
 def choose_device(device: str | None, placement: Placement | None) -> torch.device:
     """The GPU of this rank, one that ranks share where there are too few, or the CPU."""
-    chosen = asked_device(device)
     gpus = possible_gpus(device)
     if not gpus:
-        return chosen
-    chosen = gpus[_position(placement) % len(gpus)]
-    torch.cuda.set_device(chosen)
-    return chosen
+        return asked_device(device)
+    position = 0  # among the ranks of this host; where that is not known, hosts are filled in order
+    if placement is not None:
+        position = placement.local_rank if placement.knows_hosts else placement.rank
+    torch.cuda.set_device(gpus[position % len(gpus)])
+    return gpus[position % len(gpus)]
 
 
 def asked_device(device: str | None) -> torch.device:
@@ -72,13 +73,6 @@ def possible_gpus(device: str | None) -> list[torch.device]:
     if chosen.index is not None:
         return [chosen]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-
-
-def _position(placement: Placement | None) -> int:
-    """Among the ranks of this host; where that is not known, hosts are filled in order."""
-    if placement is None:
-        return 0
-    return placement.local_rank if placement.knows_hosts else placement.rank
 
 
 def choose_backend(device: torch.device, placement: Placement) -> str:
