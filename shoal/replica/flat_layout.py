@@ -48,10 +48,6 @@ class FlatLayout(BufferLayout):
         """Whether the loss keeps its precision in the dtype of the gradients; else it is apart."""
         return self.dtype in (torch.float32, torch.float64)
 
-    @property
-    def header_dtype(self) -> torch.dtype:
-        return self.dtype if self.header_fits else torch.float32
-
     def gaps(self) -> Tensor:
         """The positions between and behind parameters that belong to none of them."""
         is_gap = torch.ones(self.size, dtype=torch.bool)

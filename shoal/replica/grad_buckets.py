@@ -36,7 +36,9 @@ class GradBuckets:
         self.layout = layout
         self.buffer = torch.zeros(0, dtype=layout.dtype, device=layout.device)
         self.header = torch.zeros(
-            layout.header_size, dtype=layout.header_dtype, device=layout.device
+            layout.header_size,
+            dtype=layout.dtype if layout.header_fits else torch.float32,
+            device=layout.device,
         )
         self.records_loss = False  # whether the engine's loss is written to the header
         self.buckets: list[slice] = []

@@ -192,3 +192,11 @@ class TensorParallelRng:
         seed = int(torch.randint(1 << 62, ()))
         self._common_states = get_generators(x.device)
         seed_generators(x.device, seed + self.rank)
+
+
+def as_autocast_does(x: Tensor) -> Tensor:
+    """Cast for a matrix product, where autocast is on."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

@@ -22,6 +22,7 @@ from shoal.replica.context.sequence_shard import (
     of_sequence,
 )
 from shoal.replica.context.views import VIEWS, Along
+from shoal.replica.microbatch_context import as_autocast_does
 from shoal.replica.split.mapping import sum_over_ranks
 from shoal.replica.split.sharded_tensor import (
     ELEMENTWISE,
@@ -44,10 +45,6 @@ def _per_position(op: ShardedCall, x: SequenceShard, last_dims: int) -> Any:
         return NotImplemented
     args, kwargs = map_tensors(lambda t: t.local if t is x else t, (op.args, op.kwargs))
     return x.like(op.function(*args, **kwargs))
-
-
-def _linear(op: ShardedCall, x: SequenceShard) -> Any:
-    return _per_position(op, x, 1)
 
 
 def _norm(op: ShardedCall, x: SequenceShard) -> Any:
@@ -74,8 +71,10 @@ def _matmul(op: ShardedCall) -> Any:
         right = b.full() if isinstance(b, SequenceShard) else b
         product = a.local @ right
         return op.context.wrap(product, a.spec.at(product.dim() - 2))
-    if isinstance(a, SequenceShard) and isinstance(b, SequenceShard) and _contracts(a, b):
-        return sum_over_ranks(a.local @ b.local, op.context.group)
+    if isinstance(a, SequenceShard) and isinstance(b, SequenceShard):
+        is_inner = a.spec.dim == a.dim() - 1 and b.spec.dim == b.dim() - 2
+        if is_inner and a.spec.same_positions(b.spec):  # the product is a sum over positions
+            return sum_over_ranks(a.local @ b.local, op.context.group)
     if isinstance(b, SequenceShard) and b.spec.dim == b.dim() - 1:
         left = a.full() if isinstance(a, SequenceShard) else a
         product = left @ b.local
@@ -85,12 +84,6 @@ def _matmul(op: ShardedCall) -> Any:
     if alignment.from_end <= 2:
         return NotImplemented
     return alignment.wrap(alignment.local(a) @ alignment.local(b))
-
-
-def _contracts(a: SequenceShard, b: SequenceShard) -> bool:
-    """Whether the product is a sum over positions."""
-    is_inner = a.spec.dim == a.dim() - 1 and b.spec.dim == b.dim() - 2
-    return is_inner and a.spec.same_positions(b.spec)
 
 
 def _addmm(op: ShardedCall) -> Any:
@@ -137,7 +130,7 @@ def _of_letter(
 
 
 PRODUCTS = {
-    "linear": of_sequence(_linear),
+    "linear": of_sequence(lambda op, x: _per_position(op, x, 1)),
     "layer_norm": of_sequence(_norm),
     "rms_norm": of_sequence(_norm),
     "embedding": of_sequence(_embedding),
@@ -285,7 +278,7 @@ def _can_ring(q: SequenceShard, k: Any, v: Any, given: dict[str, Any]) -> bool:
 def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
     context: SequenceContext = op.context
     spec: SequenceSpec = given["query"].spec
-    q, k, v = _in_precision(*(given[name].local for name in ("query", "key", "value")))
+    q, k, v = (as_autocast_does(given[name].local) for name in ("query", "key", "value"))
     if given.get("attn_mask") is not None and given.get("is_causal"):
         raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both")
     mask = _rows_of_mask(op, given.get("attn_mask"), spec)
@@ -308,15 +301,6 @@ def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
     )
     out = ring_attention(q, k, v, plan)
     return context.wrap(out.flatten(-4, -3) if groups > 1 else out, spec)
-
-
-def _in_precision(*tensors: Tensor) -> list[Tensor]:
-    """What autocast makes of the inputs of an attention."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 def _rows_of_mask(op: ShardedCall, mask: Tensor | None, spec: SequenceSpec) -> Tensor | None:

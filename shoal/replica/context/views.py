@@ -106,11 +106,6 @@ def _join(op: ShardedCall) -> Any:
     return op.context.wrap(joined, first.spec.at(at))
 
 
-def _repeat_interleave(op: ShardedCall) -> Any:
-    is_plain = isinstance(op.argument(1, "repeats"), int)
-    return Along(2)(op) if is_plain else NotImplemented
-
-
 # ------------------------------------------------------------------ indexing
 
 
@@ -228,7 +223,9 @@ VIEWS: dict[str, Rule] = {
     **dict.fromkeys(_MOVES.split(), of_sequence(_move)),
     **dict.fromkeys(["expand", "expand_as", "broadcast_to"], of_sequence(_expand)),
     **{name: rule for names, rule in _ALONG.items() for name in names.split()},
-    "repeat_interleave": _repeat_interleave,
+    "repeat_interleave": lambda op: (
+        Along(2)(op) if isinstance(op.argument(1, "repeats"), int) else NotImplemented
+    ),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], _join),
     "repeat": of_sequence(_repeat),
     "__getitem__": of_sequence(_getitem),

@@ -221,7 +221,12 @@ class HeldShards:
         self.ranks = ranks
         self.slices = flat.shards(ranks)
         self.own = self.slices[rank]
-        self.owners = [self._owner_of(param.start) for param in flat.ranges]
+        self.owners = [
+            next(
+                r for r, where in enumerate(self.slices) if where.start <= param.start < where.stop
+            )
+            for param in flat.ranges
+        ]
         self.shards = held_shards(rank, ranks, copies)
         self._held = [self.slices[shard] for shard in self.shards]
         lengths: list[int] = [where.stop - where.start for where in self._held]
@@ -260,10 +265,6 @@ class HeldShards:
         starts = [(start, where) for where, start in places if where.start < where.stop]
         start, where = max((place for place in starts if place[0] <= offset), key=itemgetter(0))
         return int(where.start) + offset - start
-
-    def _owner_of(self, start: int) -> int:
-        slices = enumerate(self.slices)
-        return next(rank for rank, where in slices if where.start <= start < where.stop)
 
 
 class ShardedParams(FlatParams):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class TracedForward:
             return sum(weights_of(module))
         if node.target is torch.nn.functional.embedding:
             return 0
-        used = [self._attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
+        targets = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        used = [attrgetter(target)(self.model) for target in targets]
         return sum(value.numel() for value in used if isinstance(value, nn.Parameter))
 
     def is_trained(self, node: fx.Node) -> bool:
@@ -104,12 +106,6 @@ class TracedForward:
         if stop < len(self.nodes):
             graph.output(tuple(known[node] for node in self.live_values(stop)))
         return fx.GraphModule(self.model, graph, "Stage")
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value: Any = self.model
-        for name in str(node.target).split("."):
-            value = getattr(value, name)
-        return value
 
 
 def required_arguments(model: nn.Module) -> tuple[str, ...]:

@@ -228,7 +228,10 @@ class ModuleSplit:
         self.model = model
         self.virtual_stages = virtual_stages
         self._signature = inspect.signature(model.forward)
-        self._configs = _configs_with_caches(model)
+        configs = {
+            id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
+        }
+        self._configs = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
         self._usage: dict[tuple[Any, ...], dict[int, tuple[set[Mark], set[tuple[int, int]]]]] = {}
         self._learned: dict[tuple[Any, ...], dict[int, Learned]] = {}
         self.units, points = self._check(cuts) if cuts is not None else self._choose(seconds)
@@ -366,8 +369,3 @@ class ModuleSplit:
             f"{', '.join(self.cuts)}, since it {what}: choose other cuts, or put what is special "
             "into a module"
         )
-
-
-def _configs_with_caches(model: nn.Module) -> list[Any]:
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    return [c for c in configs.values() if getattr(c, "use_cache", None) is True]

@@ -73,12 +73,10 @@ def gradients_of(outputs: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, 
 
 def score_of(outputs: list[Tensor]) -> Tensor:
     """A fixed combination of all of their numbers."""
-    return torch.stack([_score(t) for t in outputs]).sum()
-
-
-def _score(output: Tensor) -> Tensor:
-    weights = torch.arange(output.numel(), device=output.device, dtype=torch.float32).cos()
-    values = output.reshape(-1).float()
-    values = torch.where(values.isfinite(), values, 0.0)
-    total: Tensor = (values * weights).sum()
-    return total / math.sqrt(max(1, output.numel()))
+    scores = []
+    for output in outputs:
+        weights = torch.arange(output.numel(), device=output.device, dtype=torch.float32).cos()
+        values = output.reshape(-1).float()
+        values = torch.where(values.isfinite(), values, 0.0)
+        scores.append((values * weights).sum() / math.sqrt(max(1, output.numel())))
+    return torch.stack(scores).sum()

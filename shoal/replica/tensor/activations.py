@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
 from shoal.pytree import Tree, is_marked, map_leaves, map_tensors
-from shoal.replica.microbatch_context import TensorParallelRng
+from shoal.replica.microbatch_context import TensorParallelRng, as_autocast_does
 from shoal.replica.split.mapping import (
     ShardSpec,
     copy,
@@ -94,7 +94,7 @@ class SequenceParallelTensor(ShardedActivation):
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A column-parallel layer. Its input is not kept: backward gathers it again."""
-        local = _as_autocast_does(self.local)
+        local = as_autocast_does(self.local)  # before it is gathered, which halves the bytes
         rows = gather_sequence(local, self.spec, self.group)
         with _saving_local(local.detach(), rows, self.spec, self.group):
             out = F.linear(rows, weight, bias)
@@ -133,12 +133,6 @@ def _saving_local(local: Tensor, rows: Tensor, spec: ShardSpec, group: Group) ->
         yield
 
 
-def _as_autocast_does(x: Tensor) -> Tensor:
-    """Cast before it is gathered, which halves the bytes."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 # ------------------------------------------------------------------ computed on the rows
 
 
@@ -174,14 +168,20 @@ def _elementwise(call: ShardedCall) -> Any:
 
 
 def _reshape(call: ShardedCall) -> Any:
-    """Rows stay rows as long as the features are a dimension of their own."""
+    """Stays sharded as long as the features, or the classes, are a dimension of their own."""
     x = call.args[0]
-    if not isinstance(x, SequenceParallelTensor) or isinstance(call.argument(1, ""), torch.dtype):
+    if not isinstance(x, ShardedActivation) or isinstance(call.argument(1, ""), torch.dtype):
         return NotImplemented
     full = reshaped(call.name, x.full_shape, call.args[1:], call.kwargs)
-    if len(full) < 2 or full[-1] != x.local.shape[-1]:
+    if not full or full[-1] != x.full_shape[-1]:
         return NotImplemented
-    return SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng)
+    if isinstance(x, VocabParallelLogits):
+        return x.like(x.local.reshape(*full[:-1], x.local.shape[-1]))
+    assert isinstance(x, SequenceParallelTensor)
+    is_rows = len(full) > 1
+    return (
+        SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng) if is_rows else NotImplemented
+    )
 
 
 def _norm(call: ShardedCall) -> Any:
@@ -240,17 +240,6 @@ class VocabParallelLogits(ShardedActivation):
 
     def shard_of(self, full: Tensor) -> Tensor:
         return scatter(full, ShardSpec(full.dim() - 1, self.spec.ranges), self.group)
-
-
-def _reshape_logits(call: ShardedCall) -> Any:
-    """Stays sharded as long as the classes are a dimension of their own."""
-    logits = call.args[0]
-    if isinstance(call.argument(1, ""), torch.dtype):
-        return NotImplemented
-    full = reshaped(call.name, logits.full_shape, call.args[1:], call.kwargs)
-    if not full or full[-1] != logits.spec.size:
-        return NotImplemented
-    return logits.like(logits.local.reshape(*full[:-1], logits.local.shape[-1]))
 
 
 def _loss(call: ShardedCall) -> Any:
@@ -320,6 +309,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 VocabParallelLogits.rules = {
     **METADATA,
-    **dict.fromkeys(["view", "reshape", "flatten"], _reshape_logits),
+    **dict.fromkeys(["view", "reshape", "flatten"], _reshape),
     "cross_entropy": _loss,
 }

@@ -36,10 +36,6 @@ class LinearLike:
     def output_dim(self) -> int:
         return 1 if self.is_transposed else 0
 
-    @property
-    def input_dim(self) -> int:
-        return 1 - self.output_dim
-
     def for_linear(self, weight: Tensor) -> Tensor:
         """The weight as F.linear takes it."""
         return weight.t() if self.is_transposed else weight
@@ -187,7 +183,7 @@ class RowLinear(TensorParallelLinear):
     ):
         super().__init__(original, group, rng)
         self.input_is_sharded = input_is_sharded
-        self.spec = replace(spec, dim=self.linear.input_dim)
+        self.spec = replace(spec, dim=1 - self.linear.output_dim)
         self.register("weight", original.weight, self.spec)
         self.register("bias", original.bias)
 
