@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.replica.flat_layout import FlatLayout
+
+if TYPE_CHECKING:
+    from shoal.replica.flat_params import FlatLayout
 
 OnBucket = Callable[[slice], None]
 Allocate = Callable[[slice], Tensor]

@@ -3,7 +3,7 @@
     [ header | p0 .. | p1 ...... | p2 . | p3 ........ ]
 
 Arithmetic without torch, in elements: the runtime lays parameters out by it
-(`replica/flat_layout.py`), and the planner prices by it (`plan/sync_price/flat_sizes.py`).
+(`replica/flat_params.py`), and the planner prices by it (`plan/sync_price/flat_sizes.py`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group, Op
 from shoal.compress import Compressor, PowerSgd, TopK, make_compressor
 from shoal.errors import BadInput, CheckpointError
-from shoal.replica.flat_layout import FlatLayout
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat_params import FlatLayout, FlatParams
 from shoal.replica.split.shard import ReplicaShard
 from shoal.strategy.base import SyncTerm
 from shoal.sync import StepSettings

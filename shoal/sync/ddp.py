@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.replica.flat_layout import FlatLayout
+from shoal.replica.flat_params import FlatLayout
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp, Single

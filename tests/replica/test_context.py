@@ -17,8 +17,7 @@ from shoal.errors import BadInput
 from shoal.examples.gpt import GPT, Size, next_token_loss
 from shoal.pytree import tensors_of
 from shoal.replica.context.rules import sequence_context
-from shoal.replica.context.sequence_shard import SequenceShard
-from shoal.replica.context.stage import in_full
+from shoal.replica.context.sequence_shard import SequenceShard, in_full
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import samples

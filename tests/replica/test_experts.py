@@ -92,9 +92,6 @@ def test_gathered_rows_have_the_gradients_of_all_ranks(world: World) -> None:
     assert world(2, body) == [([0.0, 1.0, 1.0], 3.0)] * 2
 
 
-# ---------------------------------------------------------------------- what is found
-
-
 def experts_of(model: nn.Module, patterns: list[str] | None = None) -> list[tuple[str, int]]:
     return [(m.name, m.num_experts) for m in mixtures_of(model, patterns)]
 
@@ -145,9 +142,6 @@ def test_an_estimate_counts_the_experts_of_one_worker() -> None:
     ]
 
 
-# ---------------------------------------------------------------------- blocks with lists
-
-
 class Block(nn.Module):
     """`second` calls an expert with what another one returned."""
 
@@ -188,9 +182,6 @@ def test_experts_that_depend_on_each_other_are_refused(world: World) -> None:
     blocks = [Block(second=True), Block(second=True)]
     with pytest.raises(BadInput, match="depend on what the experts return"):
         world(2, lambda group: listed(group, blocks[group.rank])(torch.ones(1, WIDTH)))
-
-
-# ---------------------------------------------------------------------- axes with other tokens
 
 
 class Two(nn.Module):

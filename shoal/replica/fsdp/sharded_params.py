@@ -28,8 +28,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
-from shoal.replica.flat_layout import FlatLayout
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat_params import FlatLayout, FlatParams
 from shoal.replica.fsdp.unit_gather import ShardRun, UnitGather, in_backward, wrap_modules
 from shoal.replica.split.state_dicts import refuse_released
 from shoal.schedules.buffer_layout import held_shards
@@ -311,7 +310,7 @@ class ShardedParams(FlatParams):
 
     def is_held(self, i: int) -> bool:
         """Whether a parameter is in this rank's shard, or in one that it has a copy of."""
-        return self.owners[i] in self.held.shards
+        return self.held.owners[i] in self.held.shards
 
     def reshard(self) -> None:
         """Release everything that was gathered."""
@@ -387,9 +386,6 @@ class ShardedParams(FlatParams):
 
     def _hold(self, held: HeldShards, data: Tensor) -> None:
         self.held = held
-        self.shard_slices = held.slices
-        self.shard = held.own
-        self.owners = held.owners
         self.shard_data = data
 
     # ------------------------------------------------------------------ all parameters at once
@@ -397,11 +393,12 @@ class ShardedParams(FlatParams):
     def _gather_on(self, root: int | None) -> None:
         """All shards, on every rank or on `root`."""
         group = self.group
-        own = self.shard_data[: self.shard.stop - self.shard.start]
+        shard = self.held.own
+        own = self.shard_data[: shard.stop - shard.start]
         if root in (None, group.rank):
-            self.data[self.shard].copy_(own)
+            self.data[shard].copy_(own)
         shards = [
-            (r, where) for r, where in enumerate(self.shard_slices) if where.start < where.stop
+            (r, where) for r, where in enumerate(self.held.slices) if where.start < where.stop
         ]
         if root is None:
             works = [group.broadcast(self.data[where], root=rank) for rank, where in shards]

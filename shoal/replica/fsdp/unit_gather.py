@@ -109,7 +109,6 @@ class Unit:
     `missing_grads` have not come yet in the backward of one forward.
     """
 
-    name: str
     members: list[int]
     runs: list[ShardRun]
     stays_gathered: bool
@@ -130,7 +129,7 @@ class UnitGather:
         for number, module in enumerate(wrapped):
             members = sorted(index_of[id(p)] for p in module.params)
             runs = self._runs_of(members)
-            self.units.append(Unit(module.name, members, runs, stays_gathered=number == 0))
+            self.units.append(Unit(members, runs, stays_gathered=number == 0))
             for i in members:
                 self.unit_of[i] = number
         self.by_storage: dict[int, tuple[int, ShardRun]] = {}  # gathered memory, by its address
@@ -209,7 +208,7 @@ class UnitGather:
         runs: list[ShardRun] = []
         for i in members:
             param = self._flat.ranges[i]
-            owner = self._flat.owners[i]
+            owner = self._flat.held.owners[i]
             stop = self._flat.round_up(param.stop)
             if runs and runs[-1].owner == owner and runs[-1].where.stop == param.start:
                 runs[-1].where = slice(runs[-1].where.start, stop)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.comm.objects import PytreeChannel, PytreeWork
 from shoal.pytree import Tree
-from shoal.replica.context.stage import in_full
+from shoal.replica.context.sequence_shard import in_full
 from shoal.replica.engine import Stage
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch_context import (

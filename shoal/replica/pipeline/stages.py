@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
-from shoal.replica.context.sequence_shard import SequenceContext, unpack
-from shoal.replica.context.stage import shard_inputs
+from shoal.replica.context.sequence_shard import SequenceContext, shard_inputs, unpack
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch_context import call_arguments, preserve_modes
 from shoal.replica.pipeline.balance import MUCH_CHEAPER

@@ -195,7 +195,7 @@ class ReplicaShard:
         actions = accumulate(microbatches)
         stage = None
         if self.context is not None:
-            from shoal.replica.context.stage import ContextStage
+            from shoal.replica.context.sequence_shard import ContextStage
 
             stage = ContextStage(self.model, flat.device, self.context)
         return engine_of_model(self.model, loss, flat, actions, options, stage)

@@ -97,22 +97,17 @@ def _drawing_modules(experts: ExpertSplit, run: Run, call: Tree) -> list[str]:
     def end(name: str, *_: Any) -> None:
         drew[name] = mode.found
 
-    hooks = []
-    for name in sorted({experts.router_block(name) for name in experts.kinds}):
-        module = experts.original.get_submodule(name)
-        hooks.append(module.register_forward_pre_hook(begin))
-        hooks.append(module.register_forward_hook(partial(end, name)))
-    experts.original.train()
-    for module in experts.original.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    try:
+    with ExitStack() as hooks, preserve_modes(experts.original):
+        for name in sorted({experts.router_block(name) for name in experts.kinds}):
+            module = experts.original.get_submodule(name)
+            hooks.callback(module.register_forward_pre_hook(begin).remove)
+            hooks.callback(module.register_forward_hook(partial(end, name)).remove)
+        experts.original.train()
+        for module in experts.original.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
+                module.eval()
         with mode:
             run(*call)
-    finally:
-        experts.original.eval()
-        for hook in hooks:
-            hook.remove()
     return [name or type(experts.model).__name__ for name, found in drew.items() if found]
 
 

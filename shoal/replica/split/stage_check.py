@@ -68,7 +68,8 @@ class StageCheck:
     @torch.no_grad()
     def run(self, micro: MicroBatch) -> None:
         shard = self._shard
-        with self._engine.flat.full_params(), shard.precision():
+        # a forward may draw numbers in evaluation mode, too, and the first stage alone runs it
+        with self._engine.flat.full_params(), shard.precision(), fork_rng(self._device):
             with evaluating(self._model):
                 self._compare_outputs(micro)
             # elsewhere a worker has parts of gradients that are added up later
@@ -97,7 +98,7 @@ class StageCheck:
         rows = [micro._replace(inputs=inputs) for inputs in _few_rows(micro.inputs)]
         for mode, part in itertools.product(modes, [*rows, micro]):
             quiet = partial(_quieten, mode)
-            with fork_rng(self._device), preserve_modes(self._model):
+            with preserve_modes(self._model):
                 quiet(self._model)
                 verdict = self._first_difference(part, quiet)
             if verdict == _SAME:

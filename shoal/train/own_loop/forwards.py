@@ -62,7 +62,7 @@ class LoopForwards:
                 self._calls += 1
                 seed_generators(self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls))
 
-            from shoal.replica.context.stage import has_shards, shard_inputs
+            from shoal.replica.context.sequence_shard import has_shards, shard_inputs
 
             if shard.context is None or has_shards((inputs, named)):
                 return None

@@ -17,8 +17,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import running_statistics
 from shoal.replica.engine import EngineOptions
-from shoal.replica.flat_layout import real_view
-from shoal.replica.flat_params import FlatParams
+from shoal.replica.flat_params import FlatParams, real_view
 from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.optimizers import LooksAt, looks_at, refuse
 from shoal.replica.split.shard import ReplicaShard
