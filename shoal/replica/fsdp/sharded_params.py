@@ -253,10 +253,8 @@ class HeldShards:
 
     def offset_of(self, position: int) -> int:
         """Where a position of the flat buffer is in the memory of this rank."""
-        for where, offset in zip(self._held, self._offsets, strict=False):
-            if where.start <= position < where.stop:
-                return offset + position - int(where.start)
-        raise IndexError(f"rank {self.rank} holds no shard with position {position}")
+        places = zip(self._held, self._offsets, strict=False)
+        return next(at + position - w.start for w, at in places if w.start <= position < w.stop)
 
     def position_of(self, offset: int) -> int:
         """The other way round; of the end of the memory, too."""

@@ -75,9 +75,6 @@ class _Tracer(fx.Tracer):
 
 def traced(model: nn.Module, opened: set[str], given: tuple[str, ...]) -> fx.Graph:
     fixed = {p.name: p.default for p in arguments_of(model) if p.name not in given}
-    if any(default is inspect.Parameter.empty for default in fixed.values()):
-        missing = [name for name, value in fixed.items() if value is inspect.Parameter.empty]
-        raise BadInput(f"the model takes {', '.join(missing)}, which the batch does not have")
     try:
         with _nothing_kept(model):
             for _ in range(_ATTEMPTS - 1):  # another thread may have drawn Python's numbers
