@@ -18,6 +18,7 @@ class BatchPart:
     total: int
     microbatch_sizes: tuple[int, ...]
     concurrent: int = 1
+    counted: int | None = None  # of its samples as this worker's, where it was split again
     given: Any = None  # what the script gets instead, where that is neither a tuple nor a dict
 
     @property

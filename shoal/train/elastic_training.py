@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.members.elastic_group import ElasticGroup
-from shoal.comm.objects import broadcast_object
+from shoal.comm.objects import all_gather_object, broadcast_object
 from shoal.data import AnyBatch, BatchPart
 from shoal.data.sources import Recall
 from shoal.errors import BadInput, PeerLost, RunOver
 from shoal.pytree import tensors_of
+from shoal.sync.movable_shards import MovableShards, ShardProgress, settled
 from shoal.train.job_state import JobState
-from shoal.train.sharded_state import Interrupted, ShardedState
 from shoal.train.step.step import Step
 
 OptimizerValues = dict[Tensor, dict[str, Any]]  # by parameter
@@ -47,8 +47,8 @@ class RollbackPoint:
 
     def __init__(self, step: Step):
         self.steps = step.steps
-        self._step = step
-        self.buffers: list[Tensor] = []
+        self.step = step
+        self._buffers: list[Tensor] = []
         self._weights: Tensor | None = None
         self._optimizer: OptimizerValues = {}
         self._settings: list[dict[str, Any]] = []
@@ -56,9 +56,9 @@ class RollbackPoint:
 
     def take(self) -> None:
         """Return to the present state, from now on."""
-        step = self._step
+        step = self.step
         self.steps = step.steps
-        self.buffers = [buffer.clone() for buffer in step.model.buffers()]
+        self._buffers = [buffer.clone() for buffer in step.model.buffers()]
         if not step.sync.undo_steps:
             return
         optimizer = step.update.optimizer
@@ -69,8 +69,8 @@ class RollbackPoint:
 
     def restore(self) -> None:
         """Undo what was done since `take`."""
-        step = self._step
-        step.abandon(self.buffers)
+        step = self.step
+        step.abandon(self._buffers)
         if self._weights is None:
             return
         with torch.no_grad():
@@ -101,14 +101,115 @@ def _copied(value: Any, into: Any) -> Any:
     return value.detach().clone()
 
 
+class ShardedState:
+    """What a worker does about its state where each of them holds shards of it.
+
+        compare    which steps are done, and for which group the shards are that each worker holds
+        settle     end the update, or the change of shards, that others have ended; else undo it
+        stage      get the shards of the present group; newcomers also get what is not sharded
+        barrier    all have staged
+        swap       hold these shards alone
+
+    A worker may be lost at any of these moments: then they begin again, with the next generation.
+    """
+
+    def __init__(self, group: ElasticGroup, state: JobState):
+        self._group = group
+        self._steps = state.models
+        self._state = state
+        self._unsharded: dict[str, Any] | None = None  # staged in a newcomer
+        self.interrupted: RollbackPoint | None = None  # of a step that a loss has interrupted
+        self.is_new = True
+        self._has_ended_step = False  # which the script has not returned from
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script may be inside of a step whose update is done.
+
+        What it does after that, such as to update an average, a newcomer would not get.
+        """
+        is_updating = any(shards.is_prepared for shards in self._shards)
+        is_updated = any(step.update.steps > step.steps for step in self._steps)
+        return self._has_ended_step or is_updating or is_updated
+
+    def end_step(self) -> None:
+        """The script goes on after its step."""
+        self._has_ended_step = False
+
+    def share(self) -> None:
+        """All workers call it; PeerLost where it has to begin again."""
+        rows = self._compare()
+        self._settle(rows)
+        rows = [settled(row) for row in rows]
+        self._stage(rows)
+        self._group.barrier().wait()
+        self._swap()
+
+    def _compare(self) -> list[list[ShardProgress]]:
+        """For each model how far each rank is."""
+        is_open = self.is_open
+        mine = [s.progress(self.is_new)._replace(is_open=is_open) for s in self._shards]
+        by_rank = all_gather_object(self._group, [tuple(progress) for progress in mine])
+        rows = [[ShardProgress(*row) for row in ranks] for ranks in zip(*by_rank, strict=True)]
+        if all(progress.is_new for progress in rows[0]):
+            if self._group.membership.has_begun:
+                raise RunOver(self._group.membership.me.worker)
+            for row in rows:  # all start from what the first one has
+                row[0] = row[0]._replace(is_new=False)
+        return rows
+
+    def _settle(self, rows: Sequence[Sequence[ShardProgress]]) -> None:
+        rank = self._group.rank
+        for shards, row in zip(self._shards, rows, strict=True):
+            shards.settle(row, rank)
+        if self.is_new and not settled(rows[0])[rank].is_new and rows[0][rank].is_new:
+            self._take_unsharded()
+        for step in self._steps:
+            if not self.is_new and step.update.steps > step.steps:
+                step.end_interrupted()
+                self._has_ended_step = True
+            elif self.interrupted is not None and self.interrupted.step is step:
+                self.interrupted.restore()
+        self.interrupted = None
+
+    def _stage(self, rows: Sequence[Sequence[ShardProgress]]) -> None:
+        group = self._group
+        newcomers = [progress.is_new for progress in rows[0]]
+        if any(newcomers):
+            source = _sender(rows[0])
+            mine = self._state.pack_unsharded() if group.rank == source else {}
+            received = broadcast_object(group, mine, source)
+            self._unsharded = received if newcomers[group.rank] else None
+        for shards, row in zip(self._shards, rows, strict=True):
+            shards.stage(row, group, group.membership.generation.number)
+
+    def _swap(self) -> None:
+        for shards in self._shards:
+            shards.swap()
+        if self.is_new:
+            self._take_unsharded()
+
+    def _take_unsharded(self) -> None:
+        self.is_new = False
+        if self._unsharded is not None:  # else this is the worker that the others start from
+            self._state.unpack_unsharded(self._unsharded)
+            self._unsharded = None
+
+    @property
+    def _shards(self) -> list[MovableShards]:
+        return [step.sync.movable for step in self._steps if step.sync.movable is not None]
+
+
+def _sender(rows: Sequence[ShardProgress]) -> int:
+    """The rank that newcomers get from what is not sharded.
+
+    One that is between two steps, as long as there is one: it may be lost after they were admitted.
+    """
+    trained = [rank for rank, row in enumerate(rows) if not row.is_new]
+    return next((rank for rank in trained if not rows[rank].is_open), trained[0])
+
+
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class OwnSamples:
-    """How many samples of a batch are counted as those of this worker."""
-
-    number: int
 
 
 @dataclass(eq=False)
@@ -118,7 +219,7 @@ class Attempt:
     step: Step
     number: int  # `step.steps` after it
     recall: Recall | None  # makes its batch again; None: the script has made another one of it
-    samples: OwnSamples  # of its batch, on which several models may train
+    batch: AnyBatch | None  # of job.batches, on which several models may train
     is_reported: bool = False  # the script has got its loss
 
 
@@ -137,8 +238,6 @@ class ElasticTraining:
         self._steps = state.models
         self._state = state
         self._after_regroup = after_regroup
-        self._latest: AnyBatch | None = None  # the batch that `_samples` are of
-        self._samples = OwnSamples(0)
         self._shards = ShardedState(group, state)
         self._is_new = True
         self._fetched_in = 0  # the generation over which the latest batch was split
@@ -152,7 +251,7 @@ class ElasticTraining:
         """What `step` returns, however often it has to be done again."""
         self.join()
         recall = self._recall(step, batch)
-        attempt = Attempt(step, step.steps + 1, recall, self._samples_of(step.latest))
+        attempt = Attempt(step, step.steps + 1, recall, step.latest)
         self._undone.append(attempt)
         try:
             if self._fetched_in == self.group.membership.generation.number:
@@ -178,16 +277,12 @@ class ElasticTraining:
             )
         return None
 
-    def _samples_of(self, batch: AnyBatch | None) -> OwnSamples:
-        """Those of the latest batch of job.batches, which was counted when it was given out."""
-        if batch is not self._latest:
-            self._latest = batch
-            self._samples = OwnSamples(0 if batch is None else sum(batch.microbatch_sizes))
-        return self._samples
-
-    def _count_again(self, samples: OwnSamples, number: int) -> None:
-        self._state.throughput.recount_samples(samples.number, number)
-        samples.number = number
+    def _count_again(self, batch: AnyBatch | None, number: int) -> None:
+        """So many samples of a batch are this worker's; it was counted when it was given out."""
+        if batch is not None:
+            before = sum(batch.microbatch_sizes) if batch.counted is None else batch.counted
+            self._state.throughput.recount_samples(before, number)
+            batch.counted = number
 
     def _do(self, attempt: Attempt, batch: Any) -> None:
         step = attempt.step
@@ -195,7 +290,7 @@ class ElasticTraining:
             self._point_of(step).take()
         if step.sync.undo_steps > 1:  # there are steps in which no message could fail
             self.group.membership.check()
-        self._shards.interrupted = Interrupted(step, self._point_of(step).buffers)
+        self._shards.interrupted = self._point_of(step)
         step.attempt(batch, reports=not attempt.is_reported)
         self._shards.interrupted = None
         attempt.is_reported = True
@@ -209,11 +304,11 @@ class ElasticTraining:
         """
         if attempt.recall is not None:
             batch = attempt.recall(self.group.rank, self.group.size)
-            self._count_again(attempt.samples, sum(batch.microbatch_sizes))
+            self._count_again(attempt.batch, sum(batch.microbatch_sizes))
             self._do(attempt, batch)
             return
         self._undone.remove(attempt)
-        self._count_again(attempt.samples, 0)  # it is counted when it is given out again
+        self._count_again(attempt.batch, 0)  # it is counted when it is given out again
         if not self._stream.repeat():
             raise BadInput(
                 "an elastic run takes its batches from job.batches, inside of whose loop step is "

@@ -101,7 +101,10 @@ class Job(LoopMethods):
         self._steps = self._state.models
         self._emas = self._state.emas
         self._loop = OwnLoop(mix(seed, 5), self._step_context, self._end_loop_step)
-        self._others: OtherOptimizers | None = None  # watched for from the first model or batch on
+        self._others: OtherOptimizers | None = None
+        if self.size > 1:
+            own = self._loop.optimizers
+            self._others = OtherOptimizers(self._steps, lambda: [o.optimizer for o in own])
         self._elastic: ElasticTraining | None = None
         if isinstance(group, ElasticGroup):
             from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
@@ -321,14 +324,7 @@ class Job(LoopMethods):
         if self._others is not None:
             self._others.communicates = True
 
-    def _watch_optimizers(self) -> None:
-        if self._others is None and self.size > 1:
-            self._others = OtherOptimizers(
-                self._steps, lambda: [owner.optimizer for owner in self._loop.optimizers]
-            )
-
     def _add_step(self, step: Step) -> None:
-        self._watch_optimizers()
         self.checkpoints.check(step)
         step.after = [self._after_step, *self.on_step]
         if self._elastic is not None:
@@ -390,7 +386,6 @@ class Job(LoopMethods):
     def _before_batch(self, batch: AnyBatch) -> None:
         seed = mix(self.seed, 4, self.mesh.data.rank, self._stream.delivered)
         self.generator.manual_seed(seed)
-        self._watch_optimizers()
         if self._others is not None and self.mesh.data.size > 1:
             self._others.batches += 1
         for step in self._steps:

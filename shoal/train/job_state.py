@@ -144,11 +144,7 @@ class JobState:
             run_dir = config.run_dir  # on another host the launcher knows where it was lost
             lost_at = 0 if run_dir is None else run_dir.steps_done(self.rank) or 0
             self.note_return(Comeback(steps, lost_at))
-        self.steps = steps
-        if steps:
-            self.count(steps)
-        self.stream.restore(steps, None)
-        self.throughput.restart()
+        self.go_on_after(steps, steps, None)
 
 
 def _unsharded_tensors(step: Step) -> dict[str, Tensor]:
