@@ -24,7 +24,9 @@ class BatchPart:
     @property
     def content(self) -> Any:
         """The samples in their own form."""
-        raise NotImplementedError
+        if isinstance(self, dict):
+            return dict(self)
+        return self.given if self.given is not None else tuple(self)  # type: ignore[arg-type]
 
     @property
     def rows(self) -> int:
@@ -35,23 +37,9 @@ class BatchPart:
 class Batch(tuple[Any, ...], BatchPart):
     """A replica's rows of a global batch: `(inputs, targets)`, or `(inputs, targets, weights)`."""
 
-    def __new__(cls, items: Sequence[Any], total: int, microbatch_sizes: Sequence[int]) -> Batch:
-        batch = super().__new__(cls, items)
-        batch.total = total
-        batch.microbatch_sizes = tuple(microbatch_sizes)
-        return batch
-
-    @property
-    def content(self) -> Any:
-        return tuple(self) if self.given is None else self.given
-
 
 class DictBatch(dict[Any, Any], BatchPart):
     """A replica's rows of a global batch that is a dict."""
-
-    @property
-    def content(self) -> Any:
-        return dict(self)
 
 
 AnyBatch = Batch | DictBatch
@@ -59,13 +47,14 @@ AnyBatch = Batch | DictBatch
 
 def batch_of(content: Any, total: int, microbatch_sizes: Sequence[int]) -> AnyBatch:
     """A replica's rows, in the form that they have."""
+    batch: AnyBatch
     if isinstance(content, Mapping):
-        named = DictBatch(content)
-        named.total = total
-        named.microbatch_sizes = tuple(microbatch_sizes)
-        return named
-    if isinstance(content, (list, tuple)) and not hasattr(content, "_fields"):
-        return Batch(content, total, microbatch_sizes)
-    batch = Batch((content,), total, microbatch_sizes)
-    batch.given = content
+        batch = DictBatch(content)
+    elif isinstance(content, (list, tuple)) and not hasattr(content, "_fields"):
+        batch = Batch(content)
+    else:
+        batch = Batch((content,))
+        batch.given = content
+    batch.total = total
+    batch.microbatch_sizes = tuple(microbatch_sizes)
     return batch

@@ -83,7 +83,7 @@ class FullDatasetBatch(Batch):
 
     @classmethod
     def over(cls, minibatches: DatasetBatches) -> FullDatasetBatch:
-        batch = tuple.__new__(cls)
+        batch = cls()
         sizes = (split.sizes(len(rows)) for rows, split in minibatches.batches)
         batch.total = sum(len(rows) for rows, _ in minibatches.batches)
         batch.microbatch_sizes = tuple(itertools.chain(*sizes))

@@ -24,7 +24,7 @@ from shoal.runtime import checkpoint_folders
 from shoal.strategy.strategy import parse
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from tests.chaos.save_kills import check_whole, version
+from tests.chaos.save_kills import check_whole, fork, version
 from tests.checkpoints import (
     ADAM,
     CPU,
@@ -236,23 +236,18 @@ def test_a_reader_beside_a_saver_gets_a_whole_version(
 
 def killed_while_saving(path: Path, place: str) -> None:
     """A process that is killed when its save comes to a function."""
-    child = os.fork()
-    if child == 0:
-        try:
-            module = checkpoint_folders if place == "sync_path" else files
 
-            def kill(*args: Any) -> None:
-                if place == "save_file":  # as safetensors does
-                    (args[1].parent / ".tmpA1b2C3").write_bytes(b"half")
-                if place == "sync_path" and args[0] != path:  # before the files have their names
-                    return
-                os.kill(os.getpid(), signal.SIGKILL)
+    def kill(*args: Any) -> None:
+        if place == "save_file":  # as safetensors does
+            (args[1].parent / ".tmpA1b2C3").write_bytes(b"half")
+        if place != "sync_path" or args[0] == path:  # there: before the files have their names
+            os.kill(os.getpid(), signal.SIGKILL)
 
-            setattr(module, place, kill)
-            files.write(path, version(5))
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
+    def save() -> None:
+        setattr(checkpoint_folders if place == "sync_path" else files, place, kill)
+        files.write(path, version(5))
+
+    _, status = os.waitpid(fork(save), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 

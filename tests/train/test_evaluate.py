@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.conftest import World
 from tests.jobs import SGD, job_of
 from tests.models import mlp, samples
 
+DATA = samples(23)
+
 
 def accuracy(out: Tensor, y: Tensor) -> Tensor:
     return (out.argmax(1) == y).float().mean()
@@ -49,43 +52,51 @@ def test_evaluate_is_the_metric_of_the_whole_dataset(
     world: World, size: int, batch_size: int | None
 ) -> None:
     """23 samples: parts are uneven, and some are empty."""
-    data = samples(23)
-    models = [mlp() for _ in range(size)]
-
-    def body(group: Group) -> dict[str, float]:
-        job = job_of(group)
-        job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
-        found: dict[str, float] = job.evaluate(loss_and_accuracy, data, batch_size)
-        return found
-
-    with torch.no_grad():
-        wanted = loss_and_accuracy(mlp()(data.tensors[0]), data.tensors[1])
-    for found in world(size, body):
-        assert found == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
+    for found in evaluated(world, size, batch_size):
+        assert found == pytest.approx(wanted(), abs=1e-6)
 
 
 @pytest.mark.parametrize(("lost", "batch_size"), [((), 5), ((1,), 5), ((2, 1), 4), ((2,), 2)])
 def test_evaluate_covers_all_samples_when_ranks_are_lost(
-    world: World, tmp_path: Path, job: Job, lost: tuple[int, ...], batch_size: int
+    world: World, tmp_path: Path, lost: tuple[int, ...], batch_size: int
 ) -> None:
     """A batch size of 2 leaves one of three ranks without a sample."""
-    data = samples(23)
-    models = [mlp() for _ in range(3)]  # threads share the seed of torch
-    expected = job.evaluate(loss_and_accuracy, data, batch_size)
+
+    def sums(rank: int) -> ElasticSum:
+        return ElasticSum(tmp_path / "sums", rank, lost.__contains__)
+
+    found = [r for r in evaluated(world, 3, batch_size, sums, lost) if r is not None]
+    assert len(found) == 3 - len(lost)
+    assert all(result == found[0] for result in found)
+    assert found[0] == pytest.approx(wanted(), abs=1e-6)
+
+
+def evaluated(
+    world: World,
+    size: int,
+    batch_size: int | None,
+    sums: Callable[[int], ElasticSum | None] = lambda rank: None,
+    lost: tuple[int, ...] = (),
+) -> list[Any]:
+    """What an evaluation gives on each rank, the second time as the first."""
+    models = [mlp() for _ in range(size)]  # threads share the seed of torch
 
     def body(group: Group) -> Any:
-        sums = ElasticSum(tmp_path / "sums", group.rank, lost.__contains__)
-        job = job_of(group, elastic_sum=sums)
+        job = job_of(group, elastic_sum=sums(group.rank))
         job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
         if group.rank in lost:
             return None
-        return [job.evaluate(loss_and_accuracy, data, batch_size) for _ in range(2)]
+        first, second = (job.evaluate(loss_and_accuracy, DATA, batch_size) for _ in range(2))
+        assert first == second
+        return first
 
-    found = [result for result in world(3, body) if result is not None]
-    assert len(found) == 3 - len(lost)
-    assert all(result == found[0] for result in found)
-    for result in found[0]:
-        assert result == pytest.approx(expected, rel=1e-6)
+    return world(size, body)
+
+
+def wanted() -> dict[str, float]:
+    with torch.no_grad():
+        numbers = loss_and_accuracy(mlp()(DATA.tensors[0]), DATA.tensors[1])
+    return {name: float(number) for name, number in numbers.items()}
 
 
 def test_evaluate_gives_a_number_for_a_number_and_needs_samples(job: Job) -> None:

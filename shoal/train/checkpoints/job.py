@@ -25,7 +25,7 @@ from shoal.train.step.step import Step
 if TYPE_CHECKING:
     from shoal.train.checkpoints.state import FittingState
 
-FindCheckpoint = Callable[[], files.Checkpoint | None]
+FindCheckpoint = Callable[[Path], files.Checkpoint | None]
 
 
 class JobCheckpoints:
@@ -122,7 +122,7 @@ class JobCheckpoints:
 
         saved = None
         if versions_in(path):  # of servers
-            saved = _read_servers(path, self._say)
+            saved = self._read_servers(path)
         if saved is None:
             saved = files.read(path)
         return (saved, fit(self._state.models, saved, path)), saved.digest
@@ -168,32 +168,25 @@ class JobCheckpoints:
 
     def continue_latest(self) -> None:
         """Before the first batch: go on from the latest checkpoint, if asked to."""
-        asked = self._config.server_checkpoint
-        own = self._own_folder
         if self._has_continued or not self._state.models:
             return
         self._has_continued = True
-        if own is not None:
-
-            def read_own() -> files.Checkpoint | None:
-                return None if read_manifest_bytes(own) is None else files.read(own)
-
-            self._hold(lambda: self._load_latest(own, read_own))
+        if (own := self._own_folder) is not None:
+            self._hold(lambda: self._load_latest(own, _read_if_any))
         self._saved_itself = self._state.steps
-        if asked.folder is None:
-            return
+        asked = self._config.server_checkpoint
         saves = self._state.models[-1].sync.saves
-        if not asked.resume:
-            if saves is not None:
-                versions = complete_versions(asked.folder)
-                require_unused([v for v in versions if v.model != saves.model], asked.folder)
+        if (folder := asked.folder) is None:
             return
-        folder = asked.folder
-        self._hold(lambda: self._load_latest(folder, lambda: _read_servers(folder, self._say)))
+        if asked.resume:
+            self._hold(lambda: self._load_latest(folder, self._read_servers))
+        elif saves is not None:
+            versions = complete_versions(folder)
+            require_unused([v for v in versions if v.model != saves.model], folder)
 
     def _load_latest(self, folder: Path, find: FindCheckpoint) -> dict[str, Any]:
         def read() -> tuple[files.Checkpoint | None, str]:
-            saved = find()
+            saved = find(folder)
             return saved, "none" if saved is None else saved.digest
 
         saved = self._agreement.load(folder, read)
@@ -264,8 +257,11 @@ class JobCheckpoints:
 
             saves.write(number, lambda: worker_part(step, document))
 
+    def _read_servers(self, folder: Path) -> files.Checkpoint | None:
+        from shoal.train.checkpoints.servers import read_servers  # only where there is one
 
-def _read_servers(folder: Path, say: Callable[[str], None]) -> files.Checkpoint | None:
-    from shoal.train.checkpoints.servers import read_servers  # only where there is such a folder
+        return read_servers(folder, self._say)
 
-    return read_servers(folder, say)
+
+def _read_if_any(folder: Path) -> files.Checkpoint | None:
+    return None if read_manifest_bytes(folder) is None else files.read(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,7 @@ class _Joined:
         dtype = DTYPES[self._shards[0].document.spec.dtype]
         found = [torch.empty(shape, dtype=dtype) for shape in self._shapes]
         for shard in self._shards:
-            spec = shard.document.spec
-            for held in spec.slices:
-                start = held.start - spec.start
-                values = shard.weights[start : start + math.prod(held.shape)].view(held.shape)
+            for held, values in _slices(shard, shard.weights):
                 _rows(found[held.parameter], held).copy_(values)
         return {name: t for (name, _), t in zip(self._described.parameters, found, strict=True)}
 
@@ -176,13 +173,11 @@ class _Joined:
         for worker in set.intersection(*(set(shard.residuals) for shard in self._shards)):
             key = f"{PREFIX}worker/{worker}"
             for index, shard in enumerate(self._shards):
-                spec = shard.document.spec
-                residual, basis = PushCompression(spec).read_residual(shard.residuals[worker])
+                compression = PushCompression(shard.document.spec)
+                residual, basis = compression.read_residual(shard.residuals[worker])
                 if basis.numel():
                     bases[f"sync0:{key}/basis/{index}"] = basis
-                for held in spec.slices:
-                    start = held.start - spec.start
-                    values = residual[start : start + math.prod(held.shape)].view(held.shape)
+                for held, values in _slices(shard, residual):
                     self._put(residuals, f"{key}/residual".replace("/", ":"), values, held)
         return bases | {f"sync0/{name}": tensor for name, tensor in residuals.items()}
 
@@ -198,6 +193,14 @@ class _Joined:
                     for key, tensor in chunk.items():
                         chunks.setdefault(f"0:{name}/{key}", []).append(tensor)
         return {name: torch.cat(tensors) for name, tensors in chunks.items()}, steps
+
+
+def _slices(shard: SavedShard, flat: Tensor) -> Iterator[tuple[ParameterSlice, Tensor]]:
+    """What a server holds of each parameter, of a tensor as large as its weights."""
+    spec = shard.document.spec
+    for held in spec.slices:
+        start = held.start - spec.start
+        yield held, flat[start : start + math.prod(held.shape)].view(held.shape)
 
 
 def _rows(tensor: Tensor, held: ParameterSlice) -> Tensor:
