@@ -81,6 +81,8 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     (adam, adam_spread), (momentum, momentum_spread), tensor_s = _update(found["updates"])
     forward = [row for row in products[widest] if row["way"] == "forward"]
     backward = [row for row in products[widest] if row["way"] != "forward"]
+    step_s, (low_s, high_s) = _step_s(found, tensor_s), _quartiles(found["step"])
+    whole_s = found["step"]["median_s"]
     device = Device(
         name=_name(found),
         memory_bytes=memory_bytes,
@@ -97,7 +99,7 @@ def device_of(found: Found, memory_bytes: float) -> Device:
         update_launch_s=tensor_s,
         wait_s=_handover_s(found, "hand over", "send"),
         meet_s=_handover_s(found, "meet", "all_reduce"),
-        step_s=_step_s(found, tensor_s),
+        step_s=step_s,
         **_serving(found),
         threads=found["threads"] if synchronous else None,
         source="measured",
@@ -108,7 +110,8 @@ def device_of(found: Found, memory_bytes: float) -> Device:
             "backward_launch_s": _quartiles(found["launches"]["backward"]),
             "update_bytes_per_s": adam_spread,
             "momentum_bytes_per_s": momentum_spread,
-            "step_s": _around(_step_s(found, tensor_s), found["step"]),
+            # with the relative spread of the sample that it was taken from
+            "step_s": (step_s * low_s / whole_s, step_s * high_s / whole_s),
         },
     )
     return replace(device, kernel_factors=_factors(found["named"], device, widest))
@@ -174,12 +177,6 @@ def _spread_of_best(rows: Iterable[Measured]) -> Pair:
 
 def _quartiles(sample: Found) -> Pair:
     return min(sample["low_s"], sample["high_s"]), max(sample["low_s"], sample["high_s"])
-
-
-def _around(value: float, sample: Found) -> Pair:
-    """A value with the relative spread of the sample that it was taken from."""
-    low, high = _quartiles(sample)
-    return value * low / sample["median_s"], value * high / sample["median_s"]
 
 
 Rate = tuple[float, Pair]

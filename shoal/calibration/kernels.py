@@ -32,18 +32,23 @@ class Sample(NamedTuple):
 Synchronize = Callable[[], None]
 
 
+def _timed(call: Callable[[], Any], calls: int, after: Synchronize = lambda: None) -> float:
+    """Seconds of one of so many calls."""
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        call()
+    after()
+    return (time.perf_counter() - start_s) / calls
+
+
 def sample(call: Callable[[], Any], seconds: float, synchronize: Synchronize) -> Sample:
     """Rounds of equal numbers of calls, for about `seconds`; three rounds at least."""
-    one_s = _one(call, synchronize)
-    calls = max(1, int(_ROUND_S / max(one_s, 1e-9)))
+    _timed(call, 2, synchronize)  # to warm up
+    calls = max(1, int(_ROUND_S / max(_timed(call, 1, synchronize), 1e-9)))
     ends_s = time.perf_counter() + seconds
     rounds_s: list[float] = []
     while len(rounds_s) < _FEWEST or time.perf_counter() < ends_s:
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize()
-        rounds_s.append((time.perf_counter() - start_s) / calls)
+        rounds_s.append(_timed(call, calls, synchronize))
     return Sample.of(rounds_s)
 
 
@@ -55,22 +60,8 @@ def sample_rounds(
     rounds_s = []
     for _ in range(max(_FEWEST, rounds)):
         before_round()
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            call()
-        rounds_s.append((time.perf_counter() - start_s) / calls)
+        rounds_s.append(_timed(call, calls))
     return Sample.of(rounds_s)
-
-
-def _one(call: Callable[[], Any], synchronize: Synchronize) -> float:
-    """One call after two to warm up."""
-    call()
-    call()
-    synchronize()
-    start_s = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start_s
 
 
 def alternate(
@@ -91,12 +82,9 @@ def alternate(
         for name in names:
             calls = steps if isinstance(steps, int) else steps[name]
             before_round()
-            start_s = time.perf_counter()
-            for _ in range(calls):
-                ways[name]()
-            after_round()
+            took_s = _timed(ways[name], calls, after_round)
             if round_:
-                times_ms[name].append((time.perf_counter() - start_s) * 1e3 / calls)
+                times_ms[name].append(took_s * 1e3)
     return times_ms
 
 

@@ -25,7 +25,7 @@ from shoal.errors import BadInput
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import discard_lines
 from shoal.runtime.config import RunConfig
-from shoal.runtime.files import scratch_folder
+from shoal.runtime.files import scratch_folder, write_atomically
 from shoal.runtime.memory_limit import cores
 
 MODULE = "shoal.calibration.worker"
@@ -105,8 +105,7 @@ def cache_file(device: str | None = None) -> Path:
 
 def calibrated_cluster(say: Say = lambda text: None, device: str | None = None) -> Cluster:
     """This machine, from the cache; measured for about a minute where it is not there."""
-    kept = cached_cluster(device)
-    if kept is not None:
+    if (kept := cached_cluster(device)) is not None:
         return kept
     say("measuring this machine once, for about 60 s")
     cluster = calibrate(CalibrationOptions(seconds=60.0, device=device), say)
@@ -117,10 +116,8 @@ def calibrated_cluster(say: Say = lambda text: None, device: str | None = None) 
 def cached_cluster(device: str | None = None) -> Cluster | None:
     """None where this machine was not measured yet, or by another version of Shoal."""
     path = cache_file(device)
-    if not path.is_file():
-        return None
     with suppress(BadInput):
-        return read_cluster(path)
+        return read_cluster(path) if path.is_file() else None
     return None
 
 
@@ -129,9 +126,7 @@ def keep(cluster: Cluster, device: str | None = None) -> Path | None:
     path = cache_file(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{id(cluster):x}.tmp")
-        draft.write_text(cluster_text(cluster), encoding="utf-8")
-        draft.replace(path)
+        write_atomically(path, cluster_text(cluster))
     except OSError:
         return None
     return path

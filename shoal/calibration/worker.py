@@ -175,15 +175,14 @@ def served(job: shoal.Job) -> dict[str, Any]:
 
 def _push(job: shoal.Job, num_bytes: int) -> dict[str, Any]:
     model = Wide(num_bytes)
-    compute = partial(_compute, model)
+
+    def compute() -> None:
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(1)).backward()
+
     computed = _rounds(job.group, compute, _PUSHES)
     taken = _served(job, _ASYNC, model, _PUSHES)
     return {"bytes": num_bytes, "computed": computed, "async": taken}
-
-
-def _compute(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-    model(torch.ones(1)).backward()
 
 
 def _served(job: shoal.Job, strategy: str, model: nn.Module, steps: int) -> dict[str, float]:
@@ -202,9 +201,7 @@ def _step(job: shoal.Job, model: nn.Module, steps: int) -> dict[str, float]:
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    if outputs.dim() == 0:
-        return outputs
-    return nn.functional.mse_loss(outputs, targets)
+    return nn.functional.mse_loss(outputs, targets) if outputs.dim() else outputs
 
 
 _SHARES = {"memory": 0.1, "named": 0.1, "launches": 0.05, "updates": 0.1}  # of the time

@@ -12,6 +12,7 @@ from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import Curve, Device, LinkSpec
 from shoal.cluster.host import Host, read_host
 from shoal.cluster.units import show_rate
+from shoal.runtime.wording import counted
 
 
 class GpuSpec(NamedTuple):
@@ -122,9 +123,9 @@ def _cpu_node(host: Host, node: Node, notes: list[str]) -> tuple[Device, Node]:
 def _cpu_device(host: Host, workers: int, memory: float) -> Device:
     threads = host.cores // workers
     flops = threads * host.flops_a_cycle * (host.hertz or _ASSUMED_HERTZ)
-    name = f"{threads} of {host.cores} cores" if threads < host.cores else f"{threads} cores"
+    name = f"{threads} of {host.cores} cores" if threads < host.cores else counted(threads, "core")
     return Device(
-        name=name if host.cores > 1 else "one core",
+        name=name,
         memory_bytes=host.memory_bytes / workers,
         memory_bytes_per_s=min(threads * _CORE_BYTES_PER_S, memory),
         peak_flops={"fp64": flops / 2, "fp32": flops},

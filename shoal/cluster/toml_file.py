@@ -168,9 +168,8 @@ def read_cluster(path: Path) -> Cluster:
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise BadInput(
-            f"{path}: byte {error.start} is not UTF-8; a cluster file is TOML"
-        ) from error
+        problem = f"{path}: byte {error.start} is not UTF-8; a cluster file is TOML"
+        raise BadInput(problem) from error
     return parse_cluster(text, str(path), path.stem)
 
 

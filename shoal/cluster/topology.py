@@ -15,22 +15,17 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 
+import numpy as np
+
 from shoal.cluster import Cluster
 
 
 def coordinates(sizes: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    found = []
-    for size in reversed(sizes):
-        rank, along = divmod(rank, size)
-        found.append(along)
-    return tuple(reversed(found))
+    return tuple(int(along) for along in np.unravel_index(rank, sizes))
 
 
 def rank_at(sizes: tuple[int, ...], place: tuple[int, ...]) -> int:
-    rank = 0
-    for size, along in zip(sizes, place, strict=True):
-        rank = rank * size + along % size
-    return rank
+    return int(np.ravel_multi_index(place, sizes, mode="wrap"))
 
 
 def neighbors(sizes: tuple[int, ...], rank: int) -> list[int]:

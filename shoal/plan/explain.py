@@ -176,7 +176,6 @@ def gradient_traffic(workload: Workload, replicas: int) -> str:
 
 
 def _count(number: float) -> str:
-    for word, size in (("billion", 1e9), ("million", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:,.0f}"
+    if number < 1e6:
+        return f"{number:,.0f}"
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"

@@ -53,11 +53,11 @@ def merge(found: Iterable[Priced]) -> list[Priced]:
     for one in plainest_first(found):
         same = kept.setdefault(one.layout, [])
         needs = one.prediction.memory.total
-        smaller = (n for n, other in enumerate(same) if other.prediction.memory.total <= needs)
-        place = next(smaller, None)
-        if place is None:
+        smaller = [n for n, other in enumerate(same) if other.prediction.memory.total <= needs]
+        if not smaller:
             same.append(one)
         else:
+            place = smaller[0]
             names = (*same[place].merged, one.prediction.strategy)
             same[place] = replace(same[place], merged=names)
     return plainest_first(one for group in kept.values() for one in group)

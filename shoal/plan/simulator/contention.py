@@ -202,21 +202,21 @@ def explain_racks(network: ClusterNetwork, prices: Sequence[ContendedPrice]) -> 
     by_name = {(one.algorithm, one.order): one for one in prices}
     at_random = by_name.get(("ring", AT_RANDOM))
     in_order = by_name.get(("ring", IN_ORDER))
+    levels = by_name.get(("hierarchical", IN_ORDER))
     if at_random is None or in_order is None:
         return ""
     often = network.crossings(AT_RANDOM)
     if often <= network.crossings():
-        return _explain_nics(cluster, in_order, by_name.get(("hierarchical", IN_ORDER)))
+        return _explain_nics(cluster, in_order, levels)
     text = (
         f"A ring in random order crosses the 1:{cluster.oversubscription:g} uplink of one rack "
         f"{often} times a round, and the {often} flows share it; in rack-contiguous order "
         f"{network.crossings()}: {_faster(in_order, at_random)}."
     )
-    levels = by_name.get(("hierarchical", IN_ORDER))
-    if levels is None:
-        return text
-    share = "Hierarchical sends only one rack's share over the uplink"
-    return f"{text} {share}: {_faster(levels, at_random)}."
+    if levels is not None:
+        text += " Hierarchical sends only one rack's share over the uplink: "
+        text += f"{_faster(levels, at_random)}."
+    return text
 
 
 def _explain_nics(cluster: Cluster, ring: ContendedPrice, levels: ContendedPrice | None) -> str:

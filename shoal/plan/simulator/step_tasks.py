@@ -135,7 +135,8 @@ class StepTasks:
     def _add_actions(self, rank: int, stage: int, step: int, before: Sequence[int]) -> None:
         factor = self._uneven.factor(rank, step)
         actions = self._pipeline.actions[stage]
-        last = _last_backward(actions)
+        ends = (ActionKind.BACKWARD, ActionKind.WEIGHT)
+        last = next(action for action in reversed(actions) if action.kind in ends)
         self._firsts[rank] = []
         for action in actions:
             parts = self._buckets if action == last and self._how.is_overlapped else 1
@@ -259,8 +260,3 @@ class StepTasks:
         averaged = gossip(self.graph, group.ranks, size, updated, self._how.graph, group.step)
         if not self._how.is_async:
             self._ready |= {rank: [task] for rank, task in zip(group.ranks, averaged, strict=True)}
-
-
-def _last_backward(actions: Sequence[Action]) -> Action:
-    kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT)
-    return next(action for action in reversed(actions) if action.kind in kinds)

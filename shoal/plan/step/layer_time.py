@@ -45,16 +45,13 @@ class KernelModel:
 
     def busy(self, kernel: Kernel, backward: bool = False) -> tuple[float, float]:
         """Seconds of one kernel on the device: (bound by compute, bound by memory)."""
-        factor = self._factors.get(kernel.name)
-        if factor is None:
-            factor = self.device.factor_of(kernel.name)
-            self._factors[kernel.name] = factor
-        key = (kernel.flops, kernel.bytes, factor, backward)
-        found = self._known.get(key)
-        if found is None:
-            found = self._busy(*key)
-            self._known[key] = found
-        return found
+        name = kernel.name
+        if name not in self._factors:
+            self._factors[name] = self.device.factor_of(name)
+        key = (kernel.flops, kernel.bytes, self._factors[name], backward)
+        if key not in self._known:
+            self._known[key] = self._busy(*key)
+        return self._known[key]
 
     def _busy(
         self, flops: float, num_bytes: float, factor: float, backward: bool
@@ -78,8 +75,7 @@ class KernelModel:
         messages: int = 0,
     ) -> KernelTime:
         """Kernels, beside messages that the host launches, too, and the device waits for."""
-        compute_s = 0.0
-        memory_s = 0.0
+        compute_s = memory_s = 0.0
         count = messages
         for kernel, number in Counter(kernels).items():  # rounds of a ring repeat theirs
             computing, moving = self.busy(kernel, backward)

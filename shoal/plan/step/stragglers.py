@@ -168,8 +168,7 @@ def _corrected(pace: float, draws: Floats, noise: Noise, each: int) -> float:
 
 def _pace(finished: Floats) -> float:
     """Seconds a step, from the time at which each step was finished."""
-    steps = len(finished) - 1 - _SETTLE
-    return float((finished[-1] - finished[_SETTLE]) / steps)
+    return float((finished[-1] - finished[_SETTLE]) / (len(finished) - 1 - _SETTLE))
 
 
 @lru_cache(maxsize=1024)
@@ -244,8 +243,7 @@ def queue_cycle_s(workers: int, alone_s: float, service_s: float) -> float:
     """
     if service_s <= 0:
         return alone_s
-    queue = 0.0
-    busy = 0.0
+    queue = busy = 0.0
     cycle_s = alone_s + service_s
     for number in range(1, workers + 1):
         waited_s = service_s * (1 + max(0.0, queue - busy / 2))

@@ -63,13 +63,9 @@ class EvenSizes:
     def filled(self, num_bytes: float, first_bytes: float | None = None) -> list[Buckets]:
         wanted = num_bytes / self.width
         first = min(self.size, (first_bytes or num_bytes) / self.width)
-        found = [Buckets(1, first, first)]
         full, rest = divmod(self.size - first, wanted)
-        if full:
-            found.append(Buckets(int(full), wanted, wanted))
-        if rest > 0.5:
-            found.append(Buckets(1, rest, rest))
-        return found
+        found = [(1, first), (int(full), wanted), (int(rest > 0.5), rest)]
+        return [Buckets(number, size, size) for number, size in found if number]
 
     def in_place(self, num_bytes: float) -> float:
         """All, where an eighth of a layer is as large."""

@@ -72,16 +72,13 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
 def convergence_of(graph: str, replicas: int) -> str:
     """How fast replicas agree, in a sentence."""
     mixing = mixing_of(graph, replicas)
-    second = mixing.second_eigenvalue
-    if second == 0:
-        return mixing.expectation
-    return f"{mixing.expectation} (spectral gap {1 - second:.3g})"
+    gap = 1 - mixing.second_eigenvalue
+    return mixing.expectation + (f" (spectral gap {gap:.3g})" if gap < 1 else "")
 
 
 @lru_cache(maxsize=512)
 def exchange_of(graph: str, group: RankGroup, cluster: Cluster) -> Exchange:
-    mixing = mixing_of(graph, group.size)
-    steps = [_step(matrix, group, cluster) for matrix in mixing.matrices]
+    steps = [_step(matrix, group, cluster) for matrix in mixing_of(graph, group.size).matrices]
     return Exchange(*(sum(column) / len(steps) for column in zip(*steps, strict=True)))
 
 
@@ -157,11 +154,10 @@ def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
 
 
 def _waiting(term: Any, question: SyncQuestion) -> Part:
-    noise = question.cluster.noise
-    if term.mode == "async":
-        pace = own_pace(noise, question.each)
-    else:
-        pace = neighbours_pace(noise, term.graph, question.replicas, question.each)
+    noise, each = question.cluster.noise, question.each
+    pace = own_pace(noise, each)
+    if term.mode != "async":
+        pace = neighbours_pace(noise, term.graph, question.replicas, each)
     return Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
 
 
@@ -176,8 +172,7 @@ def _memory(term: Any, question: SyncQuestion, mixing: Mixing) -> DeviceMemory:
     if term.mode == "async":
         laid_out = -(-buffer_bytes // _PAGE_BYTES) * _PAGE_BYTES
         return replace(plain, buffers=buffer_bytes + 3 * laid_out + _PAGE_BYTES)
-    width = question.precision.parameter_bytes
-    copies = mixing.buffer_bytes(None, question.sizes.size, width)
+    copies = mixing.buffer_bytes(None, question.sizes.size, question.precision.parameter_bytes)
     if _returns(term):
         return replace(plain, buffers=copies + question.rollback_bytes())
     if not mixing.is_uniform:

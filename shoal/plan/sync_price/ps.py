@@ -32,8 +32,7 @@ def ps(term: Any, question: SyncQuestion) -> SyncPrice:
     else:
         parts = _relaxed(serving, up, down)
     if term.compress is not None:
-        packing_s = question.pass_s(4 * question.buffer_bytes)
-        parts = (*parts, Part("compress", packing_s, "memory"))
+        parts += (Part("compress", question.pass_s(4 * question.buffer_bytes), "memory"),)
     return SyncPrice(
         parts,
         _memory(serving),
@@ -122,9 +121,8 @@ def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
 
 def _answers_s(question: SyncQuestion) -> tuple[float, float]:
     """What answers take whatever their bytes: of a step that waits, and of a server's time."""
-    if not question.on_one_host:
-        return 0.0, 0.0
-    return question.device.served_step_s, question.device.request_s
+    times = (question.device.served_step_s, question.device.request_s)
+    return times if question.on_one_host else (0.0, 0.0)
 
 
 def _updates_for_each_push(serving: Serving) -> bool:
@@ -209,10 +207,9 @@ def _pace(serving: Serving) -> float:
 
 def quorum_count(term: Any, replicas: int) -> int:
     """A fraction of the workers, or a number of them."""
-    if term.quorum <= 1:
-        share = float(term.quorum)
-        return max(1, math.ceil(share * replicas - 1e-9))
-    return int(term.quorum)
+    if term.quorum > 1:
+        return int(term.quorum)
+    return max(1, math.ceil(float(term.quorum) * replicas - 1e-9))
 
 
 def _convergence(term: Any, question: SyncQuestion) -> str:

@@ -49,12 +49,12 @@ class LayerCost:
     forward: tuple[Kernel, ...]
     backward_input: tuple[Kernel, ...]
     backward_weight: tuple[Kernel, ...]
-    recompute: tuple[Kernel, ...]  # of the forward, before backward
-    forward_messages: tuple[LayerMessage, ...]
-    backward_messages: tuple[LayerMessage, ...]
     parameters: float  # numbers on one device
     activation_bytes: float  # kept between forward and backward
     output_bytes: float  # what the next layer gets: sent where a pipeline is cut behind it
+    recompute: tuple[Kernel, ...] = ()  # of the forward, before backward
+    forward_messages: tuple[LayerMessage, ...] = ()
+    backward_messages: tuple[LayerMessage, ...] = ()
     shared_parameters: float = 0.0  # of an earlier layer: another stage needs a copy of them
     largest_tensor: float = 0.0  # numbers of its largest parameter; 0: not known
     expert_parameters: float = 0.0  # of those on the device, what ranks of ep do not have in common

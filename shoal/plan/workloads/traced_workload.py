@@ -65,6 +65,9 @@ class Line(NamedTuple):
     small: float
     large: float
 
+    def at(self, along: float) -> float:
+        return self.small + along * (self.large - self.small)
+
 
 _ZERO = Line(0.0, 0.0)
 
@@ -133,7 +136,7 @@ class TracedWorkload:
     def model_flops(self, samples: int, flash_attention: bool = False) -> float:
         """As papers count them: causal attention as if nothing were skipped."""
         along = _along(self.batches, samples)
-        return sum(layer.count * max(0.0, _at(layer.flops, along)) for layer in self.layers)
+        return sum(layer.count * max(0.0, layer.flops.at(along)) for layer in self.layers)
 
     def tensors(self, layers: tuple[int, ...], split: Split) -> StageTensors | None:
         """The first layers of each run stand for any so many of it: they are equal."""
@@ -160,10 +163,6 @@ def _along(batches: tuple[int, int], rows: float) -> float:
     """Where a batch lies between the two that were traced: 0 is the smaller, 1 the larger."""
     small, large = batches
     return (rows - small) / (large - small)
-
-
-def _at(line: Line, along: float) -> float:
-    return line.small + along * (line.large - line.small)
 
 
 class _Cost:
@@ -222,7 +221,7 @@ class _Cost:
         return self.split.tp if self.split.sequence_parallel and has_split else 1
 
     def _line(self, line: Line) -> float:
-        return max(0.0, _at(line, self.along))
+        return max(0.0, line.at(self.along))
 
     def _kept(self, is_full: bool) -> float:
         if is_full:
@@ -258,11 +257,11 @@ class _Cost:
 
 def _between(small: Kernel, large: Kernel, along: float) -> Kernel:
     """A kernel at another batch; a product's operations follow from its sizes."""
-    num_bytes = max(0.0, _at(Line(small.bytes, large.bytes), along))
+    num_bytes = max(0.0, Line(small.bytes, large.bytes).at(along))
     if not large.flops:
         return large._replace(bytes=num_bytes)
     m, n, k, batch = (
-        max(1, round(_at(Line(a, b), along))) for a, b in zip(small[3:], large[3:], strict=True)
+        max(1, round(Line(a, b).at(along))) for a, b in zip(small[3:], large[3:], strict=True)
     )
     share = large.flops / (2.0 * large.m * large.n * large.k * large.batch)
     flops = share * 2.0 * m * n * k * batch

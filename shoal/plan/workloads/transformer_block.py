@@ -145,13 +145,6 @@ def in_rounds(split: Split, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     return tuple(parts) * rounds
 
 
-def sums_of_rounds(sizes: TransformerSizes, split: Split) -> tuple[Kernel, ...]:
-    """Each round's result is added to those before, in fp32."""
-    tokens = split.microbatch * sizes.sequence / split.cp
-    numbers = tokens * sizes.heads / split.tp * sizes.head_size
-    return (moving("sum of rounds", 3 * _FP32_BYTES * numbers),) * (split.cp - 1)
-
-
 def ring_messages(
     sizes: TransformerSizes,
     split: Split,
@@ -182,7 +175,9 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     moved = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in attention if not k.flops)
     attention = in_rounds(split, attention)
     core = in_rounds(split, core)
-    sums = sums_of_rounds(sizes, split)
+    # each round's result is added to those before, in fp32
+    numbers = tokens * sizes.heads / split.tp * sizes.head_size
+    sums = (moving("sum of rounds", 3 * _FP32_BYTES * numbers),) * (split.cp - 1)
     ring_there, ring_back = ring_messages(sizes, split, width, (attention, (*core, *moved)))
     forward = (*linear, *attention, *sums, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
@@ -354,9 +349,7 @@ def _embedding(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
         forward=(moving("embedding", 3 * out),),
         backward_input=(),
         backward_weight=(moving("embedding backward", 3 * out),),
-        recompute=(),
         forward_messages=messages,
-        backward_messages=(),
         parameters=sizes.vocab * sizes.hidden / split.tp + positions,
         activation_bytes=(rows / width if sizes.dropout else 0.0) + 8 * tokens,
         output_bytes=rows,
@@ -380,7 +373,6 @@ def _head(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
         forward=(moving("norm", 2 * hidden_bytes), logits, moving("softmax", (width + 8) * table)),
         backward_input=(to_input, moving("softmax backward", (width + 4) * table)),
         backward_weight=(to_weight,),
-        recompute=(),
         forward_messages=messages,
         backward_messages=back,
         parameters=own + 2 * sizes.hidden,

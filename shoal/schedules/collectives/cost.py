@@ -61,11 +61,6 @@ class ScheduleTraffic:
     def by_rank(self, cells: Floats) -> Floats:
         return np.bincount(self.cell_ranks, cells, minlength=self.ranks).astype(np.float64)
 
-    @property
-    def busiest_chunks(self) -> float:
-        """What the busiest port carries: per round the larger of its sends and receives."""
-        return float(self.by_rank(np.maximum(self.sent_chunks, self.received_chunks)).max())
-
 
 def traffic(collective: Collective) -> ScheduleTraffic:
     """Count the messages and chunks of every rank in every round."""
@@ -193,7 +188,8 @@ def price(collective: Collective, num_bytes: int, link: Link) -> Price:
     sent = counted.by_rank(counted.sent_chunks)
     received = counted.by_rank(counted.received_chunks)
     bound = collective.pattern.bound(collective.ranks) * num_bytes
-    busiest = counted.busiest_chunks * chunk
+    larger = np.maximum(counted.sent_chunks, counted.received_chunks)
+    busiest = float(counted.by_rank(larger).max()) * chunk
     return Price(
         kind=collective.kind,
         algorithm=collective.name,

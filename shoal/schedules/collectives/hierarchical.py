@@ -39,15 +39,14 @@ from shoal.schedules.collectives.tree import tree_broadcast, tree_reduce
 
 Make = Callable[[int], Collective]
 
-SHARDING: dict[str, tuple[Make, Make]] = {
+INNER: dict[str, tuple[Make, Make]] = {
     "ring": (ring_reduce_scatter, ring_all_gather),
     "halving": (halving_reduce_scatter, doubling_all_gather),
     "direct": (direct_reduce_scatter, direct_all_gather),
-}
-LEADING: dict[str, tuple[Make, Make]] = {
     "star": (star_reduce, star_broadcast),
     "tree": (tree_reduce, tree_broadcast),
 }
+_LEADING = ("star", "tree")  # only the first rank of a node communicates with others
 
 
 def hierarchical_all_reduce(
@@ -68,11 +67,10 @@ def hierarchical_all_reduce(
     root = math.ceil(math.sqrt(ranks))
     near_root = next((d for d in range(root, ranks) if ranks % d == 0), root)
     size = min(node or near_root, ranks)
-    if inner not in {**SHARDING, **LEADING}:
-        known = [*SHARDING, *LEADING]
-        raise BadInput(f"there is no inner algorithm {inner!r}; {nearest(inner, known)}")
-    shards = size if inner in SHARDING else 1  # that a node is divided into
-    first, second = {**SHARDING, **LEADING}[inner]
+    if inner not in INNER:
+        raise BadInput(f"there is no inner algorithm {inner!r}; {nearest(inner, INNER)}")
+    shards = 1 if inner in _LEADING else size  # that a node is divided into
+    first, second = INNER[inner]
     nodes = [np.arange(start, min(start + size, ranks)) for start in range(0, ranks, size)]
     if rack is not None:
         outer = partial(hierarchical_all_reduce, node=rack, inner=inner, outer=outer)
