@@ -69,7 +69,8 @@ _MOMENTUM_BYTES = 20
 
 def device_of(found: Found, memory_bytes: float) -> Device:
     """`found` is what `shoal.calibration.worker` has written."""
-    synchronous = found["device"] == "cpu"
+    name, cores = str(found["device"]), counted(found["threads"], "core")
+    synchronous = name == "cpu"
     launch_s = found["launches"]["forward"]["median_s"]
     products = found["products"]
     rates = {dtype: _product_rates(rows, synchronous) for dtype, rows in products.items()}
@@ -84,7 +85,7 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     step_s, (low_s, high_s) = _step_s(found, tensor_s), _quartiles(found["step"])
     whole_s = found["step"]["median_s"]
     device = Device(
-        name=_name(found),
+        name=f"{cores}, {found['workers']} such workers at the same time" if synchronous else name,
         memory_bytes=memory_bytes,
         memory_bytes_per_s=bandwidth,
         peak_flops=peaks,
@@ -135,13 +136,6 @@ def _factors(rows: list[Found], device: Device, dtype: str) -> dict[str, float]:
             left_s = max(_LEAST * took_s, took_s - (launch_s or 0.0) * device.synchronous)
             factors[row["names"][number]] = left_s / plain_s
     return factors
-
-
-def _name(found: Found) -> str:
-    if found["device"] != "cpu":
-        return str(found["device"])
-    cores = counted(found["threads"], "core")
-    return f"{cores}, {found['workers']} such workers at the same time"
 
 
 def _all_rates(rows: list[Found], amounts: list[float], synchronous: bool) -> list[Measured]:

@@ -106,14 +106,8 @@ def parse_topology(text: str) -> GpuTopology:
     )
 
 
-def read_gpus() -> tuple[tuple[NvidiaGpu, ...], GpuTopology]:
-    """The GPUs of this machine; none where there is no nvidia-smi or it fails."""
-    query = _output(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
-    gpus = parse_gpus(query)
-    return gpus, parse_topology(_output("topo", "-m")) if len(gpus) > 1 else GpuTopology()
-
-
 def _output(*arguments: str) -> str:
+    """What nvidia-smi says; nothing where there is none, or it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -155,7 +149,8 @@ class Host:
 def read_host() -> Host:
     """This machine."""
     root = Path("/")
-    gpus, topology = read_gpus()
+    gpus = parse_gpus(_output(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"))
+    topology = parse_topology(_output("topo", "-m")) if len(gpus) > 1 else GpuTopology()
     info = _cpu_info(root)
     flags = (info.get("flags") or info.get("Features") or "").split()
     return Host(

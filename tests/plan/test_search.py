@@ -131,8 +131,7 @@ def test_selective_recompute_of_a_traced_model_is_refused_and_not_tried() -> Non
 
 
 def test_a_plan_says_what_the_script_has_to_ask_for() -> None:
-    one = found(1.0).ranked[0]
-    asked = replace(one.candidate.settings, microbatch=2, recompute="full")
+    asked = replace(BATCH, microbatch=2, recompute="full")
     assert in_script(parse("ddp"), asked, 4) == (
         "in the script: job.step(…, accumulate=4) and torch.utils.checkpoint of the blocks"
     )

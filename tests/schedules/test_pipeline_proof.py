@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -29,14 +30,11 @@ _KINDS = {kind.value: kind for kind in ActionKind}
 
 def written(*stages: str, microbatches: int, chunks: int = 1) -> Pipeline:
     """A pipeline from words: `F0 F0.1 B0.1 B0`."""
-    return Pipeline(
-        "mine", microbatches, chunks, [[_action(word) for word in one.split()] for one in stages]
-    )
-
-
-def _action(word: str) -> Action:
-    microbatch, _, chunk = word[1:].partition(".")
-    return Action(_KINDS[word[0]], int(microbatch), int(chunk or 0))
+    actions = []
+    for stage in stages:
+        parts = re.findall(r"(\w)(\d+)\.?(\d*)", stage)
+        actions.append([Action(_KINDS[kind], int(m), int(c or 0)) for kind, m, c in parts])
+    return Pipeline("mine", microbatches, chunks, actions)
 
 
 @pytest.mark.parametrize("name", schedules())

@@ -155,6 +155,7 @@ def simulate_strategy(
     agreeing = replace(agreeing, is_overlapped=is_overlapped, node_devices=inside)
     work = _work(pricer, resolved, question, agreeing, _compression(term, question))
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
+    waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
     topology = ClusterTopology(size)
     run = simulate_step(
         replace(work, microbatches=kept),
@@ -162,7 +163,7 @@ def simulate_strategy(
         rank_grid(resolved.layout, pricer.order),
         Routes(topology),
         uneven,
-        steps or _steps(agreeing),
+        steps or (agreeing.every if waits else _SOME_STEPS),
     )
     slowest_s = max(map(sum, zip(work.forward_s, work.backward_s, strict=True)))
     left_out = work.microbatches - kept
@@ -210,13 +211,6 @@ def _work(
         tuple(float(parameters * precision.parameter_bytes) for parameters in held),
         question.update_part(share).seconds + pricer.cluster.device.step_s,
     )
-
-
-def _steps(agreeing: Agreeing) -> int:
-    if agreeing.way == "average":
-        return agreeing.every
-    waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
-    return 1 if waits else _SOME_STEPS
 
 
 def _compression(term: Any, question: SyncQuestion) -> float:
