@@ -267,9 +267,7 @@ def _meet(group: Group, host: str, has_secret: bool) -> list[list[bytes]]:
 
 def _secret_of_host(group: Group, replica_group: ReplicaGroup) -> tuple[bytes, RunDir | None]:
     """The secret in a file of the first worker; a path is all that it tells the others."""
-    secret_dir = None
-    if group.rank == 0 and replica_group.is_leader:
-        secret_dir = new_server_dir()
+    secret_dir = new_server_dir() if group.rank == 0 and replica_group.is_leader else None
     try:
         path = b""
         if secret_dir is not None:

@@ -132,15 +132,14 @@ class PeerLink:
         address = self._address()
         if address is None:
             return None
+        connection = None
         try:
             connection = dial(address, self._secret, "chain", self._header, self._tls, _CONNECT_S)
-        except (OSError, ShoalError):
-            return None
-        try:
             connection.sock.settimeout(None)
             expect_answers(connection.sock, SILENT_COPY_S)
         except (OSError, ShoalError):
-            connection.close()
+            if connection is not None:
+                connection.close()
             return None
         return connection
 

@@ -81,19 +81,13 @@ class Keeper:
     """What one copy asks of the coordinator, and says to it."""
 
     def __init__(
-        self,
-        runtime: ChainRuntime,
-        coordinator: Coordinator,
-        leases: Coordinator,
-        ttl_s: float,
-        own: Alive,
-        book: AddressBook,
+        self, runtime: ChainRuntime, settings: ChainSettings, own: Alive, book: AddressBook
     ):
-        """`leases` is the same coordinator over another connection; addresses go into `book`."""
+        """What others say of themselves goes into `book`."""
         self._runtime = runtime
-        self._coordinator = coordinator
-        self._leases = leases
-        self._ttl_s = ttl_s
+        self._coordinator = settings.coordinator
+        self._leases = settings.leases or settings.coordinator
+        self._ttl_s = ttl_s = settings.ttl_s
         self._own = own
         self._book = book
         self._lease: Lease | None = None
@@ -333,9 +327,6 @@ class ChainSettings:
     host: str = ""  # what tells this host from others
     hostname: str = ""  # by which others reach it
 
-    def book(self) -> AddressBook:
-        return AddressBook(self.host, dict(self.known))
-
 
 class ChainParts:
     """The chain, its links and its keeper, of one server."""
@@ -355,7 +346,7 @@ class ChainParts:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
         self.runtime = ChainRuntime(place, host, on_reset)
         header = Header(FrameKind.HELLO, place.copy, place.shard)
-        book = settings.book()
+        book = AddressBook(settings.host, dict(settings.known))
         first = place.shard * place.copies
         self.runtime.links = {
             peer: PeerLink(self.runtime, peer, partial(book.of, first + peer), secret, header, tls)
@@ -364,9 +355,7 @@ class ChainParts:
         }
         self.leading = Leading(self.runtime, book.of, secret, tls)
         own = own_address(*listens, settings.host, settings.hostname)
-        coordinator = settings.coordinator
-        leases = settings.leases or coordinator
-        self.keeper = Keeper(self.runtime, coordinator, leases, settings.ttl_s, own, book)
+        self.keeper = Keeper(self.runtime, settings, own, book)
 
     def start(self) -> None:
         """Once the server listens."""

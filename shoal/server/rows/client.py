@@ -218,17 +218,20 @@ class RowRules:
     older. Where the result of one device is promised, workers keep no rows.
     """
 
-    version: Callable[[], int]
-    seen_by: Callable[[int], list[str]]  # addresses of all servers, as one of them reaches them
+    version: Callable[[], int] = lambda: 0
+    seen_by: Callable[[int], list[str]] = lambda index: []  # all servers, as one reaches them
     copy_lag: int = 0
     may_cache: bool = False
-    may_copy: bool = True
+    may_copy: bool = False  # copies of a server serve pulls already
+
+
+OF_OWNERS = RowRules()  # all rows are asked of them
 
 
 class ServerStore(RowStore):
     """Tables on the servers of one model, as a worker sees them."""
 
-    def __init__(self, client: Client, rules: RowRules | None = None):
+    def __init__(self, client: Client, rules: RowRules = OF_OWNERS):
         self.client = client
         self.tables: dict[str, ServerTable] = {}
         self.rules = rules
@@ -249,11 +252,6 @@ class ServerStore(RowStore):
             table.pushes, table.steps, table.hot = before.pushes, before.steps, before.hot
         return table
 
-    @property
-    def copies_rows(self) -> bool:
-        """Whether hot rows are copied to all servers; copies of a server serve pulls already."""
-        return self.rules is not None and self.rules.may_copy
-
     @contextmanager
     def latest(self) -> Iterator[None]:
         """While the block runs, rows are as new as the weights of the worker."""
@@ -265,8 +263,6 @@ class ServerStore(RowStore):
 
     def least_version(self) -> int:
         """The version that copies have at least."""
-        if self.rules is None:
-            return 0
         return max(0, self.rules.version() - (0 if self.wants_latest else self.rules.copy_lag))
 
     def _share_memory(self, number: int, descriptor: int) -> None:
@@ -288,7 +284,7 @@ class ServerTable:
         self.pushes = 0  # by this worker
         self.hot = NO_ROWS
         self.cache: RowCache | None = None
-        if spec.cache_steps and store.rules is not None and store.rules.may_cache:
+        if spec.cache_steps and store.rules.may_cache:
             self.cache = RowCache(spec.cache_steps, spec.num_rows)
         self._store = store
         self._client = store.client
@@ -348,7 +344,7 @@ class ServerTable:
     def _follow_hot(self, answered: Answered) -> None:
         """Choose a set of hot rows if this worker is asked to; learn a newer one."""
         rules = self._store.rules
-        if rules is None or not rules.may_copy:
+        if not rules.may_copy:
             return
         if answered.refresh:
             self.hot = refresh_hot(self._client, self.spec, self.hot, rules.seen_by)

@@ -185,7 +185,7 @@ def _store_rows(
 
     bind_embeddings(prepared.model, optimizer, context.seed, store)
     specs = [embedding.spec for embedding in prepared.embeddings]
-    if not store.copies_rows and any(spec.hot_share for spec in specs):
+    if not store.rules.may_copy and any(spec.hot_share for spec in specs):
         context.say(
             "hot_share has no effect where servers have replicas: the pulls of a row are "
             "spread over the replicas of its owner"
