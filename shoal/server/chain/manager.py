@@ -28,6 +28,7 @@ class ReadLease:
 
     def __init__(self) -> None:
         self.number = 0  # of the present lease
+        self._after_epoch: int | None = None  # None: not known yet
         self.lost()
 
     def granted(self, asked_s: float, ttl_s: float) -> None:
@@ -46,7 +47,7 @@ class ReadLease:
         self.is_held = False
         self._until_s = float("-inf")
         self._settled_s = float("inf")
-        self._after_epoch: int | None = None  # None: not known yet
+        self._after_epoch = None
 
     def saw(self, epoch: int, number: int) -> None:
         """This epoch was current at the coordinator, asked for when lease `number` had begun."""

@@ -20,7 +20,6 @@ import torch
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header, Refused, decode, encode
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.endpoint import PLAIN
 from shoal.protocol.handshake import dial
 from shoal.runtime.config import TlsConfig
 from shoal.server.messages import CopiedRows
@@ -35,40 +34,76 @@ Sent = dict[str, tuple[int, int]]  # by table: the set, and the version
 
 
 class RowCopies:
-    """The copies of one model on one server: what it sends, and what it reads."""
+    """The copies of one model on one server: what it sends, and what it reads.
 
-    def __init__(self, model: ServedModel, model_id: int, secret: bytes, tls: TlsConfig = PLAIN):
+    A thread for each owner installs its hot rows while the connection lasts.
+    """
+
+    def __init__(self, model: ServedModel, model_id: int, secret: bytes, tls: TlsConfig):
         self._model = model
         self._model_id = model_id
         self._secret = secret
         self._tls = tls
-        self._readers: dict[int, _RowReader] = {}
+        self._reading: dict[int, tuple[Connection, threading.Thread]] = {}  # by owner
         self._making = threading.Lock()
         self._closed = False
 
     def follow(self, addresses: Sequence[str]) -> None:
         """Read the hot rows of all other servers."""
         with self._making:
-            for index, address in enumerate(addresses):
-                reader = self._readers.get(index)
-                is_here = index == self._model.spec.index
-                if is_here or self._closed or (reader is not None and reader.is_reading):
+            for owner, address in enumerate(addresses):
+                is_here = owner == self._model.spec.index
+                if is_here or self._closed or owner in self._reading:
                     continue
                 with suppress(OSError, ShoalError):  # its rows are not copied until the next set
-                    self._readers[index] = self._read(index, address)
+                    connection = self._subscribe(address)
+                    name, args = f"shoal-copies-{owner}", (owner, connection)
+                    thread = threading.Thread(target=self._read, args=args, name=name, daemon=True)
+                    self._reading[owner] = connection, thread
+                    thread.start()
 
-    def _read(self, owner: int, address: str) -> _RowReader:
+    def _subscribe(self, address: str) -> Connection:
         index = self._model.spec.index
         header = Header(FrameKind.HELLO, index, self._model_id, secrets.randbits(63))
         connection = dial(address, self._secret, "follow", header, self._tls, _CONNECT_S)
         try:
-            request = header._replace(kind=FrameKind.FOLLOW_ROWS)
-            connection.send(request)
+            connection.send(header._replace(kind=FrameKind.FOLLOW_ROWS))
             connection.sock.settimeout(None)
         except BaseException:
             connection.close()
             raise
-        return _RowReader(self._model, owner, connection)
+        return connection
+
+    def _read(self, owner: int, connection: Connection) -> None:
+        try:
+            while True:
+                self._install(owner, connection)
+        except (Closed, ShoalError, OSError):
+            pass  # the owner is asked for its rows
+        finally:
+            with self._model.lock:
+                self._reading.pop(owner, None)
+                for hot in self._model.tables.hot.values():
+                    hot.lose(owner)
+                self._model.lock.notify_all()
+            connection.close()
+
+    def _install(self, owner: int, connection: Connection) -> None:
+        header, meta = connection.receive(_MAX_META_BYTES)
+        if header.kind is not FrameKind.COPIED_ROWS:
+            raise Refused(f"expected COPIED_ROWS, got {header.kind.name}")
+        copied = decode(meta, CopiedRows)
+        spec = self._model.tables.table(copied.table).spec
+        if header.payload_bytes != copied.count * (8 + 4 * spec.dim):
+            raise Refused(f"{header.payload_bytes} bytes for {copied.count} rows")
+        ids = torch.empty(copied.count, dtype=torch.int64)
+        rows = torch.empty(copied.count, spec.dim)
+        connection.read_into(bytes_of(ids))
+        connection.read_into(bytes_of(rows))
+        with self._model.lock:
+            hot = self._model.tables.hot[copied.table]
+            hot.install(owner, RowChanges(copied.number, copied.version, ids, rows))
+            self._model.lock.notify_all()
 
     def serve(self, index: int, connection: Connection) -> None:
         """Send the hot rows of this server until the model is released."""
@@ -107,54 +142,7 @@ class RowCopies:
         with self._model.lock:
             self._closed = True
             self._model.lock.notify_all()
-        for reader in list(self._readers.values()):
-            reader.close()
-
-
-class _RowReader:
-    """A thread that installs the hot rows of one owner while the connection lasts."""
-
-    def __init__(self, model: ServedModel, owner: int, connection: Connection):
-        self._model = model
-        self._owner = owner
-        self._connection = connection
-        self.is_reading = True
-        name = f"shoal-copies-{owner}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._install()
-        except (Closed, ShoalError, OSError):
-            pass  # the owner is asked for its rows
-        finally:
-            with self._model.lock:
-                self.is_reading = False
-                for hot in self._model.tables.hot.values():
-                    hot.lose(self._owner)
-                self._model.lock.notify_all()
-            self._connection.close()
-
-    def _install(self) -> None:
-        header, meta = self._connection.receive(_MAX_META_BYTES)
-        if header.kind is not FrameKind.COPIED_ROWS:
-            raise Refused(f"expected COPIED_ROWS, got {header.kind.name}")
-        copied = decode(meta, CopiedRows)
-        spec = self._model.tables.table(copied.table).spec
-        if header.payload_bytes != copied.count * (8 + 4 * spec.dim):
-            raise Refused(f"{header.payload_bytes} bytes for {copied.count} rows")
-        ids = torch.empty(copied.count, dtype=torch.int64)
-        rows = torch.empty(copied.count, spec.dim)
-        self._connection.read_into(bytes_of(ids))
-        self._connection.read_into(bytes_of(rows))
-        with self._model.lock:
-            hot = self._model.tables.hot[copied.table]
-            hot.install(self._owner, RowChanges(copied.number, copied.version, ids, rows))
-            self._model.lock.notify_all()
-
-    def close(self) -> None:
-        self._connection.abort()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+        for connection, thread in list(self._reading.values()):
+            connection.abort()
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
