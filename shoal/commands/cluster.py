@@ -26,7 +26,7 @@ from shoal.cluster.presets import load_cluster, preset_names
 from shoal.cluster.toml_file import cluster_text
 from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
-from shoal.commands.launching import check_engine, check_folder, is_private, open_engine
+from shoal.commands.launching import check_engine, check_folder, open_engine
 from shoal.commands.output import Part, plain_table, wide_console, write_text
 from shoal.commands.output import show as show_parts
 from shoal.errors import BadInput
@@ -99,19 +99,13 @@ def with_measured_transport(config: RunConfig, cluster: Cluster, on: str) -> Run
     choice = choose_between(cluster.between)
     if choice is None or config.between is not None:
         return config
-    choice = _allowed(choice, config, on)
+    is_private = on.partition("://")[0] == "lab"  # no other user can read what its hosts send
+    if choice.executor == GLOO and not (config.tls.trusted_network or is_private):
+        choice = BetweenChoice(TCP, f"{choice.why}, but {_GLOO_NEEDS}")
+    elif choice.executor == GLOO and as_strategy(config.strategy or "single").is_elastic:
+        choice = BetweenChoice(TCP, f"{choice.why}, but elastic groups need TCP")
     say(f"hosts are joined by {choice.executor}: {choice.why} (cluster {cluster.name})")
     return replace(config, between=choice.executor)
-
-
-def _allowed(choice: BetweenChoice, config: RunConfig, on: str) -> BetweenChoice:
-    if choice.executor == TCP:
-        return choice
-    if not config.tls.trusted_network and not is_private(on):
-        return BetweenChoice(TCP, f"{choice.why}, but {_GLOO_NEEDS}")
-    if as_strategy(config.strategy or "single").is_elastic:
-        return BetweenChoice(TCP, f"{choice.why}, but elastic groups need TCP")
-    return choice
 
 
 def calibrate_command(
@@ -192,15 +186,11 @@ def _flops(value: float) -> str:
     return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
 
 
-def _bytes(value: float) -> str:
-    return f"{show_bytes(value)}/s"
-
-
 _FIGURES: tuple[tuple[str, str, Any], ...] = (
-    ("memory", "memory_bytes_per_s", _bytes),
+    ("memory", "memory_bytes_per_s", lambda rate: f"{show_bytes(rate)}/s"),
     ("launch, forward", "launch_s", show_seconds),
     ("launch, backward", "backward_launch_s", show_seconds),
-    ("update", "update_bytes_per_s", _bytes),
+    ("update", "update_bytes_per_s", lambda rate: f"{show_bytes(rate)}/s"),
     ("update, one kernel", "update_launch_s", show_seconds),
     ("hand over to the next stage", "wait_s", show_seconds),
     ("meet in a call", "meet_s", show_seconds),

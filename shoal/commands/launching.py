@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,30 +30,9 @@ from shoal.runtime.files import scratch_folder
 from shoal.runtime.wording import counted, nearest, say
 from shoal.schedules.user import is_user_function
 from shoal.strategy.strategy import Strategy, as_strategy
-from shoal.train.progress import ProgressBar
+from shoal.train.progress import Progress, ProgressBar
 
-
-def _ray(address: str, config: RunConfig) -> Machines:
-    # Ray reads them when it is imported
-    set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
-    from shoal.launch.managers.ray_machines import RayMachines
-
-    return RayMachines(address, config)
-
-
-def _lab(address: str, config: RunConfig) -> Machines:
-    from shoal.lab.lab import LabMachines  # each engine is loaded only where it is used
-
-    return LabMachines(address or None)
-
-
-# called with ADDRESS, which is empty without one, and the configuration of the run
-ENGINES: dict[str, Callable[[str, RunConfig], Machines]] = {"lab": _lab, "ray": _ray}
-
-
-def is_private(text: str) -> bool:
-    """Whether no other user can read what the hosts of this engine send to each other."""
-    return text.partition("://")[0] == "lab"
+ENGINES = ("lab", "ray")
 
 
 def check_engine(text: str) -> None:
@@ -67,10 +46,18 @@ def check_engine(text: str) -> None:
 
 
 def open_engine(text: str, config: RunConfig) -> Machines:
-    """The hosts of an engine, as a block."""
+    """The hosts of an engine, as a block; each engine is loaded only where it is used."""
     check_engine(text)
     name, _, address = text.partition("://")
-    return ENGINES[name](address, config)
+    if name == "lab":
+        from shoal.lab.lab import LabMachines
+
+        return LabMachines(address or None)
+    # Ray reads them when it is imported
+    set_default_variables(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED="0")
+    from shoal.launch.managers.ray_machines import RayMachines
+
+    return RayMachines(address, config)
 
 
 EXAMPLES = ("digits", "gpt", "clicks")
@@ -98,8 +85,14 @@ class WorkersOptions:
 
     def resolved(self, command: Sequence[str]) -> WorkersOptions:
         """With the strategy that `-s auto` stands for, and the workers of --elastic."""
-        text = resolve_auto(self.strategy, command, self.workers or 1, self.device)
-        return replace(self, strategy=text).as_elastic()
+        if self.strategy != "auto":
+            return self.as_elastic()
+        from shoal.launch.rank.auto import choose_strategy  # only where it is needed
+
+        config = config_for(as_strategy("single"), device=self.device)
+        run = partial(run_quietly, command)
+        chosen = choose_strategy(self.workers or 1, config, run, say)
+        return replace(self, strategy=str(chosen)).as_elastic()
 
     def as_elastic(self) -> WorkersOptions:
         """With `--elastic MIN:MAX`: MAX workers at most, of which -n or --start are started."""
@@ -156,14 +149,12 @@ class WorkersOptions:
             )
         takes_back = config.takes_back and (on is None or strategy.is_elastic)
         if takes_back:
-            option = "--restart" if config.restarts else "--start"
-            option = "--elastic" if self.elastic is not None else option
+            option = "--elastic" if self.elastic else "--restart" if config.restarts else "--start"
             strategy.taking_back(workers).require_takes_back(option)
         config = with_checkpoint(config, checkpoint)
         config = with_server_checkpoint(config, strategy, self.server_checkpoint, resume)
-        if not takes_back:
-            return config
-        return replace(config, strategy=str(taking_back(strategy, workers)))
+        back = taking_back(strategy, workers) if takes_back else strategy
+        return replace(config, strategy=str(back))
 
 
 def command_for(script: str, args: Sequence[str] | None) -> list[str]:
@@ -189,19 +180,6 @@ def strategy_for(text: str | None, workers: int, to_run: bool = True) -> Strateg
 
         build("all_reduce", algorithm, 1)  # refuses an unknown name
     return strategy
-
-
-def resolve_auto(
-    text: str | None, command: Sequence[str], workers: int, device: str | None
-) -> str | None:
-    """The strategy that `-s auto` stands for; any other text as it is."""
-    if text != "auto":
-        return text
-    from shoal.launch.rank.auto import choose_strategy  # only where it is needed
-
-    config = config_for(as_strategy("single"), device=device)
-    run = partial(run_quietly, command)
-    return str(choose_strategy(workers, config, run, say))
 
 
 def config_for(
@@ -235,13 +213,10 @@ def run_shown(
     check_folder(report, "a report")
     spec = LaunchSpec(command, workers, config, logs=logs, shows_name=sys.stderr.isatty())
     bar = ProgressBar() if sys.stdout.isatty() else None
+    write, on_progress = (print_lines, None) if bar is None else (bar.print, bar.show)
     try:
-        with saying_latest(config.server_checkpoint.folder, say):
-            if bar is None:
-                result = _launch(spec, print_lines, on=on)
-            else:
-                with closing(bar):
-                    result = _launch(spec, bar.print, bar.show, on=on)
+        with saying_latest(config.server_checkpoint.folder, say), closing(bar or Progress()):
+            result = _launch(spec, write, on_progress, on=on)
     except KeyboardInterrupt:
         print("shoal: interrupted; all workers have exited", file=sys.stderr)
         sys.exit(130)
@@ -273,33 +248,28 @@ def run_quietly(
 
 
 def _launch(
-    spec: LaunchSpec,
-    write: Write,
-    on_progress: OnProgress | None = None,
-    on: str | None = None,
+    spec: LaunchSpec, write: Write, on_progress: OnProgress | None = None, on: str | None = None
 ) -> RunResult:
-    strategy = as_strategy(spec.config.strategy or "single")
-    servers = strategy.servers(spec.workers)
-    replication = replication_of(strategy, spec.workers, spec.config.restarts)
-    spec = replace(spec, servers=servers, replication=replication)
     workers, config = spec.workers, spec.config
+    strategy = as_strategy(config.strategy or "single")
+    replication = replication_of(strategy, workers, config.restarts)
+    spec = replace(spec, servers=strategy.servers(workers), replication=replication)
     if on is None or strategy.is_elastic:  # elsewhere all workers are started again together
         losses = (config.restarts, config.start, config.min_workers)
         spec = replace(spec, tolerance=tolerance_of(strategy, workers, *losses))
-    if on is not None:
-        from shoal.launch.hosts.remote import run_attempts  # only where it is needed
+    if on is None:
+        return launch(spec, write, on_progress)
+    from shoal.launch.hosts.remote import run_attempts  # only where it is needed
 
-        with open_engine(on, spec.config) as machines:
-            return run_attempts(machines, spec, write, on_progress)
-    return launch(spec, write, on_progress)
+    with open_engine(on, config) as machines:
+        return run_attempts(machines, spec, write, on_progress)
 
 
 def check_folder(file: Path | None, what: str) -> None:
     """Refuse, before the run, a file that could not be written after it."""
-    if file is not None and not file.parent.is_dir():
-        raise BadInput(f"cannot write {what} to {file}: there is no folder {file.parent}")
-    if file is not None and file.is_dir():
-        raise BadInput(f"cannot write {what} to {file}: it is a folder")
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise BadInput(f"cannot write {what} to {file}: {why}")
 
 
 @contextmanager

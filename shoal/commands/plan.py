@@ -18,21 +18,18 @@ from shoal.plan.search import OnPriced, SearchOptions, search
 from shoal.planning import FoundPlan, PlannedStrategy, as_plan
 from shoal.runtime.wording import counted
 
-Top = Annotated[int, typer.Option(min=1, help="How many strategies to show.")]
-IncludeAsync = Annotated[
-    bool,
-    typer.Option(
-        "--include-async", help="Also list strategies whose result is not that of one device."
-    ),
-]
-
 
 @options.with_fields
 def plan(
     asked: SubjectOptions,
     workers: options.Workers = 1,
-    include_async: IncludeAsync = False,
-    top: Top = 10,
+    include_async: Annotated[
+        bool,
+        typer.Option(
+            "--include-async", help="Also list strategies whose result is not that of one device."
+        ),
+    ] = False,
+    top: Annotated[int, typer.Option(min=1, help="How many strategies to show.")] = 10,
     as_json: options.Json = False,
 ) -> None:
     """Find the fastest strategies for a model on a cluster, and say why.
@@ -85,14 +82,14 @@ def _progress(quiet: bool) -> Iterator[OnPriced]:
 def _parts(found: FoundPlan) -> Iterator[Part]:
     for number, one in enumerate(found.ranked, 1):
         yield from _lines(f"{number:>2}", one)
-    if found.too_large:
-        yield bold("\nfaster, and too large")
-    for one in found.too_large:
-        yield from _lines(" -", one)
-    if found.asynchronous:
-        yield bold("\nnot the result of one device")
-    for one in found.asynchronous:
-        yield from _lines(" ~", one)
+    for title, mark, others in (
+        ("\nfaster, and too large", " -", found.too_large),
+        ("\nnot the result of one device", " ~", found.asynchronous),
+    ):
+        if others:
+            yield bold(title)
+        for one in others:
+            yield from _lines(mark, one)
     if found.nothing_fits:
         yield found.nothing_fits
 

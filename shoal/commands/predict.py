@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,12 +24,6 @@ from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
 
 _MOST_WORKERS = 10_000_000
-WorkerNumbers = Annotated[
-    str,
-    typer.Option(
-        "--workers", "-n", metavar="INTEGERS", help="Number of workers, or several: 2,4,8."
-    ),
-]
 
 
 def worker_numbers(text: str) -> list[int]:
@@ -43,15 +36,6 @@ def worker_numbers(text: str) -> list[int]:
         if not 1 <= number <= _MOST_WORKERS:
             raise BadInput(f"-n {text}: a number of workers is from 1 to {_MOST_WORKERS:,}")
     return list(dict.fromkeys(numbers))
-
-
-def scaling_table(predictions: Sequence[Prediction]) -> Table:
-    """One row a number of workers; the speed-up is over the first of them."""
-    heads = ["workers", "step", "samples/s", "speed-up", "efficiency", "MFU", "memory"]
-    heads.append("most of it")
-    table = plain_table("", heads, [_cells(one, predictions[0]) for one in predictions])
-    table.columns[-1].justify = "left"
-    return table
 
 
 def _cells(one: Prediction, first: Prediction) -> list[str]:
@@ -69,23 +53,24 @@ def _cells(one: Prediction, first: Prediction) -> list[str]:
     ]
 
 
-Simulate = Annotated[
-    bool, typer.Option("--simulate", help="Also simulate the step, message by message.")
-]
-Timeline = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Simulate, and write the timeline as a Chrome trace here."),
-]
-
-
 @options.with_fields
 def predict(
     asked: SubjectOptions,
-    numbers: WorkerNumbers = "1",
+    numbers: Annotated[
+        str,
+        typer.Option(
+            "--workers", "-n", metavar="INTEGERS", help="Number of workers, or several: 2,4,8."
+        ),
+    ] = "1",
     strategy: options.Strategy = None,
     recompute: RecomputeOption = "none",
-    simulate: Simulate = False,
-    trace: Timeline = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Also simulate the step, message by message.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Simulate, and write the timeline as a Chrome trace here."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Predict how long a training step takes, and how much memory it needs.
@@ -133,30 +118,30 @@ def predict(
 
 
 def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> None:
+    """One row a number of workers; the speed-up is over the first of them."""
     name = subject.workload.name
     strategies = ", ".join(dict.fromkeys(one.strategy for one in found))
     heading = f"{name} under {strategies} on {found[0].cluster}, batch {subject.batch}"
+    heads = ["workers", "step", "samples/s", "speed-up", "efficiency", "MFU", "memory"]
+    table = plain_table("", [*heads, "most of it"], [_cells(one, found[0]) for one in found])
+    table.columns[-1].justify = "left"
     document = {"model": name, "predictions": [one.as_dict() for one in found]}
-    show(document, [bold(heading), scaling_table(found)], as_json)
+    show(document, [bold(heading), table], as_json)
 
 
 def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Part]:
-    heading = bold(_heading(prediction, workload))
-    no_room = "" if prediction.fits else does_not_fit(prediction)
-    lines = [no_room, traffic, prediction.convergence, *prediction.notes]
-    tables = [_parts_table(prediction), _memory_table(prediction)]
-    return [heading, *tables, *(line for line in lines if line)]
-
-
-def _heading(prediction: Prediction, workload: Workload) -> str:
     spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
     hardware = f"{counted(prediction.workers, 'worker')} of {prediction.cluster}"
     utilization = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
-    return (
+    heading = (
         f"{workload.name} under {prediction.strategy} on {hardware}, "
         f"batch {prediction.batch}: {show_seconds(prediction.step_s)} a step "
         f"({spread}), {prediction.samples_per_s:.3g} samples/s{utilization}"
     )
+    no_room = "" if prediction.fits else does_not_fit(prediction)
+    lines = [no_room, traffic, prediction.convergence, *prediction.notes]
+    tables = [_parts_table(prediction), _memory_table(prediction)]
+    return [bold(heading), *tables, *(line for line in lines if line)]
 
 
 def _parts_table(prediction: Prediction) -> Table:

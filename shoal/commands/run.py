@@ -43,10 +43,10 @@ def run(
         check_engine(on)
     command = command_for(script, args)
     asked = asked.resolved(command)
-    options_config = with_cluster(asked.to_config(on, checkpoint, resume), cluster, on)
-    if resume and options_config.server_checkpoint.folder is None:
+    config = with_cluster(asked.to_config(on, checkpoint, resume), cluster, on)
+    if resume and config.server_checkpoint.folder is None:
         raise BadInput("--resume goes on from --server-checkpoint DIR: give that, too")
-    with traced(options_config, asked.trace) as config:
+    with traced(config, asked.trace) as config:
         run_shown(command, asked.workers or 1, config, asked.report, on, logs)
 
 

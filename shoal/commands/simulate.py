@@ -19,16 +19,6 @@ from shoal.runtime.faults import read_slow
 from shoal.runtime.wording import counted
 
 _MOST_SHOWN = 16  # ranks whose time is divided in a table
-NoiseSeed = Annotated[
-    int | None,
-    typer.Option(
-        "--noise-seed", help="Workers are as unequal as the cluster's noise says, by this seed."
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(min=1, help="Steps to simulate.", show_default="as many as the strategy needs"),
-]
 
 
 @options.with_fields
@@ -38,8 +28,18 @@ def simulate(
     strategy: options.Strategy = None,
     recompute: RecomputeOption = "none",
     slow: options.Slow = None,
-    noise_seed: NoiseSeed = None,
-    steps: Steps = None,
+    noise_seed: Annotated[
+        int | None,
+        typer.Option(
+            "--noise-seed", help="Workers are as unequal as the cluster's noise says, by this seed."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps to simulate.", show_default="as many as the strategy needs"
+        ),
+    ] = None,
     trace: options.Trace = None,
     as_json: options.Json = False,
 ) -> None:

@@ -38,71 +38,62 @@ def workload_of_script(script: str, args: Sequence[str] | None = None) -> Subjec
     return Subject(*traced(config_for(as_strategy("single")), run))
 
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="A script that calls shoal.run, an example, or a transformer such as gpt-3.",
-        show_default=False,
-    ),
-]
-Gpt = Annotated[
-    str | None,
-    typer.Option(help="A transformer by its sizes: layers=96,hidden=12288,heads=96,…"),
-]
-ClusterName = Annotated[
-    str, typer.Option("--cluster", help="A cluster file, or a preset such as dgx-a100.")
-]
-Network = Annotated[
-    str | None,
-    typer.Option(help="One device in each node, joined by a network of this rate: 200Gb/s."),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Samples of the global batch.",
-        show_default="the script's; about 4 million tokens for a transformer",
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(help="Of a transformer: mixed or fp32.", show_default="mixed"),
-]
-Limit = Annotated[
-    str | None,
-    typer.Option(help="Memory of a device, such as 10GB.", show_default="the cluster's"),
-]
-FlashAttention = Annotated[
-    bool, typer.Option("--flash-attention", help="Scores of attention are never in memory.")
-]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Samples of a micro-batch of one replica.",
-        show_default="as the script accumulates; under pp two micro-batches for each stage",
-    ),
-]
 RecomputeOption = Annotated[
     str, typer.Option("--recompute", help="Of activations: none, selective or full.")
 ]
 _NETWORK_ALPHA_S = 5e-6
+_Text = str | None
+_Number = int | None
 
 
 @dataclass(frozen=True)
 class SubjectOptions:
     """The options that `shoal plan`, `predict` and `simulate` share."""
 
-    model: Model = None
+    model: Annotated[
+        _Text,
+        typer.Argument(
+            help="A script that calls shoal.run, an example, or a transformer such as gpt-3.",
+            show_default=False,
+        ),
+    ] = None
     args: options.ScriptArgs = None
-    cluster: ClusterName = "this-machine"
-    gpt: Gpt = None
-    network: Network = None
-    limit: Limit = None
-    batch: Batch = None
-    microbatch: MicroBatch = None
-    precision: Precision = None
-    flash_attention: FlashAttention = False
+    cluster: Annotated[str, typer.Option(help="A cluster file, or a preset such as dgx-a100.")] = (
+        THIS_MACHINE
+    )
+    gpt: Annotated[
+        _Text, typer.Option(help="A transformer by its sizes: layers=96,hidden=12288,heads=96,…")
+    ] = None
+    network: Annotated[
+        _Text,
+        typer.Option(help="One device in each node, joined by a network of this rate: 200Gb/s."),
+    ] = None
+    limit: Annotated[
+        _Text,
+        typer.Option(help="Memory of a device, such as 10GB.", show_default="the cluster's"),
+    ] = None
+    batch: Annotated[
+        _Number,
+        typer.Option(
+            min=1,
+            help="Samples of the global batch.",
+            show_default="the script's; about 4 million tokens for a transformer",
+        ),
+    ] = None
+    microbatch: Annotated[
+        _Number,
+        typer.Option(
+            min=1,
+            help="Samples of a micro-batch of one replica.",
+            show_default="as the script accumulates; under pp two micro-batches for each stage",
+        ),
+    ] = None
+    precision: Annotated[
+        _Text, typer.Option(help="Of a transformer: mixed or fp32.", show_default="mixed")
+    ] = None
+    flash_attention: Annotated[
+        bool, typer.Option("--flash-attention", help="Scores of attention are never in memory.")
+    ] = False
 
     def subject(self, workers: int) -> Subject:
         if (self.model is None) == (self.gpt is None):
@@ -112,8 +103,14 @@ class SubjectOptions:
             return Subject(workload, self.batch or default_batch(workload, workers))
         if self.precision is not None:
             raise BadInput("--precision is for transformers; a script says its precision itself")
-        assert self.model is not None
-        return _of_script(self.model, self.args, self.batch)
+        script = str(self.model)
+        if not script.endswith(".py") and script not in EXAMPLES and not Path(script).exists():
+            raise BadInput(
+                f"{script!r} is no known transformer, and there is no such script here; known are "
+                f"{', '.join(PRESETS)}, and others by their sizes with --gpt"
+            )
+        found = workload_of_script(script, self.args)
+        return Subject(found.workload, self.batch or found.batch)
 
     def settings(self, batch: int, recompute: str = "none") -> PlanSettings:
         if recompute not in ("none", "selective", "full"):
@@ -134,16 +131,6 @@ class SubjectOptions:
         if self.limit is not None:
             cluster = cluster.with_memory(float(parse_bytes(self.limit)))
         return cluster.of_size(workers)
-
-
-def _of_script(script: str, args: Sequence[str] | None, batch: int | None) -> Subject:
-    if not script.endswith(".py") and script not in EXAMPLES and not Path(script).exists():
-        raise BadInput(
-            f"{script!r} is no known transformer, and there is no such script here; known are "
-            f"{', '.join(PRESETS)}, and others by their sizes with --gpt"
-        )
-    found = workload_of_script(script, args)
-    return Subject(found.workload, batch or found.batch)
 
 
 def named_cluster(name: str | Path) -> Cluster:
