@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,17 +72,6 @@ def register_backend() -> None:
     from shoal.comm.torch_backend import register
 
     register()
-
-
-def _register_with_torch() -> None:
-    """What `import torch` calls where an earlier version was installed from this folder.
-
-    The entry point of today is outside the package: `_shoal_torch_backend.py`.
-    """
-    try:
-        register_backend()
-    except Exception as error:
-        warnings.warn(f'torch.distributed has no backend "shoal": {error}', stacklevel=2)
 
 
 def _register_where_torch_is() -> None:

@@ -76,7 +76,7 @@ def predict(
     value.require_built()
     subject = _subject(model, batch, workers)
     settings = PlanSettings(subject.batch, microbatch, recompute)
-    predictor = Predictor(subject.workload, _as_cluster(cluster).of_size(workers))
+    predictor = Predictor(subject.workload, named_cluster(cluster).of_size(workers))
     return predictor.predict(value, workers, settings)
 
 
@@ -95,7 +95,7 @@ def rank_strategies(
     `limit` is the memory of a device where it is not the cluster's: bytes, or text such as "10GB".
     """
     subject = _subject(model, batch, workers)
-    hardware = _as_cluster(cluster)
+    hardware = named_cluster(cluster)
     if limit is not None:
         num_bytes = float(parse_bytes(limit)) if isinstance(limit, str) else float(limit)
         hardware = hardware.with_memory(num_bytes)
@@ -126,10 +126,6 @@ def _planned(found: tuple[Priced, ...]) -> tuple[PlannedStrategy, ...]:
         for one in found
         for tried in [one.candidate]
     )
-
-
-def _as_cluster(cluster: str | Path | Cluster) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
 
 
 def _subject(model: Model, batch: int | None, workers: int) -> Subject:

@@ -147,29 +147,31 @@ def table(
         raise BadInput(f"a collective needs at least one rank, not {ranks}")
     if ranks is not None and ranks > MOST_RANKS:
         raise BadInput(f"--ranks {ranks}: a table of all algorithms has at most {MOST_RANKS} ranks")
+    names = kinds() if kind == "all" else [kind_named(kind).name]
+    num_bytes = parse_bytes(size)
     if cluster is not None:
         for name in ("alpha", "beta", "gamma", "prove_all"):
             source = context.get_parameter_source(name)
             if source is not None and source.name != "DEFAULT":
                 option = name.removesuffix("_all")
                 raise BadInput(f"--{option} does not go with --cluster: its links have their costs")
-        names = kinds() if kind == "all" else [kind_named(kind).name]
-        show_on_cluster(load_cluster(cluster), ranks, names, parse_bytes(size), seed, as_json)
+        show_on_cluster(load_cluster(cluster), ranks, names, num_bytes, seed, as_json)
         return
     ranks = 8 if ranks is None else ranks
     cost = Link(parse_seconds(alpha), parse_s_per_byte(beta), parse_s_per_byte(gamma))
-    num_bytes = parse_bytes(size)
-    names = kinds() if kind == "all" else [kind_named(kind).name]
     prices_by_kind = {name: price_all(name, ranks, num_bytes, cost) for name in names}
     if prove_all:
         for name in names:
             for algorithm in algorithms(name):
                 prove(build(name, algorithm, ranks))
-    parts = [
-        part
-        for name, prices in prices_by_kind.items()
-        for part in _table_of(name, prices, num_bytes, cost)
-    ]
+    parts: list[Part] = []
+    for name, prices in prices_by_kind.items():
+        parts.append(_grid(name, prices, num_bytes, cost))
+        if prices[0].redundant_bytes:
+            parts.append(
+                f"\nRedundant memory: when the {name} is done, in place, all ranks together hold "
+                f"{show_bytes(prices[0].redundant_bytes)} beyond one copy of the result."
+            )
     if prove_all:
         parts.append(f"All of them are proven for {ranks} ranks.")
     if "all_reduce" in prices_by_kind and ranks > 1:
@@ -220,14 +222,10 @@ def show(
         "should have."
     )
     said = said if svg is None else f"{collective}: {svg}"
+    fields = ("kind", "ranks", "chunks", "scratch", "root", "one_port")
     document = {
-        "kind": collective.kind,
         "algorithm": collective.name,
-        "ranks": collective.ranks,
-        "chunks": collective.chunks,
-        "scratch": collective.scratch,
-        "root": collective.root,
-        "one_port": collective.one_port,
+        **{field: getattr(collective, field) for field in fields},
         "proven": True,
         "rounds": [
             [{**asdict(t), "into": t.chunk if t.into is None else t.into} for t in transfers]
@@ -235,16 +233,6 @@ def show(
         ],
     }
     show_parts(document, [said], as_json)
-
-
-def _table_of(name: str, prices: list[Price], num_bytes: int, cost: Link) -> list[Part]:
-    parts: list[Part] = [_grid(name, prices, num_bytes, cost)]
-    if prices[0].redundant_bytes:
-        parts.append(
-            f"\nRedundant memory: when the {name} is done, in place, all ranks together hold "
-            f"{show_bytes(prices[0].redundant_bytes)} beyond one copy of the result."
-        )
-    return parts
 
 
 def _grid(kind: str, prices: list[Price], num_bytes: int, cost: Link) -> Grid:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,21 +108,15 @@ def compare(
 
 
 def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
+    """Those that are given, or one of each kind, and the options that matter most."""
     if given:
         others = [text for text in given if as_strategy(text) != as_strategy("single")]
         return list(dict.fromkeys(str(strategy_for(text, workers)) for text in others))
     names = []
-    for text in default_strategies():
-        try:
+    for text in (text for term in TERMS.values() for text in term.compared):
+        with suppress(BadInput):  # not built, or not for this number of workers
             names.append(str(strategy_for(text, workers)))
-        except BadInput:  # not built, or not for this number of workers
-            continue
     return names
-
-
-def default_strategies() -> list[str]:
-    """One strategy of each kind, and the options that matter most."""
-    return [text for term in TERMS.values() for text in term.compared]
 
 
 def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
@@ -134,7 +128,7 @@ def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[Compared
         if apart or e.workers < most or as_strategy(e.strategy).sync_for(e.workers).has_servers
     ]
     together = [entry for entry in entries if entry not in alone]
-    return [*([together] if together else []), *([entry] for entry in alone)]
+    return [group for group in (together, *([entry] for entry in alone)) if group]
 
 
 @dataclass
@@ -168,12 +162,10 @@ class Comparison:
         base_losses = losses_of(entries[0])
         outcomes: list[RunOutcome] = []
         for entry in entries:
-            if entry.number in self.failed:
-                why = self.failed[entry.number]
-                outcomes.append(RunOutcome(entry.strategy, entry.workers, failed=why))
-            else:
-                baseline = outcomes[0] if outcomes else None
-                outcomes.append(outcome_of(entry, baseline, base_losses))
+            why = self.failed.get(entry.number)
+            failed = RunOutcome(entry.strategy, entry.workers, failed=why)
+            baseline = outcomes[0] if outcomes else None
+            outcomes.append(failed if why else outcome_of(entry, baseline, base_losses))
         return outcomes
 
     def _launch(self, group: Sequence[ComparedRun]) -> None:

@@ -137,13 +137,8 @@ def _show(lab: Lab, as_json: bool) -> None:
         "link_bytes_per_s": design.link_bytes_per_s,
         "uplink_bytes_per_s": design.uplink_bytes_per_s if design.racks > 1 else None,
         "hosts": [
-            {
-                "name": host.name,
-                "address": host.address,
-                "rack": host.rack,
-                "namespace": host.namespace.name,
-                "device": host.device,
-            }
+            {key: getattr(host, key) for key in ("name", "address", "rack", "device")}
+            | {"namespace": host.namespace.name}
             for host in lab.hosts
         ],
         "cluster_file": str(file),

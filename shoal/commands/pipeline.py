@@ -145,13 +145,8 @@ def _document(
     if with_actions:
         for stage, spans in zip(stages, timeline.spans, strict=True):
             stage["actions"] = [
-                {
-                    "kind": span.action.kind.value,
-                    "microbatch": span.action.microbatch,
-                    "chunk": span.action.chunk,
-                    "start": span.start,
-                    "end": span.end,
-                }
+                {**span.action._asdict(), "kind": span.action.kind.value}
+                | {"start": span.start, "end": span.end}
                 for span in spans
             ]
     return {

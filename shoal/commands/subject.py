@@ -133,8 +133,10 @@ class SubjectOptions:
         return cluster.of_size(workers)
 
 
-def named_cluster(name: str | Path) -> Cluster:
-    """A preset or a file; this machine as it was calibrated, where that was done."""
+def named_cluster(name: str | Path | Cluster) -> Cluster:
+    """Itself, a preset or a file; this machine as it was calibrated, where that was done."""
+    if isinstance(name, Cluster):
+        return name
     if str(name) == THIS_MACHINE:
         from shoal.calibration.measure import cached_cluster  # only where it is needed
 

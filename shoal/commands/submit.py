@@ -211,14 +211,10 @@ class SubmitRequest:
             return None
         if self.gpus_per_node or self.gpus:
             return f"NCCL between {self.nodes} nodes takes {trust}: workers will end without it"
-        return (
-            None
-            if has_key
-            else (
-                f"workers on {self.nodes} nodes take a key (`shoal keys new`, {how}) or {trust}: "
-                "they will end without either"
-            )
-        )
+        if has_key:
+            return None
+        take = f"workers on {self.nodes} nodes take a key (`shoal keys new`, {how}) or {trust}"
+        return f"{take}: they will end without either"
 
 
 @options.with_fields

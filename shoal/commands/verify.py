@@ -29,7 +29,7 @@ from shoal.runtime.wording import counted
 from shoal.strategy.base import Batches
 
 if TYPE_CHECKING:
-    from shoal.observe.double_check import CapturedRun, DoubleCheck, OwnCheck
+    from shoal.observe.double_check import CapturedRun, Difference, DoubleCheck, OwnCheck
     from shoal.observe.verify import Verification
 
 
@@ -235,34 +235,29 @@ def _lines(verdict: Verification) -> Iterator[str]:
             f"dropout was switched off ({names}): its masks depend on the number of workers, "
             "unless exact=True"
         )
-    for kind, preposition, among in (
-        ("loss    ", "at", verdict.losses),
-        ("tensor  ", "in", verdict.tensors),
-    ):
-        found = worst(among)
-        yield (
-            f"largest difference of a {kind}{found.difference:.3g} {preposition} {found.what} "
-            f"(tolerance {found.tolerance:.3g})"
-        )
+    yield f"largest difference of a loss    {_far(worst(verdict.losses), 'at')}"
+    yield f"largest difference of a tensor  {_far(worst(verdict.tensors))}"
     yield from _about_rounding(verdict)
     if verdict.replicas_apart:
         yield f"replicas hold different parameters: up to {verdict.replicas_apart:.3g} apart"
-    if verdict.first_loss:
-        yield f"first loss that differs: {verdict.first_loss.what}"
-    if verdict.first_tensor:
-        yield f"first tensor that differs: {verdict.first_tensor.what}"
+    for kind, first in (("loss", verdict.first_loss), ("tensor", verdict.first_tensor)):
+        if first:
+            yield f"first {kind} that differs: {first.what}"
+
+
+def _far(found: Difference, preposition: str = "in", more: str = "") -> str:
+    where = f"{found.difference:.3g} {preposition} {found.what}"
+    return f"{where} (tolerance {found.tolerance:.3g}{more})"
 
 
 def _about_rounding(verdict: Verification) -> Iterator[str]:
     """Where the tolerances come from."""
     double = verdict.double
     if double is None:
-        yield "tolerances: rounding, " + (
-            "measured by adding up in another order"
-            if verdict.measured_rounding
-            else f"from {verdict.additions:,} additions per gradient element and "
-            f"{counted(verdict.steps, 'step')}"
-        )
+        how = f"from {verdict.additions:,} additions per gradient element and "
+        how += counted(verdict.steps, "step")
+        how = "measured by adding up in another order" if verdict.measured_rounding else how
+        yield f"tolerances: rounding, {how}"
         yield from _about_own_precision(verdict.own)
         return
     what, rounding = double.largest_rounding
@@ -270,11 +265,7 @@ def _about_rounding(verdict: Verification) -> Iterator[str]:
         f"rounding, measured on one worker {rounding:.3g} in {what} "
         f"({counted(double.steps, 'step')} beside double precision)"
     )
-    worst = double.worst
-    yield (
-        f"in double precision, relative   {worst.difference:.3g} in {worst.what} "
-        f"(tolerance {worst.tolerance:.3g})"
-    )
+    yield f"in double precision, relative   {_far(double.worst)}"
     if verdict.amplified:
         yield (
             f"training amplifies rounding in {len(verdict.amplified)} tensors, such as "
@@ -295,11 +286,9 @@ def _about_own_precision(own: OwnCheck | None) -> Iterator[str]:
     """How small an error was looked for, where there is no double precision."""
     if own is None or not own.tensors:
         return
-    worst, least = own.worst, own.least
-    yield (
-        f"in its own precision, relative  {worst.difference:.3g} in {worst.what} "
-        f"(tolerance {worst.tolerance:.3g}, measured by adding up in another order)"
-    )
+    least = own.least
+    measured = ", measured by adding up in another order"
+    yield f"in its own precision, relative  {_far(own.worst, more=measured)}"
     if least is not None and math.isfinite(least.tolerance):
         yield (
             f"an error of a gradient above {least.tolerance:.1g} of it would have been found "

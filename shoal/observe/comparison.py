@@ -96,9 +96,8 @@ class RunOutcome:
         """Why there is no speed, where there is none."""
         if not self.ran or self.steps_per_s is not None:
             return None
-        return (
-            f"{counted(self.steps, 'step')} at this number of --steps: too few to measure a speed"
-        )
+        steps = counted(self.steps, "step")
+        return f"{steps} at this number of --steps: too few to measure a speed"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "against_single": self.against_single if self.ran else None}

@@ -216,29 +216,21 @@ class EstimateJob(Job):
         largest = max(1, math.ceil(total / (rows_of * microbatches)))
         micro = take_rows(content, [range(largest)], total)
         split = split_model(model, pp)
-        virtual = None
+        activations: Sequence[int | None] = [None] * (split.stages if split else 1)
         try:
             virtual = activation_bytes(model, loss, micro, options.precision, split)
+            activations = stage_activations(virtual, pp, microbatches)
         except Exception as error:  # whatever the user's model does with a fake tensor
-            text = str(error).splitlines()[0] if str(error) else ""
-            self._whys.append(f"{type(error).__name__}: {text}")
+            self._whys.append(first_line(error))
         if self._strategy.ep is not None:
             mixtures = mixtures_for(model, self._strategy.ep)
             keep_first_experts(mixtures, self._strategy.ep.size)
         # under ep gradients are summed over its workers at the parameters
         accumulates = microbatches > 1 or self._strategy.ep is not None
         accumulates = accumulates or batches is Batches.WHOLE_DATASET
-        stages = [
-            replace(
-                sizes,
-                accumulates=accumulates and not options.exact,
-                exact_microbatches=options.microbatches if options.exact else None,
-            )
-            for sizes in stage_sizes(model, optimizer, split)
-        ]
-        activations: Sequence[int | None] = [None] * len(stages)
-        if virtual is not None:
-            activations = stage_activations(virtual, pp, microbatches)
+        given: dict[str, Any] = {"accumulates": accumulates and not options.exact}
+        given["exact_microbatches"] = options.microbatches if options.exact else None
+        stages = [replace(sizes, **given) for sizes in stage_sizes(model, optimizer, split)]
         self._estimates.append(memory_of(self._strategy, self._workers, stages, activations))
         self._servers.append(servers_of(self._strategy, self._workers, stages))
 
@@ -252,6 +244,11 @@ class EstimateJob(Job):
             "servers": [sum(parts) for parts in zip(*self._servers, strict=True)],
             "unknown": self._whys,
         }
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 Looking = TypeVar("Looking", bound=EstimateJob)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shoal.comm.group import Group
 from shoal.data.rows import move_to, num_rows, take_rows
 from shoal.errors import ShoalError, StopTraining
-from shoal.observe.memory_estimate import EstimateJob, first_step
+from shoal.observe.memory_estimate import EstimateJob, first_line, first_step
 from shoal.observe.model_sizes import sizes_of
 from shoal.plan.tracing.module import precision_of, trace_module
 from shoal.plan.workloads import Precision, SplitLimits
@@ -69,8 +69,7 @@ class WorkloadJob(EstimateJob):
             workload = trace_step(model, loss, content, precision)
             workload = replace(workload, accumulate=options.local_microbatches(1))
         except Exception as error:  # whatever the user's model does with a fake tensor
-            text = str(error).splitlines()[0] if str(error) else ""
-            self._document = {"error": f"{type(error).__name__}: {text}"}
+            self._document = {"error": first_line(error)}
             return
         self._document = {"workload": workload.to_json().decode(), "batch": num_rows(content)}
 
@@ -170,7 +169,7 @@ class ProfileJob(EstimateJob):
         begin, end = sums.amax(dim=0).unbind(dim=1)  # ranks of a host have one clock
         self._document = {
             "rows": num_rows(content),
-            **_summary(everywhere.flatten(0, 1).tolist()),
+            **_summary(everywhere.flatten(0, 1)),
             **passes.unbroken(content),
             "slowest": _slowest(everywhere),
             "gradients_s": float((end - begin).median()),
@@ -289,23 +288,19 @@ def _of_all_ranks(
 def _slowest(everywhere: Tensor) -> float:
     """What the slowest rank needs from one sum, before the update, to the next, over the mean."""
     between = everywhere[:, 1:, :2].sum(dim=2) + everywhere[:, :-1, 2]
-    slowest = between.amax(dim=0)
-    share = (slowest / between.mean(dim=0)).sort().values
-    first, last = (round(part * len(share)) for part in _KEPT)
-    return float(share[first:last].mean())
+    return _trimmed_mean(between.amax(dim=0) / between.mean(dim=0))
 
 
-def _summary(rounds: list[list[float]]) -> dict[str, Any]:
-    columns = {
-        name: sorted(column)
-        for name, column in zip(PassTimes._fields, zip(*rounds, strict=True), strict=True)
-    }
-    first, last = (round(share * len(rounds)) for share in _KEPT)
-    means = {name: statistics.fmean(column[first:last]) for name, column in columns.items()}
-    quartiles = {
-        name: statistics.quantiles(column, n=4, method="inclusive")[::2]
-        for name, column in columns.items()
-    }
+def _trimmed_mean(numbers: Tensor) -> float:
+    first, last = (round(share * len(numbers)) for share in _KEPT)
+    return float(numbers.sort().values[first:last].mean())
+
+
+def _summary(passes: Tensor) -> dict[str, Any]:
+    columns = dict(zip(PassTimes._fields, passes.unbind(dim=1), strict=True))
+    quarters = torch.tensor([0.25, 0.75], dtype=passes.dtype)
+    quartiles = {name: column.quantile(quarters).tolist() for name, column in columns.items()}
+    means = {name: _trimmed_mean(column) for name, column in columns.items()}
     return {**means, "quartiles": quartiles}
 
 

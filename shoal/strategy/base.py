@@ -12,13 +12,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, get_type_hints
 
 from shoal.errors import StrategyError
 from shoal.strategy.options import Constraint, show, write
-
-_CONSTRAINTS: dict[type[Term], dict[str, Constraint]] = {}
 
 
 class Batches(enum.Enum):
@@ -44,7 +42,7 @@ class Term:
             cls.compared = (cls.__name__.lower(),)
 
     def __post_init__(self) -> None:
-        for option, constraint in constraints_of(type(self)).items():
+        for option, constraint in constraints_of(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, option)
             if not constraint.accepts(value):
                 raise StrategyError(
@@ -75,11 +73,10 @@ class Term:
         return f"{self.name}({', '.join(words)})" if words else self.name
 
 
+@cache
 def constraints_of(kind: type[Term]) -> dict[str, Constraint]:
-    if kind not in _CONSTRAINTS:
-        hints = get_type_hints(kind, include_extras=True)
-        _CONSTRAINTS[kind] = {f.name: hints[f.name].__metadata__[0] for f in fields(kind)}
-    return _CONSTRAINTS[kind]
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name].__metadata__[0] for f in fields(kind)}
 
 
 class SyncTerm(Term, role="sync", abstract=True):
