@@ -36,7 +36,12 @@ class ReservedArray:
         self._row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         num_bytes = shape[0] * self._row_bytes
         if gives_back and num_bytes:
-            self._memory = _map(num_bytes)
+            pages = -(-num_bytes // mmap.PAGESIZE)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            try:
+                self._memory = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=flags)
+            except (OSError, OverflowError) as error:
+                raise MemoryError(str(error)) from error
             flat = np.frombuffer(self._memory, _DTYPES[dtype])
             array = flat[: num_bytes // dtype.itemsize].reshape(shape)
         else:
@@ -53,14 +58,6 @@ class ReservedArray:
         if last > first:
             with suppress(OSError):  # the memory stays taken, and is used again
                 self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-def _map(num_bytes: int) -> mmap.mmap:
-    pages = -(-num_bytes // mmap.PAGESIZE)
-    try:
-        return mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(str(error)) from error
 
 
 _FEW_ENTRIES = 1024

@@ -31,11 +31,10 @@ Kills = tuple[tuple[int, int], ...]  # number and step
 Option = Literal["--slow", "--kill"]
 Role = Literal["worker", "server"]
 NO_SERVERS = "this strategy starts no servers"
-_FORMS: dict[Option, re.Pattern[str]] = {
-    "--slow": re.compile(r"(?:server:)?([0-9]{1,6}):([0-9]{1,4}(?:\.[0-9]{1,4})?)x"),
-    "--kill": re.compile(r"(?:server:)?([0-9]{1,6})@([0-9]{1,12})"),
+_FORMS: dict[Option, tuple[str, str]] = {  # each with an example
+    "--slow": (r"(?:server:)?([0-9]{1,6}):([0-9]{1,4}(?:\.[0-9]{1,4})?)x", "1:4x"),
+    "--kill": (r"(?:server:)?([0-9]{1,6})@([0-9]{1,12})", "2@50"),
 }
-_EXAMPLES: dict[Option, str] = {"--slow": "1:4x", "--kill": "2@50"}
 _MOST = 1000  # times slower
 
 
@@ -147,9 +146,9 @@ def _read(
     for text in texts:
         if text.startswith("server:") != (role == "server"):
             continue
-        match = _FORMS[option].fullmatch(text)
+        form, example = _FORMS[option]
+        match = re.fullmatch(form, text)
         if match is None:
-            example = _EXAMPLES[option]
             either = f"{example}, or server:{example} for a server"
             raise BadInput(f"{option} takes a text such as {either}, not {text[:40]!r}")
         number = int(match[1])

@@ -42,8 +42,10 @@ class LabFiles:
 
         False where there is one of this name.
         """
-        handle = self._new_state()
-        if handle is None:
+        FOLDER.mkdir(mode=0o755, exist_ok=True)
+        try:
+            handle = os.open(self.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
             yield False
             return
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -51,12 +53,6 @@ class LabFiles:
             json.dump({**document, _BUILDER: os.getpid()}, file)
             file.flush()
             yield True
-
-    def _new_state(self) -> int | None:
-        FOLDER.mkdir(mode=0o755, exist_ok=True)
-        with suppress(FileExistsError):
-            return os.open(self.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        return None
 
     def builder(self) -> str | None:
         """Which process builds the lab now; None where none does."""

@@ -51,6 +51,7 @@ from shoal.runtime.files import (
     remove_abandoned,
     remove_locked,
     room_for,
+    scratch_folder,
     temporary_folder,
     write_atomically,
 )
@@ -325,14 +326,10 @@ def new_run_dir(
 
     host, ps: for workers, or a server, on one host of a run on several.
     """
-    remove_abandoned()
-    run_dir = new_server_dir() if kind == "ps" else RunDir(make_locked(kind))
-    try:
-        with room_for(run_dir.path):
-            run_dir.write_secret(secret or new_secret())
-        yield run_dir
-    finally:
-        run_dir.remove()
+    with scratch_folder(kind, _short_folder() if kind == "ps" else None) as path:
+        with room_for(path):
+            RunDir(path).write_secret(secret or new_secret())
+        yield RunDir(path)
 
 
 def running_runs() -> list[RunDir]:
@@ -350,8 +347,12 @@ def running_runs() -> list[RunDir]:
 def new_server_dir() -> RunDir:
     """A directory for servers that a worker starts; its path is short enough for sockets."""
     remove_abandoned()
+    return RunDir(make_locked("ps", _short_folder()))
+
+
+def _short_folder() -> str | None:
     longest = len(temporary_folder()) + len("/shoal-ps-12345678/server-000.sock")
-    return RunDir(make_locked("ps", "/tmp" if longest > _LONGEST_SOCKET_PATH else None))
+    return "/tmp" if longest > _LONGEST_SOCKET_PATH else None
 
 
 def signal_name(number: int) -> str:

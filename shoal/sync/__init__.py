@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -238,17 +238,9 @@ class Ownership:
     grad_norm: GradNorm = field(default_factory=GradNorm)
 
 
-class StepSettings(Protocol):
-    """What a plan looks at of the options of `job.step`."""
-
-    @property
-    def exact(self) -> bool: ...
-
-    @property
-    def precision(self) -> str: ...
-
-
 T = TypeVar("T", bound=SyncTerm)
+# of compressed gradients, which must keep their scale between steps
+CHANGING_SCALE = "the scale changes between steps, and so would what is left to send"
 
 
 class SyncPlan(Generic[T]):
@@ -262,14 +254,19 @@ class SyncPlan(Generic[T]):
         """Whether there is a sync that adds up every gradient in full, in a fixed order."""
         return False
 
-    def check(self, options: StepSettings, replicas: int) -> None:
+    def why_not_scaled(self, replicas: int) -> str | None:
+        """Why gradients that are scaled (fp16) do not work under this term; None: they do."""
+        if self.term.is_elastic:
+            return "the gradient scaler would have to be undone after a loss"
+        return None
+
+    def check(self, exact: bool, precision: str, replicas: int) -> None:
         """Refuse options of a step that do not work under this term."""
-        if self.term.is_elastic and options.precision == "fp16":
+        if precision == "fp16" and (why := self.why_not_scaled(replicas)):
             raise BadInput(
-                f'{self.term.name}(elastic=True) does not train with "fp16", whose gradient scaler '
-                'would have to be undone after a loss: take "bf16"'
+                f'{self.term} and precision="fp16" exclude each other: {why}; take precision="bf16"'
             )
-        if options.exact and not self.can_be_exact:
+        if exact and not self.can_be_exact:
             raise BadInput(
                 f"exact=True adds up every gradient in full, which {self.term} does not do: "
                 "take ddp"

@@ -19,11 +19,9 @@ from torch.nn import functional as F
 
 from shoal.comm.group import Group, Op
 from shoal.compress import Compressor, PowerSgd, TopK, make_compressor
-from shoal.errors import BadInput, CheckpointError
+from shoal.errors import CheckpointError
 from shoal.replica.flat_params import FlatLayout, FlatParams
 from shoal.replica.split.shard import ReplicaShard
-from shoal.strategy.base import SyncTerm
-from shoal.sync import StepSettings
 from shoal.sync.memory import ModelSizes
 from shoal.transport.transport import Work
 
@@ -64,15 +62,10 @@ def _residuals(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def check_size(saved: Tensor, expected: Tensor) -> None:
-    if not saved.is_floating_point():
+    if not saved.is_floating_point() or saved.shape != (expected.numel(),):
         raise CheckpointError(
-            f"the checkpoint's state of the strategy is damaged: it has {saved.dtype} where "
-            f"{expected.dtype} belongs"
-        )
-    if saved.shape != (expected.numel(),):
-        raise CheckpointError(
-            "the checkpoint's state of the strategy is of another model: it has "
-            f"{saved.numel()} elements, and this one needs {expected.numel()}"
+            "the checkpoint's state of the strategy is damaged, or of another model: it has "
+            f"{tuple(saved.shape)} of {saved.dtype}, and this one needs {expected.numel()} numbers"
         )
 
 
@@ -413,15 +406,6 @@ def compressed_memory(
         for k in range(len(slices_memory) + 1)
     ]
     return CompressedMemory(kept, max(in_flight))
-
-
-def refuse_scaled(term: SyncTerm, options: StepSettings) -> None:
-    """Compressed gradients must keep their scale between steps."""
-    if options.precision == "fp16":
-        raise BadInput(
-            f'{term} and precision="fp16" exclude each other: the scale of such gradients changes '
-            'between steps, and so would what is left to send; take precision="bf16"'
-        )
 
 
 def _compressors(text: str, flat: FlatLayout, slices: Sequence[slice]) -> dict[int, Compressor]:

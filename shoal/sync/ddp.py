@@ -14,7 +14,7 @@ from shoal.replica.flat_params import FlatLayout
 from shoal.replica.ordered_sum import Node, add_leaf, full_subtrees, runs_of, tree_sum
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGE_BYTES
 from shoal.strategy.sync_terms import Ddp, Single
-from shoal.sync import Replica, StepSettings, StepTraffic, Sync, SyncPlan, runs, under
+from shoal.sync import CHANGING_SCALE, Replica, StepTraffic, Sync, SyncPlan, runs, under
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.transport.transport import Work
 
@@ -151,12 +151,8 @@ class DdpPlan(SyncPlan[Ddp]):
     def can_be_exact(self) -> bool:
         return self.term.compress is None
 
-    def check(self, options: StepSettings, replicas: int) -> None:
-        super().check(options, replicas)
-        if self.term.compress is not None:
-            from shoal.sync.compressed_sum import refuse_scaled
-
-            refuse_scaled(self.term, options)
+    def why_not_scaled(self, replicas: int) -> str | None:
+        return CHANGING_SCALE if self.term.compress else super().why_not_scaled(replicas)
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         plain = super().memory(sizes, rank, replicas)

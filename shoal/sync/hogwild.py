@@ -164,40 +164,33 @@ class Settings:
     def __init__(
         self, optimizer: torch.optim.Optimizer, momentum: bool, say: Callable[[str], None]
     ) -> None:
-        self._groups = optimizer.param_groups
-        self._name = type(optimizer).__name__
+        self._optimizer = optimizer
         self._momentum = momentum
         self._say = say
         self.take()
 
     def take(self) -> None:
         """What stands in the optimizer now is what was asked for: use it without momentum."""
-        self._used = [self._fitting(group) for group in self._groups]
-        self._asked = [
-            {key: group[key] for key in used}
-            for group, used in zip(self._groups, self._used, strict=True)
-        ]
-        self._put(self._used)
+        self._used = [(group, self._fitting(group)) for group in self._optimizer.param_groups]
+        self._asked = [(group, {key: group[key] for key in used}) for group, used in self._used]
+        _put(self._used)
 
     @contextmanager
     def as_asked(self) -> Iterator[None]:
         """For a checkpoint: another strategy may go on from it."""
-        self._put(self._asked)
+        _put(self._asked)
         try:
             yield
         finally:
-            self._put(self._used)
-
-    def _put(self, settings: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._groups, settings, strict=True):
-            group.update(values)
+            _put(self._used)
 
     def _fitting(self, group: dict[str, Any]) -> dict[str, Any]:
         if self._momentum:
             return {}
         if "betas" in group:
+            name = type(self._optimizer).__name__
             raise BadInput(
-                f"hogwild keeps no momentum by default, and {self._name} has no form without it "
+                f"hogwild keeps no momentum by default, and {name} has no form without it "
                 "(betas): concurrent updates of other workers act as momentum already; take SGD or "
                 "Adagrad, or hogwild(momentum=True)"
             )
@@ -211,6 +204,11 @@ class Settings:
             "momentum by themselves; hogwild(momentum=True) keeps it"
         )
         return {"momentum": 0.0, **({"nesterov": False} if "nesterov" in group else {})}
+
+
+def _put(settings: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for group, values in settings:
+        group.update(values)
 
 
 @runs(Hogwild)

@@ -102,14 +102,11 @@ class InRankMemory(Sync):
         """Until none of the others that still train is behind."""
         pause = Backoff(_FIRST_LOOK_S, _LONGEST_LOOK_S)
 
-        def behind() -> list[int]:
+        def behind() -> str:
             late = [peer for peer in self._present() if is_behind(peer)]
-            return [peer for peer in late if not self.ranks.has_finished(peer)]
+            return " and ".join(f"rank {r}" for r in late if not self.ranks.has_finished(r))
 
-        def whom() -> str:
-            return " and ".join(f"rank {peer}" for peer in behind())
-
-        with waiting(f"rank {self.rank}", whom, "the end of a step"):
+        with waiting(f"rank {self.rank}", behind, "the end of a step"):
             while behind():
                 pause()
 

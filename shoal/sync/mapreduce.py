@@ -14,10 +14,9 @@ from functools import partial
 
 from torch import Tensor
 
-from shoal.errors import BadInput
 from shoal.schedules.buffer_layout import DEFAULT_BUCKET_BYTES
 from shoal.strategy.sync_terms import Mapreduce
-from shoal.sync import Replica, StepSettings, Sync, SyncPlan, runs
+from shoal.sync import Replica, Sync, SyncPlan, runs
 from shoal.sync.ddp import DdpSync, LocalSync
 from shoal.sync.memory import ModelSizes, SyncMemory
 
@@ -61,13 +60,10 @@ class MapReduceSync(DdpSync):
 
 @runs(Mapreduce)
 class MapReducePlan(SyncPlan[Mapreduce]):
-    def check(self, options: StepSettings, replicas: int) -> None:
-        super().check(options, replicas)
-        if options.precision == "fp16" and replicas > 1:
-            raise BadInput(
-                'mapreduce and precision="fp16" exclude each other: the master alone knows the '
-                'scale of the next step; take precision="bf16"'
-            )
+    def why_not_scaled(self, replicas: int) -> str | None:
+        if replicas > 1:
+            return "the master alone knows the scale of the next step"
+        return super().why_not_scaled(replicas)
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         """The master alone has an optimizer's state."""

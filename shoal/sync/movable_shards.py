@@ -10,7 +10,7 @@ a change   the shards of the present ranks are staged beside the ones before; a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,56 +31,58 @@ State = dict[str, Any]
 
 
 def gather_optimizer(
-    update: OptimizerStep, flat: FlatParams, group: Group, own: slice
+    update: OptimizerStep, flat: FlatParams, group: Group
 ) -> torch.optim.Optimizer | None:
     """On rank 0 an optimizer of all parameters with the state of all ranks; None elsewhere.
 
-    All ranks call it, each with its `own` shard: it may also have state of others. It takes memory
-    for the state of the whole model on rank 0.
+    All ranks call it, and send the state of their own shards. It takes memory for the state of the
+    whole model on rank 0.
     """
+    shards = flat.shards(group.size)
     channel = PytreeChannel(group, flat.device, header_device=flat.device)
+    groups = parameter_groups(update.optimizer, update.named)
     if group.rank != 0:
-        _send(update, {flat.named[i][0] for i in flat.params_in(own)}, channel)
+        pack = Packing(update)
+        for i in flat.params_in(shards[group.rank]):
+            channel.send(pack(*flat.named[i], flat.device), 0, _TAG).wait()
         return None
     optimizer = make_optimizer(update.factory, flat.named)
-    groups = parameter_groups(update.optimizer, update.named)
     for p in update.params:
         if p in update.optimizer.state:
             optimizer.state[p] = update.optimizer.state[p]
     for peer in range(1, group.size):
-        groups += _receive(optimizer, flat, channel, peer)
+        for name, p in [flat.named[i] for i in flat.params_in(shards[peer])]:
+            settings, state, _ = unpack(channel.recv(peer, _TAG), name)
+            groups.append(settings)
+            if state:
+                optimizer.state[p] = map_tensors(Tensor.cpu, state)
     take_values(optimizer, {id(p): name for name, p in flat.named}, groups)
     return optimizer
 
 
-def _send(update: OptimizerStep, own: Set[str], channel: PytreeChannel) -> None:
-    """Values that cannot be sent stay here."""
-    names = {id(p): name for name, p in update.named if name in own}
-    states = {names[id(p)]: s for p, s in update.optimizer.state.items() if id(p) in names}
-    groups = parameter_groups(update.optimizer, update.named)
-    header = {"groups": groups, "names": list(states)}
-    channel.send(header, 0, _TAG).wait()
-    for state in states.values():
-        sent = {key: sendable(value) for key, value in state.items() if can_be_sent(value)}
-        on_device = map_tensors(lambda t: t.detach().to(channel.device), sent)
-        channel.send(on_device, 0, _TAG).wait()
+class Packing:
+    """What another rank needs to go on with a parameter; values that cannot be sent stay here."""
+
+    def __init__(self, update: OptimizerStep):
+        self._state = update.optimizer.state
+        groups = parameter_groups(update.optimizer, update.named)
+        self._groups = {name: group for group in groups for name in group["params"]}
+
+    def __call__(self, name: str, p: nn.Parameter, device: torch.device) -> State:
+        state = {k: sendable(v) for k, v in self._state.get(p, {}).items() if can_be_sent(v)}
+        return {
+            "group": {**self._groups[name], "params": [name]},
+            "state": map_tensors(lambda t: t.detach().to(device), state),
+            "on_host": [k for k, v in state.items() if isinstance(v, Tensor) and v.is_cpu],
+        }
 
 
-def _receive(
-    optimizer: torch.optim.Optimizer, flat: FlatParams, channel: PytreeChannel, peer: int
-) -> list[State]:
-    """Take the state of `peer` into `optimizer`; its parameter groups."""
-    params = dict(flat.named)
-    match channel.recv(peer, _TAG):
-        case {"groups": list(groups), "names": list(names)}:
-            pass
-        case _:
-            raise ShoalError(f"rank 0 expected optimizer state from rank {peer}, got other data")
-    for name in names:
-        if name not in params:
-            raise ShoalError(f"rank {peer} has optimizer state of {name}, which rank 0 lacks")
-        optimizer.state[params[name]] = map_tensors(Tensor.cpu, channel.recv(peer, _TAG))
-    return groups
+def unpack(message: Any, name: str) -> tuple[State, State, list[str]]:
+    """The group of a parameter, its state, and which tensors of it belong on the host."""
+    match message:
+        case {"group": dict(group), "state": dict(state), "on_host": list(on_host)}:
+            return group, state, on_host
+    raise ShoalError(f"expected the state of {name} from another worker")
 
 
 def parameter_groups(
@@ -236,9 +238,10 @@ class MovableShards:
         kept = [i for i in held.params if group.rank in held_by[i]]
         self._staged = self._stage_kept(held, kept, generation)
         channel = PytreeChannel(group, _CPU)
+        pack = Packing(self.update)
         for source, target, i in shard_transfers(held_by, held.owners, group.size, self.copies):
             if source == group.rank:
-                channel.send(self._pack(i), target, _TAG).wait()
+                channel.send(self._pack(pack, i), target, _TAG).wait()
             elif target == group.rank:
                 self._unpack(self._staged, i, channel.recv(source, _TAG))
 
@@ -275,41 +278,30 @@ class MovableShards:
         groups = parameter_groups(self.update.optimizer, self.update.named)
         return StagedShards(generation, held, optimizer, groups, data)
 
-    def _pack(self, i: int) -> State:
+    def _pack(self, pack: Packing, i: int) -> State:
         name, p = self.flat.named[i]
-        state = self.update.optimizer.state.get(p, {})
-        for key, value in state.items():
+        for key, value in self.update.optimizer.state.get(p, {}).items():
             if not can_be_sent(value):
                 raise BadInput(
                     f"{type(self.update.optimizer).__name__} keeps {key} of {name} as a "
                     f"{type(value).__name__}, which workers of an elastic run cannot send each "
                     "other: use ddp(elastic=True)"
                 )
-        groups = parameter_groups(self.update.optimizer, self.update.named)
-        message: State = {
-            "group": next(group for group in groups if name in group["params"]),
-            "state": map_tensors(_to_cpu, {key: sendable(value) for key, value in state.items()}),
-            "on_host": [k for k, v in state.items() if isinstance(v, Tensor) and v.is_cpu],
-        }
+        message = pack(name, p, _CPU)
         if isinstance(self.flat, ShardedParams):
-            message["value"] = _to_cpu(self.flat.held_view(i))
+            message["value"] = self.flat.held_view(i).detach().cpu()
         return message
 
     def _unpack(self, staged: StagedShards, i: int, message: Any) -> None:
         name, p = self.flat.named[i]
-        match message:
-            case {"group": dict(group), "state": dict(state), "on_host": list(on_host)}:
-                pass
-            case _:
-                raise ShoalError(f"expected the state of {name} from another worker")
+        group, state, on_host = unpack(message, name)
         assert staged.optimizer is not None
-        staged.groups.append({**group, "params": [name]})
-        staged.optimizer.state[p] = {
-            key: value if not isinstance(value, Tensor) or key in on_host else value.to(p.device)
-            for key, value in state.items()
-        }
-        if not state:
-            staged.optimizer.state.pop(p)
+        staged.groups.append(group)
+        if state:
+            staged.optimizer.state[p] = {
+                k: v if not isinstance(v, Tensor) or k in on_host else v.to(p.device)
+                for k, v in state.items()
+            }
         if staged.data is not None:
             staged.held.view(i, staged.data).copy_(message["value"])
 
@@ -321,7 +313,3 @@ def settled(rows: Sequence[ShardProgress]) -> list[ShardProgress]:
         row._replace(is_new=False, layout=row.staged) if row.staged[0] == latest else row
         for row in rows
     ]
-
-
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()

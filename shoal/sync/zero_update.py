@@ -63,8 +63,7 @@ class ShardedUpdate:
     @contextmanager
     def _whole_optimizer(self) -> Iterator[None]:
         sharded = self.update.optimizer
-        own = self.shards[self.group.rank]
-        whole = gather_optimizer(self.update, self.flat, self.group, own)
+        whole = gather_optimizer(self.update, self.flat, self.group)
         self.update.optimizer = whole or sharded
         try:
             yield

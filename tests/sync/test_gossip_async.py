@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,11 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
-from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
-from shoal.train.step.step import Step
 from shoal.transport.shm.rank_memory import RankMemory
 from tests.conftest import World
-from tests.jobs import after_training
 from tests.models import mlp, samples
 from tests.scripts import shoal
 from tests.sync.test_gossip import accuracies
@@ -140,17 +136,3 @@ def test_without_common_memory_it_is_refused(world: World, monkeypatch: pytest.M
     models = [mlp() for _ in range(2)]
     with pytest.raises(BadInput, match=r"share none: .* take ddp"):
         world(2, lambda group: alone(group, models[group.rank]))
-
-
-def test_distances_to_neighbours_are_recorded(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gossip_async, "MEASURE_EVERY", 1)
-
-    def look(job: Job, step: Step, losses: Any) -> Any:
-        job.group.barrier().wait()
-        step(next(job.batches(samples(16), 16)))  # there is something to read of each
-        return step.sync.report()["distance_to_neighbours"]
-
-    for distances in after_training(world, 4, str(RING), look):
-        assert distances and all(distance > 0 for _, distance in distances)

@@ -27,7 +27,7 @@ from shoal.errors import ShoalError
 from shoal.runtime.trace import WAIT
 from shoal.server.client.client import Client, PendingPull, PullResult
 from shoal.server.messages import Ack, Commit
-from shoal.sync.ps.push import GradientPush, Updates
+from shoal.sync.ps.push import GradientPush, UpdateOnServers
 from shoal.sync.ps.worker import PsContext, PsWorker, T
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class RelaxedPs(PsWorker):
     collects = False
     updates_here = False
 
-    def __init__(self, context: PsContext, push: GradientPush, updates: Updates, leader: Leader):
+    def __init__(
+        self, context: PsContext, push: GradientPush, updates: UpdateOnServers, leader: Leader
+    ):
         self._rule = context.rule
         self._pending: Pending | None = None
         self._fastest = 0  # the clock of the fastest worker, as of the latest pull
@@ -131,7 +133,7 @@ class RelaxedPs(PsWorker):
         super()._send_state()
 
     def _leave(self) -> None:
-        if self._in_step and self.context.replica_group.size > 1:
+        if self._in_step and self.context.replica.replica_group.size > 1:
             raise ShoalError("a step failed: the other workers of this replica may not end with it")
         self._pull_latest()
         super()._leave()
@@ -156,7 +158,7 @@ class SynchronousPs(PsWorker):
         self,
         context: PsContext,
         push: GradientPush,
-        updates: Updates,
+        updates: UpdateOnServers,
         exchange_norm: Callable[[], None] | None = None,
     ):
         """`exchange_norm` gives the leader the norm to clip by, before it answers a commit."""
@@ -210,15 +212,15 @@ def exchange_norm(context: PsContext, is_unequal: bool) -> None:
     `is_unequal`: the servers of different shards may get different norms.
     """
     client = context.client
-    total_norm = context.update.grad_norm.over_replica
+    total_norm = context.replica.update.grad_norm.over_replica
     assert total_norm is not None
     norms = {
-        context.flat.params[index]: torch.tensor(norm, dtype=torch.float64)
+        context.replica.flat.params[index]: torch.tensor(norm, dtype=torch.float64)
         for index, norm in client.norms().items()
     }
     total = total_norm.of(norms).view(1)
     if is_unequal:
-        context.replica_group.broadcast(total)
+        context.replica.replica_group.broadcast(total)
     client.set_norm(float(total))
 
 

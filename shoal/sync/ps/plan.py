@@ -23,8 +23,8 @@ from shoal.server.model.named_optimizer import NamedOptimizer, name_of
 from shoal.server.model.partition import FlatParameter, ServerSlice, partition
 from shoal.server.model.shard import NAMES
 from shoal.strategy.ps_term import Ps
-from shoal.sync import Replica, StepSettings, Sync, SyncPlan, runs
-from shoal.sync.compressed_sum import INDEX_BYTES, refuse_scaled, residual_dtype
+from shoal.sync import CHANGING_SCALE, Replica, Sync, SyncPlan, runs
+from shoal.sync.compressed_sum import INDEX_BYTES, residual_dtype
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import OptimizerStep
@@ -44,7 +44,6 @@ from shoal.sync.ps.push import (
     UpdateInPlace,
     UpdateOnServers,
     UpdateOnWorkers,
-    Updates,
 )
 from shoal.sync.ps.worker import PsContext, PsWorker, ServerSaves
 
@@ -75,18 +74,9 @@ def join_servers(term: Ps, replica: Replica) -> PsWorker:
     except BaseException:
         servers.close(failed=True)
         raise
-    context = PsContext(
-        replica.flat,
-        replica.update,
-        replica.group,
-        replica.replica_group,
-        client,
-        servers,
-        rule,
-        None if rule.is_synchronous else kept_statistics(replica),
-    )
-    choose = _synchronous if rule.is_synchronous else _relaxed
-    worker = choose(context, replica, served)
+    statistics = None if rule.is_synchronous else kept_statistics(replica)
+    context = PsContext(replica, client, servers, rule, statistics)
+    worker = (_synchronous if rule.is_synchronous else _relaxed)(context, served)
     if replica.config.server_checkpoint.folder is not None:
         settings = replica.config.server_checkpoint
         worker.saves = ServerSaves(settings, client.model, replica.group.rank)
@@ -125,11 +115,6 @@ def _check_eventual(term: Ps, served: ServedOptions) -> None:
 
 
 def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
-    if replica.exact_microbatches is not None and not rule.is_synchronous:
-        raise BadInput(
-            f"exact=True needs the gradients of every worker in every step; {term} does not "
-            "wait for them"
-        )
     return ServedOptions(
         rule,
         _served_optimizer(term, replica.update),
@@ -145,11 +130,6 @@ def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
 def _served_optimizer(term: Ps, update: OptimizerStep) -> NamedOptimizer | None:
     if term.update == "worker":
         return None
-    if update.scaler is not None:
-        raise BadInput(
-            'precision="fp16" scales the loss, which the workers have to undo: use '
-            'ps(update="worker") or precision="bf16"'
-        )
     update.check_for_servers()
     return name_of(update.optimizer, update.params)
 
@@ -239,25 +219,25 @@ def _following(replica: Replica, model: int) -> ReplicaSplit:
 # ---- choosing -----------------------------------------------------------------------------------
 
 
-def _synchronous(context: PsContext, replica: Replica, served: ServedOptions) -> SynchronousPs:
-    copies = replica.copies if served.compress is not None else None
+def _synchronous(context: PsContext, served: ServedOptions) -> SynchronousPs:
+    copies = context.replica.copies if served.compress is not None else None
     push = _push_of(context, served, copies)
     updates = _updates_of(context, served, copies)
     spec = context.client.specs[0]
     exchange = None
-    if spec.norm_from_workers and spec.clip_norm is not None and context.group.rank == 0:
+    if spec.norm_from_workers and spec.clip_norm is not None and context.replica.group.rank == 0:
         exchange = partial(exchange_norm, context, is_unequal=copies is not None)
     return SynchronousPs(context, push, updates, exchange)
 
 
-def _relaxed(context: PsContext, replica: Replica, served: ServedOptions) -> RelaxedPs:
-    client = context.client
+def _relaxed(context: PsContext, served: ServedOptions) -> RelaxedPs:
+    replica, client = context.replica, context.client
     shares_leader = _shares_leader(replica, served.rule)
     copies = replica.copies if shares_leader or served.compress is not None else None
     push = _push_of(context, served, copies)
-    updates = UpdateOnServers(context.flat, context.update, client, copies)
+    updates = UpdateOnServers(replica.flat, replica.update, client, copies)
     if shares_leader:
-        return RelaxedPs(context, push, updates, SharedLeader(client, context.replica_group))
+        return RelaxedPs(context, push, updates, SharedLeader(client, replica.replica_group))
     if served.rule.staleness is not None and not client.shares_memory:
         return PullAheadPs(context, push, updates, client)
     return RelaxedPs(context, push, updates, client)
@@ -266,7 +246,7 @@ def _relaxed(context: PsContext, replica: Replica, served: ServedOptions) -> Rel
 def _push_of(
     context: PsContext, served: ServedOptions, copies: ReplicaShard | None
 ) -> GradientPush:
-    flat = context.flat
+    flat = context.replica.flat
     client = context.client
     if served.compress is not None:
         return CompressedPush(flat, client, copies)
@@ -277,14 +257,16 @@ def _push_of(
     return StagedPush(flat, client)
 
 
-def _updates_of(context: PsContext, served: ServedOptions, copies: ReplicaShard | None) -> Updates:
-    flat = context.flat
-    update = context.update
+def _updates_of(
+    context: PsContext, served: ServedOptions, copies: ReplicaShard | None
+) -> UpdateOnServers:
+    flat = context.replica.flat
+    update = context.replica.update
     client = context.client
     if served.optimizer is None:
         return UpdateOnWorkers(flat, update, client, copies)
     if flat.device.type == "cpu" and copies is None and served.on == "cpu":
-        return UpdateInPlace(flat, update, client, partial(all_gather_text, context.group))
+        return UpdateInPlace(flat, update, client, partial(all_gather_text, context.replica.group))
     return UpdateOnServers(flat, update, client, copies)
 
 
@@ -292,12 +274,12 @@ def _updates_of(context: PsContext, served: ServedOptions, copies: ReplicaShard 
 class PsPlan(SyncPlan[Ps]):
     @property
     def can_be_exact(self) -> bool:
-        return self.term.compress is None
+        return self.term.compress is None and self.term.lockstep
 
-    def check(self, options: StepSettings, replicas: int) -> None:
-        super().check(options, replicas)
-        if self.term.compress is not None:
-            refuse_scaled(self.term, options)
+    def why_not_scaled(self, replicas: int) -> str | None:
+        if self.term.update == "server" and not self.term.compress:
+            return 'workers have to undo the scale of the loss, which ps(update="worker") does'
+        return CHANGING_SCALE if self.term.compress else super().why_not_scaled(replicas)
 
     def memory(self, sizes: ModelSizes, rank: int, replicas: int) -> SyncMemory:
         """On CPUs, with workers and servers on one host.

@@ -17,7 +17,7 @@ UpdateOnWorkers ps(update="worker"): the sum of the gradients, for the optimizer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -78,9 +78,6 @@ class GradientPush:
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         return None
-
-    def report(self) -> dict[str, Any]:
-        return {}
 
     def summary(self) -> list[str]:
         return []
@@ -247,9 +244,6 @@ class CompressedPush(GradientPush):
 
     # ------------------------------------------------------------------ the end of a run
 
-    def report(self) -> dict[str, Any]:
-        return {"pushed_bytes": self.pushed_bytes, "pushes": self.pushes}
-
     def summary(self) -> list[str]:
         if not self.pushed_bytes:
             return []
@@ -265,8 +259,11 @@ class CompressedPush(GradientPush):
 Tell = Callable[[str], list[str]]
 
 
-class Updates:
-    """Chosen once, when the worker is built."""
+class UpdateOnServers:
+    """Chosen once, when the worker is built, as its subclasses are.
+
+    `copies` are parameters of which the servers of several shards hold one each.
+    """
 
     def __init__(
         self,
@@ -275,7 +272,6 @@ class Updates:
         client: Client,
         copies: ReplicaShard | None = None,
     ):
-        """`copies` are parameters of which the servers of several shards hold one each."""
         self.flat = flat
         self.update = update
         self.client = client
@@ -284,30 +280,14 @@ class Updates:
     @property
     def served_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose state the servers keep."""
-        return None
-
-    def learning_rate(self, step: int) -> float | None:
-        """What the servers update with in this step; None: as before."""
-        return None
-
-    def take(self, result: PullResult) -> None:
-        """Use what a pull has brought."""
-        raise NotImplementedError
-
-    def finish_step(self) -> None:
-        """The step was pushed."""
-        raise NotImplementedError
-
-
-class UpdateOnServers(Updates):
-    @property
-    def served_optimizer(self) -> torch.optim.Optimizer:
         return self.update.optimizer
 
     def learning_rate(self, step: int) -> float | None:
+        """What the servers update with in this step; None: as before."""
         return self.update.learning_rate(step)
 
     def take(self, result: PullResult) -> None:
+        """Use what a pull has brought."""
         with self.update.tracer.span(WAIT, f"copy weights of version {result.version}"):
             params = slice(self.flat.offset, self.flat.size)
             self.flat.data[params].copy_(self.client.inbox[params])
@@ -315,6 +295,7 @@ class UpdateOnServers(Updates):
         self.flat.zero_grad()
 
     def finish_step(self) -> None:
+        """The step was pushed."""
         self.update.steps += 1
 
 
@@ -330,7 +311,14 @@ class UpdateInPlace(UpdateOnServers):
         self.flat.zero_grad()
 
 
-class UpdateOnWorkers(Updates):
+class UpdateOnWorkers(UpdateOnServers):
+    @property
+    def served_optimizer(self) -> None:
+        return None
+
+    def learning_rate(self, step: int) -> None:
+        return None
+
     def take(self, result: PullResult) -> None:
         grads = self.flat.grads
         with self.update.tracer.span(WAIT, f"copy gradients of version {result.version}"):

@@ -26,10 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.group import Group
-from shoal.comm.mesh import ReplicaGroup
-from shoal.errors import BadInput, ShoalError
-from shoal.replica.flat_params import FlatParams
+from shoal.errors import ShoalError
 from shoal.runtime.checkpoint_folders import WORKER_FILE, version_of
 from shoal.runtime.config import ServerCheckpointConfig
 from shoal.runtime.trace import WAIT
@@ -41,11 +38,10 @@ from shoal.server.model.named_optimizer import Option, options_of
 from shoal.server.model.shard import NAMES
 from shoal.server.process.shard_file import BackgroundWriter, write_tensors
 from shoal.server.rows.client import RowRules, ServerStore
-from shoal.sync import Comeback, Sync
+from shoal.sync import Comeback, Replica, Sync
 from shoal.sync.lasting import KeptStatistics
 from shoal.sync.memory import tensors_of_server
-from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.ps.push import GradientPush, Updates
+from shoal.sync.ps.push import GradientPush, UpdateOnServers
 from shoal.sync.ps.summary import counts_of_shards, load_sentences, summarize, table_loads
 
 if TYPE_CHECKING:
@@ -63,8 +59,7 @@ class ServerSaves:
     """Checkpoints that one worker asks the servers of one model for."""
 
     def __init__(self, config: ServerCheckpointConfig, model: int, rank: int):
-        if config.folder is None:
-            raise BadInput("periodic checkpoints of servers need a folder")
+        assert config.folder is not None
         self.folder = config.folder
         self.model = model
         self.accepted: int | None = None  # this worker writes the part of the workers of it
@@ -189,10 +184,7 @@ T = TypeVar("T")
 class PsContext:
     """What the worker's side of a parameter server works with."""
 
-    flat: FlatParams
-    update: OptimizerStep
-    group: Group  # workers that hold the same shard, one of each replica
-    replica_group: ReplicaGroup  # the workers of this replica
+    replica: Replica  # its `group`: workers that hold the same shard, one of each replica
     client: Client
     servers: ServerSet
     rule: Rule
@@ -205,19 +197,21 @@ class PsWorker(Sync):
     saves: ServerSaves | None = None
     skipped = 0  # steps that the other workers have done without this one
 
-    def __init__(self, context: PsContext, push: GradientPush, updates: Updates, leader: Leader):
+    def __init__(
+        self, context: PsContext, push: GradientPush, updates: UpdateOnServers, leader: Leader
+    ):
         self.context = context
-        self.flat = context.flat
-        self.update = context.update
+        self.flat = context.replica.flat
+        self.update = context.replica.update
         self.client = context.client
         self.push = push
         self.every_microbatch = push.every_microbatch
         self.pulls: list[tuple[int, int]] = []  # own step, clock of the slowest worker
         self._updates = updates
         self._leader = leader
-        self._tracer = context.update.tracer
+        self._tracer = context.replica.update.tracer
         self._version = 0
-        self._loss = torch.zeros((), device=context.flat.device)
+        self._loss = torch.zeros((), device=context.replica.flat.device)
         self._stats: list[dict[str, Any]] = []
         self._rows: ServerStore | None = None
         self._closed = False
@@ -329,7 +323,7 @@ class PsWorker(Sync):
 
     @property
     def _is_lowest_survivor(self) -> bool:
-        return self.context.group.rank == self.lowest_survivor
+        return self.context.replica.group.rank == self.lowest_survivor
 
     def _barrier(self) -> None:
         with self._tracer.span(WAIT, "barrier"):
@@ -363,11 +357,10 @@ class PsWorker(Sync):
             "received_bytes": [link.received_bytes for link in self.client.links],
             "shared_memory": self.client.shares_memory,
             "interruptions_s": [link.route.interruptions_s() for link in self.client.links],
-            **self.push.report(),
         }
 
     def summary(self) -> list[str]:
-        counted = "replica" if self.context.replica_group.size > 1 else "worker"
+        counted = "replica" if self.context.replica.replica_group.size > 1 else "worker"
         rule = self.context.rule
         holder = "shard" if any(link.has_copies for link in self.client.links) else "server"
         sentences = summarize(self._stats, rule, self.client.shared_memory, counted, holder)

@@ -178,7 +178,7 @@ def prepare_model(
     options = options.resolve(context.strategy, mesh.dp.size, model)
     forward = ForwardSignature(model)  # before a strategy wraps it
     plan = plan_for(term)
-    plan.check(options, mesh.dp.size)
+    plan.check(options.exact, options.precision, mesh.dp.size)
     microbatches = options.local_microbatches(mesh.dp.size, mesh.dp.rank)
     check_user_schedules(context.strategy, mesh, microbatches, device)
     if options.exact:
