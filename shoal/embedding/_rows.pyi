@@ -14,15 +14,7 @@ def gather(
     /,
 ) -> int: ...
 def locate(
-    size: int,
-    height: int,
-    width: int,
-    keys: Any,
-    ids: Any,
-    shards: int,
-    owners: Any,
-    slots: Any,
-    /,
+    size: int, height: int, width: int, keys: Any, ids: Any, shards: int, owners: Any, slots: Any, /
 ) -> int: ...
 def route(
     ids: Any,

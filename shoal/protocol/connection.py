@@ -52,7 +52,7 @@ class Connection:
         self.sent_bytes = self.received_bytes = self.requests = 0
         self._head = bytearray(HEADER_BYTES)
         self._sending = threading.Lock()
-        self._scatters = not isinstance(sock, ssl.SSLSocket)
+        self.is_plain = not isinstance(sock, ssl.SSLSocket)  # frames are the bytes of the socket
         self._descriptors: list[int] = []
         self._buffer = memoryview(b"")  # for frames that are read in one piece
         self._left = self._buffer  # of it: what was received and not asked for yet
@@ -60,11 +60,7 @@ class Connection:
         self._deadline_s: float | None = None
 
     def send(
-        self,
-        header: Header,
-        meta: bytes = b"",
-        *payload: memoryview,
-        descriptor: int | None = None,
+        self, header: Header, meta: bytes = b"", *payload: memoryview, descriptor: int | None = None
     ) -> None:
         """A frame, with the descriptor of an open file (Unix sockets) or without."""
         payload_bytes = sum([view.nbytes for view in payload])
@@ -73,7 +69,7 @@ class Connection:
         size = len(head) + payload_bytes
 
         def send() -> int:
-            if not self._scatters:
+            if not self.is_plain:
                 for view in views:
                     self.sock.sendall(view)
                 return size
@@ -90,7 +86,7 @@ class Connection:
 
         The rest is to be sent (`send_rest`) before any other frame. None: this connection cannot.
         """
-        if not self._scatters:
+        if not self.is_plain:
             return None
         frame = b"".join((pack_frame(header, meta, payload), *payload))
 
@@ -223,11 +219,6 @@ class Connection:
         if isinstance(error, TimeoutError):
             return TimedOut(self._broken)
         return Closed(self._broken) if isinstance(error, OSError) else error
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether frames are the bytes of the socket, as they are without TLS."""
-        return self._scatters
 
     @property
     def is_whole(self) -> bool:

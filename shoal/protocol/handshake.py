@@ -83,12 +83,7 @@ def _expect(header: Header, kind: FrameKind) -> None:
 
 
 def dial(
-    address: str,
-    secret: bytes,
-    channel: Channel,
-    header: Header,
-    tls: TlsConfig,
-    timeout_s: float,
+    address: str, secret: bytes, channel: Channel, header: Header, tls: TlsConfig, timeout_s: float
 ) -> Connection:
     """A connection that has proven the secret; its socket still has the timeout."""
     connection = connect(address, tls, min(timeout_s, CONNECT_S))

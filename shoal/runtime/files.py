@@ -53,10 +53,7 @@ def remove_locked(path: Path) -> None:
 def remove_abandoned() -> None:
     """Remove folders of this user whose process was killed: their lock is free."""
     with suppress(OSError):
-        folders = {
-            Path(tempfile.gettempdir()),
-            Path("/tmp"),
-        }  # of servers: new_server_dir
+        folders = {Path(tempfile.gettempdir()), Path("/tmp")}  # of servers: new_server_dir
         made = [folder / name for folder in folders for name in os.listdir(folder)]
         for path in made:
             if _LOCKED_NAME.fullmatch(path.name) and path not in _locks:

@@ -42,11 +42,7 @@ def path(d: str, kind: str, **attributes: _Value) -> str:
 
 
 def document(
-    title: str,
-    size: tuple[float, float],
-    style: str,
-    body: list[str],
-    background: str = "#fbfcfd",
+    title: str, size: tuple[float, float], style: str, body: list[str], background: str = "#fbfcfd"
 ) -> str:
     width, height = (f"{length:.0f}" for length in size)
     return (

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.runtime.run_dir import RunDir
 
@@ -38,22 +38,11 @@ class Span(NamedTuple):
     detail: str
 
 
-class Tracer(Protocol):
-    """Where spans go."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def origin_ns(self) -> int: ...  # the moment that spans count from
-    def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]: ...
-    def add(self, kind: str, start_ns: int, end_ns: int, track: str, detail: str = "") -> None: ...
-
-
-class Off:
-    """Records nothing."""
+class Tracer:
+    """Where spans go. This one records nothing."""
 
     enabled = False
-    origin_ns = 0
+    origin_ns = 0  # the moment that spans count from
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]:
@@ -63,7 +52,7 @@ class Off:
         return None
 
 
-OFF = Off()
+OFF = Tracer()
 
 
 def traced_items(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> Iterator[T]:
@@ -79,7 +68,7 @@ def _with_spans(tracer: Tracer, kind: str, track: str, items: Iterator[T]) -> It
         start_ns = time.monotonic_ns()
 
 
-class Recorder:
+class Recorder(Tracer):
     """Keeps the spans of one rank in memory until `write`.
 
     `origin_ns` is time zero of all ranks. On one host it is rank 0's reading of the monotonic

@@ -180,11 +180,7 @@ class FactoredSum(CompressedSum):
     """
 
     def __init__(
-        self,
-        flat: FlatParams,
-        group: Group,
-        factors: dict[int, PowerSgd],
-        unused: Tensor,
+        self, flat: FlatParams, group: Group, factors: dict[int, PowerSgd], unused: Tensor
     ):
         self.group = group
         self.factors = factors

@@ -145,6 +145,26 @@ class Mixer(Sync):
         self.traffic.steps += 1
         self.turn += 1
 
+    @contextmanager
+    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
+        """Replicas that mix gradients have the same weights and optimizers."""
+        weights = [] if self.mixes_gradients else [self.flat.data]
+        is_same = self.mixes_gradients or not optimizer
+        with (
+            self.traffic.uncounted(),
+            averaged([*weights, *self.statistics], self.group),
+            nullcontext() if is_same else mean_state(self.update.optimizer, self.group),
+        ):
+            yield
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "graph": self.mixing.name,
+            "second_eigenvalue": self.mixing.second_eigenvalue,
+            **self.traffic.report(),
+            "consensus_distance": [list(pair) for pair in self.distances],
+        }
+
 
 class MixGradients(Mixer):
     """Gradients are averaged with equal weights, by messages to all others, before the update."""
@@ -161,14 +181,6 @@ class MixGradients(Mixer):
 
     def loss(self, local_loss: Tensor) -> Tensor:
         return self.flat.grads.header[0] * self.group.size
-
-    @contextmanager
-    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with self.traffic.uncounted(), averaged(self.statistics, self.group):
-            yield
-
-    def report(self) -> dict[str, Any]:
-        return {"graph": self.mixing.name, **self.traffic.report()}
 
 
 class MixWeights(Mixer):
@@ -193,15 +205,6 @@ class MixWeights(Mixer):
         """The loss of the neighbours' samples and its own, weighted as their weights are."""
         return local_loss * self.group.size if self._loss is None else self._loss
 
-    @contextmanager
-    def full_weights(self, optimizer: bool = False) -> Iterator[None]:
-        with (
-            self.traffic.uncounted(),
-            averaged([self.flat.data, *self.statistics], self.group),
-            mean_state(self.update.optimizer, self.group) if optimizer else nullcontext(),
-        ):
-            yield
-
     def measure(self) -> float:
         """How far replicas are from their mean, in root mean square; all ranks call it."""
         start_ns = time.monotonic_ns()
@@ -215,14 +218,6 @@ class MixWeights(Mixer):
         end_ns = time.monotonic_ns()
         self.update.tracer.add(WAIT, start_ns, end_ns, "main", f"consensus distance {distance:.4g}")
         return distance
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "graph": self.mixing.name,
-            "second_eigenvalue": self.mixing.second_eigenvalue,
-            **self.traffic.report(),
-            "consensus_distance": [list(pair) for pair in self.distances],
-        }
 
     def summary(self) -> list[str]:
         if not self.distances:

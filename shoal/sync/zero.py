@@ -66,11 +66,7 @@ class ZeroReduce(Sync):
     traffic: StepTraffic
 
     def __init__(
-        self,
-        replica: Replica,
-        stage: int,
-        sharded: ShardedUpdate,
-        bucket_bytes: int | None = None,
+        self, replica: Replica, stage: int, sharded: ShardedUpdate, bucket_bytes: int | None = None
     ):
         """`bucket_bytes`: by default they follow from the sizes of shards."""
         self.flat = replica.flat

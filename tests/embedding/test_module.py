@@ -21,12 +21,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.embedding.module import (
-    LocalStore,
-    apply_embeddings,
-    bind_embeddings,
-    embeddings_of,
-)
+from shoal.embedding.module import LocalStore, apply_embeddings, bind_embeddings, embeddings_of
 from shoal.embedding.spec import TableSpec
 from shoal.errors import BadInput, CheckpointError, NotBuilt
 from shoal.strategy.strategy import parse
@@ -324,10 +319,7 @@ def test_a_step_that_rows_cannot_follow_is_refused(options: Any, complaint: str)
 def test_several_workers_without_servers_are_refused(world: World) -> None:
     models = [Bags(shoal.Embedding(20, 4)) for _ in range(2)]
     with pytest.raises(NotBuilt, match=r"shoal\.Embedding trains on several workers under ps"):
-        world(
-            2,
-            lambda g: make_job(g).step(models[g.rank], nn.CrossEntropyLoss(), optimizer=SGD),
-        )
+        world(2, lambda g: make_job(g).step(models[g.rank], nn.CrossEntropyLoss(), optimizer=SGD))
 
 
 def test_importing_shoal_loads_no_torch() -> None:

@@ -32,7 +32,7 @@ from shoal.server.client.client import Client, PullResult
 from shoal.server.client.route import Request
 from shoal.server.messages import SavedResidual
 from shoal.server.model.compression import PushCompression
-from shoal.server.shared_memory import bytes_of
+from shoal.server.shared_memory import Tell, bytes_of
 from shoal.sync import under
 from shoal.sync.compressed_sum import (
     check_residuals,
@@ -254,9 +254,6 @@ class CompressedPush(GradientPush):
             f"each worker pushed {num_bytes:,.0f} bytes a step, which are {plain_bytes:,} in full: "
             f"{plain_bytes / num_bytes:.1f} times less"
         ]
-
-
-Tell = Callable[[str], list[str]]
 
 
 class UpdateOnServers:
