@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from benchmarks.harness import check_names, say
 from benchmarks.spread import SpreadPredictor
 from shoal.cluster import Cluster
 from shoal.cluster.units import show_seconds
-from shoal.commands.compare import WORKER, Comparison, groups_of, progress_over
+from shoal.commands.compare import Comparison
 from shoal.commands.launching import command_for, config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
 from shoal.commands.subject import workload_of_script
@@ -157,15 +156,10 @@ class PredictBench:
         return profiled(cluster, workload, profiles)
 
     def _measure(self, model: str, predictions: Sequence[Prediction]) -> list[RunOutcome]:
-        command = [sys.executable, "-m", WORKER, "PLAN", SCRIPT, "--model", model]
         config = config_for(as_strategy("single"), device=self.device)
         with scratch_folder("predict") as folder:
             entries = _entries(predictions, STEPS[model], self.rounds, folder)
-            with progress_over(entries) as show:
-                comparison = Comparison(command, config, None, folder, show)
-                for group in groups_of(entries, apart=False):
-                    comparison.run(group)
-            return comparison.outcomes(entries)
+            return Comparison([SCRIPT, "--model", model], config, entries, folder).measure()
 
 
 def _entries(
@@ -175,9 +169,8 @@ def _entries(
     entries = []
     for number, one in enumerate(rounds * tuple(predictions)):
         steps = max(fewest, round(_RUN_S / one.step_s))
-        mine = folder / str(number)
-        mine.mkdir()
-        run = ComparedRun(number, one.strategy, one.workers, str(mine), steps, traced=False)
+        mine = str(folder / str(number))
+        run = ComparedRun(number, one.strategy, one.workers, mine, steps, traced=False)
         entries.append(run)
     return entries
 

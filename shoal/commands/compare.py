@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from shoal.cluster.units import show_bytes
 from shoal.commands import options
@@ -30,14 +31,9 @@ from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.memory_limit import cores
 from shoal.runtime.run_dir import RunDir
-from shoal.runtime.wording import counted
+from shoal.runtime.wording import counted, say
 from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import TERMS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.table import Table
 
 EXAMPLE_STEPS = 120
 WORKER = "shoal.commands.compare_worker"
@@ -79,9 +75,8 @@ def compare(
     """
     _, *words = command_for(script, args)
     target = words[1:] if words[0] == "-m" else words
-    command = [sys.executable, "-m", WORKER, "PLAN", *target]
     names = _strategies(strategy, workers)
-    if steps is None and command[4].startswith("shoal.examples."):
+    if steps is None and target[0].startswith("shoal.examples."):
         steps = EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
     with scratch_folder("compare") as folder:
@@ -89,13 +84,7 @@ def compare(
         entries = [
             ComparedRun(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)
         ]
-        for entry in entries:
-            Path(entry.folder).mkdir()
-        with progress_over(entries) as on_record:
-            comparison = Comparison(command, config, steps, folder, on_record)
-            for group in groups_of(entries, apart):
-                comparison.run(group)
-        outcomes = comparison.outcomes(entries)
+        outcomes = Comparison(target, config, entries, folder, steps).measure(apart)
     document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
     length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
     table = _table(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
@@ -133,16 +122,33 @@ def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[Compared
 
 @dataclass
 class Comparison:
-    """Starts processes for groups of runs, and continues when one of the runs fails."""
+    """Starts processes for groups of runs, and continues when one of the runs fails.
 
-    command: Sequence[str]
+    A line on stderr says which run has begun.
+    """
+
+    target: Sequence[str]  # a script, or the module of an example, and its arguments
     config: RunConfig
-    steps: int | None
+    entries: Sequence[ComparedRun]
     folder: Path
-    on_record: Any
+    steps: int | None = None
     failed: dict[int, str] = field(default_factory=dict)  # why, by the number of the run
 
-    def run(self, group: list[ComparedRun]) -> None:
+    def measure(self, apart: bool = False) -> list[RunOutcome]:
+        for entry in self.entries:
+            Path(entry.folder).mkdir()
+        for group in groups_of(self.entries, apart):
+            self._run(group)
+        base_losses = losses_of(self.entries[0])
+        outcomes: list[RunOutcome] = []
+        for entry in self.entries:
+            why = self.failed.get(entry.number)
+            failed = RunOutcome(entry.strategy, entry.workers, failed=why)
+            baseline = outcomes[0] if outcomes else None
+            outcomes.append(failed if why else outcome_of(entry, baseline, base_losses))
+        return outcomes
+
+    def _run(self, group: list[ComparedRun]) -> None:
         while group:
             try:
                 self._launch(group)
@@ -158,57 +164,26 @@ class Comparison:
                     self.failed[group[at].number] = str(error).splitlines()[-1]
                 group = group[at + 1 :]
 
-    def outcomes(self, entries: Sequence[ComparedRun]) -> list[RunOutcome]:
-        base_losses = losses_of(entries[0])
-        outcomes: list[RunOutcome] = []
-        for entry in entries:
-            why = self.failed.get(entry.number)
-            failed = RunOutcome(entry.strategy, entry.workers, failed=why)
-            baseline = outcomes[0] if outcomes else None
-            outcomes.append(failed if why else outcome_of(entry, baseline, base_losses))
-        return outcomes
-
     def _launch(self, group: Sequence[ComparedRun]) -> None:
         entries = [asdict(entry) for entry in group]
         document = {"entries": entries, "steps": self.steps, "cores": cores()}
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps(document), encoding="utf-8")
-        command = [str(plan) if word == "PLAN" else word for word in self.command]
+        command = [sys.executable, "-m", WORKER, str(plan), *self.target]
         workers = max(entry.workers for entry in group)
         servers = max(as_strategy(e.strategy).servers(e.workers) for e in group)
         config = replace(self.config, strategy=group[-1].strategy)
         replication = replication_of(as_strategy(group[-1].strategy), workers)  # servers: alone
         spec = LaunchSpec(command, workers, config, servers, replication=replication)
-        launch(spec, discard_lines, self.on_record)
+        launch(spec, discard_lines, self._say_begun)
+
+    def _say_begun(self, record: dict[str, Any]) -> None:
+        for entry in self.entries:
+            if entry.number == record.get("entry"):
+                say(f"running {entry.strategy}")
 
 
 # ------------------------------------------------------------------------------ output
-
-
-@contextmanager
-def progress_over(entries: Sequence[ComparedRun]) -> Iterator[Any]:
-    """A progress bar over the runs, on stderr; yields a function for the workers' records."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    width = max(len(entry.strategy) for entry in entries)
-    columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    live = console.is_terminal  # elsewhere no thread is needed, which would redraw the bar
-    with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=live) as bar:
-        task = bar.add_task("starting workers", total=len(entries))
-        started: set[int] = set()
-
-        def on_record(record: dict[str, Any]) -> None:
-            number = record.get("entry")
-            if isinstance(number, int) and number < len(entries):
-                bar.update(
-                    task, description=entries[number].strategy, completed=len(started - {number})
-                )
-                started.add(number)
-
-        yield on_record
-        bar.update(task, description="done", completed=len(entries))
 
 
 def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:

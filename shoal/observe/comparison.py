@@ -38,7 +38,7 @@ class RunOutcome:
 
     `loss` is the latest of job.evaluate, if its metric has a "loss", else the training loss: the
     mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over workers
-    of what each sent in the whole run, `most_bytes_sent` the maximum. Speeds and fractions of
+    of what each sent in the whole run. Speeds and fractions of
     time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth of the
     steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is steps_per_s over
     that of single.
@@ -60,7 +60,6 @@ class RunOutcome:
     samples_per_s: float | None = None
     speed_up: float | None = None
     bytes_sent: float | None = None
-    most_bytes_sent: float | None = None
     computing: float | None = None
     waiting: float | None = None
     idle: float | None = None
@@ -140,7 +139,6 @@ def outcome_of(
         samples_per_s=sum(rates) if rates else None,
         speed_up=speed_up if base else 1.0,
         bytes_sent=_mean(sent),
-        most_bytes_sent=max(sent, default=None),
         computing=_mean([t.computing for t in times]),
         waiting=_mean([t.exposed for t in times]),
         idle=_mean([t.idle for t in times]),
