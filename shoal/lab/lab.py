@@ -10,6 +10,7 @@ process that built them was killed.
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -257,4 +258,4 @@ class LabMachines:
 
     def __exit__(self, *_: object) -> None:
         for process in self._started:
-            process.kill()
+            process.send_signal(signal.SIGKILL)

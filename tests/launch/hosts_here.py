@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,5 +57,5 @@ class HostsHere:
 
     def __exit__(self, *_: object) -> None:
         for process in self.started:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait()

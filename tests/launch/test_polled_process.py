@@ -47,10 +47,10 @@ def test_more_lines_than_are_kept_wait_for_their_reader(process: PolledProcess) 
 
 
 def test_signals_reach_it(process: PolledProcess) -> None:
-    for end, number in ((process.terminate, signal.SIGTERM), (process.kill, signal.SIGKILL)):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         start(process, "echo started; exec sleep 60")
         assert process.read(NAME, WAIT_S) == (["started"], None)
-        end(NAME)
+        process.send_signal(NAME, number)
         assert process.read(NAME, WAIT_S) == ([], -number)
 
 
@@ -74,8 +74,8 @@ def test_calls_for_an_earlier_process_find_it_killed_and_leave_the_next_alone(
     """So it is with an actor that Ray has restarted: it has no process yet."""
     assert process.read("earlier", WAIT_S) == ([], -signal.SIGKILL)
     start(process, "echo started; exec sleep 60")
-    for act in (process.preempt, process.terminate, process.kill):
-        act("earlier")
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
+        process.send_signal("earlier", number)
     assert process.read("earlier", WAIT_S) == ([], -signal.SIGKILL)
     assert process.read(NAME, WAIT_S) == (["started"], None)
     assert process.read(NAME, 0.05) == ([], None)

@@ -53,11 +53,8 @@ class SaidServer(queue.SimpleQueue[int]):
     def wait(self) -> int:
         return self.get()
 
-    def terminate(self) -> None:
-        self.put(0)
-
-    def kill(self) -> None:
-        self.put(-int(signal.SIGKILL))
+    def send_signal(self, number: signal.Signals) -> None:
+        self.put(-number if number == signal.SIGKILL else 0)
 
 
 class MovingHosts(HostsHere):
@@ -120,7 +117,9 @@ def test_a_lost_replica_starts_again_on_another_host(tmp_path: Path) -> None:
             f"tcp:10.0.0.{host}:700{n}" for n, host in zip((2, 3, 4, 5), (1, 2, 2, 1), strict=True)
         )
         assert machines.tasks[1].variables["SHOAL_COORDINATOR"] == "tcp:10.0.0.1:7001"
-        machines.started[2].kill()  # server 1, on b; process 0 is the coordinator
+        machines.started[2].send_signal(
+            signal.SIGKILL
+        )  # server 1, on b; process 0 is the coordinator
         exit = events.get(timeout=10)
         assert isinstance(exit, ProcessExit)
         assert (exit.rank, exit.returncode, exit.role) == (1, -9, "server")

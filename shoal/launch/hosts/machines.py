@@ -12,6 +12,7 @@ An engine is a class with these methods, and a line in `commands/engines.py`.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -66,14 +67,10 @@ class MachineProcess(Protocol):
         One thread calls it. A host that is gone counts as -9.
         """
 
-    def preempt(self) -> None:
-        """SIGUSR1, on which an agent lets its workers save and end; nothing if it has exited."""
-
-    def terminate(self) -> None:
-        """SIGTERM, on which an agent ends its workers; nothing if it has exited."""
-
-    def kill(self) -> None:
-        """SIGKILL to it and to what it has started, at once."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing if it has exited. An agent lets its workers save and end on SIGUSR1, and ends
+        them on SIGTERM; SIGKILL ends it and what it has started, at once.
+        """
 
 
 class Machines(AbstractContextManager["Machines"], Protocol):
@@ -181,7 +178,10 @@ def _blocks(
 
 
 class HostProcess:
-    """It leads a session of its own, and is killed when this process ends."""
+    """It leads a session of its own, and is killed when this process ends.
+
+    The kernel kills it with the thread that has started it: that one stays until it has exited.
+    """
 
     def __init__(
         self,
@@ -189,51 +189,55 @@ class HostProcess:
         environ: Mapping[str, str],
         given: bytes,
         on_line: Callable[[str], None],
+        on_end: Callable[[int], None] = lambda status: None,
     ):
-        """Its stdin is `given`. Call it from a thread that lives as long as the process may."""
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=in_child(os.getpid()),
-            )
-        except OSError as error:
-            raise BadInput(f"cannot start {command[0]}: {error.strerror}") from error
-        self._on_line = on_line
-        self._reader = threading.Thread(target=self._read, name="shoal-host-output", daemon=True)
-        self._reader.start()
-        self._give(given)
+        """Its stdin is `given`; `on_end` is called with its exit status, after its last line."""
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
 
-    def _give(self, given: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        with suppress(BrokenPipeError), stdin:  # it has exited: `wait` says how
+        def serve() -> None:
+            try:
+                process = _popen(command, environ)
+            except OSError as error:
+                started.put(error)
+                return
+            started.put(process)
+            assert process.stdout is not None
+            with process.stdout as lines:
+                for line in lines:
+                    on_line(line.decode("utf-8", "backslashreplace").removesuffix("\n"))
+            on_end(process.wait())
+
+        self._thread = threading.Thread(target=serve, name="shoal-host-process", daemon=True)
+        self._thread.start()
+        process = started.get()
+        if isinstance(process, OSError):
+            raise BadInput(f"cannot start {command[0]}: {process.strerror}") from process
+        self._process = process
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as stdin:  # it has exited: `wait` says how
             stdin.write(given)
-
-    def _read(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        with stdout:
-            for line in stdout:
-                self._on_line(line.decode("utf-8", "backslashreplace").removesuffix("\n"))
 
     def wait(self) -> int:
         """After its last line."""
-        self._reader.join()
+        self._thread.join()
         return self._process.wait()
 
-    def preempt(self) -> None:
-        self._process.send_signal(signal.SIGUSR1)
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """It and its group; what it has started in other groups dies with it, if it asked for."""
-        if self._process.returncode is None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """SIGKILL to its group; what it has started in others dies with it, if it asked for."""
+        if number != signal.SIGKILL:
+            self._process.send_signal(number)
+        elif self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, number)
+
+
+def _popen(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=in_child(os.getpid()),
+    )

@@ -30,7 +30,6 @@ from shoal.comm.store.session import SILENT_HOST_S
 from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.launch.here.local import LaunchSpec, enter
 from shoal.launch.here.output import (
-    LineForwarder,
     LogFiles,
     OnProgress,
     OutputSink,
@@ -126,7 +125,6 @@ class RemoteWorkers(RemoteProcesses):
         self._spec = run.spec
         self._run_dir = run.run_dir
         self._on_progress = on_progress
-        self._starting: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the port, or an end
         self._port = 0
         self._hosts: dict[str, HostAgent] = {}  # by the name of the agent
         self._lost_hosts = LostHosts()
@@ -135,10 +133,6 @@ class RemoteWorkers(RemoteProcesses):
         self._board: ServedBoard | None = None  # of an elastic run
         self._board_address: str | None = None
         self._output = {rank: self._show(rank) for rank in range(run.spec.workers)}
-
-    @property
-    def stderr(self) -> list[LineForwarder]:
-        return [err for _, err in self._output.values()]
 
     def _show(self, rank: int) -> Streams:
         return self._streams(str(rank), self._at[rank][0], "rank", rank)
@@ -156,7 +150,7 @@ class RemoteWorkers(RemoteProcesses):
         placed = [replace(on, count=min(on.count, started - on.first)) for on in self._placed]
         first, *others = [HostAgent(on) for on in placed if on.count > 0]
         self._start(first, None)
-        port = self._starting.get()
+        port = self._awaited.get()
         if port is None:
             return first.placed.count
         self._port = port
@@ -171,10 +165,6 @@ class RemoteWorkers(RemoteProcesses):
     def note_exit(self, rank: int) -> None:
         if self._board is not None:
             self._board.note_exit(GroupMember(rank, self._run_dir.incarnation(rank)))
-
-    def end_start(self) -> None:
-        """A start that still waits for a port ends."""
-        self._starting.put(None)
 
     def start_again(self, rank: int) -> None:
         """Start a worker that was lost, or is asked for, on its host or on another one."""
@@ -255,7 +245,7 @@ class RemoteWorkers(RemoteProcesses):
             return
         name = agent.placed.machine.name
         self._run.say(f"{name} is lost: the connection to its agent broke, or was silent")
-        agent.process.kill()
+        agent.process.send_signal(signal.SIGKILL)
         self._end_host(agent, -signal.SIGKILL)
 
     def _end_host(self, agent: HostAgent, status: int) -> None:
@@ -268,7 +258,7 @@ class RemoteWorkers(RemoteProcesses):
     def _take(self, agent: HostAgent, line: str) -> None:
         message = read_message(line, agent.placed.first)
         if isinstance(message, FoundPort):
-            self._starting.put(message.port)
+            self._awaited.put(message.port)
         elif isinstance(message, HostRefused):
             self._refuse(agent, message.sentence)
         elif isinstance(message, WorkerProgress):

@@ -75,6 +75,7 @@ class RemoteRun(Run):
 
 
 Streams = tuple[LineForwarder, LineForwarder]  # stdout, stderr
+COORDINATOR = -1  # its number among the servers
 _Processes = TypeVar("_Processes", bound="RemoteProcesses")
 
 
@@ -91,7 +92,21 @@ class RemoteProcesses:
         self._waiters: list[threading.Thread] = []
         self._restarting: list[threading.Thread] = []
         self._forwarders: list[LineForwarder] = []
+        self._output: dict[int, Streams] = {}  # by rank, or number of a server
         self._starting_agent = threading.Lock()
+        # what an agent says that another one waits for; None: the start ends
+        self._awaited: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    @property
+    def stderr(self) -> list[LineForwarder]:
+        return [err for rank, (_, err) in sorted(self._output.items()) if rank != COORDINATOR]
+
+    def end_start(self) -> None:
+        """A start that still waits ends; from another thread, or a signal handler."""
+        self._awaited.put(None)
+
+    def note_exit(self, rank: int) -> None:
+        """Where others have to be told of it."""
 
     def _start_agent(
         self,
@@ -106,28 +121,15 @@ class RemoteProcesses:
         """
         given = msgspec.json.encode(task)
         environ = self._run.spec.config.environ
-        started: queue.SimpleQueue[BadInput | MachineProcess] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                agent = self._run.machines.start(machine, AGENT_COMMAND, environ, given, on_line)
-            except BadInput as error:
-                started.put(error)
-                return
-            self._agents.append(agent)
-            started.put(agent)
-            on_end(agent.wait())
-
         with self._starting_agent:
             if self._over.is_set():
                 return None
-            # The kernel kills a process of this host with the thread that has started it.
-            waiter = threading.Thread(target=run, name=f"shoal-wait-{machine.name}", daemon=True)
+            agent = self._run.machines.start(machine, AGENT_COMMAND, environ, given, on_line)
+            self._agents.append(agent)
+            name = f"shoal-wait-{machine.name}"
+            waiter = threading.Thread(target=lambda: on_end(agent.wait()), name=name, daemon=True)
             self._waiters.append(waiter)
             waiter.start()
-            agent = started.get()
-        if isinstance(agent, BadInput):
-            raise agent
         return agent
 
     def _in_background(self, name: str, start: Callable[[], None]) -> None:
@@ -148,13 +150,12 @@ class RemoteProcesses:
 
     def signal_alone(self, number: signal.Signals) -> None:
         """Only a preemption asks for it: workers agree on a step, save, and end by themselves."""
-        for agent in list(self._agents):
-            agent.preempt()
+        self.signal(signal.SIGUSR1)
 
     def signal(self, number: signal.Signals) -> None:
         """SIGTERM reaches the processes of agents through them."""
         for agent in list(self._agents):
-            agent.kill() if number == signal.SIGKILL else agent.terminate()
+            agent.send_signal(number)
 
     def __enter__(self: _Processes) -> _Processes:
         return self
@@ -179,9 +180,6 @@ class RemoteProcesses:
             waiter.join(max(0.0, deadline_s - time.monotonic()))
 
 
-COORDINATOR = -1  # its number among the servers
-
-
 class RemoteServers(RemoteProcesses):
     """All servers, and their coordinator as number -1."""
 
@@ -190,7 +188,6 @@ class RemoteServers(RemoteProcesses):
         self._hosts = dict(enumerate(hosts.servers))
         if hosts.coordinator is not None:
             self._hosts[COORDINATOR] = hosts.coordinator
-        self._listening: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: it ends
         self._addresses: dict[int, LaunchedServer] = {}
         self._exited: dict[int, int] = {}
         spec = run.spec
@@ -198,16 +195,11 @@ class RemoteServers(RemoteProcesses):
         self.policy = ServerPolicy(
             spec.servers, spec.replication, run.say, self.members, spec.config.server_checkpoint
         )
-        self._output: dict[int, Streams] = {}
         for index in self._hosts:
             self._show(index)
 
     def host_of(self, index: int) -> str:
         return self._hosts[index].name
-
-    @property
-    def stderr(self) -> list[LineForwarder]:
-        return [self._output[index][1] for index in range(self._run.spec.servers)]
 
     # ------------------------------------------------------------------ starting
 
@@ -216,11 +208,11 @@ class RemoteServers(RemoteProcesses):
         self._check_network()
         if COORDINATOR in self._hosts:
             self._start(COORDINATOR)
-            if self._listening.get() is None:
+            if self._awaited.get() is None:
                 return False
         for index in range(self._run.spec.servers):
             self._start(index)
-        return all(self._listening.get() is not None for _ in range(self._run.spec.servers))
+        return all(self._awaited.get() is not None for _ in range(self._run.spec.servers))
 
     def _check_network(self) -> None:
         """BadInput before any server is started, where each of them would refuse to listen."""
@@ -229,10 +221,6 @@ class RemoteServers(RemoteProcesses):
             return
         for machine in self._hosts.values():
             require_encrypted(machine.address, tls)
-
-    def end_start(self) -> None:
-        """From another thread, or a signal handler."""
-        self._listening.put(None)
 
     def for_workers(self, config: RunConfig) -> RunConfig:
         """The same with the addresses of servers, and of the coordinator."""
@@ -280,9 +268,6 @@ class RemoteServers(RemoteProcesses):
     def start_again(self, rank: int) -> None:
         self._in_background(f"shoal-server-{rank}", lambda: self._find_and_start(rank))
 
-    def note_exit(self, rank: int) -> None:
-        """Other servers learn of it through the coordinator."""
-
     def _find_and_start(self, index: int) -> None:
         before = self._hosts[index]
         try:
@@ -325,7 +310,7 @@ class RemoteServers(RemoteProcesses):
         self._addresses[index] = LaunchedServer(message.remote, message.local, host)
         if index != COORDINATOR:
             self.policy.started(index, message.pid)
-        self._listening.put(index)
+        self._awaited.put(index)
 
     def _end(self, index: int, status: int) -> None:
         """An agent that was killed takes its server with it."""
@@ -337,4 +322,4 @@ class RemoteServers(RemoteProcesses):
 
     def _note_exit(self, index: int, returncode: int) -> None:
         self._run.events.put(ProcessExit(index, returncode, time.monotonic_ns(), "server"))
-        self._listening.put(None)
+        self.end_start()

@@ -1,6 +1,6 @@
 """A process of an agent's host whose lines are asked for, not handed over: for Ray actors.
 
-launcher   start ── read, read, read … ── terminate, kill
+launcher   start ── read, read, read … ── send_signal
 here       HostProcess: its lines, at most 1 MiB of them, and its exit status
 
 Every call names the process that it is for. An actor that Ray has restarted, or that runs another
@@ -9,13 +9,11 @@ process by now, may get a call that was meant for an earlier one: that one count
 
 from __future__ import annotations
 
-import queue
 import signal
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from shoal.errors import BadInput
 from shoal.launch.hosts.machines import HostProcess
 
 _BUFFERED_CHARS = 1024 * 1024  # the process waits when its lines are read more slowly
@@ -32,7 +30,6 @@ class PolledProcess:
         self._returncode: int | None = None
         self._is_dropped = False  # what it writes is not read any more
         self._process: HostProcess | None = None
-        self._thread: threading.Thread | None = None
 
     def start(
         self, name: str, command: Sequence[str], environ: Mapping[str, str], given: bytes
@@ -44,18 +41,7 @@ class PolledProcess:
             self._lines.clear()
             self._chars, self._returncode, self._is_dropped = 0, None, False
             self._changed.notify_all()
-        started: queue.SimpleQueue[BadInput | None] = queue.SimpleQueue()
-        # The kernel kills the process with the thread that has started it: that thread stays.
-        self._thread = threading.Thread(
-            target=self._serve,
-            args=(command, environ, given, started),
-            name="shoal-process",
-            daemon=True,
-        )
-        self._thread.start()
-        error = started.get()
-        if error is not None:
-            raise error
+        self._process = HostProcess(command, environ, given, self._put, self._note_end)
 
     def read(self, name: str, wait_s: float) -> tuple[list[str], int | None]:
         """Its lines since the last call, and after the last line its exit status.
@@ -75,47 +61,21 @@ class PolledProcess:
     def _has_news(self, name: str) -> bool:
         return bool(name != self._name or self._lines or self._returncode is not None)
 
-    def preempt(self, name: str) -> None:
-        if process := self._running(name):
-            process.preempt()
-
-    def terminate(self, name: str) -> None:
-        if process := self._running(name):
-            process.terminate()
-
-    def kill(self, name: str) -> None:
-        if process := self._running(name):
-            process.kill()
-
-    def _running(self, name: str) -> HostProcess | None:
-        with self._changed:
-            return self._process if name == self._name else None
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        if self._process is not None and name == self._name:
+            self._process.send_signal(number)
 
     def end(self) -> None:
         """Kill it, and return when it is gone."""
         with self._changed:
             self._is_dropped = True
             self._changed.notify_all()
-        self.kill(self._name)
-        if self._thread is not None:
-            self._thread.join()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
 
-    def _serve(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        given: bytes,
-        started: queue.SimpleQueue[BadInput | None],
-    ) -> None:
-        try:
-            self._process = HostProcess(command, environ, given, self._put)
-        except BadInput as error:
-            started.put(error)
-            return
-        started.put(None)
-        returncode = self._process.wait()
+    def _note_end(self, returncode: int) -> None:
         with self._changed:
-            self._process = None
             self._returncode = returncode
             self._changed.notify_all()
 

@@ -120,14 +120,8 @@ class RayProcess:
                 if all(node.node_id != self._node for node in nodes_now()):
                     raise RayActorError from None
 
-    def preempt(self) -> None:
-        self._actor.preempt.remote(self._name)
-
-    def terminate(self) -> None:
-        self._actor.terminate.remote(self._name)
-
-    def kill(self) -> None:
-        self._actor.kill.remote(self._name)
+    def send_signal(self, number: signal.Signals) -> None:
+        self._actor.send_signal.remote(self._name, number)
 
 
 class SlotGroup:
