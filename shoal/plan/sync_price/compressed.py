@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 from shoal.plan.sync_price import SyncQuestion
-from shoal.plan.sync_price.flat_sizes import Buckets, FlatSizes
+from shoal.plan.sync_price.flat_sizes import Buckets, Factors, FlatSizes
 from shoal.strategy.options import read_setting
 
 _INT8_CHUNK = 256
@@ -67,18 +67,16 @@ def sum_compress(compress: str, replicas: int) -> str:
     return f"topk({min(1.0, settings[''] * min(replicas, _MOST_KEPT))})"
 
 
-def is_factored(compress: str) -> bool:
-    return compress.startswith("powersgd")
-
-
-def factor_rank(compress: str) -> int:
-    return int(read_setting(compress)[1]["rank"])
+def factors_of(compress: str, sizes: FlatSizes) -> Factors | None:
+    """What PowerSGD sends; None of other ways to compress."""
+    name, settings = read_setting(compress)
+    return sizes.factors(int(settings["rank"])) if name == "powersgd" else None
 
 
 def packed_sum(compress: str, sizes: FlatSizes, elements: float, n: int) -> Packed:
     """The sum over n replicas of so many elements of a buffer."""
-    if is_factored(compress):
-        message = 4 * sum(sizes.factors(factor_rank(compress)))
+    if (factors := factors_of(compress, sizes)) is not None:
+        message = 4 * sum(factors)
         return Packed(2 * (n - 1) / n * message, message, message, 6.0)
     shard = math.ceil(elements / n)
     own = n * packed_bytes(compress, shard)
@@ -101,7 +99,7 @@ def compressed_time(question: SyncQuestion, compress: str, elements: float) -> C
     """One sum of so many elements: packed shards to their owners, packed sums to all."""
     packed = packed_sum(compress, question.sizes, elements, question.replicas)
     packing_s = question.pass_s(packed.passes * elements * question.width)
-    if is_factored(compress):
+    if factors_of(compress, question.sizes) is not None:
         took = question.collective("all_reduce", packed.gradients)
         return CompressedTime(took.seconds, packing_s, took.bound, packed.sent)
     there = question.collective("all_to_all", packed.gradients)
@@ -114,8 +112,8 @@ def compressed_memory(question: SyncQuestion, compress: str, slices: list[Bucket
     """What is kept from step to step, and the most that is on its way: all slices at once."""
     sizes, n, gaps = question.sizes, question.replicas, question.gaps
     kept = sizes.size * RESIDUAL_BYTES + INDEX_BYTES * gaps
-    if is_factored(compress):
-        left, right, rest = sizes.factors(factor_rank(compress))
+    if (factors := factors_of(compress, sizes)) is not None:
+        left, right, rest = factors
         first = question.body * RESIDUAL_BYTES + 4 * (left + 2 * rest)
         return kept + 4 * right + max(first, 4 * (left + rest + right))
     again = sum_compress(compress, n)

@@ -17,7 +17,7 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.stragglers import own_pace, queue_cycle_s, quorum_pace, staleness_pace
 from shoal.plan.sync_price import Agreeing, SyncPrice, SyncQuestion, some
-from shoal.plan.sync_price.compressed import INDEX_BYTES, RESIDUAL_BYTES, factor_rank, is_factored
+from shoal.plan.sync_price.compressed import INDEX_BYTES, RESIDUAL_BYTES, factors_of
 from shoal.plan.sync_price.ps_links import Serving, Way
 from shoal.schedules.buffer_layout import PUSH_BUCKET_BYTES
 
@@ -89,9 +89,8 @@ def _residuals(term: Any, question: SyncQuestion) -> float:
 
 
 def _basis(term: Any, question: SyncQuestion) -> float:
-    if term.compress is None or not is_factored(term.compress):
-        return 0.0
-    return math.ceil(4 * question.sizes.factors(factor_rank(term.compress)).right)
+    factors = factors_of(term.compress, question.sizes) if term.compress else None
+    return 0.0 if factors is None else math.ceil(4 * factors.right)
 
 
 def _exposed_push(serving: Serving, up: Way) -> float:

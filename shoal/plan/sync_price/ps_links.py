@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_rate
 from shoal.plan.sync_price import SyncQuestion, update_s
-from shoal.plan.sync_price.compressed import factor_rank, is_factored, packed_bytes
+from shoal.plan.sync_price.compressed import factors_of, packed_bytes
 from shoal.runtime.memory_limit import most_server_threads, server_threads
 
 _PASSES_TO_ADD = 3  # a push is read, and so is the sum, which is written
@@ -73,8 +73,8 @@ class Serving:
         compress, question = self.term.compress, self.question
         if compress is None:
             return question.buffer_bytes
-        if is_factored(compress):
-            return 4 * sum(question.sizes.factors(factor_rank(compress)))
+        if (factors := factors_of(compress, question.sizes)) is not None:
+            return 4 * sum(factors)
         pushed = packed_bytes(compress, math.ceil(question.body / self.servers))
         return self.servers * pushed
 

@@ -18,7 +18,6 @@ from typing import Any
 from shoal.plan.prediction import DeviceMemory, Part
 from shoal.plan.step.collective_time import CollectiveTime
 from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion
-from shoal.plan.sync_price.flat_sizes import Buckets
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     LARGE_BYTES,
@@ -38,9 +37,12 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     if question.replicas == 1:
         return question.waiting_price(memory)
     held = max(_owned(term, question, rank) for rank in ranks)
+    hides_s = question.backward_s
+    if term.stage == 3:  # weights are gathered in backward, too; what hides that hides no reduction
+        hides_s = max(0.0, hides_s - _layers_gathered(question)[0].seconds)
     return question.waiting_price(
         memory,
-        _reduced(term.stage, _beside_gathers(term.stage, question)),
+        _reduced(term.stage, replace(question, backward_s=hides_s)),
         _copied(term, question, len(ranks)) if term.elastic else NO_PART,
         _gathered(question) if term.stage == 3 else _spread(question),
         share=held / max(1.0, question.sizes.trained),
@@ -83,41 +85,22 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
         seconds, bound = question.exposed_buckets(buckets, timer, following)
     else:
         seconds, bound = question.buckets_in_turn(buckets, timer)
-        seconds += question.meetings_s(_stops(stage, question, buckets))
+        if stage > 1:  # zero(1) keeps all gradients until backward has ended
+            sizes = [bucket.elements for bucket in buckets for _ in range(bucket.number)]
+            bucket_bytes = sharded_bucket_bytes(question.buffer_bytes, question.replicas)
+            room = room_elements(bucket_bytes, question.width)
+            seconds += question.meetings_s(times_settled(sizes, room))
     passes = question.microbatches if stage > 1 else 1
-    seconds += _copying_s(question) + _header_s(question)
+    seconds += _copying_s(question)
+    if tensors := question.sizes.tensors:  # the loss, and a flag for each, in a call of their own
+        seconds += question.collective("all_reduce", (1 + tensors) * question.width).seconds
     return Part("gradients", passes * seconds, bound)
-
-
-def _stops(stage: int, question: SyncQuestion, buckets: list[Buckets]) -> int:
-    """How often a backward stops for a call; zero(1) keeps all gradients until it has ended."""
-    if stage == 1:
-        return 0
-    sizes = [bucket.elements for bucket in buckets for _ in range(bucket.number)]
-    bucket_bytes = sharded_bucket_bytes(question.buffer_bytes, question.replicas)
-    return times_settled(sizes, room_elements(bucket_bytes, question.width))
 
 
 def _copying_s(question: SyncQuestion) -> float:
     """All gradients are copied into buckets; a CPU's ddp leaves large ones in their place."""
     copied = question.sizes.in_place(LARGE_BYTES) * question.width if question.on_cores else 0.0
     return question.pass_s(2 * copied) if copied else 0.0
-
-
-def _header_s(question: SyncQuestion) -> float:
-    """The loss, and a flag for each tensor, are summed in a call of their own."""
-    tensors = question.sizes.tensors
-    if not tensors:
-        return 0.0
-    return question.collective("all_reduce", (1 + tensors) * question.width).seconds
-
-
-def _beside_gathers(stage: int, question: SyncQuestion) -> SyncQuestion:
-    """zero(3) gathers weights in backward, too; what that hides does not hide reductions."""
-    if stage < 3:
-        return question
-    took, _ = _layers_gathered(question)
-    return replace(question, backward_s=max(0.0, question.backward_s - took.seconds))
 
 
 def _spread(question: SyncQuestion) -> Part:

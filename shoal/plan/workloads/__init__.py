@@ -25,7 +25,7 @@ class LayerMessage(NamedTuple):
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, ring_attention
     axis: str  # tp, ep or cp
-    bytes: float  # V, as `plan.price` counts it
+    bytes: float  # V, as `collectives.cost.price` counts it
     beside: tuple[Kernel, ...] = ()  # rounds of a ring travel while these compute on its blocks
 
 

@@ -3,7 +3,7 @@
 A kernel's size at any other micro-batch lies on the line through both, so that costs that do not
 grow with the batch (reading weights, writing a gradient) stay what they are. Under tp the sizes of
 split layers, and of what is computed between a column and a row layer, are divided; the others
-run whole on every rank. `trace_module.py` makes these values; nothing here needs torch.
+run whole on every rank. `tracing/module.py` makes these values; nothing here needs torch.
 """
 
 from __future__ import annotations
