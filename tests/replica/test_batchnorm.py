@@ -19,7 +19,6 @@ from shoal.errors import BadInput
 from shoal.replica.batchnorm import (
     ForwardState,
     GlobalBatchNorm,
-    MicroBatchNorm,
     has_batchnorm,
     update_running_statistics,
     use_global_batchnorm,
@@ -242,18 +241,12 @@ class ByHand(nn.BatchNorm1d):
         return (input - input.mean(0)) / input.std(0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(NormAct, (CHANNELS, 3, 2)), (NormThenAct, (CHANNELS,))], ids=str
-)
-@pytest.mark.parametrize("use", ["global", "micro"])
-def test_a_subclass_keeps_its_forward_and_shares_statistics(
-    world: World, kind: type[_BatchNorm], shape: tuple[int, ...], use: str
-) -> None:
-    alone = layer_of(kind)
-    nets = [nn.Sequential(copy.deepcopy(alone)) for _ in range(2)]
-    x = numbers(6, *shape)
-    parts = [x[:3], x[3:]] if use == "micro" else [x]
-    wanted = torch.cat([alone(part) for part in parts])
+def assert_shared(world: World, alone: _BatchNorm, x: Tensor, size: int, use: str) -> None:
+    """Outputs and running statistics are those of one worker, in micro-batches of 3 rows."""
+    nets = [nn.Sequential(copy.deepcopy(alone)) for _ in range(size)]
+    pieces = x.split(3)
+    each = len(pieces) // size
+    wanted = torch.cat([alone(piece) for piece in (pieces if use == "micro" else [x])])
 
     def body(group: Group) -> tuple[Tensor, dict[str, Tensor]]:
         net = nets[group.rank]
@@ -261,14 +254,36 @@ def test_a_subclass_keeps_its_forward_and_shares_statistics(
             use_microbatch_norm(net)
         else:
             use_global_batchnorm(net, group)
-        out = net(x.chunk(2)[group.rank]).detach()
+        own = pieces[group.rank * each : (group.rank + 1) * each]
+        out = torch.cat([net(piece).detach() for piece in own])
         update_running_statistics(net, group)
         return out, dict(net[0].named_buffers())
 
-    got = world(2, body)
-    torch.testing.assert_close(torch.cat([out for out, _ in got]), wanted.detach())
+    got = world(size, body)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    torch.testing.assert_close(torch.cat([out for out, _ in got]), wanted.detach(), **close)
     for _, buffers in got:
-        torch.testing.assert_close(buffers, dict(alone.named_buffers()))
+        torch.testing.assert_close(buffers, dict(alone.named_buffers()), **close)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(NormAct, (CHANNELS, 3, 2)), (NormThenAct, (CHANNELS,))], ids=str
+)
+@pytest.mark.parametrize("use", ["global", "micro"])
+def test_a_subclass_keeps_its_forward_and_shares_statistics(
+    world: World, kind: type[_BatchNorm], shape: tuple[int, ...], use: str
+) -> None:
+    assert_shared(world, layer_of(kind), numbers(6, *shape), 2, use)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_noted_microbatches_settle_in_the_order_of_the_batch(
+    world: World, size: int, momentum: float | None
+) -> None:
+    """At any number of ranks the running statistics are those of 4 micro-batches in turn."""
+    alone = layer_of(nn.BatchNorm1d, momentum=momentum)
+    assert_shared(world, alone, numbers(12, CHANNELS), size, "micro")
 
 
 def test_a_subclass_that_takes_statistics_by_itself_is_refused() -> None:
@@ -293,34 +308,6 @@ def test_hooks_of_a_layer_that_is_replaced_stay() -> None:
     pre.remove()
     net.norm(x)
     assert seen[3:] == ["forward"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_noted_microbatches_settle_in_the_order_of_the_batch(
-    world: World, size: int, momentum: float | None
-) -> None:
-    """At any number of ranks the running statistics are those of 4 micro-batches in turn."""
-    alone = layer_of(nn.BatchNorm1d, momentum=momentum)
-    nets = [nn.Sequential(copy.deepcopy(alone)) for _ in range(size)]
-    microbatches = numbers(12, CHANNELS).split(3)
-    wanted = [alone(m).detach() for m in microbatches]
-
-    def body(group: Group) -> tuple[list[Tensor], dict[str, Tensor]]:
-        net = nets[group.rank]
-        each = 4 // size
-        use_microbatch_norm(net)
-        assert isinstance(net[0], MicroBatchNorm)
-        mine = microbatches[group.rank * each : (group.rank + 1) * each]
-        out = [net(m).detach() for m in mine]
-        update_running_statistics(net, group)
-        return out, dict(net[0].named_buffers())
-
-    together = world(size, body)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close([o for out, _ in together for o in out], wanted, **close)
-    for _, buffers in together:
-        torch.testing.assert_close(buffers, dict(alone.named_buffers()), **close)
 
 
 def test_noted_rows_that_stand_in_leave_no_trace() -> None:

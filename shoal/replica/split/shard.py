@@ -16,7 +16,7 @@ from shoal.replica.engine import Engine, EngineOptions, engine_of_model
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import GradBuckets
 from shoal.replica.microbatch_context import Loss, MicroBatch, ModuleCall, call_arguments
-from shoal.replica.split.mapping import apply_flat
+from shoal.replica.split.mapping import SlicedTensors, apply_flat
 from shoal.schedules.pipelines import accumulate
 
 if TYPE_CHECKING:
@@ -222,37 +222,42 @@ class ReplicaShard:
 
     def cut_dims(self) -> dict[nn.Parameter, int]:
         """The parameters of which this worker has a slice, and along which dimension."""
-        specs = {} if self.tensor is None else dict(self.tensor.specs)
-        if self.experts is not None:
-            specs |= self.experts.specs
+        specs = {name: spec for split in self._splits for name, spec in split.specs.items()}
         return {p: specs[name].dim for name, p in self.named if name in specs}
+
+    @property
+    def _splits(self) -> list[SlicedTensors]:
+        return [split for split in (self.experts, self.tensor) if split is not None]
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors, by name, from the slices of the ranks of tp and ep, which all call it."""
-        if self.experts is not None:
-            tensors = self.experts.gather_full(tensors)
-        return tensors if self.tensor is None else self.tensor.gather_full(tensors)
+        for split in self._splits:
+            tensors = split.gather_full(tensors)
+        return tensors
 
     def take_shard(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """This worker's slices of full tensors."""
-        if self.experts is not None:
-            tensors = self.experts.take_shard(tensors)
-        return tensors if self.tensor is None else self.tensor.take_shard(tensors)
+        for split in self._splits:
+            tensors = split.take_shard(tensors)
+        return tensors
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
         """Make equal what several workers of the replica have of the same parameter.
 
         Where gradients are compressed, what arrives also depends on the neighbours in a bucket.
         """
-        self.token_axes.synchronize_copies(tensors)
-        if self.tensor is not None:
-            self.tensor.synchronize_copies(tensors)
+        self._axes_with_copies.synchronize_copies(tensors)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether `synchronize_copies` replaces what is here by what another worker has."""
-        if self.token_axes.is_duplicate(parameter):
-            return True
-        return self.tensor is not None and self.tensor.is_duplicate(parameter)
+        return self._axes_with_copies.is_duplicate(parameter)
+
+    @property
+    def _axes_with_copies(self) -> TokenAxes:
+        """Ranks of tp have the same tokens, and copies of what is not split."""
+        tensor = self.tensor
+        extra = [] if tensor is None else [TokenAxis(tensor.group, tensor.is_slice)]
+        return TokenAxes(*self.token_axes.axes, *extra)
 
     def broadcast(self, tree: Tree) -> Tree:
         """The last stage's value, on all stages: a tree of tensors and plain values."""

@@ -160,14 +160,10 @@ def _projections(children: Mapping[str, LinearLike]) -> Iterator[tuple[str, ...]
         for i, part in enumerate(parts):
             for other in _QUERIES.get(part, _QUERIES.get(part.lower(), ()))[:1]:
                 value = (_QUERIES.get(part) or _QUERIES[part.lower()])[1]
-                names = [_with(parts, i, part, word) for word in (other, value)]
+                words = [w.capitalize() if part[0].isupper() else w for w in (other, value)]
+                names = ["_".join([*parts[:i], word, *parts[i + 1 :]]) for word in words]
                 if all(n in children for n in names):
                     yield (key, *names)
-
-
-def _with(parts: list[str], i: int, old: str, new: str) -> str:
-    word = new.capitalize() if old[0].isupper() else new
-    return "_".join([*parts[:i], word, *parts[i + 1 :]])
 
 
 def _output_of(

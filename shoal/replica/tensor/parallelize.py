@@ -24,7 +24,7 @@ from shoal.pytree import map_tensors
 from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
 from shoal.replica.microbatch_context import TensorParallelRng
 from shoal.replica.split.attributes import copy_structure
-from shoal.replica.split.mapping import ShardSpec, SlicedTensors, apply_flat, copy, reduce
+from shoal.replica.split.mapping import ShardSpec, SlicedTensors, copy, reduce
 from shoal.replica.split.sharded_tensor import full_activations
 from shoal.replica.tensor.linear import (
     ColumnLinear,
@@ -75,10 +75,6 @@ class TensorSplit(SlicedTensors):
             layer.is_sequence_parallel = sequence
         self.specs = self._specs_by_name()
 
-    def is_duplicate(self, parameter: nn.Parameter) -> bool:
-        """Whether the first rank holds it, too."""
-        return self.group.rank > 0 and not self.is_slice(parameter)
-
     def full_sizes(self) -> dict[str, int]:
         """The number of elements of each parameter of the model, over all ranks."""
         sizes = {}
@@ -112,11 +108,6 @@ class TensorSplit(SlicedTensors):
                 kind = ".".join(part for part in parts if not part.isdigit())
                 typical.setdefault(kind, block)
         return list(dict.fromkeys(typical.values()))
-
-    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace what belongs to a parameter that every rank holds by what the first one has."""
-        copies = [tensor for p, tensor in tensors.items() if not self.is_slice(p)]
-        apply_flat(copies, self.group.broadcast)
 
     # ------------------------------------------------------------------ at the start
 
