@@ -198,52 +198,44 @@ def _shard_like(tokens: SequenceShard, out: Tensor) -> Tensor:
     return tokens.context.wrap(spec.take_local(out, tokens.context.rank), spec)
 
 
-class StackedExperts:
+def spread_stacked(mixture: StackedMixture, placement: ExpertPlacement) -> None:
     """Replaces the forward of the module: its own one computes what comes to this worker.
 
     A token travels once for each expert that it is routed to, with its router weight.
     """
+    assert mixture.routed is not None
+    names = mixture.routed
+    compute = _module_call(mixture.module)
 
-    def __init__(self, mixture: StackedMixture, placement: ExpertPlacement):
-        assert mixture.routed is not None
-        self._names = mixture.routed
-        self._placement = placement
-        self._compute = _module_call(mixture.module)
-        _set_num_experts(mixture, len(placement.local))
-        _replace_forward(mixture, self._forward)
-
-    def _forward(self, arguments: dict[str, Any]) -> Tensor:
-        hidden: Tensor = arguments.pop(self._names.tokens)
-        indices: Tensor = arguments.pop(self._names.indices)
-        weights: Tensor = arguments.pop(self._names.weights)
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        indices = indices.reshape(len(tokens), -1)
-        weights = weights.reshape(len(tokens), -1)
-        is_dense = weights.shape != indices.shape  # a weight for every expert
-        weights = weights.gather(1, indices) if is_dense else weights
-        dispatch = Dispatch(self._placement, indices.flatten())
-        choices = indices.shape[1]
-        x = dispatch.to_experts(tokens.index_select(0, dispatch.order // choices))
-        w = dispatch.to_experts(weights.reshape(-1, 1).index_select(0, dispatch.order))
-        local = dispatch.local_experts[:, None]
-        out = dispatch.to_sources(self._local(x, local, w, is_dense, arguments))
-        return out.view(len(tokens), choices, -1).sum(1).view(*hidden.shape[:-1], -1)
-
-    def _local(
-        self, x: Tensor, experts: Tensor, weights: Tensor, is_dense: bool, others: dict[str, Any]
-    ) -> Tensor:
+    def local(x: Tensor, experts: Tensor, weights: Tensor, is_dense: bool, others: Any) -> Tensor:
         """What the experts of this worker make of the rows that have come."""
         if len(x) == 0:  # a row of zeros gives the parameters a gradient of 0, as on one device
             row = x.new_zeros(1, x.shape[1]) + x.sum() * 0
-            first = experts.new_zeros(1, 1)
             weight = weights.new_zeros(1, 1) + weights.sum() * 0
-            return self._local(row, first, weight, is_dense, others)[:0]
+            return local(row, experts.new_zeros(1, 1), weight, is_dense, others)[:0]
         if is_dense:
-            table = weights.new_zeros(len(x), len(self._placement.local))
+            table = weights.new_zeros(len(x), len(placement.local))
             weights = table.scatter(1, experts, weights)
-        names = self._names
         given = {names.tokens: x, names.indices: experts, names.weights: weights, **others}
-        return torch.reshape(self._compute(given), (len(x), -1))
+        return torch.reshape(compute(given), (len(x), -1))
+
+    def forward(arguments: dict[str, Any]) -> Tensor:
+        hidden: Tensor = arguments.pop(names.tokens)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        indices = arguments.pop(names.indices).reshape(len(tokens), -1)
+        weights = arguments.pop(names.weights).reshape(len(tokens), -1)
+        is_dense = weights.shape != indices.shape  # a weight for every expert
+        weights = weights.gather(1, indices) if is_dense else weights
+        dispatch = Dispatch(placement, indices.flatten())
+        choices = indices.shape[1]
+        x = dispatch.to_experts(tokens.index_select(0, dispatch.order // choices))
+        w = dispatch.to_experts(weights.reshape(-1, 1).index_select(0, dispatch.order))
+        experts = dispatch.local_experts[:, None]
+        out = dispatch.to_sources(local(x, experts, w, is_dense, arguments))
+        return out.view(len(tokens), choices, -1).sum(1).view(*hidden.shape[:-1], -1)
+
+    _set_num_experts(mixture, len(placement.local))
+    _replace_forward(mixture, forward)
 
 
 def compute_positions_here(model: nn.Module) -> None:
@@ -301,43 +293,32 @@ def _set_num_experts(mixture: StackedMixture, local: int) -> None:
             setattr(mixture.module, key, local)
 
 
-class BatchedExperts:
+def spread_batched(mixture: StackedMixture, placement: ExpertPlacement) -> None:
     """Replaces the forward of the module: its own one computes what comes to this worker."""
+    compute = mixture.module.forward
+    group = placement.group
 
-    def __init__(self, mixture: StackedMixture, placement: ExpertPlacement):
-        self._name = mixture.name
-        self._placement = placement
-        self._compute = mixture.module.forward
-        _set_num_experts(mixture, len(placement.local))
-        mixture.module.forward = self.forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        placement = self._placement
-        experts = placement.num_experts
-        if x.dim() < 3 or x.shape[0] != experts:
+    def forward(x: Tensor) -> Tensor:
+        if x.dim() < 3 or x.shape[0] != placement.num_experts:
             raise BadInput(
-                f"{self._name} takes {tuple(x.shape)}: stacked experts that ep spreads take "
+                f"{mixture.name} takes {tuple(x.shape)}: stacked experts that ep spreads take "
                 f"(experts, tokens, width), or tokens, expert indices and weights"
             )
-        shapes = self._shapes(x)
+        own_shape = torch.tensor(x.shape[1:], device=x.device)
+        table = own_shape.new_empty(group.size, len(own_shape))  # what each rank has for an expert
+        group.all_gather(table, own_shape).wait()
+        shapes: list[list[int]] = table.tolist()
         counts = [len(r) for r in placement.ranges]
         local = len(placement.local)
         sent = [count * math.prod(x.shape[1:]) for count in counts]
         received = [local * math.prod(shape) for shape in shapes]
-        arrived = exchange(x.reshape(-1), placement.group, sent, received)
-        pieces = torch.split(arrived, received)
-        results = [self._compute(p.view(local, *s)) for p, s in zip(pieces, shapes, strict=True)]
-        own = results[placement.group.rank].shape[1:]
+        pieces = torch.split(exchange(x.reshape(-1), group, sent, received), received)
+        results = [compute(p.view(local, *s)) for p, s in zip(pieces, shapes, strict=True)]
+        own = results[group.rank].shape[1:]
         back = [count * math.prod(own) for count in counts]
         flat = torch.cat([result.reshape(-1) for result in results])
-        out = exchange(flat, placement.group, [r.numel() for r in results], back)
-        return out.view(experts, *own)
+        out = exchange(flat, group, [r.numel() for r in results], back)
+        return out.view(placement.num_experts, *own)
 
-    def _shapes(self, x: Tensor) -> list[list[int]]:
-        """What each rank has for one expert."""
-        group = self._placement.group
-        own = torch.tensor(x.shape[1:], device=x.device)
-        table = own.new_empty(group.size, len(own))
-        group.all_gather(table, own).wait()
-        found: list[list[int]] = table.tolist()
-        return found
+    _set_num_experts(mixture, len(placement.local))
+    mixture.module.forward = forward

@@ -18,7 +18,7 @@ from shoal.comm.objects import PytreeChannel
 from shoal.pytree import Tree
 from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.expert.dispatch import ExpertPlacement
-from shoal.replica.expert.forwards import BatchedExperts, ListedExperts, StackedExperts
+from shoal.replica.expert.forwards import ListedExperts, spread_batched, spread_stacked
 from shoal.replica.expert.mixtures import Mixture, StackedMixture
 from shoal.replica.pipeline.stages import replace_by_shape
 from shoal.replica.split.attributes import copy_structure
@@ -59,9 +59,9 @@ class ExpertSplit(SlicedTensors):
             if not isinstance(mixture, StackedMixture):
                 ListedExperts(mixture, placement)
             elif mixture.routed is None:
-                BatchedExperts(mixture, placement)
+                spread_batched(mixture, placement)
             else:
-                StackedExperts(mixture, placement)
+                spread_stacked(mixture, placement)
         named = list(model.named_parameters())
         self.slice_indices = [i for i, (name, _) in enumerate(named) if self.is_of_expert(name)]
         self._slices = {p for name, p in named if self.is_of_expert(name)}
