@@ -254,7 +254,9 @@ class HeldShards:
     def offset_of(self, position: int) -> int:
         """Where a position of the flat buffer is in the memory of this rank."""
         places = zip(self._held, self._offsets, strict=False)
-        return next(at + position - w.start for w, at in places if w.start <= position < w.stop)
+        return next(
+            at + position - int(w.start) for w, at in places if w.start <= position < w.stop
+        )
 
     def position_of(self, offset: int) -> int:
         """The other way round; of the end of the memory, too."""

@@ -40,52 +40,46 @@ class WrappedModule:
 
 def wrap_modules(model: nn.Module, trained: Collection[nn.Parameter]) -> list[WrappedModule]:
     """The root unit, then the others in the order of the model; each parameter is in one."""
-    walk = _Walk(model, trained)
-    return [WrappedModule("", model, tuple(walk.root)), *walk.wrapped]
+    root: list[nn.Parameter] = []
+    wrapped: list[WrappedModule] = []
+    total = _numel(trained)
+    left = {id(p) for p in trained}
+    # ranks may call different experts, so those of a mixture are gathered together
+    undivided = {m.block for m in mixtures_of(model) if isinstance(m, ListedMixture)}
 
+    def unassigned(module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+        return [p for p in module.parameters(recurse) if id(p) in left]
 
-class _Walk:
-    def __init__(self, model: nn.Module, trained: Collection[nn.Parameter]):
-        self.root: list[nn.Parameter] = []
-        self.wrapped: list[WrappedModule] = []
-        self._model = model
-        self._total = _numel(trained)
-        self._left = {id(p) for p in trained}
-        # ranks may call different experts, so those of a mixture are gathered together
-        self._undivided = {m.block for m in mixtures_of(model) if isinstance(m, ListedMixture)}
-        self.visit("", model)
-
-    def visit(self, name: str, module: nn.Module) -> None:
-        params = self._unassigned(module)
-        if not params:
-            return
-        if self._is_divided(module, params):
-            direct = self._unassigned(module, recurse=module in self._undivided)
-            self.root.extend(direct)
-            self._left.difference_update(map(id, direct))
-            for key, child in module.named_children():
-                self.visit(full_name(name, key), child)
-            return
-        self._left.difference_update(map(id, params))
-        size = _numel(params)
-        is_small = size * SMALLEST <= self._total
-        if is_small and (_numel(self.root) + size) * ROOT <= self._total:
-            self.root.extend(params)
-        else:
-            self.wrapped.append(WrappedModule(name, module, tuple(params)))
-
-    def _is_divided(self, module: nn.Module, params: list[nn.Parameter]) -> bool:
-        if module in self._undivided and module is not self._model:
+    def is_divided(module: nn.Module, params: list[nn.Parameter]) -> bool:
+        if module in undivided and module is not model:
             return False
         # containers such as ModuleList are never called
-        if module is self._model or type(module).forward is nn.Module.forward:
+        if module is model or type(module).forward is nn.Module.forward:
             return True
         has_children = any(True for _ in module.children())
-        is_divisible = has_children and not self._unassigned(module, recurse=False)
-        return is_divisible and _numel(params) * LARGEST > self._total
+        is_divisible = has_children and not unassigned(module, recurse=False)
+        return is_divisible and _numel(params) * LARGEST > total
 
-    def _unassigned(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-        return [p for p in module.parameters(recurse) if id(p) in self._left]
+    def visit(name: str, module: nn.Module) -> None:
+        params = unassigned(module)
+        if not params:
+            return
+        if is_divided(module, params):
+            direct = unassigned(module, recurse=module in undivided)
+            root.extend(direct)
+            left.difference_update(map(id, direct))
+            for key, child in module.named_children():
+                visit(full_name(name, key), child)
+            return
+        left.difference_update(map(id, params))
+        size = _numel(params)
+        if size * SMALLEST <= total and (_numel(root) + size) * ROOT <= total:
+            root.extend(params)
+        else:
+            wrapped.append(WrappedModule(name, module, tuple(params)))
+
+    visit("", model)
+    return [WrappedModule("", model, tuple(root)), *wrapped]
 
 
 def _numel(params: Collection[nn.Parameter]) -> int:
