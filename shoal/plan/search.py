@@ -272,16 +272,13 @@ class _Search:
         found = []
         for layout in layouts(self.workload, workers, settings.batch):
             tried = list(shapes(layout, self.workload, settings))
-            smallest = min((shape.microbatch for shape in tried), default=0)
-            last = [shape for shape in tried if shape.microbatch == smallest][-1:]
-            for shape in last:
-                ways = syncs(layout, self.cluster, workers, True)
-                is_alone = layout.replicas == 1
-                sharding = [s for s in ways if is_alone or (s is not None and s.shards_state)]
-                recompute = tuple(self._ladder(shape))[-1]
-                found += [
-                    self._price(shape, sync, ("1f1b", 1), recompute, workers) for sync in sharding
-                ]
+            if not tried:
+                continue
+            shape = min(reversed(tried), key=lambda shape: shape.microbatch)
+            recompute = tuple(self._ladder(shape))[-1]
+            for sync in syncs(layout, self.cluster, workers, True):
+                if layout.replicas == 1 or (sync is not None and sync.shards_state):
+                    found.append(self._price(shape, sync, ("1f1b", 1), recompute, workers))
         priced = [one for one in found if one is not None]
         return min(priced, key=lambda one: one.prediction.memory.total, default=None)
 
