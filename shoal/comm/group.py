@@ -137,14 +137,8 @@ class Group:
                 )
         if out.dtype != data.dtype:
             raise BadInput(f"all_to_all_uneven cannot bring {data.dtype} into {out.dtype}")
-        call = Call(
-            "all_to_all_uneven",
-            data,
-            out,
-            recv_counts=tuple(recv_counts),
-            send_counts=tuple(send_counts),
-        )
-        return self._submit(call)
+        received, sent = tuple(recv_counts), tuple(send_counts)
+        return self._submit(Call("all_to_all_uneven", data, out, _SUM, 0, received, sent))
 
     def scan(
         self, data: Tensor, op: Op = _SUM, exclusive: bool = False, out: Tensor | None = None

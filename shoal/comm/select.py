@@ -47,7 +47,7 @@ from shoal.transport.transport import Transport
 
 if TYPE_CHECKING:
     from shoal.comm.executors.hierarchical.executor import Hierarchical
-    from shoal.comm.executors.schedule_selection import Algorithm
+    from shoal.comm.executors.scheduled import Algorithm
 
 DEFAULT_TIMEOUT_S = 1800.0
 _has_warned = False
@@ -190,12 +190,11 @@ def _over_torch(spec: GroupSpec, world: dist.ProcessGroup) -> Executor:
         return Torch(world)
     transport, order = _between_all(spec, world)
 
-    from shoal.comm.executors.schedule_selection import Ordered
-    from shoal.comm.executors.scheduled import Scheduled
+    from shoal.comm.executors.scheduled import Ordered, Scheduled
 
     algorithm: Algorithm = Ordered(spec.algorithm, order)
     if is_user_function(spec.algorithm):  # it is made and proven for the replicas
-        from shoal.comm.executors.schedule_selection import ForRanks
+        from shoal.comm.executors.scheduled import ForRanks
 
         algorithm = ForRanks(spec.algorithm, spec.replicas)
     return Scheduled(transport, {"all_reduce": algorithm}, background=True)

@@ -30,7 +30,6 @@ from shoal.errors import BadInput
 from shoal.runtime.failpoints import failpoint
 
 GROWTH_BYTES = 1 << 20  # after so much more, an image replaces the log
-_MAX_LOG_BYTES = 1 << 30
 _MAX_RECORD_BYTES = 64 << 20
 _MAGIC = b"SHOALCRD"
 _VERSION = 2
@@ -134,8 +133,6 @@ class StoreLog:
         return store
 
     def _read(self) -> Store:
-        if self._path.stat().st_size > _MAX_LOG_BYTES:
-            raise BadInput(f"the coordinator's log {self._path} is too large to be one")
         try:
             store, self._salt, self._end = _stored(self._path.read_bytes())
         except (

@@ -11,7 +11,7 @@ from shoal.cluster.toml_file import cluster_text
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.tcp_links import TcpInterHost
 from shoal.comm.executors.hierarchical.topology import Topology
-from shoal.comm.executors.schedule_selection import AlgorithmSelector, Ordered, for_subset
+from shoal.comm.executors.scheduled import AlgorithmSelector, Ordered, for_subset
 from shoal.comm.group import Group
 from shoal.comm.network import HostNetwork, in_ring_order
 from shoal.commands.run import with_cluster

@@ -174,36 +174,50 @@ class SharedMemory(Executor):
         return self._with_operands(call)
 
     def _with_operands(self, call: Call) -> QueuedWork:
-        data = call.out if call.data is None else call.data
-        out = call.out
-        if isinstance(data, list) or isinstance(out, list):
-            return self._with_lists(call)
         if call.kind == "all_to_all_uneven":
             return self._all_to_all_uneven(call)
-        assert data is not None
+        data = call.out if call.data is None else call.data
+        out = call.out
+        if not isinstance(data, Tensor) or isinstance(out, list) or not _is_plain(data, out):
+            return self._with_staging(call)
         code = DTYPE_CODES.get(data.dtype)
-        if code is None or call.kind == "exclusive_scan" or not _is_plain(data, out):
-            return self._with_staging(call, data, out)
+        if code is None or call.kind == "exclusive_scan":
+            return self._with_staging(call)
         source = data.data_ptr()
         target = 0 if out is None else out.data_ptr()
         count = self._count(call, data)
         args = (KIND_CODES[call.kind], source, target, count, code, call.op.code, call.root)
         return self._start(args, call.timeout_s, (data, out))
 
-    def _with_staging(self, call: Call, data: Tensor, out: Tensor | None) -> QueuedWork:
-        """Tensors that are not contiguous or not in the host's memory, and types of others."""
-        number = _number_type(call, data.dtype)
-        source = on_host(data, copy=out is not None and _overlap(out, data))
-        target = source if out is data else None if out is None else on_host(out)
-        after = None if target is None else target.store
-        if call.kind == "exclusive_scan" and self.rank == 0:
-            assert out is not None
-            after = lambda: fill_identity(out.detach(), call.op)  # noqa: E731
-        address = 0 if target is None else target.flat.data_ptr()
-        count = self._count(call, data) * number.width
+    def _with_staging(self, call: Call) -> QueuedWork:
+        """Tensors that are not contiguous or not in the host's memory, types of others, and pieces.
+
+        Pieces lie anywhere; the native call takes a table of their addresses.
+        """
+        data = call.out if call.data is None else call.data
+        out = call.out
+        copy = isinstance(data, Tensor) and isinstance(out, Tensor) and _overlap(out, data)
+        given = [on_host(piece, copy) for piece in _listed(data)]
+        taken = given if out is data else [on_host(piece) for piece in _listed(out)]
+        lists = [p for p, operand in ((given, data), (taken, out)) if isinstance(operand, list)]
+        addresses = [piece.flat.data_ptr() for pieces in lists for piece in pieces]
+        first = given[0].flat
+        number = _number_type(call, first.dtype)
+        count = self._count(call, data) if isinstance(data, Tensor) else first.numel()
         kind = KIND_CODES[call.kind]
-        args = (kind, source.flat.data_ptr(), address, count, number.code, number.op, call.root)
-        return self._start(args, call.timeout_s, (source, target), after)
+        target = taken[0].flat.data_ptr() if taken else 0
+        sizes = (count * number.width, number.code, number.op, call.root)
+
+        def store() -> None:
+            for piece in taken:
+                piece.store()
+            if call.kind == "exclusive_scan" and self.rank == 0:
+                assert isinstance(out, Tensor)
+                fill_identity(out.detach(), call.op)
+
+        table = torch.tensor(addresses) if addresses else None
+        args = (kind, first.data_ptr(), target, *sizes)
+        return self._start(args, call.timeout_s, (given, taken), store, table)
 
     def _count(self, call: Call, data: Tensor) -> int:
         """Elements of a vector, or of the piece of a rank."""
@@ -211,31 +225,6 @@ class SharedMemory(Executor):
             assert isinstance(call.out, Tensor)
             return call.out.numel()
         return data.numel() // self.size if call.kind == "all_to_all" else data.numel()
-
-    def _with_lists(self, call: Call) -> QueuedWork:
-        """Pieces that lie anywhere; the native call takes a table of their addresses."""
-        given = [on_host(piece) for piece in _listed(call.data)]
-        taken = [on_host(piece) for piece in _listed(call.out)]
-        lists = [
-            pieces
-            for pieces, operand in ((given, call.data), (taken, call.out))
-            if isinstance(operand, list)
-        ]
-        addresses = [piece.flat.data_ptr() for pieces in lists for piece in pieces]
-        like = (given or taken)[0].flat
-        number = _number_type(call, like.dtype)
-        source = given[0].flat.data_ptr() if given else 0
-        target = taken[0].flat.data_ptr() if taken else 0
-        kind = KIND_CODES[call.kind]
-        count = like.numel() * number.width
-        args = (kind, source, target, count, number.code, number.op, call.root)
-
-        def store() -> None:
-            for piece in taken:
-                piece.store()
-
-        table = torch.tensor(addresses)
-        return self._start(args, call.timeout_s, (given, taken), store, table)
 
     def _all_to_all_uneven(self, call: Call) -> QueuedWork:
         assert isinstance(call.data, Tensor) and isinstance(call.out, Tensor)

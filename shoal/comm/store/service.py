@@ -267,12 +267,4 @@ def _listen_at(host: str, port: int) -> socket.socket:
     passive = socket.AI_PASSIVE
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
     family, _, _, _, address = found[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    return socket.create_server(address, family=family, backlog=_BACKLOG)

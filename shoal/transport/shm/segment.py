@@ -107,10 +107,6 @@ class Segment:
         """A rank that a message is to come from or to go to."""
         return "any rank" if peer < 0 else self._in_words(peer)
 
-    def tune(self, direct_bytes: int, spins: int = -1) -> None:
-        """`direct_bytes`: largest reduction in one pass; `spins`: looks before a rank sleeps."""
-        _shm.tune(self.handle, direct_bytes, spins)
-
     def leave(self) -> None:
         """End this rank's waits; ranks that wait for it get a `PeerLost`."""
         _shm.leave(self.handle)

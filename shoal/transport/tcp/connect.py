@@ -293,12 +293,9 @@ def _try_to_connect(spec: TcpSpec, name: StreamName, address: tuple[str, int]) -
 
 def _listen(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.bind((host, 0))
-        sock.listen(1024)
+        sock = socket.create_server((host, 0), family=family, backlog=1024)
     except OSError as error:
-        sock.close()
         raise BadInput(
             f"this host cannot listen at {host}: {error.strerror} (SHOAL_HOST is the name or "
             "address of this host that others reach)"

@@ -15,8 +15,7 @@ from typing import Any
 from shoal.comm.call import Call
 from shoal.comm.executors.hierarchical.collectives import RemotePeerLost, column_of
 from shoal.comm.executors.hierarchical.topology import Topology
-from shoal.comm.executors.schedule_selection import Algorithm
-from shoal.comm.executors.scheduled import Scheduled
+from shoal.comm.executors.scheduled import Algorithm, Scheduled
 from shoal.errors import PeerLost
 from shoal.schedules.collectives.cost import Link
 from shoal.schedules.collectives.hierarchical import hierarchical_all_reduce
