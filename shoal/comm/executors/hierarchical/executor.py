@@ -37,6 +37,7 @@ from shoal.runtime.waits import waiting
 from shoal.transport.transport import as_shoal_error
 
 _TAGS = 1 << 28  # reserved tags from here on
+_BY_MESSAGES = ("gather", "scatter", "all_to_all", "all_to_all_uneven")
 
 
 class Steps(NamedTuple):
@@ -44,25 +45,6 @@ class Steps(NamedTuple):
 
     run: Callable[[], None]
     store: Callable[[], None]
-
-
-class Pieces(NamedTuple):
-    """Pieces that go straight to their ranks: rank to piece, of what is sent and received."""
-
-    given: dict[int, Tensor]
-    taken: dict[int, Tensor]
-    target: FlatTensor | None
-
-
-def pieces_of(call: Call, size: int) -> Pieces | None:
-    """Of a gather, scatter or all_to_all; None for other kinds."""
-    if call.kind not in ("gather", "scatter", "all_to_all", "all_to_all_uneven"):
-        return None
-    source = None if call.data is None else on_host(call.data, copy=True)
-    target = None if call.out is None else on_host(call.out)
-    given = _divided(source, call.send_counts, size, call.root if call.kind == "gather" else None)
-    taken = _divided(target, call.recv_counts, size, call.root if call.kind == "scatter" else None)
-    return Pieces(given, taken, target)
 
 
 def _divided(
@@ -180,46 +162,51 @@ class Hierarchical(Executor):
         collectives = self._collectives
         if call.timeout_s is not None:
             collectives = collectives.with_timeout(call.timeout_s)
-        pieces = pieces_of(call, self.size)
-        if pieces is None:
-            wide, store_wide = widened(call, self.rank)
-            run, store = steps_of(wide, collectives, self.rank, self.size)
+        if call.kind in _BY_MESSAGES:
+            return self._by_messages(call, number, collectives)
+        wide, store_wide = widened(call, self.rank)
+        run, store = steps_of(wide, collectives, self.rank, self.size)
 
-            def store_both() -> None:
-                store()
-                store_wide()
+        def store_both() -> None:
+            store()
+            store_wide()
 
-            return Steps(run, store_both)
+        return Steps(run, store_both)
+
+    def _by_messages(self, call: Call, number: int, collectives: HierarchicalCollectives) -> Steps:
+        """Every piece goes straight to its rank."""
+        source = None if call.data is None else on_host(call.data, copy=True)
+        target = None if call.out is None else on_host(call.out)
+        to, by = (call.root if call.kind == kind else None for kind in ("gather", "scatter"))
+        given = _divided(source, call.send_counts, self.size, to)
+        taken = _divided(target, call.recv_counts, self.size, by)
         limit_s = self._timeout_s if call.timeout_s is None else call.timeout_s
+        tag = reserved_tag(_TAGS + number % _TAGS)
 
         def exchange() -> None:
             if call.kind == "all_to_all_uneven":
                 counts = counts_table(self.size)
                 collectives.all_gather(counts, counts_row(call))
                 check_counts(counts)  # raises on all ranks
-            self._exchange(pieces, reserved_tag(_TAGS + number % _TAGS), limit_s)
+            others = [peer for peer in range(self.size) if peer != self.rank]
+            comes = [p for p in others if p in taken and taken[p].numel()]
+            goes = [p for p in others if p in given and given[p].numel()]
+            messages = [
+                *(self._messages.recv(taken[peer], peer, tag) for peer in comes),
+                *(self._messages.send(given[peer], peer, tag) for peer in goes),
+            ]
+            if self.rank in taken:
+                taken[self.rank].copy_(given[self.rank])
+            for message in messages:
+                message.wait(limit_s)
 
-        return Steps(exchange, _nothing if pieces.target is None else pieces.target.store)
+        return Steps(exchange, _nothing if target is None else target.store)
 
     def describe(self, call: Call) -> str:
         return f"{call.kind} over hosts {call.num_bytes} bytes"
 
     def record_times(self) -> None:
         self.queue.timed = True
-
-    def _exchange(self, pieces: Pieces, tag: int, limit_s: float) -> None:
-        given, taken, _ = pieces
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        comes = [p for p in others if p in taken and taken[p].numel()]
-        goes = [p for p in others if p in given and given[p].numel()]
-        messages = [
-            *(self._messages.recv(taken[peer], peer, tag) for peer in comes),
-            *(self._messages.send(given[peer], peer, tag) for peer in goes),
-        ]
-        if self.rank in taken:
-            taken[self.rank].copy_(given[self.rank])
-        for message in messages:
-            message.wait(limit_s)
 
     def _run(self, steps: Steps, doing: str) -> None:
         try:
