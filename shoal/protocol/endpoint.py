@@ -17,14 +17,13 @@ from contextlib import suppress
 
 from shoal.errors import BadInput
 from shoal.protocol.connection import Closed, Connection
-from shoal.runtime.acceptor import Acceptor, no_room
+from shoal.runtime.acceptor import Acceptor, no_room, notice_silence
 from shoal.runtime.config import EtcdConfig, TlsConfig
 from shoal.runtime.trust import is_loopback
 from shoal.transport.tcp.tls import own_certificate, own_context
 
 CONNECT_S = 30.0
 PLAIN = TlsConfig()  # for sockets of this host
-SILENT_PEER_MS = 30_000  # a host that does not respond is lost after so long
 
 
 def connect(address: str, tls: TlsConfig = PLAIN, timeout_s: float = CONNECT_S) -> Connection:
@@ -55,7 +54,7 @@ def _connect_tcp(address: str, tls: TlsConfig, timeout_s: float) -> socket.socke
     if not tls.authority:
         require_encrypted(host, tls)
     sock = socket.create_connection((host, port), timeout_s)
-    _tune(sock)
+    notice_silence(sock)
     return _secured(sock, host, address, tls) if tls.authority else sock
 
 
@@ -152,7 +151,7 @@ class Listener:
 
     def _prepared(self, sock: socket.socket) -> socket.socket:
         if self._path is None:
-            _tune(sock)
+            notice_silence(sock)
         if self._context is None:
             return sock
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -174,30 +173,6 @@ def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:
         sock.close()
         raise BadInput(f"a server cannot listen at {address}: {error}") from error
     return sock
-
-
-def _tune(sock: socket.socket) -> None:
-    """Send small frames without delay; notice a host that does not respond."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    _set_options(sock, SILENT_PEER_MS, idle_s=10, interval_s=5)
-
-
-def expect_answers(sock: socket.socket, within_s: float) -> None:
-    """A connection whose other host acknowledges nothing for so long ends (TCP)."""
-    if sock.family != socket.AF_UNIX:
-        _set_options(sock, int(1000 * within_s), idle_s=1, interval_s=1)
-
-
-def _set_options(sock: socket.socket, silent_ms: int, idle_s: int, interval_s: int) -> None:
-    for option, value in (
-        ("TCP_USER_TIMEOUT", silent_ms),
-        ("TCP_KEEPIDLE", idle_s),
-        ("TCP_KEEPINTVL", interval_s),
-        ("TCP_KEEPCNT", 4),
-    ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

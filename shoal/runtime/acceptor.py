@@ -210,3 +210,26 @@ def host_of(sock: socket.socket) -> str:
         if isinstance(name, tuple):
             return str(name[0])
     return ""
+
+
+_PROBES = 3
+SILENT_PEER_S = 30.0  # a host that acknowledges nothing is lost after so long
+
+
+def notice_silence(sock: socket.socket, silent_s: float = SILENT_PEER_S) -> None:
+    """Small frames go without delay; the connection breaks when the other host is silent so long.
+
+    Sockets of this host stay as they are.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", max(1, int(silent_s / _PROBES))),
+        ("TCP_KEEPINTVL", max(1, int(silent_s / _PROBES))),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", int(1000 * silent_s)),
+    ):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

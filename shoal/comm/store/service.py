@@ -15,16 +15,15 @@ from contextlib import suppress
 
 from shoal.comm.store.session import (
     AT_THE_END,
-    LINK_SILENT_S,
     MAGIC,
+    SILENT_HOST_S,
     BadFrame,
     FrameSession,
     StoreReply,
     StoreRequest,
-    notice_silence,
 )
 from shoal.errors import BadInput
-from shoal.runtime.acceptor import Acceptor, Strangers, host_of
+from shoal.runtime.acceptor import Acceptor, Strangers, host_of, notice_silence
 from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.trust import is_loopback, without_key
 from shoal.runtime.wording import say
@@ -171,7 +170,7 @@ class StoreService:
                 request = session.receive(StoreRequest)
                 if request.operation == "present":
                     names = request.keys[:1]
-                    notice_silence(sock)
+                    notice_silence(sock, SILENT_HOST_S)
                     session.send(StoreReply())
                 else:
                     session.send(self._answer(sock, request))
@@ -189,8 +188,7 @@ class StoreService:
 
     def _greeted(self, sock: socket.socket) -> FrameSession:
         """Within HANDSHAKE_S, and in no more bytes than a hello has."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        notice_silence(sock, LINK_SILENT_S)
+        notice_silence(sock)
         greeting = Greeting(self._secret, MAGIC)
         try:
             greeting.admit(sock, limit_s=HANDSHAKE_S)

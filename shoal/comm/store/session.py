@@ -19,6 +19,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.decoders import msgpack_decoder
 from shoal.runtime.secret import CODE_BYTES, Greeting, Stranger, code_of, is_code, receive
 from shoal.runtime.waits import Backoff
@@ -114,7 +115,7 @@ class StoreLink(FrameSession):
 
     def notice_silence(self) -> None:
         """From now on the connection breaks when the other host is silent for a few seconds."""
-        notice_silence(self._sock)
+        notice_silence(self._sock, SILENT_HOST_S)
 
     def interrupt(self) -> None:
         """A thread that waits for an answer gets a ConnectionError."""
@@ -126,23 +127,6 @@ class StoreLink(FrameSession):
 
 
 SILENT_HOST_S = 3  # a host from which nothing comes for so long is lost
-LINK_SILENT_S = 30  # the same, where nothing but an answer depends on it
-_PROBES = 3
-
-
-def notice_silence(sock: socket.socket, silent_s: int = SILENT_HOST_S) -> None:
-    """The connection breaks when the other host has been silent for so long."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", silent_s // _PROBES),
-        ("TCP_KEEPINTVL", silent_s // _PROBES),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", silent_s * 1000),
-    ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 
@@ -167,8 +151,7 @@ def connect(address: tuple[str, int], secret: bytes, limit_s: float) -> StoreLin
 def _connect_once(address: tuple[str, int], secret: bytes) -> StoreLink:
     sock = socket.create_connection(address, _HANDSHAKE_S)
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        notice_silence(sock, LINK_SILENT_S)
+        notice_silence(sock)
         return StoreLink(sock, secret)
     except Stranger as error:
         sock.close()

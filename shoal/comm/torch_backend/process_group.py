@@ -100,51 +100,37 @@ def monitored_barrier(
 ) -> None:
     """`number` counts the barriers of the group. The texts are those of torch.distributed."""
     tag = reserved_tag(number)
-    if executor.rank:
-        _report(executor, tag, limit_s)
-        return
-    missing = _missing(executor, tag, limit_s, wait_all_ranks)
-    if missing:
-        ranks = ", ".join(str(rank) for rank in missing)
-        raise RuntimeError(
-            f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks} failed to pass monitoredBarrier "
-            f"in {limit_s * 1e3:.0f} ms"
-        )
-    token = torch.zeros(1)
-    for message in [executor.send(token, peer, tag) for peer in range(1, executor.size)]:
-        message.wait(limit_s)
-
-
-def _report(executor: SharedMemory | Hierarchical, tag: int, limit_s: float) -> None:
-    sent = executor.send(torch.zeros(1), 0, tag)
-    try:
-        executor.recv(torch.zeros(1), 0, tag).wait(limit_s)
-        sent.wait(limit_s)
-    except PeerLost as error:
-        raise RuntimeError(
-            f"Rank {executor.rank} successfully reached monitoredBarrier, but received "
-            f"errors while waiting for send/recv from rank 0: {error}"
-        ) from error
-
-
-def _missing(
-    executor: SharedMemory | Hierarchical, tag: int, limit_s: float, wait_all_ranks: bool
-) -> list[int]:
-    missing: list[int] = []
     deadline_s = time.monotonic() + limit_s
-    peers = range(1, executor.size)
-    messages = [executor.recv(torch.zeros(1), peer, tag) for peer in peers]
-    for peer, message in zip(peers, messages, strict=True):
+    if executor.rank:
+        sent = executor.send(torch.zeros(1), 0, tag)
+        try:
+            executor.recv(torch.zeros(1), 0, tag).wait(limit_s)
+            sent.wait(limit_s)
+        except PeerLost as error:
+            raise RuntimeError(
+                f"Rank {executor.rank} successfully reached monitoredBarrier, but received "
+                f"errors while waiting for send/recv from rank 0: {error}"
+            ) from error
+        return
+    missing: list[str] = []
+    came = {peer: executor.recv(torch.zeros(1), peer, tag) for peer in range(1, executor.size)}
+    for peer, message in came.items():
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 and not missing:
             raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {limit_s:g} s")
+        if missing and not wait_all_ranks:
+            break
         try:
             message.wait(max(left_s, _SHORTEST_WAIT_S))
         except PeerLost:
-            missing.append(peer)
-            if not wait_all_ranks:
-                break
-    return missing
+            missing.append(str(peer))
+    if missing:
+        raise RuntimeError(
+            f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(missing)} failed to pass "
+            f"monitoredBarrier in {limit_s * 1e3:.0f} ms"
+        )
+    for message in [executor.send(torch.zeros(1), peer, tag) for peer in came]:
+        message.wait(limit_s)
 
 
 _OPS = [(dist.ReduceOp.AVG if op is Op.MEAN else torchs, op) for op, torchs in TORCH_OPS.items()]

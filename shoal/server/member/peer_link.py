@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from shoal.errors import ShoalError
 from shoal.protocol import FrameKind, Header
 from shoal.protocol.connection import Closed, Connection
-from shoal.protocol.endpoint import expect_answers
 from shoal.protocol.handshake import dial
+from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.server.chain.messages import ChainMessage
 from shoal.server.member.operations import encode_message
@@ -136,7 +136,7 @@ class PeerLink:
         try:
             connection = dial(address, self._secret, "chain", self._header, self._tls, _CONNECT_S)
             connection.sock.settimeout(None)
-            expect_answers(connection.sock, SILENT_COPY_S)
+            notice_silence(connection.sock, SILENT_COPY_S)
         except (OSError, ShoalError):
             if connection is not None:
                 connection.close()

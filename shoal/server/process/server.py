@@ -22,8 +22,9 @@ from typing import Any
 
 from shoal.protocol import Header, Hello
 from shoal.protocol.connection import Connection
-from shoal.protocol.endpoint import PLAIN, expect_answers, remove_left_socket
+from shoal.protocol.endpoint import PLAIN, remove_left_socket
 from shoal.protocol.service import JOIN_S, ConnectionService
+from shoal.runtime.acceptor import notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.server.member.peer_link import SILENT_COPY_S
 from shoal.server.member.start import ChainParts, ChainSettings
@@ -91,7 +92,7 @@ class Server(ConnectionService):
             self.connections.add(connection)
             if hello.channel == "chain":
                 self._of_chain.add(connection)
-                expect_answers(connection.sock, SILENT_COPY_S)
+                notice_silence(connection.sock, SILENT_COPY_S)
             if self.closed.is_set():
                 return
         Peer(self.host, connection, hello.channel, header, number).run()

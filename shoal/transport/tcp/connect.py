@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.errors import BadInput, PeerLost, ShoalError
-from shoal.runtime.acceptor import Acceptor, Strangers
+from shoal.runtime.acceptor import Acceptor, Strangers, notice_silence
 from shoal.runtime.config import TlsConfig
 from shoal.runtime.secret import Greeting, Stranger
 from shoal.runtime.waits import Backoff
@@ -120,7 +120,6 @@ _MOST_HANDSHAKES = 256
 _HANDSHAKE_GRACE_S = 0.5  # before a connection is ended for a newcomer
 _CHECK_S = 0.1
 _UNSENT_BYTES = 256 << 10  # more would wait in one stream while another one is free
-_SILENT_PEER_MS = 30_000  # a host that acknowledges nothing is lost after so long
 Exchange = Callable[[bytes], list[bytes]]  # an all-gather of bytes
 
 
@@ -305,14 +304,6 @@ def _listen(host: str) -> socket.socket:
 
 
 def _tune(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_USER_TIMEOUT", _SILENT_PEER_MS),
-        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 4),
-    ):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    notice_silence(sock)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
