@@ -160,7 +160,10 @@ class StoreService:
             )
             with self._lock:
                 self._connections[sock] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # as many threads as this process may have: the rank tries again
+                self._end(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         names: list[str] = []  # of the process whose presence it shows
@@ -177,14 +180,18 @@ class StoreService:
         except (OSError, BadFrame, Stranger):
             pass
         finally:
-            sock.close()
-            self._strangers.remove(sock)
-            with self._lock:
-                del self._connections[sock]
+            self._end(sock)
         with self._losing:
             for name in names:
                 if not self._is_closed:
                     self._on_gone(name)
+
+    def _end(self, sock: socket.socket) -> None:
+        """Closed first: `make_room` waits for its descriptor."""
+        sock.close()
+        self._strangers.remove(sock)
+        with self._lock:
+            del self._connections[sock]
 
     def _greeted(self, sock: socket.socket) -> FrameSession:
         """Within HANDSHAKE_S, and in no more bytes than a hello has."""
