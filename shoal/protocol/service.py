@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import TypeVar
 
 from shoal.protocol import ErrorReply, FrameKind, Header, Hello, Refused, encode
@@ -143,12 +143,7 @@ class ConnectionService:
 
 
 def _listen(addresses: list[str], tls: TlsConfig) -> list[Listener]:
-    listeners: list[Listener] = []
-    try:
-        for address in addresses:
-            listeners.append(Listener(address, tls))
-    except BaseException:
-        for listener in listeners:
-            listener.close()
-        raise
-    return listeners
+    with ExitStack() as stack:  # closes those before one that fails
+        listeners = [stack.enter_context(closing(Listener(each, tls))) for each in addresses]
+        stack.pop_all()
+        return listeners

@@ -14,8 +14,7 @@ from shoal.replica.flat_params import FlatParams
 from shoal.sync import Replica
 from shoal.sync.ddp import DdpSync
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.sync.zero import ZeroReduce, owned_params
-from shoal.sync.zero_update import ShardedUpdate
+from shoal.sync.zero import ShardedUpdate, ZeroReduce, owned_params
 from tests.conftest import World
 
 SGD = partial(torch.optim.SGD, lr=0.1)
