@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.server.chain import Entry, take
-from shoal.server.chain.manager import ChainManager, Fetch, Swap
+from shoal.server.chain.manager import ChainManager, Fetch
 from shoal.server.chain.messages import (
     WHILE_APPLYING,
     Apply,
@@ -23,7 +23,7 @@ from shoal.server.chain.messages import (
 )
 from shoal.server.chain.node import ChainNode, Fenced, NotHead
 from tests.server.chain.counters import Counters, Push, Resume
-from tests.server.chain.network import MESSAGE_S, TTL_S, Process, View
+from tests.server.chain.network import MESSAGE_S, TTL_S, Process
 
 if TYPE_CHECKING:
     from tests.server.chain.world import World
@@ -151,7 +151,13 @@ class Replica:
             if incarnation == self.incarnation:
                 self.is_asking = False
                 self.settle()
-                self.do(self.report(request, answer))
+                if isinstance(request, Fetch):
+                    self.do(self.manager.fetched(request, *answer))
+                elif answer is not None:
+                    self.do(self.manager.swapped(request, answer))
+                else:
+                    self.manager.conflicted()
+                    self.do([])
                 self.pump()
 
         def unanswered() -> None:
@@ -159,16 +165,6 @@ class Replica:
                 self.is_asking = False
 
         self.world.coordinator.call(self.process, ask, answered, unanswered)
-
-    def report(self, request: Fetch | Swap, answer: Any) -> list[Effect]:
-        manager = self.manager
-        if isinstance(request, Fetch):
-            view: View = answer
-            return manager.fetched(request, *view)
-        if answer is None:
-            manager.conflicted()
-            return []
-        return manager.swapped(request, answer)
 
     def look(self) -> None:
         """A watch has seen a change."""

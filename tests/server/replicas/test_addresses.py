@@ -16,14 +16,13 @@ from shoal.errors import BadInput
 from shoal.protocol.endpoint import PLAIN
 from shoal.runtime.config import RunConfig, TlsConfig
 from shoal.server.client.chain_view import CopyAddresses
-from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member.place import AddressBook, ChainPlace, own_address
 from shoal.server.member.start import ChainSettings
 from shoal.server.process.server import Server
 from tests.coordinator.helpers import LocalCoordinator, until
 from tests.server.helpers import SECRET, client_at
-from tests.server.replicas.world import World, pulled, push_one_hot, world
+from tests.server.replicas.world import pulled, push_one_hot, world
 from tests.server.test_tls import certificate, needs_openssl
 
 UNIX = "unix:/run/0.sock"
@@ -86,32 +85,22 @@ def served(core: Core) -> Iterator[RunConfig]:
         yield RunConfig(coordinator=service.addresses[0], secret=SECRET)
 
 
-def worker_of(made: World, config: RunConfig | None) -> Client:
-    client = client_at([CopyAddresses(made.addresses[0], 0, config)], 0, ASYNC)
-    made.clients.append(client)
-    return client
-
-
-def push_while_one_comes_back(made: World, client: Client) -> int:
-    """Replica 0 is lost, starts at another port and catches up; then replica 1 is lost."""
-    push_one_hot(client, 0, 0)
-    made.crash(0, 0)
-    push_one_hot(client, 1, 1)
-    before = made.addresses[0][0]
-    made.start(0, 0)
-    assert made.addresses[0][0] != before
-    step = 2
-    while len(made.members()) < 2:
-        push_one_hot(client, 2, step)
-        step += 1
-    made.crash(0, 1)
-    return step
-
-
 def test_a_replica_that_moved_serves_alone_when_the_others_are_lost() -> None:
+    """Replica 0 is lost, starts at another port and catches up; then replica 1 is lost."""
     with world(replicas=2, tls=PLAIN) as made, served(made.coordinator._core) as config:
-        client = worker_of(made, config)
-        step = push_while_one_comes_back(made, client)
+        client = client_at([CopyAddresses(made.addresses[0], 0, config)], 0, ASYNC)
+        made.clients.append(client)
+        push_one_hot(client, 0, 0)
+        made.crash(0, 0)
+        push_one_hot(client, 1, 1)
+        before = made.addresses[0][0]
+        made.start(0, 0)
+        assert made.addresses[0][0] != before
+        step = 2
+        while len(made.members()) < 2:
+            push_one_hot(client, 2, step)
+            step += 1
+        made.crash(0, 1)
         push_one_hot(client, 3, step)
         assert made.members() == (0,)
         assert pulled(client)[:5] == [-1.0, -1.0, -(step - 2.0), -1.0, 0.0]
