@@ -59,26 +59,19 @@ def _is_index(index: Any, num_samples: int) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class SampleLists:
+def sample_lists(data: Iterable[Any], options: BatchOptions, seed: int) -> Iterator[list[Any]]:
     """Global batches of a dataset without indices, as lists of samples."""
-
-    data: Iterable[Any]
-    options: BatchOptions
-    seed: int
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        size = self.options.batch_size or 0
+    size = options.batch_size or 0
+    with restored_generators():
+        seed_everything(seed)
+        source = iter(data)
+    for number in itertools.count():
         with restored_generators():
-            seed_everything(self.seed)
-            source = iter(self.data)
-        for number in itertools.count():
-            with restored_generators():
-                seed_everything(mix(self.seed, number))
-                batch = list(islice(source, size))
-            if not batch or (len(batch) < size and self.options.drop_last):
-                return
-            yield batch
+            seed_everything(mix(seed, number))
+            batch = list(islice(source, size))
+        if not batch or (len(batch) < size and options.drop_last):
+            return
+        yield batch
 
 
 def collate_rows(samples: list[Any], split: BatchSplit, collate: Collate | None) -> AnyBatch:
@@ -145,7 +138,7 @@ def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
     return GlobalBatchSource(
         feed,
         None if length is None else options.batches_in(length),
-        lambda epoch: SampleLists(data, options, mix(feed.seed, 7, epoch)),
+        lambda epoch: sample_lists(data, options, mix(feed.seed, 7, epoch)),
         partial(collate_rows, collate=options.collate),
     )
 
@@ -171,9 +164,8 @@ class DatasetSource(Source):
         if start == num_batches:
             return []
         batches = self._batches_from(start)
-        return (
-            [FullDatasetBatch.over(batches)] if self.feed.kind is Batches.WHOLE_DATASET else batches
-        )
+        is_whole = self.feed.kind is Batches.WHOLE_DATASET
+        return [FullDatasetBatch.over(batches)] if is_whole else batches
 
     def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
         self.feed = replace(self.feed, split=split)
@@ -191,11 +183,8 @@ class DatasetSource(Source):
 
     def _batches_from(self, start: int) -> DatasetBatches:
         """The rest of the present epoch."""
-        order, split, in_turns = (
-            self._present_order,
-            self.feed.split,
-            self.feed.kind is Batches.IN_TURNS,
-        )
+        order, split = self._present_order, self.feed.split
+        in_turns = self.feed.kind is Batches.IN_TURNS
         return DatasetBatches(self.data, order, split, self._seeded(), start, in_turns)
 
     def _seeded(self) -> BatchOptions:
@@ -262,11 +251,10 @@ class GlobalBatchSource(Source):
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Iterate over what was trained on, as before: loaders draw, generators end."""
-        data = self._data(0)
         for _ in range(epochs):
             if batches <= 0:
                 return
-            for _ in data:
+            for _ in self._data(0):
                 batches -= 1
                 if batches == 0:
                     break

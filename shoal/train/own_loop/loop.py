@@ -385,13 +385,11 @@ class LoopMethods:
 
         A number or a tensor, without gradient. All ranks call it.
         """
-        fraction = self._loop.rows.fraction
-        return self._reduced(value, lambda x: x * fraction, Op.SUM)
+        return self._summed(value, self._loop.rows.fraction)
 
     def sum(self, value: Any) -> Any:
         """The sum over all workers; one without rows of the batch counts as 0."""
-        is_left_out = self._loop.rows.is_placeholder
-        return self._reduced(value, lambda x: torch.zeros_like(x) if is_left_out else x, Op.SUM)
+        return self._summed(value, 0.0 if self._loop.rows.is_placeholder else 1.0)
 
     def any(self, value: Any) -> bool:
         """Whether `value` is true on any rank: a decision that all agree on."""
@@ -405,12 +403,12 @@ class LoopMethods:
         self._refuse_elastic("job.barrier")
         self.mesh.world.barrier().wait()
 
-    def _reduced(self, value: Any, change: Callable[[Tensor], Tensor], op: Op) -> Any:
+    def _summed(self, value: Any, fraction: float) -> Any:
         self._refuse_elastic("job.mean and job.sum")
         given = torch.as_tensor(value, device=self.device).detach()
         if given.dim():
             self._note_exchange()
         exact = given if given.is_floating_point() else given.double()
-        total = change(exact).clone().contiguous()
-        self.mesh.dp.all_reduce(total, op).wait()
+        total = (exact * fraction if fraction else torch.zeros_like(exact)).contiguous()
+        self.mesh.dp.all_reduce(total).wait()
         return total if isinstance(value, Tensor) else float(total)
