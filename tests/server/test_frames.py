@@ -12,6 +12,7 @@ import pytest
 from shoal.protocol import FrameKind, Header
 from shoal.protocol.connection import Closed, Connection, TimedOut
 from shoal.server.process.peer import HANDLERS
+from shoal.server.process.server import HANDLER_MODULES
 
 MEET = """
 import sys, threading
@@ -56,6 +57,8 @@ OTHER_LISTENERS = {FrameKind.COORDINATE}
 def test_every_request_has_a_handler() -> None:
     apart = HANDSHAKE | ANSWERS | TO_FOLLOWERS | OTHER_LISTENERS
     assert set(FrameKind) - apart == set(HANDLERS)
+    modules = {module.__name__ for module in HANDLER_MODULES}
+    assert {registered.handler.__module__ for registered in HANDLERS.values()} == modules
 
 
 LARGE = memoryview(bytes(8 << 20))  # more than the buffers of a socket hold
