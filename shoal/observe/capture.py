@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,29 +52,23 @@ def switch_off_dropout(model: nn.Module) -> list[str]:
     return names
 
 
-class DrawWatch:
-    """Notes the first module whose forward draws random numbers from torch's global generator."""
+def watch_draws(model: nn.Module) -> list[str]:
+    """Gets the modules whose forward draws from torch's global generator, the innermost first."""
+    found: list[str] = []
+    states: list[Tensor] = []  # before the forwards that are under way
 
-    def __init__(self, model: nn.Module):
-        self.module: str | None = None
-        for name, module in model.named_modules():
-            self._watch(name, module)
+    def note(module: nn.Module, args: Any) -> None:
+        states.append(torch.get_rng_state())
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        states: list[Tensor] = []
+    def compare(name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        if not torch.equal(states.pop(), torch.get_rng_state()):
+            kind = type(module).__name__
+            found.append(f"{name} ({kind})" if name else kind)
 
-        def note(module: nn.Module, args: Any) -> None:
-            states.append(torch.get_rng_state())
-
-        def compare(module: nn.Module, args: Any, outputs: Any) -> None:
-            """Modules end inside out, so the first one is the innermost."""
-            drew = not torch.equal(states.pop(), torch.get_rng_state())
-            if drew and self.module is None:
-                kind = type(module).__name__
-                self.module = f"{name} ({kind})" if name else kind
-
+    for name, module in model.named_modules():
         module.register_forward_pre_hook(note)
-        module.register_forward_hook(compare)
+        module.register_forward_hook(partial(compare, name))
+    return found
 
 
 IGNORE_INDEX = -100  # of torch's losses
@@ -94,7 +89,7 @@ class Capture:
         self.has_ragged_targets = False
         self.is_over = False
         self.goes_on = False
-        self._draws: list[DrawWatch] = []
+        self._draws: list[list[str]] = []  # of each model
         self._built: list[Step] = []
         job.on_step.append(self._after_step)
         job.on_build.append(self._prepare)
@@ -119,7 +114,7 @@ class Capture:
         if not step.options.exact:
             self.switched_off += switch_off_dropout(step.model)
         if self.job.size == 1:
-            self._draws.append(DrawWatch(step.model))
+            self._draws.append(watch_draws(step.model))
             self._save("start", self._tensors)
 
     def _after_step(self, step: Step, loss: Tensor) -> None:
@@ -151,7 +146,7 @@ class Capture:
             "ignored_targets": self.ignored_targets,
             "has_ragged_targets": self.has_ragged_targets,
             "goes_on": self.goes_on,
-            "draws": next((d.module for d in self._draws if d.module is not None), None),
+            "draws": next((names[0] for names in self._draws if names), None),
         }
         if self.job.rank == 0:
             (self.folder / "capture.json").write_text(json.dumps(document))

@@ -18,10 +18,10 @@ import shoal
 from shoal.comm.executors.solo import solo_group
 from shoal.examples import clicks
 from shoal.observe.capture import (
-    DrawWatch,
     has_ragged_targets,
     ignored_targets,
     switch_off_dropout,
+    watch_draws,
 )
 from shoal.observe.double_check import CapturedRun
 from shoal.observe.verify import compare
@@ -96,9 +96,9 @@ def test_rates_of_functional_dropout_are_switched_off() -> None:
 @pytest.mark.parametrize(("inner", "expected"), [(Noise(), "1 (Noise)"), (nn.Tanh(), None)])
 def test_the_module_that_draws_is_named(inner: nn.Module, expected: str | None) -> None:
     model = nn.Sequential(nn.Tanh(), inner)
-    watch = DrawWatch(model)
+    draws = watch_draws(model)
     model(torch.ones(3))
-    assert watch.module == expected
+    assert next(iter(draws), None) == expected
 
 
 def counted(batch: Any) -> Any:
