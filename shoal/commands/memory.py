@@ -84,8 +84,7 @@ def memory(
     value = strategy_for(strategy[0] if strategy else None, workers, to_run=measure)
     with scratch_folder("memory") as folder:
         [found] = _estimates(command, [value], workers, folder)
-        document = {"estimated": found["workers"], **found}
-        document.pop("workers")
+        document = {"estimated": found.pop("workers"), **found}
         document["notes"] = _notes(document["estimated"], value, workers)
         if measure:
             rounds = value.sync_for(workers).meets_every
@@ -121,12 +120,9 @@ def _notes(rows: Sequence[dict[str, int | None]], strategy: Strategy, workers: i
     if layout.pp > 1 or not strategy.sync_for(layout.replicas).shards_state:
         return []
     held = [[row[column] or 0 for row in rows] for column in COLUMNS[:-1]]
-    if all(max(column) <= _UNEVEN * min(column) for column in held):
-        return []
-    return [
-        "shards are uneven: a shard is a run of whole parameters, and this model has few of them, "
-        "or large ones"
-    ]
+    is_even = all(max(column) <= _UNEVEN * min(column) for column in held)
+    why = "a shard is a run of whole parameters, and this model has few of them, or large ones"
+    return [] if is_even else [f"shards are uneven: {why}"]
 
 
 def _tables(document: dict[str, Any], title: str) -> list[Table]:
@@ -140,10 +136,8 @@ def _tables(document: dict[str, Any], title: str) -> list[Table]:
         return [_table(document, heading, columns, columns)]
     further = [column for column in columns if column in FURTHER]
     always = [column for column in columns if column not in FURTHER]
-    return [
-        _table(document, heading, always, columns),
-        _table(document, "of which the strategy keeps", further, further),
-    ]
+    kept = _table(document, "of which the strategy keeps", further, further)
+    return [_table(document, heading, always, columns), kept]
 
 
 def _table(document: dict[str, Any], title: str, shown: list[str], added: list[str]) -> Table:
@@ -187,18 +181,16 @@ def _compare(
         for devices in [[] if "refused" in need else list(_devices(need, one, workers))]
     ]
     layers: list[dict[str, Any]] = []
-    unknown = ""
     try:
         traced = workload_of_script(script, args)
         layers = list(layer_needs(traced.workload, traced.batch))
     except ShoalError as error:
-        unknown = str(error)
+        if not as_json:
+            print(error, file=sys.stderr)
     document = {"script": script, "workers": workers, "limit_bytes": limit_bytes}
     title = f"memory of {script} on {counted(workers, 'worker')}"
     tables = _what_fits(title, needs, layers, limit_bytes)
     show({**document, "strategies": needs, "layers": layers}, tables, as_json)
-    if unknown and not as_json:
-        print(unknown, file=sys.stderr)
     if not any(need["fits"] for need in needs):
         raise CheckFailed(_none_fits(needs, layers, limit_bytes))
 

@@ -184,15 +184,13 @@ class MLP(nn.Module):
 # ------------------------------------------------------------------------------ the update
 
 
-def adamw(
-    named: Iterable[tuple[str, nn.Parameter]], *, lr: float, weight_decay: float = WEIGHT_DECAY
-) -> torch.optim.AdamW:
+def adamw(named: Iterable[tuple[str, nn.Parameter]], *, lr: float) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices, and none for vectors (biases and norms)."""
     pairs = list(named)
     matrices = [(name, p) for name, p in pairs if p.dim() >= 2]
     vectors = [(name, p) for name, p in pairs if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
         {"params": vectors, "weight_decay": 0.0},
     ]
     # a worker that holds a shard of the model may have no parameter of one kind
