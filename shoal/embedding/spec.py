@@ -47,10 +47,10 @@ class RowOptimizer:
     lr: float
     eps: float = 0.0
     betas: tuple[float, float] = (0.0, 0.0)
-    initial_sum: float = 0.0  # what Adagrad's sums start from
+    initial_accumulator_value: float = 0.0  # what Adagrad's sums start from
 
     def __post_init__(self) -> None:
-        numbers = (self.lr, self.eps, self.initial_sum, *self.betas)
+        numbers = (self.lr, self.eps, self.initial_accumulator_value, *self.betas)
         is_fitting = all(_is_number(each) and 0 <= each < math.inf for each in numbers)
         if not is_fitting or len(self.betas) != 2 or max(self.betas) >= 1:
             raise BadInput(f"{self}: its numbers must be >= 0, and its two betas below 1")
@@ -76,20 +76,15 @@ class RowOptimizer:
             if name not in parameters or value != parameters[name].default:
                 raise _refusal(f"{made.__name__}({name}={value!r})")
         values = {name: given.get(name, parameters[name].default) for name in known}
-        beta1, beta2 = values.get("betas", (0.0, 0.0))
-        return cls(
-            kind,
-            lr=float(values["lr"]),
-            eps=float(values.get("eps", 0.0)),
-            betas=(float(beta1), float(beta2)),
-            initial_sum=float(values.get("initial_accumulator_value", 0.0)),
-        )
+        beta1, beta2 = values.pop("betas", (0.0, 0.0))
+        numbers = {name: float(value) for name, value in values.items()}
+        return cls(kind, betas=(float(beta1), float(beta2)), **numbers)
 
     def initial_state(self) -> dict[str, float]:
         """The optimizer state of a row, by name, with its initial value."""
         return {
             "sgd": {},
-            "adagrad": {"sum": self.initial_sum},
+            "adagrad": {"sum": self.initial_accumulator_value},
             "adam": {"exp_avg": 0.0, "exp_avg_sq": 0.0},
         }[self.kind]
 

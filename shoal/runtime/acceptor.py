@@ -18,9 +18,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shoal.runtime.wording import say
 
@@ -107,18 +107,10 @@ class Acceptor:
             )
 
 
-T = TypeVar("T")
 MAX_UNAUTHENTICATED = 64
 _MAX_ENDING = 64  # evicted ones, until their threads have closed them
 _MAX_WAIT_S = 5.0
 _FLOOD = 0.75  # of all places, for connections of one host
-
-
-def oldest_of_most(hosts: Mapping[T, str]) -> tuple[T, int]:
-    """The first connection of the host that has most of them, and how many it has."""
-    counts = Counter(hosts.values())
-    worst = max(hosts, key=lambda one: counts[hosts[one]])  # the first of equals
-    return worst, counts[hosts[worst]]
 
 
 class _Arrival(NamedTuple):
@@ -189,9 +181,10 @@ class Strangers:
             self._changed.notify_all()
 
     def _worst(self) -> tuple[socket.socket, float]:
-        """The one to end next, and in how many seconds."""
-        worst, count = oldest_of_most({sock: at.host for sock, at in self._hosts.items()})
-        if count > _FLOOD * self._most:
+        """The one to end next: the oldest of the host that has most. And in how many seconds."""
+        counts = Counter(arrival.host for arrival in self._hosts.values())
+        worst = max(self._hosts, key=lambda sock: counts[self._hosts[sock].host])  # or the first
+        if counts[self._hosts[worst].host] > _FLOOD * self._most:
             return worst, 0.0
         return worst, self._hosts[worst].at_s + self._grace_s - time.monotonic()
 

@@ -247,6 +247,6 @@ def test_another_optimizer_starts_without_a_memory() -> None:
     table = RowTable(spec(4, 1, init="zeros", optimizer=RowOptimizer("adagrad", lr=1.0)))
     table.push(torch.tensor([0]), torch.full((1, 1), 3.0))
     assert table.pull(torch.tensor([0])).item() == -1.0
-    table.set_optimizer(RowOptimizer("adagrad", lr=1.0, initial_sum=16.0))
+    table.set_optimizer(RowOptimizer("adagrad", lr=1.0, initial_accumulator_value=16.0))
     table.push(torch.tensor([0]), torch.full((1, 1), 3.0))
     assert table.pull(torch.tensor([0])).item() == pytest.approx(-1.6)  # 3 / sqrt(16 + 9)
