@@ -175,7 +175,6 @@ def _limited(found: Changes) -> Changes:
 
 
 MAX_REQUEST_BYTES = 96 << 10
-MAX_CLIENT_CONNECTIONS = 2048
 _SEND_S = 10.0  # a client that takes no answer for so long is disconnected
 _TICK_S = 0.03
 
@@ -205,8 +204,6 @@ class CoordinatorService(ConnectionService):
         if hello.channel != "coordinator":
             raise Refused(f"this is the coordinator: it has no {hello.channel} connections")
         with self.lock:
-            if len(self.connections) >= MAX_CLIENT_CONNECTIONS:
-                raise Refused(f"the coordinator serves {MAX_CLIENT_CONNECTIONS} connections")
             self.connections.add(connection)
         with suppress(Closed):
             while not self.closed.is_set():

@@ -39,13 +39,6 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class ClosableTransport(Transport, Protocol):
-    """A transport that holds connections."""
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
 class ReducingTransport(Transport, Protocol):
     """A transport that can combine what arrives with what is there; operators by their names."""
 

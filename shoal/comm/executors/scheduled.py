@@ -25,7 +25,7 @@ from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.user import is_user_function
 from shoal.transport.threads import PendingWork
-from shoal.transport.transport import ClosableTransport, SubsetTransport, Transport, Work
+from shoal.transport.transport import SubsetTransport, Transport, Work
 
 
 class ForRanks(NamedTuple):
@@ -252,7 +252,7 @@ class Scheduled(Executor):
     def close(self) -> None:
         """A transport that can be closed is, with the group that was not split from another."""
         self.queue.close()
-        if self._tag_space == 0 and isinstance(self._transport, ClosableTransport):
+        if self._tag_space == 0 and hasattr(self._transport, "close"):
             self._transport.close()
 
     def describe(self, call: Call) -> str:

@@ -40,27 +40,27 @@ class StoreTable:
 
     def answer(self, request: StoreRequest) -> StoreReply | None:
         """None as long as a key is not there that the request waits for."""
-        keys = request.keys
-        if request.operation == "check":
-            return StoreReply(number=int(all(key in self._values for key in keys)))
-        if request.operation == "wait":
-            return StoreReply() if all(key in self._values for key in keys) else None
+        operation, keys, values = request.operation, request.keys, self._values
+        has_all = all(key in values for key in keys)
+        if operation == "check":
+            return StoreReply(number=int(has_all))
+        if operation == "wait":
+            return StoreReply() if has_all else None
         if len(keys) != 1:
-            return StoreReply(refusal=f"{request.operation} takes one key, not {len(keys)}")
-        return self._of_one(request, keys[0])
-
-    def _of_one(self, request: StoreRequest, key: str) -> StoreReply | None:
-        if request.operation == "append":
-            return self._append(key, request)
-        if request.operation == "read":
-            return self._read(key, request.number)
-        if request.operation == "get":
-            return StoreReply(self._values[key]) if key in self._values else None
-        if request.operation == "delete":
-            return StoreReply(number=int(self._values.pop(key, None) is not None))
-        if request.operation == "add":
-            return self._add(key, request.number)
-        self._values[key] = request.value
+            return StoreReply(refusal=f"{operation} takes one key, not {len(keys)}")
+        (key,) = keys
+        match operation:
+            case "append":
+                return self._append(key, request)
+            case "read":
+                return self._read(key, request.number)
+            case "get":
+                return StoreReply(values[key]) if has_all else None
+            case "delete":
+                return StoreReply(number=int(values.pop(key, None) is not None))
+            case "add":
+                return self._add(key, request.number)
+        values[key] = request.value
         return StoreReply()
 
     def _add(self, key: str, number: int) -> StoreReply:
