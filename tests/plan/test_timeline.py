@@ -194,9 +194,7 @@ def test_even_stages_leave_ends_where_they_are() -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), ALL)
 def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, chunks: int) -> None:
-    for stages, microbatches in few_or_all(
-        [(4, 4), (4, 12)], [*itertools.product(range(2, 9, 3), (8, 16))]
-    ):
+    for stages, microbatches in ((4, 4), (4, 12), (8, 16)):
         proof = prove(build(name, stages, microbatches, chunks))
         live = [kept * chunks for kept in in_flight(name, stages, microbatches, chunks)]
         assert live == list(proof.peak_live), (stages, microbatches)
