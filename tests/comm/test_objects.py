@@ -13,7 +13,6 @@ from msgspec import msgpack
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.comm.object_format import describe
 from shoal.comm.objects import (
     PytreeChannel,
     all_equal,
@@ -21,6 +20,7 @@ from shoal.comm.objects import (
     all_gather_object,
     broadcast_bytes,
     decode,
+    describe,
     encode,
 )
 from shoal.errors import BadInput, ShoalError

@@ -13,8 +13,14 @@ from torch import Tensor
 
 from shoal.comm.call import Call, Op
 from shoal.comm.executor import Executor
-from shoal.comm.executors.schedule_binding import Binding, SlotBuffers, bind
-from shoal.comm.executors.schedule_interpreter import Interpreter, Program, compile_for
+from shoal.comm.executors.schedule_interpreter import (
+    Binding,
+    Interpreter,
+    Program,
+    SlotBuffers,
+    bind,
+    compile_for,
+)
 from shoal.comm.staging import FlatTensor, check_counts, counts_row, counts_table, widened
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput
