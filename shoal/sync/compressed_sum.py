@@ -105,21 +105,6 @@ class SliceMemory(NamedTuple):
     second: int  # in flight in its second stage
 
 
-class Staged:
-    """Stages of which the first is under way."""
-
-    def __init__(self, stages: Iterator[Work]):
-        self._stages = stages
-        self._work = next(stages, None)
-
-    def advance(self) -> bool:
-        """Finish the present stage and start the next; False when there is none."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = next(self._stages, None)
-        return self._work is not None
-
-
 class CompressedSum:
     """Adds up slices of a flat buffer over all replicas. All ranks call it in the same order."""
 
@@ -127,30 +112,31 @@ class CompressedSum:
     group: Group
     residual: Tensor
     unused: Tensor  # positions of the buffer between parameters, and of copies
-    under_way: list[Staged]
+    under_way: list[tuple[Iterator[Work], Work]]  # sums, each with its present stage
     on_stage: Callable[[], None] | None = None  # called when a stage has begun, to look at memory
 
     def start(self, x: Tensor, at: slice) -> None:
         """Begin to replace `x`, which lies at `at` of the buffer, by (about) the sum of all."""
-        self.under_way.append(Staged(self.stages(x, at)))
-        self._notify()
+        self._advance(self.stages(x, at))
 
     def finish(self) -> None:
         """Finish all sums, side by side."""
         while self.under_way:
-            advancing = list(self.under_way)
-            for staged in advancing:
-                if not staged.advance():
-                    self.under_way.remove(staged)
-                self._notify()
+            stages, work = self.under_way.pop(0)
+            work.wait()
+            self._advance(stages)
+
+    def _advance(self, stages: Iterator[Work]) -> None:
+        """Begin the next stage of a sum, if there is one."""
+        work = next(stages, None)
+        if work is not None:
+            self.under_way.append((stages, work))
+        if self.on_stage is not None:
+            self.on_stage()
 
     def stages(self, x: Tensor, at: slice) -> Iterator[Work]:
         """Replace `x` stage by stage; yields what is under way."""
         raise NotImplementedError
-
-    def _notify(self) -> None:
-        if self.on_stage is not None:
-            self.on_stage()
 
     def clear_unused(self) -> None:
         """What was lost there is of no use, and no checkpoint has it."""
