@@ -1,7 +1,7 @@
 """Asynchronous decentralized training on one host.
 
 Each worker lays its weights out in memory that the others read
-(`transport/shm/versioned_pages.py`). After an update of its own it averages with what its
+(`transport/shm/rank_memory.py`). After an update of its own it averages with what its
 neighbours have laid out since it last read them. The weight of a neighbour without a new version
 goes to the worker's own weights. So a slow worker delays no other. One that has died is left out:
 its neighbours keep its weight themselves.
@@ -23,7 +23,7 @@ from shoal.sync import Comeback, Replica
 from shoal.sync.lasting import InRankMemory, aligned_bytes, views_in
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
-from shoal.transport.shm.versioned_pages import Bytes, VersionedPages, page_bytes
+from shoal.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 
 
 class AsyncGossip(InRankMemory):

@@ -10,10 +10,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from shoal.transport.shm import memfd, versioned_pages
+from shoal.transport.shm import memfd, rank_memory
 from shoal.transport.shm.memfd import Offer
-from shoal.transport.shm.rank_memory import FREE_MARK, RankMemory
-from shoal.transport.shm.versioned_pages import VersionedPages, page_bytes
+from shoal.transport.shm.rank_memory import FREE_MARK, RankMemory, VersionedPages, page_bytes
 from tests.comm.threads import Table, on_ranks
 from tests.descriptors import memory_descriptors
 
@@ -207,7 +206,7 @@ def test_a_page_is_never_read_half_written() -> None:
 def test_a_reader_that_is_overtaken_gives_up() -> None:
     def work(pages: VersionedPages, ranks: RankMemory) -> int | None:
         pages.write(page(1))
-        pages._marks[0, versioned_pages._BEGUN] = 3  # the writer is in the slot of version 1 again
+        pages._marks[0, rank_memory._BEGUN] = 3  # the writer is in the slot of version 1 again
         return pages.read(0, page(0))
 
     assert on_pages(1, 100, work) == [None]
