@@ -27,7 +27,6 @@ from shoal.sync import CHANGING_SCALE, Replica, Sync, SyncPlan, runs
 from shoal.sync.compressed_sum import INDEX_BYTES, residual_dtype
 from shoal.sync.lasting import kept_statistics
 from shoal.sync.memory import ModelSizes, SyncMemory
-from shoal.sync.optimizer_step import OptimizerStep
 from shoal.sync.ps.consistency import (
     PullAheadPs,
     RelaxedPs,
@@ -115,31 +114,25 @@ def _check_eventual(term: Ps, served: ServedOptions) -> None:
 
 
 def _served_model(term: Ps, replica: Replica, rule: Rule) -> ServedOptions:
+    update = replica.update
+    optimizer = None
+    if term.update == "server":
+        update.check_for_servers()
+        optimizer = name_of(update.optimizer, update.params)
     return ServedOptions(
         rule,
-        _served_optimizer(term, replica.update),
-        replica.update.clip_norm,
+        optimizer,
+        update.clip_norm,
         replica.exact_microbatches,
         term.compress,
-        norm_from_workers=replica.update.grad_norm.over_replica is not None and rule.is_synchronous,
+        norm_from_workers=update.grad_norm.over_replica is not None and rule.is_synchronous,
         split=ReplicaSplit(replica.replica_group.rank, replica.replica_group.size),
         on=term.on,
     )
 
 
-def _served_optimizer(term: Ps, update: OptimizerStep) -> NamedOptimizer | None:
-    if term.update == "worker":
-        return None
-    update.check_for_servers()
-    return name_of(update.optimizer, update.params)
-
-
 def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) -> list[ModelSpec]:
     """What each server holds; `leaders` has the leader's address as each server reaches it."""
-    ranges = [
-        FlatParameter(piece.name, piece.start, tuple(p.shape))
-        for piece, p in zip(flat.ranges, flat.params, strict=True)
-    ]
     optimizer = served.optimizer
     by_rows = served.microbatches is None and (optimizer is None or optimizer.is_elementwise)
     shards = 1 if served.rule.is_synchronous else served.split.shards
@@ -164,8 +157,16 @@ def specs_of(flat: FlatParams, leaders: Sequence[str], served: ServedOptions) ->
             served.norm_from_workers,
             served.split,
         )
-        for index, held in enumerate(partition(ranges, flat.size, len(leaders), by_rows))
+        for index, held in enumerate(_partition(flat, len(leaders), by_rows))
     ]
+
+
+def _partition(flat: FlatParams, servers: int, by_rows: bool) -> list[ServerSlice]:
+    ranges = [
+        FlatParameter(piece.name, piece.start, tuple(p.shape))
+        for piece, p in zip(flat.ranges, flat.params, strict=True)
+    ]
+    return partition(ranges, flat.size, servers, by_rows)
 
 
 # ---- joining ------------------------------------------------------------------------------------
@@ -364,11 +365,7 @@ class PsPlan(SyncPlan[Ps]):
 
     def _slices(self, sizes: ModelSizes, replicas: int) -> list[ServerSlice]:
         servers = replicas if self.term.placement == "workers" else self.term.servers
-        parameters = [
-            FlatParameter(param.name, param.start, tuple(p.shape))
-            for param, p in zip(sizes.flat.ranges, sizes.flat.params, strict=True)
-        ]
-        return partition(parameters, sizes.flat.size, servers, sizes.exact_microbatches is None)
+        return _partition(sizes.flat, servers, by_rows=sizes.exact_microbatches is None)
 
     def build(self, replica: Replica) -> Sync:
         return join_servers(self.term, replica)
