@@ -29,7 +29,7 @@ from shoal.comm.select import shared_store
 from shoal.errors import BadInput, PeerLost, RunOver, ShoalError, StopTraining
 from shoal.launch.losses.failures import add_line_of_script, report_failure
 from shoal.launch.rank.environment import Placement
-from shoal.launch.rank.worker_group import WorkerGroup, WorkerPlace
+from shoal.launch.rank.worker_group import WorkerGroup
 from shoal.runtime.config import RunConfig
 from shoal.runtime.faults import faults_of
 from shoal.runtime.files import StepCount
@@ -66,12 +66,11 @@ class Worker:
         self.seed = config.seed or 0
         strategy.require_built()
         strategy.layout(placement.size if placement else 1)
-        self._place = WorkerPlace(strategy, placement, self.config)
-        self.size = self._place.size
-        self.rank = self._place.rank
-        self.run_dir = self._place.run_dir
-        self.report_dir = self._place.report_dir
-        self._group = WorkerGroup(strategy, self.config, self._place, number, self.fail)
+        self._group = WorkerGroup(strategy, placement, self.config, number, self.fail)
+        self.rank, self.size = self._group.rank, self._group.size
+        self.run_dir = self._group.run_dir
+        # where a launcher of Shoal, or its agent on this host, reads what this worker writes
+        self.report_dir = self.run_dir or config.host_dir
 
     def run(self, train: Train) -> Any:
         """Call `train(job)`, and return what it returns."""
@@ -93,29 +92,29 @@ class Worker:
             elif tracer.enabled:
                 group = Group(_traced(group.executor, tracer))
 
-            meetings = self._make_meetings()
-            step_count = (
-                None if self.report_dir is None else StepCount(self.report_dir.steps(self.rank))
-            )
-            if step_count is not None:
+            meetings, elastic_sum = self._make_meetings()
+            step_count = None
+            if self.report_dir is not None:
+                step_count = StepCount(self.report_dir.steps(self.rank))
                 stack.callback(step_count.close)
+            place = self._group.placement
 
             def make_job(kind: type[Job]) -> Job:
                 return kind(
                     self.strategy,
                     group,
-                    device=self._place.device,
+                    device=self._group.device,
                     seed=self.seed,
                     services=RunServices(
                         progress=progress,
                         tracer=tracer,
                         faults=faults_of(self.config, self.rank, self.size),
-                        elastic_sum=self._make_elastic_sum(meetings),
+                        elastic_sum=elastic_sum,
                         meetings=meetings,
                         preemption=preemption,
                         step_count=step_count,
-                        local_rank=self._place.local_rank,
-                        local_size=self._place.local_size,
+                        local_rank=place.local_rank if place else 0,
+                        local_size=place.local_size if place else 1,
                         config=self.config,
                     ),
                 )
@@ -161,28 +160,21 @@ class Worker:
             raise error from over
 
     def _run_job(self, train: Train, make_job: Callable[[type[Job]], Job]) -> Any:
-        if self._only_looks(train, make_job):
-            self.mark_finished()
-            return None
-        job = make_job(Job)
-        self.prepare(job)
-        return self._train(train, job)
-
-    def _only_looks(self, train: Train, make_job: Callable[[type[Job]], Job]) -> bool:
-        """Whether this run estimates, profiles or traces a step, which is then done."""
-        estimate = self.config.memory_estimate
-        asked = self.config.workload_trace
-        if estimate.folder is not None:
+        """A run that estimates, profiles or traces a step is then done."""
+        if self.config.memory_estimate.folder is not None:
             from shoal.observe.memory_estimate import estimate_memory
 
-            estimate_memory(estimate, train, make_job)
-            return True
-        if asked.folder is None:
-            return False
-        from shoal.observe.workload_trace import study_workload
+            estimate_memory(self.config.memory_estimate, train, make_job)
+        elif self.config.workload_trace.folder is not None:
+            from shoal.observe.workload_trace import study_workload
 
-        study_workload(asked, train, make_job)
-        return True
+            study_workload(self.config.workload_trace, train, make_job)
+        else:
+            job = make_job(Job)
+            self.prepare(job)
+            return self._train(train, job)
+        self.mark_finished()
+        return None
 
     def _observers(self, job: Job) -> list[Capture | Probe]:
         """What records this run, for `shoal verify` and `shoal memory`."""
@@ -268,37 +260,33 @@ class Worker:
     def _make_tracer(self, group: Group) -> Tracer:
         if self.config.trace_dir is None:
             return OFF
-        origin = torch.tensor([time.monotonic_ns()], device=self._place.device)
-        if self._place.local_size == self.size:
+        origin = torch.tensor([time.monotonic_ns()], device=self._group.device)
+        place = self._group.placement
+        if place is None or place.local_size == self.size:
             group.broadcast(origin).wait()
         else:  # hosts have different clocks: the end of the barrier is zero on each
             group.barrier().wait()
             origin.fill_(time.monotonic_ns())
         return Recorder(self.rank, int(origin))
 
-    def _make_elastic_sum(self, meetings: Meetings | None) -> ElasticSum | None:
-        """None where no launcher notes exits; other launchers end the run with a lost worker."""
-        run_dir = self.run_dir
+    def _make_meetings(self) -> tuple[Meetings | None, ElasticSum | None]:
+        """Meetings: where lost workers come back; a sum: where a launcher notes their exits.
+
+        Other launchers end the run with a lost worker.
+        """
+        run_dir, meetings = self.run_dir, None
         if run_dir is None or not self.strategy.survives_loss or self.strategy.is_elastic:
-            return None
-        has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
-
-        from shoal.comm.members.elastic_sum import ElasticSum
-
-        file = run_dir.meetings(self.number)
-        return ElasticSum(file, self.rank, has_exited, self._place.patience_s)
-
-    def _make_meetings(self) -> Meetings | None:
-        """None where lost workers do not come back."""
-        run_dir = self.run_dir
-        if run_dir is None or not self._place.comes_back:
-            return None
+            return None, None
         from shoal.comm.members.board import FileBoard, GroupMember
+        from shoal.comm.members.elastic_sum import ElasticSum
         from shoal.comm.members.meetings import Meetings
 
-        board = FileBoard(run_dir.meetings(self.number), run_dir)
-        me = GroupMember(self.rank, self.config.incarnation)
-        return Meetings(board, me, self.size, self._place.patience_s)
+        file, patience_s = run_dir.meetings(self.number), self._group.patience_s
+        if self._group.comes_back:
+            me = GroupMember(self.rank, self.config.incarnation)
+            meetings = Meetings(FileBoard(file, run_dir), me, self.size, patience_s)
+        has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
+        return meetings, ElasticSum(file, self.rank, has_exited, patience_s)
 
 
 def _traced(executor: Executor, tracer: Tracer) -> Executor:

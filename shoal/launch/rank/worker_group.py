@@ -85,137 +85,93 @@ def choose_backend(device: torch.device, placement: Placement) -> str:
     return "gloo"
 
 
-class WorkerPlace:
-    """`placement` and `device` are final when it is known which ranks share this host."""
-
-    def __init__(self, strategy: Strategy, placement: Placement | None, config: RunConfig):
-        self.placement = placement
-        self.size = placement.size if placement else 1
-        self.rank = placement.rank if placement else 0
-        self.device = asked_device(config.device)
-        self._strategy = strategy
-        self._config = config
-        self._is_settled = False
-        if not self.asks_hosts:
-            self.settle(placement)
-
-    @property
-    def asks_hosts(self) -> bool:
-        """Whether the other ranks have to say first which of them are on this host."""
-        if self.placement is None or self._is_settled:
-            return False
-        shares_gpus = self.placement.has_several_agents and self.device.type == "cuda"
-        is_known = self.placement.knows_hosts and not shares_gpus
-        return not is_known and self._strategy.sync_for(self.size).communicates
-
-    def settle(self, placement: Placement | None) -> None:
-        """Which ranks share this host is known now, as far as it ever is."""
-        self._is_settled = True
-        self.placement = placement
-        self.device = choose_device(self._config.device, placement)
-        _check_host(self._strategy, placement, self.device)
-
-    @property
-    def run_dir(self) -> RunDir | None:
-        """The run directory, where Shoal's own launcher started this process."""
-        is_ours = self.placement is not None and self.placement.launcher == "shoal"
-        return self._config.run_dir if is_ours else None
-
-    @property
-    def report_dir(self) -> RunDir | None:
-        """Where a launcher of Shoal, or its agent on this host, reads what this worker writes."""
-        return self.run_dir or self._config.host_dir
-
-    @property
-    def local_rank(self) -> int:
-        return self.placement.local_rank if self.placement else 0
-
-    @property
-    def local_size(self) -> int:
-        return self.placement.local_size if self.placement else 1
-
-    @property
-    def comes_back(self) -> bool:
-        """Whether the launcher starts lost workers again."""
-        is_elastic = self._strategy.is_elastic  # there `GroupMembership` does all of it
-        return self._config.takes_back and self._strategy.takes_back and not is_elastic
-
-    @property
-    def patience_s(self) -> float:
-        """How long this worker waits for others."""
-        return self._config.wait.limit_s or math.inf
-
-
-def _check_host(strategy: Strategy, placement: Placement | None, device: torch.device) -> None:
-    """Refuse, before anything starts, a device or placement that the strategy cannot use."""
-    if placement is None or placement.size == 1:
-        return
-    term = strategy.sync_for(placement.size)
-    is_cpu = device.type == "cpu"
-    if term.collective_algorithm is not None and not is_cpu:
-        raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
-    strategy.check_hosts(placement.size, placement.local_size < placement.size)
-    if term.needs_cpu and not is_cpu:
-        raise StrategyError(
-            f"{term.name} keeps the weights in memory that processes share, and {device} is not "
-            "the CPU: run it with --device cpu"
-        )
-
-
 _POLL_S = 0.5
 _UNTIL_KILLED_S = 5.0  # a launcher kills a stopped worker at the limit: before its peers give up
 
 
 class WorkerGroup:
-    """Opens it. `fail` is called from another thread when a rank exits before it has joined."""
+    """Where this rank is among the others, and the group that it opens with them.
+
+    `placement` and `device` are final when it is known which ranks share this host. `fail` is
+    called from another thread when a rank exits before it has joined.
+    """
 
     def __init__(
         self,
         strategy: Strategy,
+        placement: Placement | None,
         config: RunConfig,
-        place: WorkerPlace,
         number: int,
         fail: Callable[[Exception], None],
     ):
+        self.placement = placement
+        self.rank, self.size = (placement.rank, placement.size) if placement else (0, 1)
+        self.device = asked_device(config.device)
         self.membership: GroupMembership | None = None  # of an elastic run
+        self.patience_s = config.wait.limit_s or math.inf  # how long it waits for others
+        # of Shoal's own launcher, which starts lost workers again; GroupMembership: elastic ones
+        is_ours = placement is not None and placement.launcher == "shoal"
+        self.run_dir = config.run_dir if is_ours else None
+        self.comes_back = config.takes_back and strategy.takes_back and not strategy.is_elastic
         self._strategy = strategy
+        self._term = strategy.sync_for(self.size)
         self._config = config
-        self._place = place
-        self._rank = place.rank
-        self._size = place.size
-        self._run_dir = place.run_dir
         self._number = number
         self._fail = fail
+        self._asks_hosts = False  # the other ranks have to say first which of them are here
+        if placement is not None and self._term.communicates:
+            shares_gpus = placement.has_several_agents and self.device.type == "cuda"
+            self._asks_hosts = shares_gpus or not placement.knows_hosts
+        if not self._asks_hosts:
+            self._settle(placement)
+
+    def _settle(self, placement: Placement | None) -> None:
+        """Which ranks share this host is known now, as far as it ever is.
+
+        Refuses, before anything starts, a device or placement that the strategy cannot use.
+        """
+        self.placement = placement
+        self.device = choose_device(self._config.device, placement)
+        if placement is None or placement.size == 1:
+            return
+        term, is_cpu = self._term, self.device.type == "cpu"
+        if term.collective_algorithm is not None and not is_cpu:
+            raise BadInput(f"{term} runs on CPUs: on GPUs leave the algorithm to NCCL")
+        self._strategy.check_hosts(placement.size, placement.local_size < placement.size)
+        if term.needs_cpu and not is_cpu:
+            raise StrategyError(
+                f"{term.name} keeps the weights in memory that processes share, and {self.device} "
+                "is not the CPU: run it with --device cpu"
+            )
 
     @contextmanager
     def open(self) -> Iterator[Group]:
-        run_dir = self._run_dir
-        if self._place.placement is None or not self._strategy.sync_for(self._size).communicates:
+        run_dir, placement = self.run_dir, self.placement
+        if placement is None or not self._term.communicates:
             yield solo_group()
         elif self._strategy.is_elastic and (run_dir is not None or self._config.board is not None):
             with closing(self._make_elastic_group(run_dir)) as elastic:
                 yield elastic
-        elif run_dir is not None and (self._strategy.starts_apart or self._place.comes_back):
+        elif run_dir is not None and (self._strategy.starts_apart or self.comes_back):
             from shoal.comm.executors.deferred import Deferred
 
             folder = run_dir.start_folder(self._number)
             with ExitStack() as stack:
-                later = self._open_full_group(self._place.placement)
+                later = self._open_full_group(placement)
 
                 def make() -> Executor:
                     if self._config.incarnation:
                         raise BadInput(
-                            f"worker {self._rank} was started again, and the script exchanges "
+                            f"worker {self.rank} was started again, and the script exchanges "
                             "tensors between all workers, who met without it: run it without "
                             "--restart"
                         )
                     return stack.enter_context(later).executor
 
-                keeps = self._place.comes_back
-                has_exited = run_dir.has_exited
-                yield Group(Deferred(folder, self._rank, self._size, has_exited, make, keeps))
+                where = (folder, self.rank, self.size, run_dir.has_exited)
+                yield Group(Deferred(*where, make, self.comes_back))
         else:
-            with self._open_full_group(self._place.placement) as group:
+            with self._open_full_group(placement) as group:
                 if run_dir is not None:
                     run_dir.mark(run_dir.all_joined)
                 yield group
@@ -225,7 +181,7 @@ class WorkerGroup:
         from shoal.comm.members.board import FileBoard, GroupMember
         from shoal.comm.members.membership import GroupMembership
 
-        me = GroupMember(self._rank, self._config.incarnation)
+        me = GroupMember(self.rank, self._config.incarnation)
         hosts = None
         board: Board
         if run_dir is not None:
@@ -236,34 +192,33 @@ class WorkerGroup:
             hosts = HostSpec(self._config.host_id, network=HostNetwork(self._config))
             hosts.network.require_tcp()
             board = open_board(self._config, me, self._number)
-        patience_s = self._place.patience_s + _UNTIL_KILLED_S
-        membership = GroupMembership(board, me, self._size, patience_s)
-        self.membership = membership
+        patience_s = self.patience_s + _UNTIL_KILLED_S
+        self.membership = GroupMembership(board, me, self.size, patience_s)
         limit_s = self._config.wait.limit_s or DEFAULT_TIMEOUT_S
-        return ElasticGroup(membership, limit_s + _UNTIL_KILLED_S, hosts)
+        return ElasticGroup(self.membership, limit_s + _UNTIL_KILLED_S, hosts)
 
     @contextmanager
     def _open_full_group(self, placement: Placement) -> Iterator[Group]:
         """A group of all ranks; all of them have joined when the block begins."""
         require_agent_store(placement, self._config.environ)
         store: Store | None = None
-        if self._place.asks_hosts:
+        if self._asks_hosts:
             from shoal.launch.rank.host_ranks import ask_hosts, meet
 
-            with waiting(f"rank {self._rank}", "the other workers", "the rendezvous"):
-                store = meet(placement, self._config, self._place.device.type == "cuda")
+            with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
+                store = meet(placement, self._config, self.device.type == "cuda")
                 gpus = possible_gpus(self._config.device)
                 placement = ask_hosts(placement, self._config, self._number, store, gpus)
-            self._place.settle(placement)
+            self._settle(placement)
         with open_rendezvous(placement) as init_method, self._fail_when_peers_exit() as joined:
             spec = GroupSpec(
-                rank=self._rank,
-                size=self._size,
+                rank=self.rank,
+                size=self.size,
                 init_method=init_method,
-                backend=choose_backend(self._place.device, placement),
+                backend=choose_backend(self.device, placement),
                 name=f"run {self._number}",
-                algorithm=self._strategy.sync_for(self._size).collective_algorithm,
-                replicas=self._strategy.layout(self._size).replicas,
+                algorithm=self._term.collective_algorithm,
+                replicas=self._strategy.layout(self.size).replicas,
                 host_id=self._config.host_id,
                 run_dir=self._config.run_dir,
                 secret=self._check_network(placement),
@@ -275,7 +230,7 @@ class WorkerGroup:
                 store=store,
             )
             with ExitStack() as stack:
-                with waiting(f"rank {self._rank}", "the other workers", "the rendezvous"):
+                with waiting(f"rank {self.rank}", "the other workers", "the rendezvous"):
                     group = stack.enter_context(open_group(spec))
                 joined()
                 yield group
@@ -285,29 +240,26 @@ class WorkerGroup:
 
         The others may have a key, and would wait for this rank.
         """
+        says = self.rank == 0
+        backend = "NCCL" if choose_backend(self.device, placement) == "nccl" else "Gloo"
         try:
-            return self._key_of_hosts(placement)
+            if is_one_host(placement, self._config) or dist.is_initialized():
+                return self._config.read_secret()
+            secret = require_protected(self._config, "the rendezvous of several hosts", says)
+            if backend == "NCCL" or HostNetwork(self._config).between == "gloo":
+                require_trusted_network(self._config, f"{backend} between hosts", says)
+            return secret
         except BadInput as error:
             if placement.launcher == "torchrun" and placement.rendezvous == "env://":
                 from shoal.comm.store.authenticated import leave_with_agent
 
-                leave_with_agent(self._rank, self._size, f"run {self._number}", str(error))
-            raise BadInput(f"rank {self._rank}: {error}") from error
-
-    def _key_of_hosts(self, placement: Placement) -> bytes | None:
-        if is_one_host(placement, self._config) or dist.is_initialized():
-            return self._config.read_secret()
-        says = self._rank == 0
-        backend = "NCCL" if choose_backend(self._place.device, placement) == "nccl" else "Gloo"
-        secret = require_protected(self._config, "the rendezvous of several hosts", says)
-        if backend == "NCCL" or HostNetwork(self._config).between == "gloo":
-            require_trusted_network(self._config, f"{backend} between hosts", says)
-        return secret
+                leave_with_agent(self.rank, self.size, f"run {self._number}", str(error))
+            raise BadInput(f"rank {self.rank}: {error}") from error
 
     @contextmanager
     def _fail_when_peers_exit(self) -> Iterator[Callable[[], None]]:
         """Until the yielded function is called: fail when a worker exits before it has joined."""
-        run_dir = self._run_dir
+        run_dir = self.run_dir
         has_joined = threading.Event()
         if run_dir is None:
             yield has_joined.set
@@ -315,9 +267,9 @@ class WorkerGroup:
 
         def watch() -> None:
             while not has_joined.wait(_POLL_S):
-                exited = [rank for rank in range(self._size) if run_dir.has_exited(rank)]
+                exited = [rank for rank in range(self.size) if run_dir.has_exited(rank)]
                 if exited and not has_joined.wait(_POLL_S):  # or it had joined and finished
-                    self._fail(PeerLost(self._rank, exited[0], "the rendezvous of all workers"))
+                    self._fail(PeerLost(self.rank, exited[0], "the rendezvous of all workers"))
 
         watcher = threading.Thread(target=watch, name="shoal-rendezvous", daemon=True)
         watcher.start()
