@@ -92,8 +92,8 @@ def embedded(*failpoints: str) -> Iterator[Embedded]:
     said = Said()
     with run_dir() as folder:
         config = replace(RunConfig.from_environment({**os.environ}), failpoints=failpoints)
-        with coordinated(Replication(2), 2, config, folder, said) as process:
-            process.watch()
+        with coordinated(Replication(2), config, folder, said) as process:
+            process.watch(lambda listing: None)
             with open_coordinator(
                 replace(process.config, run_dir=folder), "a test", 20.0
             ) as client:

@@ -184,8 +184,8 @@ def test_a_server_that_has_exited_is_forgotten_before_its_lease_ends() -> None:
 def test_a_coordinator_of_the_user_is_used_as_it_is() -> None:
     with run_dir() as folder:
         config = replace(RunConfig(), coordinator="tcp:127.0.0.1:4000")
-        with coordinated(Replication(2), 2, config, folder, Said()) as coordinator:
-            coordinator.watch()
+        with coordinated(Replication(2), config, folder, Said()) as coordinator:
+            coordinator.watch(lambda listing: None)
             assert coordinator.config == config
 
 
@@ -205,7 +205,7 @@ def test_an_etcd_that_is_not_trusted_or_does_not_answer_is_bad_input(
 ) -> None:
     config = replace(RunConfig(), coordinator=address)
     with run_dir() as folder, pytest.raises(BadInput, match=said):
-        coordinated(Replication(2), 2, config, folder, Said()).__enter__()
+        coordinated(Replication(2), config, folder, Said()).__enter__()
 
 
 @pytest.mark.whole
@@ -213,7 +213,7 @@ def test_an_etcd_that_is_not_trusted_or_does_not_answer_is_bad_input(
 def test_no_key_of_the_run_is_left_in_etcd() -> None:
     with run_dir() as folder, etcd_cluster() as cluster:
         config = replace(RunConfig(), coordinator=f"etcd://{cluster.hosts}")
-        with coordinated(Replication(2), 2, config, folder, Said()) as coordinator:
+        with coordinated(Replication(2), config, folder, Said()) as coordinator:
             client = open_coordinator(replace(coordinator.config, run_dir=folder))
             client.put_if("chain/0", b"1", 0)
         assert client.list("").entries == {}

@@ -16,7 +16,6 @@ from shoal.errors import ShardLost
 from shoal.launch.here.process_config import SERVER_RESTARTS, Replication, replication_of
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.losses.lost_servers import (
-    ChainMembers,
     ServerPolicy,
     follow,
     how_to_continue,
@@ -140,12 +139,12 @@ def test_the_counters_at_the_end_are_those_of_shards_where_servers_have_replicas
 # ------------------------------------------------------------------------------- the new head
 
 
-class Chain(ChainMembers):
+class Chain(ServerPolicy):
     """The members of shard 1, as the launcher reads them from a coordinator."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        super().__init__(THREE, 6, self.said.append)
+        super().__init__(6, THREE, self.said.append)
         self.coordinator = LocalCoordinator()
         self.config = ChainConfig(1, (0, 1, 2), (7, 7, 7))
         for server in range(6):
@@ -181,7 +180,7 @@ def chain() -> Iterator[Chain]:
 
 
 def test_a_replica_is_a_member_again_when_its_chain_has_taken_it_in(chain: Chain) -> None:
-    chain.exited(3)
+    chain.note(exit_of(3))
     assert forget(chain.coordinator, 3, 10**8 + 3)
     chain.becomes(chain.config.without({0}))
     chain.read()
@@ -190,34 +189,34 @@ def test_a_replica_is_a_member_again_when_its_chain_has_taken_it_in(chain: Chain
     chain.tells(3, 8, 10**8 + 9)
     chain.read()
     assert chain.goes_on(1) == "shard 1 goes on with replicas 1 and 2; replica 0 is catching up"
-    chain.exited(5)
+    chain.note(exit_of(5))
     assert chain.goes_on(1) == "shard 1 goes on with replica 1 alone; replica 0 is catching up"
     chain.becomes(chain.config.plus(0, 8))
     chain.read()
     assert chain.said[1:] == [
         "server 3 (shard 1, replica 0) has caught up; shard 1 has replicas 0 and 1"
     ]
-    chain.exited(4)
+    chain.note(exit_of(4))
     assert not chain.are_lost(1)
     assert chain.removed == 0
 
 
 def test_one_that_has_caught_up_just_now_keeps_its_shard_alive(chain: Chain) -> None:
-    chain.exited(3)
+    chain.note(exit_of(3))
     chain.started(3, 10**8 + 9)
     chain.tells(3, 8, 10**8 + 9)
-    chain.exited(4)
+    chain.note(exit_of(4))
     chain.becomes(chain.config.without({0, 1}).plus(0, 8))
-    chain.exited(5)
+    chain.note(exit_of(5))
     assert not chain.are_lost(1), "the coordinator is asked before the run ends"
 
 
 def test_a_shard_that_has_not_begun_has_nothing_to_lose() -> None:
     coordinator = LocalCoordinator()
-    members = ChainMembers(THREE, 3, print)
+    members = ServerPolicy(3, THREE, print)
     members.see(coordinator.list(""))
     for server in range(3):
-        members.exited(server)
+        members.note(exit_of(server))
     assert not members.are_lost(0)
     assert members.goes_on(0) == "shard 0 has not begun"
     coordinator.close()

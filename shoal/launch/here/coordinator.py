@@ -1,8 +1,8 @@
 """The coordinator of a run with replicated servers: a process beside them, or an etcd cluster.
 
-    with coordinated(replication, servers, config, run_dir, say) as coordinator:
+    with coordinated(replication, config, run_dir, say) as coordinator:
         … start servers and workers with coordinator.config …
-        coordinator.watch()            # after the last fork: it starts a thread
+        coordinator.watch(see)         # after the last fork: it starts a thread
 
 The process is started again when it dies, from its log; servers go on meanwhile.
 """
@@ -24,7 +24,7 @@ from shoal.coordinator.etcd_coordinator import EtcdCoordinator
 from shoal.coordinator.etcd_gateway import is_etcd
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.process_config import Replication
-from shoal.launch.losses.lost_servers import ChainMembers, follow
+from shoal.launch.losses.lost_servers import follow
 from shoal.runtime.config import RunConfig
 from shoal.runtime.parent_death import in_child
 from shoal.runtime.run_dir import RunDir, signal_name
@@ -43,7 +43,6 @@ class RunCoordinator:
 
     def __init__(self, config: RunConfig, run_dir: RunDir | None = None, say: Say | None = None):
         self.config = config
-        self.members: ChainMembers | None = None
         self._run_dir = run_dir
         self._over = threading.Event()
         self._asking: list[tuple[threading.Thread, Coordinator]] = []
@@ -64,29 +63,26 @@ class RunCoordinator:
         assert self._process is not None
         return self._process.pid
 
-    def watch(self, see: Callable[[Listing], None] | None = None) -> None:
-        """From now on it is followed who is in the chains; `see` is called with every change.
+    def watch(self, see: Callable[[Listing], None]) -> Callable[[], None]:
+        """From now on `see` is called with every change of the chains; returns what looks at once.
 
         A coordinator of this process that dies is started again.
         """
         client = self._client()
-        members = self.members
-        told = see if members is None else members.see
         if self._process is not None:
             name = "shoal-coordinator"
             self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
             self._watcher.start()
-        if client is None or told is None:
-            return
+        if client is None:
+            return lambda: None
 
         def look() -> None:
             with suppress(ShoalError, OSError):
-                if members is not None and members.is_known and not self._over.is_set():
-                    members.see(client.list(""))
+                if not self._over.is_set():
+                    see(client.list(""))
 
-        if members is not None:
-            members.look = look
-        self._ask("shoal-chains", client, lambda: follow(client, told, self._over))
+        self._ask("shoal-chains", client, lambda: follow(client, see, self._over))
+        return look
 
     def _client(self) -> Coordinator | None:
         if self.config.coordinator is None or self._run_dir is None:
@@ -180,20 +176,15 @@ def _own_keys(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
 
 @contextmanager
 def coordinated(
-    replication: Replication, servers: int, config: RunConfig, run_dir: RunDir, say: Say
+    replication: Replication, config: RunConfig, run_dir: RunDir, say: Say
 ) -> Iterator[RunCoordinator]:
     """Where servers have replicas: the coordinator that SHOAL_COORDINATOR names, or a process."""
-
-    def say_before_end(line: str) -> None:
-        if not run_dir.ending.exists():  # then servers leave because they are ended
-            say(line)
-
     if not replication.is_on:
         yield RunCoordinator(config)
         return
     address = config.coordinator
-    with _own_keys(config, run_dir) if address and is_etcd(address) else nullcontext():
-        coordinator = RunCoordinator(config, run_dir, say if address is None else None)
-        coordinator.members = ChainMembers(replication, servers, say_before_end)
-        with closing(coordinator):
-            yield coordinator
+    with (
+        _own_keys(config, run_dir) if address and is_etcd(address) else nullcontext(),
+        closing(RunCoordinator(config, run_dir, say if address is None else None)) as coordinator,
+    ):
+        yield coordinator

@@ -172,12 +172,16 @@ class Run:
 def _run(run: Run, pump: OutputPump, on_progress: OnProgress | None) -> tuple[Supervisor, str]:
     """Start all processes and wait for their end; the name of the run."""
     spec, run_dir = run.spec, run.run_dir
-    with coordinated(spec.replication, spec.servers, spec.config, run_dir, run.say) as coordinator:
+
+    def say_before_end(line: str) -> None:
+        if not run_dir.ending.exists():  # then servers leave because they are ended
+            run.say(line)
+
+    with coordinated(spec.replication, spec.config, run_dir, run.say) as coordinator:
         name = enter(spec, run_dir, run.write) if spec.body is None else ""
         run = replace(run, spec=replace(spec, config=coordinator.config))
         saved = spec.config.server_checkpoint
-        members = coordinator.members
-        policy = ServerPolicy(spec.servers, spec.replication, run.say, members, saved)
+        policy = ServerPolicy(spec.servers, spec.replication, say_before_end, saved)
         supervisor = run.supervisor(policy)
         with (
             LocalServers(run, pump, coordinator, policy) as servers,
@@ -190,7 +194,7 @@ def _run(run: Run, pump: OutputPump, on_progress: OnProgress | None) -> tuple[Su
             pump.start()  # no thread before the last fork
             servers.watch()
             workers.watch()
-            coordinator.watch()
+            policy.look = coordinator.watch(policy.see)
             with _beside(run, workers, servers):
                 supervisor.run(workers, servers)
     return supervisor, name

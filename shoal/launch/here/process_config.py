@@ -26,12 +26,6 @@ class Replication:
     def is_on(self) -> bool:
         return self.replicas > 1
 
-    def shard_of(self, server: int) -> int:
-        return server // self.replicas
-
-    def server_of(self, shard: int, replica: int) -> int:
-        return shard * self.replicas + replica
-
     def in_words(self, server: int) -> str:
         if not self.is_on:
             return f"server {server}"

@@ -39,7 +39,7 @@ from shoal.launch.hosts.agent_messages import (
     read_message,
 )
 from shoal.launch.hosts.machines import Machine, MachineProcess, Machines, ServerHosts
-from shoal.launch.losses.lost_servers import ChainMembers, ServerPolicy
+from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.protocol.endpoint import require_encrypted
 from shoal.runtime.config import RunConfig
 from shoal.runtime.variable_text import LaunchedServer
@@ -191,10 +191,8 @@ class RemoteServers(RemoteProcesses):
         self._addresses: dict[int, LaunchedServer] = {}
         self._exited: dict[int, int] = {}
         spec = run.spec
-        self.members = ChainMembers(spec.replication, spec.servers, run.say, are_here=False)
-        self.policy = ServerPolicy(
-            spec.servers, spec.replication, run.say, self.members, spec.config.server_checkpoint
-        )
+        saved = spec.config.server_checkpoint
+        self.policy = ServerPolicy(spec.servers, spec.replication, run.say, saved, are_here=False)
         for index in self._hosts:
             self._show(index)
 
@@ -298,7 +296,7 @@ class RemoteServers(RemoteProcesses):
         elif isinstance(message, ServerListens):
             self._listens(index, message)
         elif isinstance(message, ChainsChanged):
-            self.members.see(message.listing)
+            self.policy.see(message.listing)
         elif isinstance(message, ProcessEnded):
             self._exited[index] = message.returncode
         elif isinstance(message, HostRefused):
