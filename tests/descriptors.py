@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -9,7 +10,11 @@ from contextlib import contextmanager, suppress
 
 
 def memory_descriptors() -> set[str]:
-    """Of anonymous memory: other threads of a process open and close files at any time."""
+    """Of anonymous memory: other threads of a process open and close files at any time.
+
+    Those of objects in cycles, which earlier tests have left, are closed first.
+    """
+    gc.collect()
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ServerFailed, WorkersFailed
+from shoal.errors import BadInput, ServerFailed, WorkersFailed
 from shoal.runtime.run_dir import new_run_dir
 from tests.launch.helpers import HOLD, Rope, Screen, launcher, run
 
@@ -71,7 +71,8 @@ def test_a_dead_server_wins_over_the_workers_that_lost_it() -> None:
     worker = """
         from shoal.errors import PeerLost
         from pathlib import Path
-        from shoal.launch.losses.failures import report_failure
+        from shoal.errors import BadInput
+from shoal.launch.losses.failures import report_failure
         from shoal.runtime.run_dir import RunDir
         while not os.path.exists(run_dir + "/pid"): time.sleep(0.005)
         while os.path.exists("/proc/" + os.readlink(run_dir + "/pid")): time.sleep(0.005)
@@ -109,5 +110,5 @@ def test_a_secret_that_is_there_already_is_not_used(
 ) -> None:
     (tmp_path / "secret").write_text("known already")
     monkeypatch.setattr("tempfile.mkdtemp", lambda prefix, dir: str(tmp_path))
-    with pytest.raises(FileExistsError), new_run_dir():
+    with pytest.raises(BadInput, match="is there already"), new_run_dir():
         raise AssertionError("it was used")
