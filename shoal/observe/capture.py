@@ -205,7 +205,7 @@ def reorder_additions(step: Step, pieces: int) -> None:
         step.cutter.reverses = True
     else:
         step.cutter.local_microbatches *= pieces
-        step.engine.follow(accumulate(step.cutter.local_microbatches))
+        step.engine.actions = accumulate(step.cutter.local_microbatches)
 
 
 def ignored_targets(step: Step) -> str | None:

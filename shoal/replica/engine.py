@@ -13,8 +13,8 @@ by its `Stage`. When gradients are final, `on_bucket` reports them to the sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
-from shoal.replica.accumulation import Accumulation, NoAccumulation, StepAccumulation
+from shoal.replica.accumulation import StepAccumulation
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import OnBucket
@@ -133,16 +133,17 @@ class Engine:
         loss: Loss,
         flat: FlatParams,
         actions: Sequence[Action],
-        accumulation: Accumulation,
+        accumulation: StepAccumulation,
         options: EngineOptions,
     ):
         self.stage = stage
         self.loss = loss
         self.flat = flat
-        self.follow(actions)
+        self.actions = actions
         self.numbers = StepNumbers()
         self.accumulation = accumulation
         self.options = options
+        self.gradient_scale = options.gradient_scale  # backward starts with this factor
         self.forward_state = options.forward_state
         self.autocast = autocast_for(flat.device, options.precision)
         self._span = options.tracer.span
@@ -152,19 +153,6 @@ class Engine:
             ActionKind.INPUT: self._backward_input,
             ActionKind.WEIGHT: self._backward_weight,
         }
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the model's outputs and the loss are known here."""
-        return self.stage.is_last
-
-    def follow(self, actions: Sequence[Action]) -> None:
-        """Use these actions as the schedule from now on."""
-        self.actions = actions
-
-    def rescale(self, gradient_scale: float) -> None:
-        """Start backward with this factor from now on."""
-        self.options = replace(self.options, gradient_scale=gradient_scale)
 
     def run(self, microbatches: Sequence[MicroBatch], on_bucket: OnBucket) -> Tensor:
         """One step's computing; returns the weighted loss of these rows."""
@@ -184,10 +172,6 @@ class Engine:
         self.stage.finish()
         return loss
 
-    def predict(self, inputs: Any) -> Any:
-        """What the model makes of the inputs, where `is_last`."""
-        return self.stage.predict(inputs)
-
     @torch.no_grad()
     def rehearse(self, inputs: Any) -> None:
         """A forward in the model's present mode that leaves nothing behind."""
@@ -201,11 +185,12 @@ class Engine:
         if micro.skip:
             return
         inputs = self.stage.recv_inputs(action, micro)
-        with self._span("forward", str(action)):
-            outputs = self._first_outputs(action, micro, inputs)
+        recompute = self.options.recompute
+        with self._span("forward", str(action)), torch.no_grad() if recompute else nullcontext():
+            outputs = self._compute(action, micro, inputs)
+        outputs = _require_grad(inputs, outputs) if recompute else outputs
         has_grad = [t.requires_grad for t in tensors_of(outputs)]
-        kept_outputs = None if self.options.recompute else outputs
-        self._kept[_key(action)] = Kept(inputs, kept_outputs, has_grad)
+        self._kept[_key(action)] = Kept(inputs, None if recompute else outputs, has_grad)
         self.stage.send_outputs(action, outputs)
 
     def _backward(self, action: Action) -> None:
@@ -273,13 +258,6 @@ class Engine:
             )
         return loss
 
-    def _first_outputs(self, action: Action, micro: MicroBatch, inputs: Tree) -> Tree:
-        if not self.options.recompute:
-            return self._compute(action, micro, inputs)
-        with torch.no_grad():
-            outputs = self._compute(action, micro, inputs)
-        return _require_grad(inputs, outputs)
-
     def _outputs(self, action: Action, micro: MicroBatch, kept: Kept) -> Tree:
         if not self.options.recompute:
             return kept.outputs
@@ -319,13 +297,13 @@ class Engine:
         options = self.options
         weight = micro.weight() if callable(micro.weight) else micro.weight
         self.numbers.weigh(action.microbatch, weight)
-        is_unscaled = options.loss_scale is None and options.gradient_scale == 1.0
+        is_unscaled = options.loss_scale is None and self.gradient_scale == 1.0
         if isinstance(weight, float) and weight == 1.0 and is_unscaled:
             self.accumulation.add_loss(action.microbatch, loss.detach())
             return None
         factor = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         self.accumulation.add_loss(action.microbatch, loss.detach() * factor)
-        gradient = factor * options.gradient_scale
+        gradient = factor * self.gradient_scale
         return gradient if options.loss_scale is None else options.loss_scale(gradient)
 
 
@@ -338,8 +316,8 @@ def engine_of_model(
     stage: Stage | None = None,
 ) -> Engine:
     """The engine of a replica that is not pipelined; `stage` computes if it is not the model."""
-    kind = NoAccumulation if options.every_microbatch else StepAccumulation
-    return Engine(stage or Stage(model, flat.device), loss, flat, actions, kind(flat), options)
+    accumulation = StepAccumulation(flat, every_microbatch=options.every_microbatch)
+    return Engine(stage or Stage(model, flat.device), loss, flat, actions, accumulation, options)
 
 
 def _key(action: Action) -> Key:

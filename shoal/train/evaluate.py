@@ -92,7 +92,7 @@ class Evaluation:
         )
         names, sums = self._sum_local(assignment.batches(data, replica))
         if self.elastic_sum is None:
-            if self.step.engine.is_last:
+            if self.step.engine.stage.is_last:
                 mesh.dp.all_reduce(sums).wait()
             return names, sums.tolist()
         totals, missing = self._sum_survivors(self.elastic_sum, sums, assignment.ranks)
@@ -113,13 +113,13 @@ class Evaluation:
         workers = mesh.world.size // mesh.dp.size  # of a replica
         missing = torch.zeros(mesh.dp.size, dtype=torch.float64, device=self._device)
         stage = mesh.stage_group
-        if self.step.engine.is_last and stage.is_leader:
+        if self.step.engine.stage.is_last and stage.is_leader:
             speaker = workers - stage.size
             ranks = [replica * workers + speaker for replica in replicas]
             numbers, missing_ranks = elastic_sum.all_reduce(sums.tolist(), ranks)
             sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
             missing[[rank // workers for rank in missing_ranks]] = 1.0
-        if self.step.engine.is_last:
+        if self.step.engine.stage.is_last:
             stage.broadcast(sums)
             stage.broadcast(missing)
         sums, missing = self.step.shard.broadcast((sums, missing))
@@ -134,7 +134,7 @@ class Evaluation:
             for name, number in self._metrics_of(batch).items():
                 sums[name] = sums.get(name, torch.zeros_like(number)) + number * size
             samples += size
-        if not sums and self.step.engine.is_last:
+        if not sums and self.step.engine.stage.is_last:
             raise BadInput("job.evaluate got no samples")
         names = sorted(sums)
         total = torch.tensor(samples, dtype=torch.float64, device=self._device)
@@ -148,8 +148,8 @@ class Evaluation:
         metric = BoundLoss(self.metric)
         engine.forward_state.rows_are_real = batch.microbatch_sizes[0] > 0
         with self.tracer.span("forward", "evaluate"):
-            outputs = engine.predict(inputs)
-            values = metric(outputs, targets) if engine.is_last else {}
+            outputs = engine.stage.predict(inputs)
+            values = metric(outputs, targets) if engine.stage.is_last else {}
         by_name = values if isinstance(values, dict) else {"": values}
         return {name: self._number(value) for name, value in by_name.items()}
 

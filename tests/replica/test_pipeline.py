@@ -89,15 +89,15 @@ def test_what_was_taken_is_let_go_during_the_step(world: World) -> None:
 
     def body(job: Job, step: Any) -> int:
         most = 0
-        messages = step.engine.stage.messages
-        send = messages.send
+        stage = step.engine.stage
+        send = stage.send
 
         def counting(*args: Any) -> None:
             nonlocal most
             send(*args)
-            most = max(most, sum(map(len, messages.held.values())))
+            most = max(most, sum(map(len, stage.held.values())))
 
-        messages.send = counting
+        stage.send = counting
         for batch in job.batches(samples(32, classes=6), 32):
             step(batch)
         return most

@@ -33,11 +33,10 @@ from shoal.replica.microbatch_context import (
     preserve_modes,
     seed_forward,
 )
-from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
+from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.replica.pipeline.stages import named_tensors
 from shoal.replica.split.comparison import Computed, gradients_of, is_same, noise_of, score_of
 from shoal.replica.split.sharded_tensor import full_activations
-from shoal.runtime.trace import OFF
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class StageCheck:
                 self._compare_gradients(micro)
 
     def _compare_outputs(self, micro: MicroBatch) -> None:
-        predicted = tensors_of(full_activations(self._engine.predict(micro.inputs)))
+        predicted = tensors_of(full_activations(self._engine.stage.predict(micro.inputs)))
         outputs = self._shard.broadcast(predicted)
         expected = self._expected(micro, nn.Module.eval, with_gradients=False)
         same = torch.ones(1, device=self._device)
@@ -170,8 +169,7 @@ class StageCheck:
             return score_of(scored) if scored else torch.zeros((), requires_grad=True)
 
         kept = _KeptGradients(flat, shard.tied.reduce_grads)
-        messages = StageMessages(pipeline, shard.channel, OFF)
-        stage = PipelineStage(shard.stages, messages, flat, carries_rng=True)
+        stage = PipelineStage(shard.stages, flat, pipeline, shard.channel, carries_rng=True)
         options = EngineOptions(forward_state=self._engine.forward_state)
         micro = MicroBatch(micro.inputs, None, 1.0, seed=micro.seed)
         with self._engine.frozen_statistics():

@@ -20,7 +20,7 @@ from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch_context import Loss, MicroBatch, preserve_modes
 from shoal.replica.pipeline.balance import measured_by_rank_0
-from shoal.replica.pipeline.stage_io import PipelineStage, StageMessages
+from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.replica.pipeline.stages import Stages
 from shoal.replica.split.attributes import Slot, kept_tensors, newly_kept, snapshot
 from shoal.replica.split.shard import ReplicaShard
@@ -144,8 +144,9 @@ class StageShard(ReplicaShard):
         tied = {id(p) for p, _ in self.tied.tied}
         flat.grads.tied = {i for i, p in enumerate(flat.params) if id(p) in tied}
         options = replace(options, recompute=self.pp.recompute)
-        messages = StageMessages(pipeline, self.channel, options.tracer)
-        stage = PipelineStage(self.stages, messages, flat, carries_rng=options.every_microbatch)
+        stage = PipelineStage(
+            self.stages, flat, pipeline, self.channel, options.tracer, options.every_microbatch
+        )
         kind = OrderedAccumulation if options.every_microbatch else StepAccumulation
         return Engine(stage, loss, flat, actions, kind(flat, self.tied.reduce_grads), options)
 

@@ -155,13 +155,13 @@ class Step:
         """There are other replicas than before."""
         self.sync.regroup()
         self.cutter.regroup()
-        self.engine.follow(accumulate(self.cutter.local_microbatches))
-        self.engine.rescale(self.sync.gradient_scale)
+        self.engine.actions = accumulate(self.cutter.local_microbatches)
+        self.engine.gradient_scale = self.sync.gradient_scale
 
     def _train(self, batch: Any, microbatches: Sequence[MicroBatch]) -> Tensor:
         is_dataset = isinstance(batch, FullDatasetBatch)
         if is_dataset and len(microbatches) != len(self.engine.actions) // 2:
-            self.engine.follow(accumulate(len(microbatches)))
+            self.engine.actions = accumulate(len(microbatches))
         if not self._is_checked:
             self.shard.check(microbatches, self.engine)
             self._is_checked = True
@@ -188,7 +188,7 @@ class Step:
         if not self._names:
             return []
         numbers = torch.zeros(len(self._names), dtype=torch.float64, device=self.flat.device)
-        if self.engine.is_last:
+        if self.engine.stage.is_last:
             numbers = self.shard.token_axes.sum(self.engine.numbers.total(self.flat.device))
         if self.term.lockstep and self.sync.synchronous:
             self.mesh.dp.all_reduce(numbers).wait()
