@@ -26,7 +26,7 @@ from shoal.schedules.pipelines.catalog import build
 from shoal.strategy.strategy import Strategy, parse
 from shoal.train.job import Job
 from shoal.train.step.run_services import RunServices
-from shoal.transport.threads import Mailboxes, ThreadTransport
+from shoal.transport.transport import Mailboxes, ThreadTransport
 
 SCHEDULES = ("inter-op", "gpipe", "1f1b", "interleaved", "zb-h1")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from shoal.schedules.pipelines.catalog import build
 from shoal.schedules.user import digest, is_user_function
 from shoal.strategy.strategy import parse
 from shoal.train.step.prepare_model import check_same
-from shoal.transport.threads import ThreadTransport
+from shoal.transport.transport import ThreadTransport
 from tests.comm.threads import on_threads
 from tests.conftest import World
 from tests.models import samples

@@ -19,7 +19,7 @@ from shoal.transport.shm.memfd import Exchange
 from shoal.transport.shm.segment import join
 from shoal.transport.tcp.connect import TcpSpec
 from shoal.transport.tcp.transport import TcpEngine, TcpTransport
-from shoal.transport.threads import Mailboxes, ThreadTransport
+from shoal.transport.transport import Mailboxes, ThreadTransport
 from tests.cores import one_core
 
 T = TypeVar("T")

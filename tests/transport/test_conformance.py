@@ -12,8 +12,7 @@ import torch
 
 from shoal.errors import PeerLost, ShoalError
 from shoal.transport.tcp.transport import TcpTransport, is_built
-from shoal.transport.threads import Mailboxes, ThreadTransport
-from shoal.transport.transport import SubsetTransport, Transport
+from shoal.transport.transport import Mailboxes, SubsetTransport, ThreadTransport, Transport
 from tests.comm.cases import DTYPES
 from tests.comm.threads import on_tcp
 

@@ -25,8 +25,7 @@ from shoal.comm.executor import Executor
 from shoal.errors import Desync
 from shoal.runtime.files import write_atomically
 from shoal.runtime.waits import until, waiting
-from shoal.transport.threads import DoneWork
-from shoal.transport.transport import Work
+from shoal.transport.transport import DoneWork, Work
 
 
 class Deferred(Executor):

@@ -30,8 +30,7 @@ from shoal.schedules.collectives.cost import Link, cheapest
 from shoal.schedules.collectives.kinds import kind_named
 from shoal.schedules.collectives.proof import prove
 from shoal.schedules.user import is_user_function
-from shoal.transport.threads import PendingWork
-from shoal.transport.transport import SubsetTransport, Transport, Work
+from shoal.transport.transport import PendingWork, SubsetTransport, Transport, Work
 
 
 class ForRanks(NamedTuple):

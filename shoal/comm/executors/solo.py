@@ -11,8 +11,7 @@ from shoal.comm.executor import Executor
 from shoal.comm.group import Group
 from shoal.comm.staging import FlatTensor, check_counts, counts_row
 from shoal.errors import BadInput
-from shoal.transport.threads import DoneWork
-from shoal.transport.transport import Work
+from shoal.transport.transport import DoneWork, Work
 
 
 class Solo(Executor):

@@ -19,8 +19,7 @@ from shoal.runtime.waits import waiting
 from shoal.transport.shm.flight_recorder import DTYPES, OPS
 from shoal.transport.tcp.connect import Exchange, TcpSpec, connect_all
 from shoal.transport.tcp.tls import TlsPump
-from shoal.transport.threads import Mailboxes, ThreadTransport
-from shoal.transport.transport import Work
+from shoal.transport.transport import Mailboxes, ThreadTransport, Work
 
 try:
     from shoal.transport.tcp import _tcp
