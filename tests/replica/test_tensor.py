@@ -137,7 +137,7 @@ def test_a_loss_of_split_logits(world: World, name: str, monkeypatch: pytest.Mon
     ("compute", "said"),
     [
         (
-            lambda group: VocabularyEmbedding(
+            lambda group: VocabularyEmbedding.become(
                 nn.Embedding(5, 2), group, TensorParallelRng(group.rank, False)
             )(torch.tensor([1, 5])),
             "outside of the 5",

@@ -27,7 +27,6 @@ from shoal.replica.split.mapping import sum_over_ranks
 from shoal.replica.split.sharded_tensor import (
     ELEMENTWISE,
     METADATA,
-    NotAligned,
     Rule,
     ShardedCall,
     alike,
@@ -88,12 +87,10 @@ def _matmul(op: ShardedCall) -> Any:
 
 def _addmm(op: ShardedCall) -> Any:
     """bias + x @ weight, with positions among the rows of x."""
-    bias, x, weight = op.args[:3]
-    if not isinstance(x, SequenceShard) or x.spec.dim != 0 or isinstance(weight, SequenceShard):
+    bias, x = op.args[:2]
+    if not isinstance(x, SequenceShard) or x.spec.dim != 0 or bias.dim() != 1:
         return NotImplemented
-    if isinstance(bias, SequenceShard) or bias.dim() != 1:
-        return NotImplemented
-    return op.context.wrap(op.function(bias, x.local, weight, **op.kwargs), x.spec)
+    return _per_position(op, x, 1)
 
 
 def _einsum(op: ShardedCall) -> Any:
@@ -106,27 +103,13 @@ def _einsum(op: ShardedCall) -> Any:
     leader = next(i for i, t in enumerate(operands) if isinstance(t, SequenceShard))
     spec = operands[leader].spec
     letter = terms[leader][spec.dim]
-    pairs = zip(operands, terms, strict=True)
-    local = [_of_letter(op, t, term, letter, spec) for t, term in pairs]
-    result = op.function(equation, *local)
+    if any(term.count(letter) > 1 for term in terms):
+        return NotImplemented
+    places = [spec.at(term.find(letter)) for term in terms]
+    result = op.function(equation, *map(op.context.local_part, operands, places))
     if letter in output:
         return op.context.wrap(result, spec.at(output.index(letter)))
     return sum_over_ranks(result, op.context.group)
-
-
-def _of_letter(
-    op: ShardedCall, tensor: Tensor, term: str, letter: str, spec: SequenceSpec
-) -> Tensor:
-    """The local part of an operand, where `letter` stands for the positions."""
-    if isinstance(tensor, SequenceShard):
-        if term[tensor.spec.dim] == letter and tensor.spec.same_positions(spec):
-            return tensor.local
-        tensor = tensor.full()
-    if letter not in term:
-        return tensor
-    if term.count(letter) > 1 or tensor.shape[term.index(letter)] != spec.size:
-        raise NotAligned
-    return spec.at(term.index(letter)).take_local(tensor, op.context.rank)
 
 
 PRODUCTS = {
@@ -180,7 +163,10 @@ def _classified(op: ShardedCall) -> Any:
         return NotImplemented
     if isinstance(given.get("weight"), SequenceShard) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
-    wanted = _target(op, logits, given["target"])
+    spec = logits.spec
+    if given["target"].dim() == logits.dim() - 1:  # classes, and no probability of each
+        spec = spec.at(spec.dim - int(spec.dim > 1))
+    wanted = op.context.local_part(given["target"], spec)
     names = ("weight", "ignore_index", "label_smoothing")
     options = {name: given[name] for name in names if given.get(name) is not None}
     function = F.cross_entropy if op.name == "cross_entropy" else F.nll_loss
@@ -190,20 +176,6 @@ def _classified(op: ShardedCall) -> Any:
     here = function(logits.local, wanted, reduction="sum", **options)
     total = sum_over_ranks(here, op.context.group)
     return total / _count(op, wanted, options) if reduction == "mean" else total
-
-
-def _target(op: ShardedCall, logits: SequenceShard, target: Tensor) -> Tensor:
-    """This rank's targets: classes without the dimension of classes, or probabilities with it."""
-    spec = logits.spec
-    if target.dim() == logits.dim() - 1:
-        spec = spec.at(spec.dim - int(spec.dim > 1))
-    if isinstance(target, SequenceShard):
-        if target.spec.dim == spec.dim and target.spec.same_positions(spec):
-            return target.local
-        target = target.full()
-    if target.dim() <= spec.dim or target.shape[spec.dim] != spec.size:
-        raise NotAligned
-    return spec.take_local(target, op.context.rank)
 
 
 def _count(op: ShardedCall, target: Tensor, options: dict[str, Any]) -> Tensor:
@@ -305,14 +277,8 @@ def _by_ring(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
 
 def _rows_of_mask(op: ShardedCall, mask: Tensor | None, spec: SequenceSpec) -> Tensor | None:
     """The rows of a mask that belong to this rank's queries, with all keys."""
-    if mask is None:
-        return None
-    rows = mask.dim() - 2
-    if isinstance(mask, SequenceShard):
-        if mask.spec.dim == rows and mask.spec.same_positions(spec):
-            return mask.local
-        mask = mask.full()
-    return mask if mask.shape[rows] == 1 else spec.at(rows).take_local(mask, op.context.rank)
+    context: SequenceContext = op.context
+    return None if mask is None else context.local_part(mask, spec.at(mask.dim() - 2))
 
 
 def _grouped(mask: Tensor | None, heads: int, groups: int) -> Tensor | None:

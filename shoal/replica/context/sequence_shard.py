@@ -171,6 +171,22 @@ class SequenceContext:
         shard.full_value = full
         return shard
 
+    def local_part(self, tensor: Tensor, spec: SequenceSpec) -> Tensor:
+        """This rank's part of any tensor, for positions that are where `spec` says.
+
+        All of a tensor that has nothing there, or one number for all positions; else `NotAligned`.
+        """
+        if isinstance(tensor, SequenceShard):
+            if tensor.spec == spec:
+                return tensor.local
+            tensor = tensor.full()
+        size = tensor.shape[spec.dim] if 0 <= spec.dim < tensor.dim() else None
+        if size == spec.size:
+            return spec.take_local(tensor, self.rank)
+        if size not in (None, 1):
+            raise NotAligned
+        return tensor
+
     def wrap(self, local: Tensor, spec: SequenceSpec) -> SequenceShard:
         shard = local.as_subclass(SequenceShard)
         shard.spec = spec
@@ -253,17 +269,7 @@ class SequenceAlignment(Alignment):
         self.from_end = leader.dim() - leader.spec.dim
 
     def local(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, SequenceShard):
-            is_aligned = tensor.dim() - tensor.spec.dim == self.from_end
-            if is_aligned and tensor.spec.same_positions(self.spec):
-                return tensor.local
-            tensor = tensor.full()
-        dim = tensor.dim() - self.from_end
-        if dim < 0 or tensor.shape[dim] == 1:
-            return tensor
-        if tensor.shape[dim] != self.spec.size:
-            raise NotAligned
-        return self.spec.at(dim).take_local(tensor, self.context.rank)
+        return self.context.local_part(tensor, self.spec.at(tensor.dim() - self.from_end))
 
     def wrap(self, result: Tensor) -> SequenceShard:
         return self.context.wrap(result, self.spec.at(result.dim() - self.from_end))

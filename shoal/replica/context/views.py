@@ -54,20 +54,16 @@ def _sizes(op: ShardedCall) -> list[int]:
 
 
 def _expand(op: ShardedCall, x: SequenceShard) -> Any:
+    """`expand` and `repeat`, along other dimensions."""
     sizes = _sizes(op)
     dim = len(sizes) - (x.dim() - x.spec.dim)
-    if sizes[dim] not in (-1, x.spec.size) or x.spec.size == 1:
+    is_repeat = op.name == "repeat"
+    if x.spec.size == 1 or sizes[dim] not in ((1,) if is_repeat else (-1, x.spec.size)):
         return NotImplemented
+    if is_repeat:
+        return op.context.wrap(x.local.repeat(sizes), x.spec.at(dim))
     sizes[dim] = -1
     return op.context.wrap(x.local.expand(sizes), x.spec.at(dim))
-
-
-def _repeat(op: ShardedCall, x: SequenceShard) -> Any:
-    repeats = _sizes(op)
-    dim = len(repeats) - (x.dim() - x.spec.dim)
-    if dim < 0 or repeats[dim] != 1:
-        return NotImplemented
-    return op.context.wrap(x.local.repeat(repeats), x.spec.at(dim))
 
 
 @dataclass(frozen=True)
@@ -221,13 +217,12 @@ _ALONG = {
 VIEWS: dict[str, Rule] = {
     **dict.fromkeys(_RESHAPES.split(), of_sequence(_reshape)),
     **dict.fromkeys(_MOVES.split(), of_sequence(_move)),
-    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], of_sequence(_expand)),
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to", "repeat"], of_sequence(_expand)),
     **{name: rule for names, rule in _ALONG.items() for name in names.split()},
     "repeat_interleave": lambda op: (
         Along(2)(op) if isinstance(op.argument(1, "repeats"), int) else NotImplemented
     ),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], _join),
-    "repeat": of_sequence(_repeat),
     "__getitem__": of_sequence(_getitem),
     "narrow": of_sequence(_narrow),
     "select": of_sequence(_select),

@@ -20,7 +20,7 @@ from shoal.replica.expert.dispatch import Dispatch, ExpertPlacement, exchange
 from shoal.replica.expert.mixtures import ListedMixture, StackedMixture, mixtures_of
 from shoal.replica.microbatch_context import fork_rng
 from shoal.replica.split.attributes import attributes_kept
-from shoal.replica.split.sharded_tensor import full_tensors
+from shoal.replica.split.sharded_tensor import NotAligned, full_tensors
 
 
 class _Call(NamedTuple):
@@ -279,11 +279,10 @@ def _replace_forward(mixture: StackedMixture, compute: ByName) -> None:
 
 def _at_positions_of(tokens: SequenceShard, tensor: Tensor) -> Tensor:
     """The rows of a tensor that belong to the same positions as `tokens`."""
-    spec = tokens.spec
-    if isinstance(tensor, SequenceShard):
-        return tensor.local if tensor.spec == spec else _at_positions_of(tokens, tensor.full())
-    is_by_token = tensor.dim() > spec.dim and tensor.shape[spec.dim] == spec.size
-    return spec.take_local(tensor, tokens.context.rank) if is_by_token else tensor
+    try:
+        return tokens.context.local_part(tensor, tokens.spec)
+    except NotAligned:
+        return tensor.full() if isinstance(tensor, SequenceShard) else tensor
 
 
 def _set_num_experts(mixture: StackedMixture, local: int) -> None:

@@ -196,34 +196,32 @@ class RowLinear(TensorParallelLinear):
         return self.reduce_output(F.linear(x, self.linear.for_linear(self.weight)), self.bias)
 
 
-class VocabularyEmbedding(TensorParallelLayer):
+class VocabularyEmbedding(nn.Embedding, TensorParallelLayer):
     """Every rank looks up the ids that it has; the others give 0, and results are added up."""
 
-    weight: Tensor
+    spec: ShardSpec
 
-    def __init__(self, original: nn.Embedding, group: Group, rng: TensorParallelRng):
-        super().__init__(original, group, rng)
-        self.num_embeddings = original.num_embeddings
-        self.embedding_dim = original.embedding_dim
-        self.padding_idx = original.padding_idx
-        self.spec = ShardSpec.even(0, original.num_embeddings, group.size)
-        self.register("weight", original.weight, self.spec)
+    @staticmethod
+    def become(table: nn.Embedding, group: Group, rng: TensorParallelRng) -> VocabularyEmbedding:
+        """`table` itself; a subclass keeps its own forward, which calls this one."""
+        kind = type(table)
+        is_plain = kind is nn.Embedding
+        table.__class__ = (
+            VocabularyEmbedding
+            if is_plain
+            else type(kind.__name__, (kind, VocabularyEmbedding), {})
+        )
+        assert isinstance(table, VocabularyEmbedding)
+        table.group, table.rng = group, rng
+        table.spec = ShardSpec.even(0, table.num_embeddings, group.size)
+        table.specs = {"weight": table.spec}
+        return table
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.reduce_output(look_up(self, ids))
 
 
-class PartialEmbedding(nn.Embedding):
-    """A subclass of nn.Embedding, whose own forward calls this one, becomes a subclass of it."""
-
-    group: Group
-    spec: ShardSpec
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return reduce(look_up(self, ids), self.group)
-
-
-def look_up(table: VocabularyEmbedding | PartialEmbedding, ids: Tensor) -> Tensor:
+def look_up(table: VocabularyEmbedding, ids: Tensor) -> Tensor:
     """The rows of the ids that are on this rank; 0 for the others."""
     if ids.device.type == "cpu" and ((ids < 0) | (ids >= table.num_embeddings)).any():
         raise IndexError(f"an id is outside of the {table.num_embeddings} of the embedding")

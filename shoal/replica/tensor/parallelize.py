@@ -21,7 +21,7 @@ from torch.func import functional_call
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.pytree import map_tensors
-from shoal.replica.deferred_init import TensorSlot, full_name, tensor_slots
+from shoal.replica.deferred_init import TensorSlot, tensor_slots
 from shoal.replica.microbatch_context import TensorParallelRng
 from shoal.replica.split.attributes import copy_structure
 from shoal.replica.split.mapping import ShardSpec, SlicedTensors, copy, reduce
@@ -29,7 +29,6 @@ from shoal.replica.split.sharded_tensor import full_activations
 from shoal.replica.tensor.linear import (
     ColumnLinear,
     ParallelAttention,
-    PartialEmbedding,
     RowLinear,
     SelectedColumns,
     TensorParallelLayer,
@@ -61,19 +60,21 @@ class TensorSplit(SlicedTensors):
         self.sequence = sequence
         self.rng = TensorParallelRng(group.rank, has_dropout(model))
         modules = dict(model.named_modules())
-        self._in_place: list[tuple[nn.Module, Mapping[str, ShardSpec]]] = []
-        layers = {}
-        for name, role in roles.items():
-            layer = self._layer(modules[name], role)
-            if layer is not None:
-                layers[modules[name]] = layer
+        layers = {modules[name]: self._layer(modules[name], role) for name, role in roles.items()}
+        self._shards: dict[nn.Module, Mapping[str, ShardSpec]] = {
+            modules[name]: role.shards for name, role in roles.items() if role.shards
+        }
+        for outer in layers.values():
+            self._shards |= {layer: layer.specs for layer in _parallel_layers(outer.modules())}
         self._slices: set[nn.Parameter] = set()
-        self._slice_parameters(layers.values(), filled)
+        self._slice_parameters(filled)
         self._replace(layers)
         _adapt(model, group)
         for layer in _parallel_layers(model.modules()):
             layer.is_sequence_parallel = sequence
-        self.specs = self._specs_by_name()
+        specs = self._specs_by_tensor()
+        slots = tensor_slots(model)  # a parameter by each of its names: a head's bias may have two
+        self.specs = {slot.name: specs[slot.tensor] for slot in slots if slot.tensor in specs}
 
     def full_sizes(self) -> dict[str, int]:
         """The number of elements of each parameter of the model, over all ranks."""
@@ -111,16 +112,15 @@ class TensorSplit(SlicedTensors):
 
     # ------------------------------------------------------------------ at the start
 
-    def _layer(self, original: nn.Module, role: Role) -> TensorParallelLayer | None:
-        """What replaces a module; None if it is changed in place."""
+    def _layer(self, original: nn.Module, role: Role) -> nn.Module:
+        """What replaces a module, or itself if it is changed in place."""
         group = self.group
         rng = self.rng
         if role.kind in IN_PLACE:
             _change_in_place(original, role, group, rng)
-            self._in_place.append((original, role.shards or {}))
-            return None
+            return original
         if isinstance(original, nn.Embedding):
-            return self._embedding(original)
+            return VocabularyEmbedding.become(original, group, rng)
         if isinstance(original, nn.MultiheadAttention):
             return ParallelAttention(original, group, rng)
         linear = linear_like(original)
@@ -132,40 +132,20 @@ class TensorSplit(SlicedTensors):
             return SelectedColumns(original, group, rng, spec)
         return RowLinear(original, group, rng, spec, role.input_is_sharded)
 
-    def _embedding(self, table: nn.Embedding) -> TensorParallelLayer | None:
-        if type(table).forward is nn.Embedding.forward:
-            return VocabularyEmbedding(table, self.group, self.rng)
-        spec = ShardSpec.even(0, table.num_embeddings, self.group.size)
-        kind = type(table)
-        table.__class__ = type(kind.__name__, (kind, PartialEmbedding), {})
-        assert isinstance(table, PartialEmbedding)
-        table.group, table.spec = self.group, spec
-        self._in_place.append((table, {"weight": spec}))
-        return None
-
-    def _replace(self, layers: dict[nn.Module, TensorParallelLayer]) -> None:
-        if self.model in layers:
+    def _replace(self, layers: dict[nn.Module, nn.Module]) -> None:
+        if layers.get(self.model, self.model) is not self.model:
             raise BadInput(
                 f"tp cannot split a model that is one {type(self.model).__name__}: put it into an "
                 "nn.Sequential"
             )
         for module in list(self.model.modules()):
             for name, child in module._modules.items():
-                if child is not None and child in layers:
-                    module._modules[name] = layers[child]
+                if child is not None:
+                    module._modules[name] = layers.get(child, child)
 
-    def _slice_parameters(
-        self, layers: Iterable[TensorParallelLayer], filled: Iterable[list[TensorSlot]]
-    ) -> None:
+    def _slice_parameters(self, filled: Iterable[list[TensorSlot]]) -> None:
         """Let every parameter and buffer that is split hold this rank's slice."""
-        specs: dict[Tensor, ShardSpec] = {
-            getattr(layer, key): spec
-            for outer in layers
-            for layer in _parallel_layers(outer.modules())
-            for key, spec in layer.specs.items()
-        }
-        for module, shards in self._in_place:
-            specs.update({getattr(module, key): spec for key, spec in shards.items()})
+        specs = self._specs_by_tensor()
         for slots in filled:
             tensor = slots[0].tensor
             if tensor not in specs:
@@ -178,22 +158,9 @@ class TensorSplit(SlicedTensors):
                 if slot.key in slot.module._buffers:
                     slot.module._buffers[slot.key] = own
 
-    def _specs_by_name(self) -> dict[str, ShardSpec]:
-        """How a parameter is sharded, by each of its names: a head's bias may have two."""
-        specs: dict[str, ShardSpec] = {}
-        by_tensor: dict[Tensor, ShardSpec] = {}
-        shards = {id(module): shards for module, shards in self._in_place}
-        for prefix, module in self.model.named_modules(remove_duplicate=False):
-            own = (
-                module.specs if isinstance(module, TensorParallelLayer) else shards.get(id(module))
-            )
-            for key, spec in (own or {}).items():
-                specs[full_name(prefix, key)] = spec
-                by_tensor[getattr(module, key)] = spec
-        for slot in tensor_slots(self.model):
-            if slot.tensor in by_tensor:
-                specs[slot.name] = by_tensor[slot.tensor]
-        return specs
+    def _specs_by_tensor(self) -> dict[Tensor, ShardSpec]:
+        shards = self._shards.items()
+        return {getattr(module, key): spec for module, own in shards for key, spec in own.items()}
 
 
 def _parallel_layers(modules: Iterable[nn.Module]) -> list[TensorParallelLayer]:
