@@ -10,10 +10,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
-from shoal.protocol import MAX_META_BYTES, Channel, ErrorReply, FrameKind, Header, Refused, encode
+from shoal.protocol import (
+    MAX_META_BYTES,
+    Channel,
+    ErrorReply,
+    FrameKind,
+    Header,
+    Refused,
+    decode,
+    encode,
+)
 from shoal.protocol.connection import Closed, Connection
 from shoal.protocol.handshake import RECONNECT_S
 from shoal.server.member.operations import Operation, Payload
@@ -35,12 +44,13 @@ _OF_ANY_MEMBER = {
 }
 
 
-Handler = Callable[["Peer", Header, bytes], None]
+Handler = Callable[["Peer", Header, Any], None]
 
 
 class Registered(NamedTuple):
     handler: Handler
     channel: Channel
+    message: type | None
     has_payload: bool
 
 
@@ -48,11 +58,13 @@ HANDLERS: dict[FrameKind, Registered] = {}
 
 
 def handles(
-    kind: FrameKind, channel: Channel, has_payload: bool = False
+    kind: FrameKind, channel: Channel, message: type | None = None, has_payload: bool = False
 ) -> Callable[[Handler], Handler]:
+    """The handler gets the metadata as a `message`; None: as bytes. The worker has joined."""
+
     def register(handler: Handler) -> Handler:
         assert kind not in HANDLERS, f"{kind.name} has two handlers"
-        HANDLERS[kind] = Registered(handler, channel, has_payload)
+        HANDLERS[kind] = Registered(handler, channel, message, has_payload)
         return handler
 
     return register
@@ -60,6 +72,9 @@ def handles(
 
 class Peer:
     """The other end of a connection: which worker it is, and its channel in a model."""
+
+    model: ServedModel  # both from `enter` on
+    member: Member
 
     def __init__(
         self, host: ModelHost, connection: Connection, channel: Channel, header: Header, number: int
@@ -70,8 +85,7 @@ class Peer:
         self.worker = header.worker
         self.incarnation = header.incarnation
         self.model_id = header.model
-        self.model: ServedModel | None = None
-        self.member: Member | None = None
+        self.has_entered = False
         self.ok = Header(FrameKind.OK, self.worker, self.model_id)
         self.has_reconnected = False
         self.table_reader = TableReader()
@@ -79,20 +93,21 @@ class Peer:
         self._moved: Elsewhere | None = None
         self._active = ActiveConnection(threading.get_ident(), connection.abort, number)
 
-    def joined(self) -> tuple[ServedModel, Member]:
-        if self.model is None or self.member is None:
-            raise self._not_joined()
+    def check_joined(self) -> None:
+        if not self.has_entered:
+            raise Refused(f"worker {self.worker} has not joined this model")
         if self.model.membership.members.get(self.worker) is not self.member:
             raise Refused(f"worker {self.worker} was started again: its former process is refused")
-        return self.model, self.member
 
-    def execute_with_payload(self, operation: Operation, header: Header) -> None:
-        """Read its payload, let it take effect, and answer; the length is checked before."""
-        model, _ = self.joined()
-        num_bytes = operation.payload_bytes(model)
+    def check_size(self, header: Header, num_bytes: int) -> None:
         if header.payload_bytes != num_bytes:
             kind = header.kind.name
             raise Refused(f"expected {num_bytes} bytes of {kind}, got {header.payload_bytes}")
+
+    def execute_with_payload(self, operation: Operation, header: Header) -> None:
+        """Read its payload, let it take effect, and answer; the length is checked before."""
+        num_bytes = operation.payload_bytes(self.model)
+        self.check_size(header, num_bytes)
         data = bytearray(num_bytes)
         self.connection.read_into(memoryview(data))
         self.host.execute(operation, Payload(data))
@@ -129,11 +144,17 @@ class Peer:
         chain = self.host.chain
         if chain is not None and self.channel != "chain":
             chain.catch_up()
-        if self.channel in ("push", "pull", "rows"):
-            self.enter(self._known_model())
-        elif self.channel == "control" and self._has_joined():
-            self.has_reconnected = True
-            self.enter(self._known_model())
+        if self.channel not in ("control", "push", "pull", "rows"):
+            return
+        model = self.host.models.get(self.model_id)
+        member = None if model is None else model.membership.members.get(self.worker)
+        if model is not None and member is not None and member.incarnation == self.incarnation:
+            self.has_reconnected = self.channel == "control"
+            self.enter(model)
+        elif self.channel != "control" and chain is not None:  # it lost its state since then
+            raise chain.elsewhere(f"does not know worker {self.worker}")
+        elif self.channel != "control":
+            self.check_joined()
 
     def enter(self, model: ServedModel) -> None:
         """Serve this channel from now on; an earlier connection of the worker is displaced."""
@@ -141,8 +162,7 @@ class Peer:
         with model.lock:
             while (active := member.channels.get(self.channel)) is not None:
                 self._displace(model, member, active)
-            self.model = model
-            self.member = member
+            self.model, self.member, self.has_entered = model, member, True
             member.channels[self.channel] = self._active
             if self.channel == "push":
                 member.pushes.rows.clear()  # it is sent again from its start
@@ -150,41 +170,21 @@ class Peer:
 
     def end(self, is_broken: bool) -> None:
         """The connection has ended; `is_broken`: the other side may connect again."""
-        if self.member is None or self.model is None:
+        if not self.has_entered:
             return
-        is_lost = not self._returns(self.model, self.member, is_broken)
-        if is_lost and self._is_gone(self.member):
-            self.model.membership.lose(self.worker, self.incarnation)
+        if not self._returns(self.model, self.member, is_broken):
+            chain = self.host.chain
+            is_here = self.host.models.get(self.model_id) is self.model
+            # in a chain the head loses a worker, once none of its connections is left
+            if chain is None or (is_here and chain.node.is_head and not self.member.channels):
+                self.model.membership.lose(self.worker, self.incarnation)
         self.model.membership.lose_absent()
         self.host.release(self.model_id)
-
-    def _is_gone(self, member: Member) -> bool:
-        """In a chain: whether this is the head, and none of the worker's connections is left."""
-        chain = self.host.chain
-        is_here = self.host.models.get(self.model_id) is self.model
-        return chain is None or (is_here and chain.node.is_head and not member.channels)
 
     def read(self, action: Callable[[], T]) -> T:
         """What the state holds, with everything that was acknowledged before."""
         chain = self.host.chain
         return action() if chain is None else chain.read(action)
-
-    def _has_joined(self) -> bool:
-        model = self.host.models.get(self.model_id)
-        member = None if model is None else model.membership.members.get(self.worker)
-        return member is not None and member.incarnation == self.incarnation
-
-    def _known_model(self) -> ServedModel:
-        model = self.host.models.get(self.model_id)
-        if model is None or not self._has_joined():
-            chain = self.host.chain
-            if chain is not None:  # it has lost its state since the worker joined
-                raise chain.elsewhere(f"does not know worker {self.worker}")
-            raise self._not_joined()
-        return model
-
-    def _not_joined(self) -> Refused:
-        return Refused(f"worker {self.worker} has not joined this model")
 
     def _displace(self, model: ServedModel, member: Member, active: ActiveConnection) -> None:
         """End the connection that served this channel so far, and wait until it has ended.
@@ -243,7 +243,7 @@ class Peer:
         except BadInput as error:
             raise Refused(str(error)) from error
         except Exception as error:  # of an optimizer, for example: its update never comes
-            if self.model is not None:
+            if self.has_entered:
                 self.model.fail(f"server {self.model.spec.index} failed: {error!r}"[:4000])
             raise Refused(f"the server failed: {error!r}"[:4000]) from error
         finally:
@@ -257,7 +257,10 @@ class Peer:
         try:
             slowness.begin()
             self._check_place(header)
-            registered.handler(self, header, meta)
+            if self.channel not in ("follow", "chain") and header.kind is not FrameKind.SETUP:
+                self.check_joined()
+            message = registered.message
+            registered.handler(self, header, meta if message is None else decode(meta, message))
             slowness.pay()
         except ModelFailure as failure:
             connection.skip(end_bytes - connection.received_bytes)
@@ -295,6 +298,6 @@ class Peer:
 
     def _max_meta_bytes(self) -> int:
         """Descriptions of a model and of its state are long; everything else is short."""
-        is_joining = self.channel == "control" and (self.member is None or self.has_reconnected)
+        is_joining = self.channel == "control" and (not self.has_entered or self.has_reconnected)
         is_long = is_joining or self.channel in ("pull", "chain")
         return MAX_META_BYTES if is_long else _MAX_SHORT_META_BYTES

@@ -10,51 +10,47 @@ from torch import Tensor
 
 from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
-from shoal.protocol import FrameKind, Header, Refused, decode, encode
+from shoal.protocol import FrameKind, Header, Refused, encode
 from shoal.protocol.connection import Connection
 from shoal.server.member.operations import RowsSet, TableMade
 from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
-from shoal.server.model.membership import Member
 from shoal.server.model.push_buffer import RowPush
 from shoal.server.process.peer import Peer, handles
-from shoal.server.process.push_requests import catch_up
+from shoal.server.process.requests import catch_up
 from shoal.server.rows.memory import RowTarget, attach
 from shoal.server.shared_memory import bytes_of
 
 MAX_ROW_BYTES = 256 << 20  # of one request; a client splits larger ones
 
 
-@handles(FrameKind.TABLE_MAKE, "rows")
-def make(peer: Peer, header: Header, meta: bytes) -> None:
-    peer.joined()
-    peer.host.execute(TableMade(peer.model_id, decode(meta, TableSpec)))
+@handles(FrameKind.TABLE_MAKE, "rows", TableSpec)
+def make(peer: Peer, header: Header, spec: TableSpec) -> None:
+    peer.host.execute(TableMade(peer.model_id, spec))
     peer.reply()
 
 
-@handles(FrameKind.TABLE_PULL, "rows", has_payload=True)
-def pull(peer: Peer, header: Header, meta: bytes) -> None:
-    model, member = peer.joined()
-    request = decode(meta, RowBatch)
-    dim = peer.read(lambda: model.tables.table(request.table)).spec.dim
+@handles(FrameKind.TABLE_PULL, "rows", RowBatch, has_payload=True)
+def pull(peer: Peer, header: Header, request: RowBatch) -> None:
+    dim = peer.read(lambda: peer.model.tables.table(request.table)).spec.dim
     check_size(header, request.count, 8 if request.memory is None else 16, 8 + 4 * dim)
     if request.copies > request.count:
         raise Refused(f"{request.copies} copies among {request.count} rows")
-    ids, target = _read_wanted(peer, member, request, dim)
+    ids, target = _read_wanted(peer, request, dim)
     try:
-        pulled = peer.read(lambda: model.pull_rows(peer.worker, request, ids, target))
+        pulled = peer.read(lambda: peer.model.pull_rows(peer.worker, request, ids, target))
     except IndexError as error:
         raise Refused(f"places of rows in memory {request.memory}: {error}") from error
     payload = () if target.places is not None else (bytes_of(torch.from_numpy(target.rows)),)
     peer.reply_committed(encode(pulled), *payload)
 
 
-def _read_wanted(peer: Peer, member: Member, request: RowBatch, dim: int) -> tuple[Ids, RowTarget]:
+def _read_wanted(peer: Peer, request: RowBatch, dim: int) -> tuple[Ids, RowTarget]:
     """The ids of a pull, and where their rows go."""
     count = request.count
     if request.memory is None:
         rows = peer.row_buffer.rows(count, dim)
         return read_numbers(peer.connection, count), RowTarget(rows)
-    memory = member.row_memory.get(request.memory)
+    memory = peer.member.row_memory.get(request.memory)
     if memory is None or request.places * dim > len(memory):
         raise Refused(f"memory {request.memory} has no room for {request.places} rows")
     numbers = read_numbers(peer.connection, 2 * count)
@@ -62,58 +58,52 @@ def _read_wanted(peer: Peer, member: Member, request: RowBatch, dim: int) -> tup
     return numbers[:count], RowTarget(rows, numbers[count:])
 
 
-@handles(FrameKind.SHARE_ROWS, "rows")
-def share(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.SHARE_ROWS, "rows", ShareRows)
+def share(peer: Peer, header: Header, request: ShareRows) -> None:
     """A worker passes memory for the rows that it pulls."""
-    _, member = peer.joined()
-    number = decode(meta, ShareRows).number
     with peer.descriptor(is_needed=True) as descriptor:
         assert descriptor is not None
-        member.row_memory[number] = attach(descriptor)
+        peer.member.row_memory[request.number] = attach(descriptor)
     peer.reply()
 
 
-@handles(FrameKind.TABLE_PUSH, "push", has_payload=True)
-def push(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.TABLE_PUSH, "push", RowBatch, has_payload=True)
+def push(peer: Peer, header: Header, request: RowBatch) -> None:
     """No answer: the commit that follows is answered."""
-    model, member = peer.joined()
-    request = decode(meta, RowBatch)
-    dim = model.tables.table(request.table).spec.dim
+    dim = peer.model.tables.table(request.table).spec.dim
     check_size(header, request.count, 8 + 4 * dim, 0)
     ids = torch.from_numpy(read_numbers(peer.connection, request.count))
     grads = torch.from_numpy(read_numbers(peer.connection, request.count * dim, np.float32))
     rows = RowPush(request.table, ids, grads.view(request.count, dim), request.lr)
-    catch_up(peer, member.pushes, header.sequence)
-    model.tables.stage(member.pushes, header.sequence, rows)
+    catch_up(peer, header.sequence)
+    peer.model.tables.stage(peer.member.pushes, header.sequence, rows)
 
 
-@handles(FrameKind.TABLE_GET, "rows")
-def get_chunk(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.TABLE_GET, "rows", RowBatch)
+def get_chunk(peer: Peer, header: Header, request: RowBatch) -> None:
     """The chunk of a table's state behind the cursor in `argument`."""
-    model, _ = peer.joined()
-    name = decode(meta, RowBatch).table
 
     def read() -> tuple[dict[str, Tensor] | None, int]:
-        with model.lock:
-            table = model.tables.table(name)
+        with peer.model.lock:
+            table = peer.model.tables.table(request.table)
             chunk_rows = max(1, MAX_ROW_BYTES // (16 * table.spec.dim))
             return peer.table_reader.read(table, header.argument, chunk_rows), table.steps
 
     tensors, steps = peer.read(read)
     if tensors is None:
-        peer.reply(encode(RowChunk(name, 0, (), steps)))
+        peer.reply(encode(RowChunk(request.table, 0, (), steps)))
         return
     first, *keys = tensors
-    chunk = RowChunk(name, len(tensors[first]), tuple(keys), steps)
+    chunk = RowChunk(request.table, len(tensors[first]), tuple(keys), steps)
     peer.reply(encode(chunk), *map(bytes_of, tensors.values()))
 
 
-@handles(FrameKind.TABLE_SET, "rows", has_payload=True)
-def set_chunk(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.TABLE_SET, "rows", RowChunk, has_payload=True)
+def set_chunk(peer: Peer, header: Header, chunk: RowChunk) -> None:
     """Clear a table, or load a chunk of saved rows."""
     if header.payload_bytes > MAX_ROW_BYTES:
         raise Refused(f"{header.payload_bytes} bytes of rows are too many for one request")
-    peer.execute_with_payload(RowsSet(peer.model_id, decode(meta, RowChunk)), header)
+    peer.execute_with_payload(RowsSet(peer.model_id, chunk), header)
 
 
 def check_size(header: Header, count: int, entry_bytes: int, answer_bytes: int) -> None:
@@ -130,44 +120,38 @@ def read_numbers(connection: Connection, count: int, dtype: type = np.int64) -> 
     return numbers
 
 
-@handles(FrameKind.TABLE_HEAT, "rows")
-def get_heat(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.TABLE_HEAT, "rows", RowBatch)
+def get_heat(peer: Peer, header: Header, request: RowBatch) -> None:
     """The counts of rows since the last request."""
-    model, _ = peer.joined()
-    name = decode(meta, RowBatch).table
-    with model.lock:
-        hot = model.tables.hot_table(name)
+    with peer.model.lock:
+        hot = peer.model.tables.hot_table(request.table)
         found, total = hot.take_counts()
         number = hot.number
     numbers = torch.from_numpy(np.concatenate([found.ids, found.counts]))
     peer.reply(encode(Heat(len(found.ids), total, number)), bytes_of(numbers))
 
 
-@handles(FrameKind.TABLE_HOT_GET, "rows")
-def get_hot(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.TABLE_HOT_GET, "rows", RowBatch)
+def get_hot(peer: Peer, header: Header, request: RowBatch) -> None:
     """The present set of hot rows."""
-    model, _ = peer.joined()
-    name = decode(meta, RowBatch).table
-    with model.lock:
-        hot = model.tables.hot_table(name)
-        answer = HotRows(name, hot.number, len(hot.ids), hot.is_published)
+    with peer.model.lock:
+        hot = peer.model.tables.hot_table(request.table)
+        answer = HotRows(request.table, hot.number, len(hot.ids), hot.is_published)
         ids = torch.from_numpy(hot.ids)
     peer.reply(encode(answer), bytes_of(ids))
 
 
-@handles(FrameKind.TABLE_HOT_SET, "rows", has_payload=True)
-def set_hot(peer: Peer, header: Header, meta: bytes) -> None:
+@handles(FrameKind.TABLE_HOT_SET, "rows", HotRows, has_payload=True)
+def set_hot(peer: Peer, header: Header, request: HotRows) -> None:
     """Take a set of hot rows, or publish those of this server."""
-    model, _ = peer.joined()
-    request = decode(meta, HotRows)
-    hot = model.tables.hot_table(request.table)
-    if request.addresses and len(request.addresses) != model.spec.servers:
-        raise Refused(f"{len(request.addresses)} addresses of {model.spec.servers} servers")
+    hot = peer.model.tables.hot_table(request.table)
+    if request.addresses and len(request.addresses) != peer.model.spec.servers:
+        raise Refused(f"{len(request.addresses)} addresses of {peer.model.spec.servers} servers")
     check_size(header, request.count, 8, 0)
     ids = read_numbers(peer.connection, request.count)
-    with model.lock:
+    with peer.model.lock:
         hot.choose(request.number, ids, request.publish)
-        model.lock.notify_all()
+        peer.model.lock.notify_all()
     if request.addresses:
         peer.host.row_copies(peer.model_id).follow(request.addresses)
     peer.reply()

@@ -29,11 +29,11 @@ from shoal.runtime.config import TlsConfig
 from shoal.server.member.peer_link import SILENT_COPY_S
 from shoal.server.member.start import ChainParts, ChainSettings
 from shoal.server.model.served_model import ServedModel
-from shoal.server.process import control_requests, push_requests, rows_requests
+from shoal.server.process import requests, rows_requests
 from shoal.server.process.model_host import ModelHost
 from shoal.server.process.peer import Peer
 
-HANDLER_MODULES = (control_requests, push_requests, rows_requests)  # they fill the table
+HANDLER_MODULES = (requests, rows_requests)  # they fill the table
 _COUNTED = ("requests", "received_bytes", "sent_bytes")
 
 
