@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from shoal.server.client.route import Broken, MovedAway, Reply, Request, Route
 from shoal.server.messages import SetUp
 
 CLOSE_TIMEOUT_S = 5.0
-PATIENCE = 1.5  # times the limit of the run
+PATIENCE = 1.5  # times the limit of the run: servers say themselves which worker they wait for
 MAX_RECONNECTS = 100  # while one request is carried out
 
 _SPANS: dict[Channel, str] = {"control": "send", "push": "push", "pull": "pull", "rows": "pull"}
@@ -149,19 +150,28 @@ class ServerLink:
         began_ns = time.monotonic_ns()
         unacknowledged = self._unacknowledged[channel]
         to_send = [request]
+        who = f"rank {self.rank}"
         self.route.aim(channel, request)
         for attempts_left in reversed(range(MAX_RECONNECTS)):
             connection = self.connection(channel)
             is_sent = False
             try:
-                with self._waits_for(connection, request):
+                give_up = partial(self.give_up, connection, request.kind)
+                with waiting(who, self.route.whom, request.kind.name, give_up, PATIENCE):
                     for each in to_send:
                         self.route.send(connection, each)
                     is_sent = True
                     reply = self._receive(connection, request)
                 break
             except Closed as error:
-                broken = self._why_broken(connection, request.kind, error, is_sent)
+                broken = self.broken(request.kind, error)
+                if not is_sent:  # raises what the server said before it closed
+                    try:
+                        self.route.receive(connection, request.kind)
+                    except MovedAway as moved:
+                        broken = moved
+                    except Closed:
+                        pass
             except MovedAway as moved:
                 broken = moved
             if not attempts_left:
@@ -179,15 +189,6 @@ class ServerLink:
             self._tracer.add(_SPANS[channel], began_ns, end_ns, track, request.kind.name)
         return reply
 
-    def _waits_for(self, connection: Connection, request: Request) -> waiting:
-        """The server says which worker it waits for itself, so this side is more patient."""
-
-        def give_up(seconds: float) -> None:
-            self.give_up(connection, request.kind, seconds)
-
-        who, whom = f"rank {self.rank}", self.route.whom
-        return waiting(who, whom, request.kind.name, give_up, PATIENCE)
-
     def give_up(self, connection: Connection, kind: FrameKind, seconds: float) -> None:
         doing = f"{self.route.doing(kind)} (no answer)"
         self.route.fail(PeerLost(self.rank, None, doing, round(seconds, 1)))
@@ -202,31 +203,18 @@ class ServerLink:
         if views is None:
             payload = bytearray(header.payload_bytes)
             views = (memoryview(payload),)
-        expected_bytes = sum(view.nbytes for view in views)
-        if header.payload_bytes != expected_bytes:
-            raise connection.break_off(self.wrong_size(request.kind, expected_bytes, header))
+        self.check_size(connection, request.kind, sum(view.nbytes for view in views), header)
         for view in views:
             connection.read_into(view)
         return Reply(meta, payload)
 
-    def wrong_size(self, kind: FrameKind, expected_bytes: int, header: Header) -> ShoalError:
-        return ShoalError(
-            f"rank {self.rank}: expected {expected_bytes} bytes in the answer of server "
-            f"{self.index} to {kind.name}, got {header.payload_bytes}"
-        )
-
-    def _why_broken(
-        self, connection: Connection, kind: FrameKind, error: Exception, is_sent: bool
-    ) -> Broken:
-        """Why a request has no answer; raises what the server said before it closed."""
-        if not is_sent:
-            try:
-                self.route.receive(connection, kind)
-            except MovedAway as moved:
-                return moved
-            except Closed:
-                pass
-        return self.broken(kind, error)
+    def check_size(
+        self, connection: Connection, kind: FrameKind, expected_bytes: int, header: Header
+    ) -> None:
+        if header.payload_bytes != expected_bytes:
+            what = f"expected {expected_bytes} bytes in the answer of server {self.index}"
+            got = f"{kind.name}, got {header.payload_bytes}"
+            raise connection.break_off(ShoalError(f"rank {self.rank}: {what} to {got}"))
 
     def broken(self, kind: FrameKind, error: Exception) -> Broken:
         return Broken(self.rank, None, f"{self.route.doing(kind)} ({error})")
@@ -253,95 +241,80 @@ class ServerExchange:
     def __init__(self, asked: Sequence[Asked], channel: Channel):
         self._asked = asked
         self._channel = channel
-        self._awaited = np.zeros(1, np.int64)
-        self._errors: list[int] = []  # of requests that could not be sent
         self._is_over = False
+        frames = []
+        for link, request, connection in asked:
+            head = pack_frame(link.route.header_of(request), request.meta, request.payload)
+            frames.append((connection.sock.fileno(), head, *request.payload))
+            connection.sent_bytes += len(head) + sum([view.nbytes for view in request.payload])
+        try:
+            for each in asked:
+                each.connection.check_whole()
+            self._errors = _native.send(frames)  # of requests that could not be sent
+        except BaseException as error:
+            self.abandon(error)
+            raise
 
-    def metas(self) -> list[bytes | None]:
-        """Wait for the metadata of all answers, which have no payload."""
-        sizes = [0] * len(self._asked)
-        return self._answers(lambda: _native.receive(self._sockets, self._awaited), sizes)
-
-    def rows(self, target: Rows, places: Sequence[Ids]) -> list[bytes | None]:
-        """Wait for all answers, whose rows go to these places; returns their metadata.
+    def answers(self, target: Rows | None, places: Sequence[Ids]) -> list[bytes | None]:
+        """Wait for all answers, whose rows go to these places of a target; returns their metadata.
 
         None: the connection is broken, and the request is to be sent again over another one.
         """
-        row_bytes = 4 * target.shape[1]
-        asked = list(zip(self._sockets, places, strict=True))
-        sizes = [len(where) * row_bytes for where in places]
-        return self._answers(lambda: _receive_rows(asked, target, row_bytes, self._awaited), sizes)
+        sockets = [each.connection.sock.fileno() for each in self._asked]
+        row_bytes = 0 if target is None else 4 * target.shape[1]
+        awaited = np.zeros(1, np.int64)
 
-    @property
-    def _sockets(self) -> list[int]:
-        return [each.connection.sock.fileno() for each in self._asked]
+        def whom() -> str:
+            return f"server {self._asked[int(awaited[0])].link.index}"
 
-    def _answers(
-        self, receive: Callable[[], Sequence[bytes | int]], sizes: Sequence[int]
-    ) -> list[bytes | None]:
+        def give_up(seconds: float) -> None:
+            link, request, connection = self._asked[int(awaited[0])]
+            link.give_up(connection, request.kind, seconds)
+
         first = self._asked[0]
-        who, doing = f"rank {first.link.rank}", first.request.kind.name
+        doing = first.request.kind.name
+        answers: Sequence[bytes | int]
         try:
-            with waiting(who, self._whom, doing, self._give_up, PATIENCE):
-                answers = receive()
-            for each, answer in zip(self._asked, answers, strict=False):  # up to one that broke
+            with waiting(f"rank {first.link.rank}", whom, doing, give_up, PATIENCE):
+                if target is None:
+                    answers = _native.receive(sockets, awaited)
+                else:
+                    asked = list(zip(sockets, places, strict=True))
+                    answers = _receive_rows(asked, target, row_bytes, awaited)
+            for index, answer in enumerate(answers):  # up to one that broke
                 if isinstance(answer, int):
-                    broken = self._broken(each, answer)
-                    each.connection.break_off(broken)
-                    if each.link.route.is_unix:  # it breaks with its server
-                        raise broken
+                    self._break(index, answer)
         except BaseException as error:
-            self._break_off(error)
+            self.abandon(error)
             raise
-        finally:
-            self._give_back()
+        self._give_back()
         return [
-            None if isinstance(answer, int) else _meta(each, answer, size)
-            for each, answer, size in zip(self._asked, answers, sizes, strict=True)
+            None if isinstance(answer, int) else _meta(each, answer, len(where) * row_bytes)
+            for each, answer, where in zip(self._asked, answers, places, strict=True)
         ]
 
     def abandon(self, error: BaseException) -> None:
         """Answers that were not read yet are not read: no request can follow."""
         if not self._is_over:
-            self._break_off(error)
+            for each in self._asked:
+                each.connection.break_off(error)
             self._give_back()
 
-    def _send(self) -> None:
-        frames = []
-        for link, request, connection in self._asked:
-            head = pack_frame(link.route.header_of(request), request.meta, request.payload)
-            frames.append((connection.sock.fileno(), head, *request.payload))
-            connection.sent_bytes += len(head) + sum([view.nbytes for view in request.payload])
-        try:
-            for each in self._asked:
-                each.connection.check_whole()
-            self._errors = _native.send(frames)
-        except BaseException as error:
-            self.abandon(error)
-            raise
-
-    def _broken(self, asked: Asked, number: int) -> Exception:
-        """Why there is no answer; why the request could not be sent, if it could not."""
-        number = self._errors[self._asked.index(asked)] or number
+    def _break(self, index: int, number: int) -> None:
+        """There is no answer, or the request could not be sent; raises if its server is lost."""
+        link, request, connection = self._asked[index]
+        number = self._errors[index] or number
         reason: Exception = OSError(number, os.strerror(number))
         if number == errno.ECONNRESET:
             reason = Closed("the other side has closed the connection")
         try:
-            asked.connection.check_whole()
+            connection.check_whole()
         except Closed as closed:
             reason = closed
-        return asked.link.broken(asked.request.kind, reason)
-
-    def _whom(self) -> str:
-        return f"server {self._asked[int(self._awaited[0])].link.index}"
-
-    def _give_up(self, seconds: float) -> None:
-        link, request, connection = self._asked[int(self._awaited[0])]
-        link.give_up(connection, request.kind, seconds)
-
-    def _break_off(self, error: BaseException) -> None:
-        for each in self._asked:
-            each.connection.break_off(error)
+        broken = link.broken(request.kind, reason)
+        connection.break_off(broken)
+        if link.route.is_unix:  # it breaks with its server
+            raise broken
 
     def _give_back(self) -> None:
         self._is_over = True
@@ -356,8 +329,7 @@ def _meta(asked: Asked, answer: bytes, payload_bytes: int) -> bytes:
     connection.received_bytes += len(answer) + header.payload_bytes
     connection.requests += 1
     link.route.check_answer(header, meta, request.kind)
-    if header.payload_bytes != payload_bytes:
-        raise connection.break_off(link.wrong_size(request.kind, payload_bytes, header))
+    link.check_size(connection, request.kind, payload_bytes, header)
     return meta
 
 
@@ -375,6 +347,4 @@ def begin_exchange(
                 each.link.give_back(channel)
             return None
         asked.append(Asked(link, request, connection))
-    exchange = ServerExchange(asked, channel)
-    exchange._send()
-    return exchange
+    return ServerExchange(asked, channel)

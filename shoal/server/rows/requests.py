@@ -164,41 +164,36 @@ class RowRequests:
         self._parts = list(self._split())
         self._posted: list[PostedRequest] = []
         self._room: Tensor | None = None  # where rows come to first, if they do
-        self._exchange = self._begin() if self._is_short else None
+        is_small = all(part.stop - part.start <= _AT_ONCE_ROWS for part in self._parts)
+        self._exchange: ServerExchange | None = None
+        if is_small and len(self._parts) <= len(links):  # each server answers in one frame
+            asked = [(part.link, self._request(part)) for part in self._parts]
+            self._exchange = begin_exchange(asked, "rows")
         if self._exchange is None:
             self._posted = [self._post(part) for part in self._parts]
 
     def wait(self) -> Answered:
-        if self._exchange is not None:
-            return self._answered(self._exchanged(self._exchange))
-        metas = [posted.result().meta for posted in self._posted]
-        if self._room is not None:
-            copy_rows(self._room, None, self._pulled.rows, self._routed.places)
-        return self._answered(metas)
-
-    def _exchanged(self, begun: ServerExchange) -> list[bytes]:
-        """The answers, with all rows in their places; asks again where a connection broke."""
-        rows = self._pulled.rows
-        places = [self._routed.places[part.start : part.stop] for part in self._parts]
-        found = begun.metas() if self._is_shared else begun.rows(rows.numpy(), places)
+        """Asks again where a connection broke."""
+        rows, places = self._pulled.rows, self._routed.places
+        if self._exchange is None:
+            metas = [posted.result().meta for posted in self._posted]
+            if self._room is not None:
+                copy_rows(self._room, None, rows, places)
+            return self._answered(metas)
+        of_parts = [places[part.start : part.stop] for part in self._parts]
+        found = self._exchange.answers(None if self._is_shared else rows.numpy(), of_parts)
         metas = []
-        for part, where, meta in zip(self._parts, places, found, strict=True):
+        for part, where, meta in zip(self._parts, of_parts, found, strict=True):
             if meta is None:
                 meta = self._post(part).result().meta
                 copy_rows(self._received[part.start : part.stop], None, rows, where)
             metas.append(meta)
-        return metas
+        return self._answered(metas)
 
     def abandon(self, error: BaseException) -> None:
         """The rows are not waited for."""
         if self._exchange is not None:
             self._exchange.abandon(error)
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether each server gets one request, and can answer it in one frame."""
-        is_small = all(part.stop - part.start <= _AT_ONCE_ROWS for part in self._parts)
-        return is_small and len(self._parts) <= len(self._links)
 
     @property
     def _is_shared(self) -> bool:
@@ -212,9 +207,6 @@ class RowRequests:
             size = (len(self._routed.ids), self._pulled.rows.shape[1])
             self._room = torch.from_numpy(self._pulled.buffer.rows(*size))
         return self._room
-
-    def _begin(self) -> ServerExchange | None:
-        return begin_exchange([(part.link, self._request(part)) for part in self._parts], "rows")
 
     def _post(self, part: _Part) -> PostedRequest:
         request = self._request(part)
@@ -236,11 +228,11 @@ class RowRequests:
 
     def _request(self, part: _Part) -> Request:
         routed, memory = self._routed, self._pulled.memory
-        numbers = (routed.ids, routed.places) if self._is_shared else (routed.ids,)
+        numbers: tuple[Any, ...] = (routed.ids, routed.places) if self._is_shared else (routed.ids,)
         room = len(self._pulled.rows) if self._is_shared else 0
         count = part.stop - part.start
         message = RowBatch(self._table, count, 0.0, part.copies, self._version, memory, room)
-        payload = tuple(_bytes(each[part.start : part.stop]) for each in numbers)
+        payload = tuple(memoryview(each[part.start : part.stop]) for each in numbers)
         return Request(FrameKind.TABLE_PULL, encode(message), payload)
 
     def _answered(self, metas: Sequence[bytes]) -> Answered:
@@ -255,8 +247,3 @@ class RowRequests:
             refresh |= answer.refresh
         found = np.concatenate(missing) if missing else np.zeros(0, np.int64)
         return Answered(found, hot, link, refresh)
-
-
-def _bytes(numbers: Any) -> memoryview:
-    """The memory of contiguous numbers."""
-    return memoryview(numbers)
