@@ -25,6 +25,8 @@ from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.replica_mean import kept
 from shoal.transport.shm.rank_memory import Bytes, VersionedPages, page_bytes
 
+MEASURE_EVERY = 50  # steps from one measurement of the distance to neighbours to the next
+
 
 class AsyncGossip(InRankMemory):
     """A step writes the parameters once and reads those of the neighbours that are new.
@@ -47,6 +49,8 @@ class AsyncGossip(InRankMemory):
         self._joined_at = 0  # the steps that others had done before
         self.lost: set[int] = set()
         self.reads = self.behind = self.most_behind = 0  # how many, and by how many steps late
+        self.distances: list[tuple[int, float]] = []
+        self._measure_at = MEASURE_EVERY
         self._seen = [0] * self.size
         self._others = torch.empty_like(flat.data)
         self._loss: Tensor | None = None
@@ -115,6 +119,7 @@ class AsyncGossip(InRankMemory):
             "lost": sorted(self.lost),
             "steps_behind": self.behind / max(1, self.reads),
             "most_steps_behind": self.most_behind,
+            "distance_to_neighbours": [list(pair) for pair in self.distances],
         }
 
     def summary(self) -> list[str]:
@@ -132,12 +137,18 @@ class AsyncGossip(InRankMemory):
         """x_i = (1 - what was taken) x_i + sum of w[i, j] x_j over neighbours with news."""
         data = self.flat.data
         taken = 0.0
+        apart = []
         others = self._others.zero_()
         for peer, weight in self.mixing.heard_by(self.rank, self.steps).items():
             theirs = None if peer == self.rank else self._read_news(peer)
             if theirs is not None:
+                if self.steps + 1 >= self._measure_at:
+                    apart.append(float((theirs - data)[self.flat.offset :].norm()))
                 others.add_(theirs, alpha=weight)
                 taken += weight
+        if apart:
+            self._measure_at = self.steps + 1 + MEASURE_EVERY
+            self.distances.append((self.steps + 1, sum(apart) / len(apart)))
         data.mul_(1 - taken).add_(others)
 
     def _read_news(self, peer: int) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.errors import BadInput
 from shoal.strategy.strategy import parse
+from shoal.sync import gossip_async
 from shoal.sync.gossip_async import AsyncGossip
 from shoal.train.checkpoints import files
 from shoal.train.job import Job
@@ -136,3 +137,23 @@ def test_without_common_memory_it_is_refused(world: World, monkeypatch: pytest.M
     models = [mlp() for _ in range(2)]
     with pytest.raises(BadInput, match=r"share none: .* take ddp"):
         world(2, lambda group: alone(group, models[group.rank]))
+
+
+def test_distances_to_neighbours_are_recorded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gossip_async, "MEASURE_EVERY", 1)
+    models = [mlp() for _ in range(4)]
+
+    def body(group: Group) -> list[list[float]]:
+        job = Job(RING, group, device=CPU)
+        step = job.step(models[group.rank], F.cross_entropy, optimizer=SGD)
+        for batch in job.batches(samples(64), 16):
+            step(batch)
+            group.barrier().wait()  # so that there is always something to read
+        job.close()
+        found: list[list[float]] = step.sync.report()["distance_to_neighbours"]
+        return found
+
+    for distances in world(4, body):
+        assert distances and all(distance > 0 for _, distance in distances)
