@@ -15,7 +15,6 @@ from shoal.comm.group import Group
 from shoal.pytree import map_tensors, tensors_of
 from shoal.replica.context.ring import AttentionPlan, ring_attention
 from shoal.replica.context.sequence_shard import (
-    SequenceAlignment,
     SequenceContext,
     SequenceShard,
     SequenceSpec,
@@ -72,17 +71,17 @@ def _matmul(op: ShardedCall) -> Any:
         return op.context.wrap(product, a.spec.at(product.dim() - 2))
     if isinstance(a, SequenceShard) and isinstance(b, SequenceShard):
         is_inner = a.spec.dim == a.dim() - 1 and b.spec.dim == b.dim() - 2
-        if is_inner and a.spec.same_positions(b.spec):  # the product is a sum over positions
+        if is_inner and a.spec.at(0) == b.spec.at(0):  # the product is a sum over positions
             return sum_over_ranks(a.local @ b.local, op.context.group)
     if isinstance(b, SequenceShard) and b.spec.dim == b.dim() - 1:
         left = a.full() if isinstance(a, SequenceShard) else a
         product = left @ b.local
         return op.context.wrap(product, b.spec.at(product.dim() - 1))
     # positions among the dimensions before the matrices, as in an elementwise operation
-    alignment = SequenceAlignment(next(t for t in (a, b) if isinstance(t, SequenceShard)))
-    if alignment.from_end <= 2:
+    leader = a if isinstance(a, SequenceShard) else b
+    if leader.dim() - leader.spec.dim <= 2:
         return NotImplemented
-    return alignment.wrap(alignment.local(a) @ alignment.local(b))
+    return leader.wrap_aligned(leader.align(a) @ leader.align(b))
 
 
 def _addmm(op: ShardedCall) -> Any:
@@ -203,10 +202,9 @@ def _pointwise(op: ShardedCall) -> Any:
               for t in (given[name] for name in names)]  # fmt: skip
     if is_odd or reduction not in ("none", "mean", "sum") or shapes[0] != shapes[1]:
         return NotImplemented
-    alignment = SequenceAlignment(op.leader)
-    loss = op.function(**alignment.locals(given), reduction="none")
+    loss = op.function(**map_tensors(op.leader.align, given), reduction="none")
     if reduction == "none":
-        return alignment.wrap(loss)
+        return op.leader.wrap_aligned(loss)
     total = sum_over_ranks(loss.sum(), op.context.group)
     return total if reduction == "sum" else total / shapes[0].numel()
 

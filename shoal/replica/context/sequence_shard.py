@@ -29,7 +29,6 @@ from shoal.replica.engine import Stage
 from shoal.replica.microbatch_context import MicroBatch, TensorParallelRng
 from shoal.replica.split.mapping import ShardSpec, mapped
 from shoal.replica.split.sharded_tensor import (
-    Alignment,
     NotAligned,
     Rule,
     ShardedCall,
@@ -76,9 +75,6 @@ class SequenceSpec:
         """Whether the dimension is all positions and nothing else."""
         return self.positions == self.length and self.outer == self.inner == 1
 
-    def same_positions(self, other: SequenceSpec) -> bool:
-        return replace(self, dim=0) == replace(other, dim=0)
-
     def at(self, dim: int) -> SequenceSpec:
         return replace(self, dim=dim)
 
@@ -95,10 +91,6 @@ class SequenceSpec:
 
     def count(self, rank: int) -> int:
         return sum(map(len, self.ranges(rank)))
-
-    def local_size(self, rank: int) -> int:
-        """Of the dimension, on one rank."""
-        return self.outer * self.count(rank) * self.inner
 
     def local_positions(self, rank: int, device: torch.device) -> Tensor:
         """A rank's positions in the sequence."""
@@ -237,10 +229,15 @@ class SequenceShard(ShardedTensor):
         removed = sum(d < self.spec.dim for d in dims) if result.dim() < self.dim() else 0
         return self.context.wrap(result, self.spec.at(self.spec.dim - removed))
 
-    def alignment(self) -> SequenceAlignment:
-        if self.spec.size == 1:
-            raise NotAligned
-        return SequenceAlignment(self)
+    def align(self, tensor: Tensor) -> Tensor:
+        """Tensors are broadcast: where positions are is counted from the last dimension."""
+        return self.context.local_part(tensor, self._spec_in(tensor))
+
+    def wrap_aligned(self, result: Tensor) -> SequenceShard:
+        return self.context.wrap(result, self._spec_in(result))
+
+    def _spec_in(self, tensor: Tensor) -> SequenceSpec:
+        return self.spec.at(tensor.dim() - self.dim() + self.spec.dim)
 
     @classmethod
     def compute_in_full(cls, call: ShardedCall) -> Any:
@@ -258,21 +255,6 @@ class SequenceShard(ShardedTensor):
         ):
             context.tell_gathered(call.name.strip("_"))
         return super().compute_in_full(call)
-
-
-class SequenceAlignment(Alignment):
-    """Where the positions are in tensors that are broadcast: counted from the last dimension."""
-
-    def __init__(self, leader: SequenceShard):
-        self.context = leader.context
-        self.spec = leader.spec
-        self.from_end = leader.dim() - leader.spec.dim
-
-    def local(self, tensor: Tensor) -> Tensor:
-        return self.context.local_part(tensor, self.spec.at(tensor.dim() - self.from_end))
-
-    def wrap(self, result: Tensor) -> SequenceShard:
-        return self.context.wrap(result, self.spec.at(result.dim() - self.from_end))
 
 
 def of_sequence(rule: Callable[[ShardedCall, SequenceShard], Any]) -> Rule:

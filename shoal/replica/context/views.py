@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.replica.context.sequence_shard import SequenceAlignment, SequenceShard, of_sequence
+from shoal.pytree import map_tensors
+from shoal.replica.context.sequence_shard import SequenceShard, of_sequence
 from shoal.replica.split.mapping import sum_over_ranks
 from shoal.replica.split.sharded_tensor import Rule, ShardedCall, map_results, reshaped
 
@@ -24,7 +25,7 @@ def _reshape(op: ShardedCall, x: SequenceShard) -> Any:
     if spec is None:
         return NotImplemented
     shape = list(new)
-    shape[spec.dim] = spec.local_size(op.context.rank)
+    shape[spec.dim] = spec.outer * spec.count(op.context.rank) * spec.inner
     made = op.context.wrap(x.local.reshape(shape), spec)
     if x.full_value is not None:
         made.full_value = x.full_value.reshape(new)
@@ -33,8 +34,6 @@ def _reshape(op: ShardedCall, x: SequenceShard) -> Any:
 
 def _move(op: ShardedCall, x: SequenceShard) -> Any:
     """Dimensions change places, appear or vanish; sizes do not matter."""
-    if x.spec.size == 1:
-        return NotImplemented
     tags = [1 if size == 1 else 2 + index for index, size in enumerate(x.full_shape)]
     moved = op.function(torch.empty(tags, device="meta"), *op.args[1:], **op.kwargs).shape
     dim = list(moved).index(2 + x.spec.dim)
@@ -58,7 +57,7 @@ def _expand(op: ShardedCall, x: SequenceShard) -> Any:
     sizes = _sizes(op)
     dim = len(sizes) - (x.dim() - x.spec.dim)
     is_repeat = op.name == "repeat"
-    if x.spec.size == 1 or sizes[dim] not in ((1,) if is_repeat else (-1, x.spec.size)):
+    if sizes[dim] not in ((1,) if is_repeat else (-1, x.spec.size)):
         return NotImplemented
     if is_repeat:
         return op.context.wrap(x.local.repeat(sizes), x.spec.at(dim))
@@ -82,9 +81,9 @@ class Along:
         dims = [d % x.dim() for d in ([given] if isinstance(given, int) else given)]
         if x.spec.dim in dims or not dims:
             return NotImplemented
-        alignment = SequenceAlignment(x)  # an index or a source has the shape of the first tensor
-        result = op.function(*alignment.locals(op.args), **alignment.locals(op.kwargs))
-        return map_results(lambda t: x.wrap_along(t, dims), result)
+        # an index or a source has the shape of the first tensor
+        args, kwargs = map_tensors(x.align, (op.args, op.kwargs))
+        return map_results(lambda t: x.wrap_along(t, dims), op.function(*args, **kwargs))
 
 
 def _join(op: ShardedCall) -> Any:
@@ -96,8 +95,7 @@ def _join(op: ShardedCall) -> Any:
     dim %= first.dim() + int(is_new)
     if (not is_new and dim == first.spec.dim) or any(t.dim() != first.dim() for t in tensors):
         return NotImplemented
-    alignment = SequenceAlignment(first)
-    joined = op.function([alignment.local(t) for t in tensors], dim)
+    joined = op.function([first.align(t) for t in tensors], dim)
     at = first.spec.dim + int(is_new and dim <= first.spec.dim)
     return op.context.wrap(joined, first.spec.at(at))
 
@@ -181,19 +179,14 @@ def _spread(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     return items + [slice(None)] * (dims - given)
 
 
-def _narrow(op: ShardedCall, x: SequenceShard) -> Any:
-    dim, start, length = op.argument(1, "dim"), op.argument(2, "start"), op.argument(3, "length")
-    if not isinstance(start, int):
+def _index_one(op: ShardedCall, x: SequenceShard) -> Any:
+    """`select` and `narrow`, as an index of one dimension."""
+    dim, item = op.argument(1, "dim"), op.argument(2, "index" if op.name == "select" else "start")
+    if not isinstance(item, int):
         return NotImplemented
-    start %= x.full_shape[dim]
-    return _index_one(op, x, dim, slice(start, start + length))
-
-
-def _select(op: ShardedCall, x: SequenceShard) -> Any:
-    return _index_one(op, x, op.argument(1, "dim"), op.argument(2, "index"))
-
-
-def _index_one(op: ShardedCall, x: SequenceShard, dim: int, item: Any) -> Any:
+    if op.name == "narrow":
+        item %= x.full_shape[dim]
+        item = slice(item, item + op.argument(3, "length"))
     index = (slice(None),) * (dim % x.dim()) + (item,)
     return _getitem(replace(op, args=(x, index), kwargs={}), x)
 
@@ -224,6 +217,5 @@ VIEWS: dict[str, Rule] = {
     ),
     **dict.fromkeys(["cat", "concat", "concatenate", "stack"], _join),
     "__getitem__": of_sequence(_getitem),
-    "narrow": of_sequence(_narrow),
-    "select": of_sequence(_select),
+    **dict.fromkeys(["narrow", "select"], of_sequence(_index_one)),
 }

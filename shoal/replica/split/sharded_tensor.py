@@ -11,7 +11,6 @@ tables, parameters) are brought to the shard that they meet. The kinds of sharde
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,21 +63,6 @@ class NotAligned(Exception):
     """A tensor does not fit beside a shard: the operation is computed in full."""
 
 
-class Alignment:
-    """How tensors of one elementwise operation fit a shard; raises `NotAligned`."""
-
-    @abstractmethod
-    def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor, for an operation with the others."""
-
-    @abstractmethod
-    def wrap(self, result: Tensor) -> Tensor:
-        """What the operation made of the local parts."""
-
-    def locals(self, tree: Tree) -> Tree:
-        return map_tensors(self.local, tree)
-
-
 class ShardedTensor(Tensor):
     """Its memory is this rank's shard; `shape` is that of the full tensor.
 
@@ -111,8 +95,13 @@ class ShardedTensor(Tensor):
         """What goes to the same rank of another stage: plain tensors."""
         return self.full()
 
-    def alignment(self) -> Alignment:
+    def align(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor, for an elementwise operation with this one."""
         raise NotAligned
+
+    def wrap_aligned(self, result: Tensor) -> Tensor:
+        """What the operation made of the local parts."""
+        return self.like(result)
 
     @classmethod
     def compute_in_full(cls, call: ShardedCall) -> Any:
@@ -244,9 +233,8 @@ METADATA: dict[str, Rule] = {
 def elementwise(call: ShardedCall) -> Any:
     if call.is_in_place:
         return _in_place(call)
-    alignment = call.leader.alignment()
-    result = call.function(*alignment.locals(call.args), **alignment.locals(call.kwargs))
-    return map_results(alignment.wrap, result)
+    args, kwargs = map_tensors(call.leader.align, (call.args, call.kwargs))
+    return map_results(call.leader.wrap_aligned, call.function(*args, **kwargs))
 
 
 def _in_place(call: ShardedCall) -> Any:
@@ -257,8 +245,8 @@ def _in_place(call: ShardedCall) -> Any:
     for t in tensors_of((call.args, call.kwargs)):
         if len(t.full_shape if isinstance(t, ShardedTensor) else t.shape) > len(first.full_shape):
             return NotImplemented
-    alignment = first.alignment()
-    call.function(first, *alignment.locals(call.args[1:]), **alignment.locals(call.kwargs))
+    args, kwargs = map_tensors(first.align, (call.args[1:], call.kwargs))
+    call.function(first, *args, **kwargs)
     first.full_value = None
     return first
 

@@ -35,7 +35,6 @@ from shoal.replica.split.mapping import (
 from shoal.replica.split.sharded_tensor import (
     ELEMENTWISE,
     METADATA,
-    Alignment,
     NotAligned,
     ShardedActivation,
     ShardedCall,
@@ -103,8 +102,17 @@ class SequenceParallelTensor(ShardedActivation):
     def _shaped(self, rows: Tensor) -> Tensor:
         return rows.view(*self.leading, rows.shape[-1])
 
-    def alignment(self) -> _Rows:
-        return _Rows(self)
+    def align(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, SequenceParallelTensor):
+            if tensor.leading != self.leading:
+                raise NotAligned
+            return tensor.local
+        if tensor.dim() <= 1:
+            return copy(tensor, self.group)
+        try:
+            return self.shard_of(tensor.expand(*self.leading, tensor.shape[-1]))
+        except RuntimeError:  # it has other dimensions
+            raise NotAligned from None
 
 
 class _Saved(NamedTuple):
@@ -134,32 +142,6 @@ def _saving_local(local: Tensor, rows: Tensor, spec: ShardSpec, group: Group) ->
 
 
 # ------------------------------------------------------------------ computed on the rows
-
-
-class _Rows(Alignment):
-    """Operands of an elementwise function, for the rows of a tensor."""
-
-    def __init__(self, rows: SequenceParallelTensor):
-        self._like = rows
-
-    def local(self, tensor: Tensor) -> Tensor:
-        like = self._like
-        if isinstance(tensor, SequenceParallelTensor):
-            if tensor.leading != like.leading:
-                raise NotAligned
-            return tensor.local
-        if tensor.dim() <= 1:
-            return copy(tensor, like.group)
-        if tensor.dim() - 1 > len(like.leading):
-            raise NotAligned
-        try:
-            full = tensor.expand(*like.leading, tensor.shape[-1])
-        except RuntimeError:
-            raise NotAligned from None
-        return scatter(full.flatten(0, -2), like.spec, like.group)
-
-    def wrap(self, result: Tensor) -> Tensor:
-        return self._like.like(result)
 
 
 def _elementwise(call: ShardedCall) -> Any:
