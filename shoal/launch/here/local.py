@@ -38,7 +38,6 @@ from shoal.launch.here.process_config import (
     SERVER_COMMAND,
     SINGLE_COPY,
     Replication,
-    server_config,
     worker_config,
 )
 from shoal.launch.here.processes import Processes
@@ -49,7 +48,7 @@ from shoal.launch.losses.failures import report_failure
 from shoal.launch.losses.lost_servers import ServerPolicy
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult, Tolerance
 from shoal.runtime.config import RunConfig
-from shoal.runtime.memory_limit import cores
+from shoal.runtime.memory_limit import cores, threads_of
 from shoal.runtime.parent_death import die_with
 from shoal.runtime.run_dir import RunDir, new_run_dir
 from shoal.runtime.wording import counted
@@ -162,6 +161,25 @@ class Run:
         write = self.write if self.spec.body is None or role == "launcher" else discard_lines
         return LineForwarder(write, prefix, is_stderr, self.logs.of(role, rank))
 
+    def server_config(self, config: RunConfig, index: int) -> RunConfig:
+        """A server knows the number of workers, and has no rank itself."""
+        spec, copied = self.spec, self.spec.replication
+        role = replace(config.server, index=index, replicas=copied.replicas)
+        server = replace(
+            config,
+            rank=None,
+            size=spec.workers,
+            local_rank=None,
+            local_size=None,
+            rendezvous=None,
+            run_dir=self.run_dir,
+            servers=spec.servers,
+            server=replace(role, consistency=copied.consistency),
+            launcher_pid=os.getpid(),
+            progress_fd=None,
+        )
+        return server.with_environ(**threads_of(spec.servers), PYTHONUNBUFFERED="1")
+
     def supervisor(self, servers: ServerPolicy) -> Supervisor:
         spec = self.spec
         policy = LossPolicy(self.run_dir, spec.workers, spec.tolerance, self.say)
@@ -265,8 +283,7 @@ class LocalServers(Processes):
         """`again`: in the place of one that was lost."""
         spec, run_dir = self._run.spec, self._run.run_dir
         config = replace(spec.config, failpoints=()) if again else spec.config
-        counts = (spec.workers, spec.servers, spec.replication)
-        environ = server_config(config, run_dir, index, *counts).to_environment()
+        environ = self._run.server_config(config, index).to_environment()
         pipes = self.start(spec.server_command, environ, rank=index if again else None)
         run_dir.note_server_pid(index, self.pid_of(index))
         self._policy.started(index, self.pid_of(index))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 
 from shoal.runtime.config import RunConfig
-from shoal.runtime.memory_limit import threads_of
 from shoal.runtime.run_dir import RunDir
 from shoal.strategy.strategy import Strategy
 
@@ -60,34 +58,3 @@ def worker_config(
         run_dir=run_dir,
         servers=servers or config.servers,
     )
-
-
-def server_config(
-    config: RunConfig,
-    run_dir: RunDir,
-    index: int,
-    workers: int,
-    servers: int,
-    replication: Replication = SINGLE_COPY,
-) -> RunConfig:
-    """A server knows the number of workers, and has no rank itself."""
-    role = replace(
-        config.server,
-        index=index,
-        replicas=replication.replicas,
-        consistency=replication.consistency,
-    )
-    server = replace(
-        config,
-        rank=None,
-        size=workers,
-        local_rank=None,
-        local_size=None,
-        rendezvous=None,
-        run_dir=run_dir,
-        servers=servers,
-        server=role,
-        launcher_pid=os.getpid(),
-        progress_fd=None,
-    )
-    return server.with_environ(**threads_of(servers), PYTHONUNBUFFERED="1")

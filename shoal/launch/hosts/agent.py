@@ -24,8 +24,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from shoal.comm.members.network_board import board_of
 from shoal.comm.store.session import BadFrame, StoreRequest, connect
@@ -105,8 +106,10 @@ _STEPS_S = 2.0  # how often the launcher hears how far workers are
 class Agent:
     """Processes of one role on this host, from their start to the exit of the last one."""
 
-    def __init__(self, task: AgentTask, run_dir: RunDir):
+    def __init__(self, task: AgentTask, run_dir: RunDir, first: int):
+        """`first`: the rank, or the number of the server, of its first process."""
         self.run_dir = run_dir
+        self._first = first
         self._events: queue.SimpleQueue[ProcessExit | signal.Signals | Exception] = (
             queue.SimpleQueue()
         )
@@ -115,9 +118,6 @@ class Agent:
         own = RunConfig.from_environment().environ
         config = RunConfig.from_environment({**own, **task.variables})
         self.config = replace(config, hostname=task.address).with_environ(PYTHONUNBUFFERED="1")
-
-    def run(self) -> None:
-        raise NotImplementedError
 
     def _writer(self, rank: int) -> Write:
         return lambda text, is_stderr: send(ProcessOutput(rank, is_stderr, text))
@@ -151,17 +151,15 @@ class Agent:
         """Called again and again while processes run."""
 
     def _report(self, exit: ProcessExit) -> None:
-        raise NotImplementedError
-
-    def _send_exit(self, rank: int, exit: ProcessExit) -> None:
-        send(ProcessEnded(rank, exit.returncode, time.monotonic_ns() - exit.noticed_ns))
+        age_ns = time.monotonic_ns() - exit.noticed_ns
+        send(ProcessEnded(self._first + exit.rank, exit.returncode, age_ns))
 
 
 class WorkerAgent(Agent):
     """The workers of this host."""
 
     def __init__(self, task: HostTask, run_dir: RunDir):
-        super().__init__(task, run_dir)
+        super().__init__(task, run_dir, task.first_rank)
         self.task = task
         self._sent: dict[str, str] = {}
 
@@ -172,37 +170,25 @@ class WorkerAgent(Agent):
             port = free_port()
             send(FoundPort(port))
         config = self._config(port)
-        with (
-            self._presence(config),
-            Processes(self._events.put) as workers,
-            OutputPump(self._events.put) as pump,
-        ):
+
+        def running() -> list[tuple[str, int]]:
+            return [(f"worker {self._first + index}", pid) for index, pid in workers.running()]
+
+        def say(sentence: str) -> None:
+            self._writer(self._first)(f"shoal: {sentence}\n", True)
+
+        with ExitStack() as stack:
+            if config.board is not None:  # elastic: without the launcher they are lost, and end
+                lost = partial(self._events.put, signal.SIGTERM)
+                stack.enter_context(present(*board_of(config), self.task.name, lost))
+            workers = stack.enter_context(Processes(self._events.put))
+            pump = stack.enter_context(OutputPump(self._events.put))
             for index in range(self.task.workers):
                 self._start(index, config, workers, pump)
             pump.start()
             workers.watch()
-            with self._noticing_stopped(config, workers):
+            with noticing_stopped(config.wait, running, say):
                 self._supervise(workers, self.task.workers)
-
-    def _presence(self, config: RunConfig) -> AbstractContextManager[object]:
-        """In an elastic run: without the launcher these workers are lost, and end."""
-        if config.board is None:
-            return nullcontext()
-        address, secret = board_of(config)
-        return present(address, secret, self.task.name, lambda: self._events.put(signal.SIGTERM))
-
-    def _noticing_stopped(
-        self, config: RunConfig, workers: Processes
-    ) -> AbstractContextManager[None]:
-        first = self.task.first_rank
-
-        def running() -> list[tuple[str, int]]:
-            return [(f"worker {first + index}", pid) for index, pid in workers.running()]
-
-        def say(sentence: str) -> None:
-            self._writer(first)(f"shoal: {sentence}\n", True)
-
-        return noticing_stopped(config.wait, running, say)
 
     # ------------------------------------------------------------------ starting
 
@@ -224,7 +210,7 @@ class WorkerAgent(Agent):
 
     def _start(self, index: int, config: RunConfig, workers: Processes, pump: OutputPump) -> None:
         task = self.task
-        rank = task.first_rank + index
+        rank = self._first + index
         config = config.with_environ(RANK=str(rank), LOCAL_RANK=str(task.local_rank + index))
         # in an elastic run each worker may be the first one left
         shows = task.shows_progress and (rank == 0 or config.board is not None)
@@ -248,16 +234,15 @@ class WorkerAgent(Agent):
                     send(FileWritten(file.name, text, time.monotonic_ns()))
 
     def _report(self, exit: ProcessExit) -> None:
-        rank = self.task.first_rank + exit.rank
-        self._send_files(lambda name: written_by(name) == rank)
-        self._send_exit(rank, exit)
+        self._send_files(lambda name: written_by(name) == self._first + exit.rank)
+        super()._report(exit)
 
 
 class ServerAgent(Agent):
     """One server, or the coordinator."""
 
     def __init__(self, task: ServerTask, run_dir: RunDir):
-        super().__init__(task, run_dir)
+        super().__init__(task, run_dir, task.index)
         self.task = task
         self._remote = f"tcp:{task.address}:{free_port()}"
         config = replace(self.config, run_dir=run_dir, launcher_pid=os.getpid())
@@ -278,24 +263,18 @@ class ServerAgent(Agent):
             self._forward(pipes, index, pump)
             pump.start()
             processes.watch()
-            socket = self.run_dir.socket(index)
-            send(ServerListens(processes.pid_of(0), socket, self._remote))
+            send(ServerListens(processes.pid_of(0), self.run_dir.socket(index), self._remote))
             self._supervise(processes, 1)
-
-    def _report(self, exit: ProcessExit) -> None:
-        self._send_exit(self.task.index, exit)
 
     def _run_coordinator(self) -> None:
         """Until SIGTERM; it reports to the launcher what it holds, whenever that changes."""
-        write = self._writer(0)
         config = replace(self.config, coordinator_beyond=self._remote)
 
         def say(line: str) -> None:
-            write(f"{line}\n", True)
+            self._writer(0)(f"{line}\n", True)
 
         with closing(RunCoordinator(config, self.run_dir, say)) as coordinator:
-            local = self.run_dir.coordinator
-            send(ServerListens(coordinator.pid, local, self._remote))
+            send(ServerListens(coordinator.pid, self.run_dir.coordinator, self._remote))
             coordinator.watch(lambda listing: send(ChainsChanged(listing)))
             while self._events.get() != signal.SIGTERM:
                 pass
@@ -318,19 +297,15 @@ def _interfaces(address: str) -> dict[str, str]:
 
     By themselves they take the one to which the name of the host leads, which others may not reach.
     """
-    with suppress(OSError):
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         wanted = socket.gethostbyname(address)
         for _, name in socket.if_nameindex():
-            if _address_of(name) == wanted:
-                return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+            with suppress(OSError):  # it has no address
+                asked = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24]
+                if socket.inet_ntoa(found) == wanted:
+                    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return {}
-
-
-def _address_of(interface: str) -> str | None:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, asked)[20:24])
-    return None
 
 
 def main() -> None:

@@ -130,8 +130,8 @@ class RemoteWorkers(RemoteProcesses):
         self._lost_hosts = LostHosts()
         self._noting = threading.Lock()
         self._config = run.spec.config
-        self._board: ServedBoard | None = None  # of an elastic run
-        self._board_address: str | None = None
+        self.board: ServedBoard | None = None  # of an elastic run
+        self.board_address: str | None = None  # where workers find it
         self._output = {rank: self._show(rank) for rank in range(run.spec.workers)}
 
     def _show(self, rank: int) -> Streams:
@@ -158,19 +158,15 @@ class RemoteWorkers(RemoteProcesses):
             self._start(agent, port)
         return started
 
-    def serve(self, board: ServedBoard, address: str) -> None:
-        """In an elastic run workers find it at this address."""
-        self._board, self._board_address = board, address
-
     def note_exit(self, rank: int) -> None:
-        if self._board is not None:
-            self._board.note_exit(GroupMember(rank, self._run_dir.incarnation(rank)))
+        if self.board is not None:
+            self.board.note_exit(GroupMember(rank, self._run_dir.incarnation(rank)))
 
     def start_again(self, rank: int) -> None:
         """Start a worker that was lost, or is asked for, on its host or on another one."""
         incarnation = self._run_dir.incarnation(rank)
-        if self._board is not None:
-            self._board.note_start(GroupMember(rank, incarnation))
+        if self.board is not None:
+            self.board.note_start(GroupMember(rank, incarnation))
         self._in_background(f"shoal-worker-{rank}", lambda: self._find_and_start(rank, incarnation))
 
     def _find_and_start(self, rank: int, incarnation: int) -> None:
@@ -208,7 +204,7 @@ class RemoteWorkers(RemoteProcesses):
         spec, placed = self._spec, agent.placed
         name = placed.machine.name
         here = [local for machine, local in self._at.values() if machine.name == name]
-        config = replace(self._config, incarnation=agent.incarnation, board=self._board_address)
+        config = replace(self._config, incarnation=agent.incarnation, board=self.board_address)
         return HostTask(
             command=list(spec.command),
             python=sys.executable,
@@ -240,11 +236,11 @@ class RemoteWorkers(RemoteProcesses):
         agent = self._hosts[name]
         if agent.process is None or self._over.is_set():
             return
-        self._lost_hosts.add(agent.placed.machine.name)
+        host = agent.placed.machine.name
+        self._lost_hosts.add(host)
         if not agent.left:  # they had given up before
             return
-        name = agent.placed.machine.name
-        self._run.say(f"{name} is lost: the connection to its agent broke, or was silent")
+        self._run.say(f"{host} is lost: the connection to its agent broke, or was silent")
         agent.process.send_signal(signal.SIGKILL)
         self._end_host(agent, -signal.SIGKILL)
 
@@ -328,7 +324,11 @@ def run_remote(
     spec.check()
     _check_local_options(spec)
     placed = place_evenly(machines.hosts(spec.workers), spec.started, spec.workers)
-    server_hosts = _server_hosts(machines, spec)
+    server_hosts = ServerHosts(())
+    if spec.servers:
+        server_hosts = machines.server_hosts(spec.servers, spec.replication)
+    if spec.config.coordinator is not None:  # named by SHOAL_COORDINATOR
+        server_hosts = replace(server_hosts, coordinator=None)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with LogFiles(spec.logs, spec.appends_logs) as logs, new_run_dir() as run_dir:
         secret = spec.config.read_secret() or new_secret()
@@ -365,7 +365,8 @@ def _serving_board(run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy) -
     host, port = listener.getsockname()[:2]
     service = StoreService(host, port, run.secret, listener, workers.lose_agent)
     try:
-        workers.serve(ServedBoard(service), f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        workers.board = ServedBoard(service)
+        workers.board_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         for rank in range(run.spec.started, run.spec.workers):  # the others do not wait for them
             policy.note_absent(rank)
             workers.note_exit(rank)
@@ -373,14 +374,6 @@ def _serving_board(run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy) -
             yield
     finally:
         service.close()
-
-
-def _server_hosts(machines: Machines, spec: LaunchSpec) -> ServerHosts:
-    if not spec.servers:
-        return ServerHosts(())
-    hosts = machines.server_hosts(spec.servers, spec.replication)
-    is_named = spec.config.coordinator is not None  # by SHOAL_COORDINATOR
-    return replace(hosts, coordinator=None) if is_named else hosts
 
 
 def _check_local_options(spec: LaunchSpec) -> None:

@@ -25,7 +25,6 @@ import msgspec
 from shoal.errors import BadInput
 from shoal.launch.here.local import Run
 from shoal.launch.here.output import LineForwarder
-from shoal.launch.here.process_config import server_config
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.hosts.agent_messages import (
@@ -164,20 +163,20 @@ class RemoteProcesses:
         with self._starting_agent:
             self._over.set()
         self.signal(signal.SIGTERM)
-        self._join()
-        if any(waiter.is_alive() for waiter in self._waiters):
+        if self._join():
             self.signal(signal.SIGKILL)
-        self._join()
-        if not any(waiter.is_alive() for waiter in self._waiters):  # or one blocks in `write`
+        if not self._join():  # or one blocks in `write`
             for forwarder in self._forwarders:
                 self._run.sink.call(forwarder.close)
         for thread in self._restarting:
             thread.join()
 
-    def _join(self) -> None:
+    def _join(self) -> bool:
+        """Whether an agent is left."""
         deadline_s = time.monotonic() + _END_S
         for waiter in self._waiters:
             waiter.join(max(0.0, deadline_s - time.monotonic()))
+        return any(waiter.is_alive() for waiter in self._waiters)
 
 
 class RemoteServers(RemoteProcesses):
@@ -203,7 +202,10 @@ class RemoteServers(RemoteProcesses):
 
     def start_all(self) -> bool:
         """False where something has ended the start."""
-        self._check_network()
+        tls = self._run.spec.config.tls
+        for machine in self._hosts.values():  # BadInput before any of them would refuse to listen
+            if not tls.certificate and not self._run.machines.is_private:
+                require_encrypted(machine.address, tls)
         if COORDINATOR in self._hosts:
             self._start(COORDINATOR)
             if self._awaited.get() is None:
@@ -211,14 +213,6 @@ class RemoteServers(RemoteProcesses):
         for index in range(self._run.spec.servers):
             self._start(index)
         return all(self._awaited.get() is not None for _ in range(self._run.spec.servers))
-
-    def _check_network(self) -> None:
-        """BadInput before any server is started, where each of them would refuse to listen."""
-        tls = self._run.spec.config.tls
-        if tls.certificate or self._run.machines.is_private:
-            return
-        for machine in self._hosts.values():
-            require_encrypted(machine.address, tls)
 
     def for_workers(self, config: RunConfig) -> RunConfig:
         """The same with the addresses of servers, and of the coordinator."""
@@ -241,14 +235,12 @@ class RemoteServers(RemoteProcesses):
         )
 
     def _task(self, index: int, machine: Machine) -> ServerTask:
-        run = self._run
-        spec = run.spec
+        run, spec = self._run, self._run.spec
         config = self._with_coordinator(spec.config)
         if index in self._addresses:  # another one takes its place
             config = replace(config, failpoints=())
         server = max(0, index)
-        counts = (spec.workers, spec.servers, spec.replication)
-        config = server_config(config, run.run_dir, server, *counts)
+        config = run.server_config(config, server)
         return ServerTask(
             role="coordinator" if index == COORDINATOR else "server",
             folder=str(Path.cwd()),
@@ -284,17 +276,20 @@ class RemoteServers(RemoteProcesses):
     # ------------------------------------------------------------------ what agents report
 
     def _show(self, index: int) -> None:
-        is_server = index != COORDINATOR
-        names = ("server", index) if is_server else ("coordinator", None)
-        shown = f"server {index}" if is_server else "coordinator"
-        self._output[index] = self._streams(shown, self._hosts[index], *names)
+        role, number = ("coordinator", None) if index == COORDINATOR else ("server", index)
+        shown = role if number is None else f"{role} {number}"
+        self._output[index] = self._streams(shown, self._hosts[index], role, number)
 
     def _take(self, index: int, line: str) -> None:
         message = read_message(line, index)
         if isinstance(message, ProcessOutput):
             self._feed(self._output[index][message.is_stderr], message.text)
         elif isinstance(message, ServerListens):
-            self._listens(index, message)
+            host = self._run.host_id(self._hosts[index])
+            self._addresses[index] = LaunchedServer(message.remote, message.local, host)
+            if index != COORDINATOR:
+                self.policy.started(index, message.pid)
+            self._awaited.put(index)
         elif isinstance(message, ChainsChanged):
             self.policy.see(message.listing)
         elif isinstance(message, ProcessEnded):
@@ -302,13 +297,6 @@ class RemoteServers(RemoteProcesses):
         elif isinstance(message, HostRefused):
             self._feed(self._output[index][1], f"shoal: {message.sentence}\n")
             self._exited[index] = 2
-
-    def _listens(self, index: int, message: ServerListens) -> None:
-        host = self._run.host_id(self._hosts[index])
-        self._addresses[index] = LaunchedServer(message.remote, message.local, host)
-        if index != COORDINATOR:
-            self.policy.started(index, message.pid)
-        self._awaited.put(index)
 
     def _end(self, index: int, status: int) -> None:
         """An agent that was killed takes its server with it."""
