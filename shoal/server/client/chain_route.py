@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from shoal.errors import PeerLost
 from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
@@ -44,13 +43,6 @@ _READS = {  # every member serves them
 _OF_READERS = {"pull", "rows"}  # channels
 
 
-class _Led(NamedTuple):
-    """Where a channel leads."""
-
-    copy: int
-    heads_found: int  # how many had been found when it was connected
-
-
 class ChainRoute(Route):
     """To one shard, wherever its head is. All threads of the worker share one search for it."""
 
@@ -67,7 +59,8 @@ class ChainRoute(Route):
         self.find_head_s = FIND_HEAD_S
         self._interruptions = Interruptions(self.view)
         self._viewing = threading.Lock()
-        self._led: dict[Channel, _Led] = {}
+        # where a channel leads, and how many heads had been found when it was connected
+        self._led: dict[Channel, tuple[int, int]] = {}
         self._unreachable: set[int] = set()  # readers, in this epoch
         self._reading: dict[Channel, bool] = {}  # whether the latest request of a channel reads
         self._spec = b""
@@ -79,10 +72,6 @@ class ChainRoute(Route):
         self._heads_found = 0
         self._found_at: int | None = None  # the head that was found last
         self._control: Connection | None = None  # to it, from the thread that found it
-
-    @property
-    def epoch(self) -> int:
-        return self.view.epoch
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp:
         self._spec = spec
@@ -119,13 +108,13 @@ class ChainRoute(Route):
             self._use_fresh_control()
         else:
             target = next(iter(self._targets(is_read)), None) if is_read else self.view.head
-            if target != self._led[channel].copy:
+            if target != self._led[channel][0]:
                 self._move(channel, is_read, None)
         if request.is_answered:
-            self._watch.begin(channel)
+            self._watch.since_s[channel] = time.monotonic()
 
     def answered(self, channel: Channel, request: Request, began_s: float) -> None:
-        self._watch.end(channel)
+        self._watch.since_s.pop(channel, None)
         is_push = request.kind is FrameKind.COMMIT
         if is_push:
             self._acknowledged = (request.sequence, request.argument)
@@ -133,7 +122,7 @@ class ChainRoute(Route):
 
     def reconnect(self, channel: Channel, broken: Broken) -> None:
         """Raises if no head is found in time."""
-        self._watch.end(channel)
+        self._watch.since_s.pop(channel, None)
         self.check_retry(broken)
         self._interruptions.broken(channel)
         if isinstance(broken, MovedAway):
@@ -141,9 +130,9 @@ class ChainRoute(Route):
         is_read = self._reading.get(channel, False)
         if is_read:
             with self._viewing:
-                self._unreachable.add(self._led[channel].copy)
+                self._unreachable.add(self._led[channel][0])
         self._move(channel, is_read, broken)
-        self._watch.begin(channel)
+        self._watch.since_s[channel] = time.monotonic()
 
     def other_stats(self) -> list[bytes]:
         return self._watch.final_stats(LONGEST_ASK_S)
@@ -158,11 +147,12 @@ class ChainRoute(Route):
         with self._viewing:
             if not self.view.learn(moved):
                 return False
+            self.epoch = self.view.epoch
             self._unreachable.clear()
             heads = {self.view.head}
             members = set(self.view.members) | heads
-        for channel, led in list(self._led.items()):
-            if led.copy not in (members if channel in _OF_READERS else heads):
+        for channel, (copy, _) in list(self._led.items()):
+            if copy not in (members if channel in _OF_READERS else heads):
                 self.current[channel].abort()
         return True
 
@@ -176,7 +166,7 @@ class ChainRoute(Route):
             return list(dict.fromkeys([*readers, *heads]))
 
     def _move(self, channel: Channel, is_read: bool, broken: Broken | None) -> None:
-        found = self._led[channel].heads_found
+        _, found = self._led[channel]
         try:
             if channel == "control":
                 self._ensure_head(found, self.find_head_s)
@@ -197,15 +187,14 @@ class ChainRoute(Route):
             lost = self._heads_found
             return self._targets(is_read)
 
-        def connected(copy: int, ask_s: float) -> Connection:
-            return self.connect_copy(copy, channel, ask_s)
-
-        copy, connection = self._search(timeout_s, candidates, connected)
+        copy, connection = self._search(
+            timeout_s, candidates, lambda copy, ask_s: self.connect_copy(copy, channel, ask_s)
+        )
         self._lead(channel, connection, copy)
 
     def _lead(self, channel: Channel, connection: Connection, copy: int) -> None:
         self.put(channel, connection)
-        self._led[channel] = _Led(copy, self._heads_found)
+        self._led[channel] = copy, self._heads_found
 
     def connect_copy(self, copy: int, channel: Channel, timeout_s: float) -> Connection:
         """To a copy that knows this worker."""
@@ -329,7 +318,7 @@ class ChainRoute(Route):
     @property
     def reader(self) -> int:
         """The copy that pulls go to."""
-        return self._led["pull"].copy
+        return self._led["pull"][0]
 
     def ask(self, connection: Connection, request: Request) -> bytes:
         """The metadata of the answer on such a connection; its payload is skipped."""

@@ -84,9 +84,8 @@ class Interruptions:
         self._broken_s.setdefault(channel, time.monotonic())
 
     def answered(self, channel: Channel, began_s: float, is_push: bool) -> None:
-        since_s = self._broken_s.pop(channel, None)
-        if is_push:
-            since_s = began_s
+        broken_s = self._broken_s.pop(channel, None)
+        since_s = began_s if is_push else broken_s
         with self._lock:
             if since_s is not None:
                 self._longest_s = max(self._longest_s, time.monotonic() - since_s)
@@ -144,17 +143,15 @@ class CopyAddresses(list[str]):
             with suppress(CoordinatorError, OSError), coordinator:
                 for copy in range(len(self)):
                     found = coordinator.get(alive_key(self._first + copy))
-                    if found is not None:
-                        self._saw(copy, found.value)
+                    if found is None:
+                        continue
+                    with suppress(msgspec.MsgspecError):
+                        alive = msgpack_decoder(Alive).decode(found.value)
+                        address = alive.remote or alive.address
+                        if address.startswith("tcp:"):  # a Unix socket is for its host alone
+                            self[copy] = address
         finally:
             self._asking.release()
-
-    def _saw(self, copy: int, value: bytes) -> None:
-        with suppress(msgspec.MsgspecError):
-            alive = msgpack_decoder(Alive).decode(value)
-            address = alive.remote or alive.address
-            if address.startswith("tcp:"):  # a Unix socket is for its host alone
-                self[copy] = address
 
 
 PROBE_S = 0.25
@@ -171,7 +168,7 @@ class ChainWatch:
         self._attached: dict[int, Connection] = {}
         self._detached: list[Connection] = []  # closed at the end: a thread may read from them
         self._attaching = [threading.Lock() for _ in range(chain.view.copies)]
-        self._since_s: dict[Channel, float] = {}
+        self.since_s: dict[Channel, float] = {}  # when they began to wait for an answer
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -188,13 +185,6 @@ class ChainWatch:
             self._thread.join(_JOIN_S)
         for connection in [*self._attached.values(), *self._detached]:
             connection.close()
-
-    def begin(self, channel: Channel) -> None:
-        """From now on an answer is waited for."""
-        self._since_s[channel] = time.monotonic()
-
-    def end(self, channel: Channel) -> None:
-        self._since_s.pop(channel, None)
 
     # ------------------------------------------------------------------ members
 
@@ -253,7 +243,7 @@ class ChainWatch:
         while not self._over.wait(PROBE_S):
             self.attach_members(_ATTACH_S)
             now_s = time.monotonic()
-            since_s = min(list(self._since_s.values()), default=now_s)
+            since_s = min(list(self.since_s.values()), default=now_s)
             if now_s - since_s > PROBE_S or now_s - probed_s > _IDLE_PROBE_S:
                 self._probe()
                 probed_s = time.monotonic()

@@ -23,7 +23,7 @@ from shoal.runtime.trace import OFF, Tracer
 from shoal.server import shared_memory as shared
 from shoal.server.client.chain_route import ChainRoute
 from shoal.server.client.link import PostedRequest, ServerLink
-from shoal.server.client.route import Caller, Reply, Request, Route
+from shoal.server.client.route import Caller, Request, Route
 from shoal.server.messages import (
     Ack,
     BarrierRequest,
@@ -136,12 +136,11 @@ class Client:
         self.links: list[ServerLink] = []
         self.on_device: DeviceExchange | None = None  # where a GPU has the pushes and pulls
         self._loss_flags_dtype = DTYPES[first.loss_flags_dtype]
-        self._sums_per_push = partial_sums(first)
         self._barriers = 0
         self._generations: tuple[int, ...] | None = None  # of the workers at a meeting
         self.comes_back = False  # the servers had lost this worker: it has to enter
         self._settling: list[PostedRequest] = []
-        self._descriptor: int | None = None
+        descriptor = None
         header = Header(FrameKind.HELLO, rank, model, new_incarnation(config.incarnation))
         caller = Caller(secret, header, first.split.rank, config)
         try:
@@ -151,9 +150,17 @@ class Client:
                 else:
                     route = ChainRoute(caller, index, address)
                 self.links.append(ServerLink(route, tracer))
-            self._make_memory()
+            made, sums = None, partial_sums(first)
+            if any(link.route.is_unix for link in self.links):
+                made = shared.make(self.dtype, self.size, sums)
+            if made is not None:
+                memory, descriptor = made
+                self.out, self.inbox = memory.out, memory.inbox
+            else:
+                self.out = torch.zeros(sums, self.size, dtype=self.dtype)
+                self.inbox = torch.zeros(self.size, dtype=self.dtype)
             for link, spec in zip(self.links, self.specs, strict=True):
-                set_up = link.join(encode(spec), self._descriptor)
+                set_up = link.join(encode(spec), descriptor)
                 if set_up.is_over:
                     raise RunOver(self.rank)
                 self.comes_back |= set_up.comes_back
@@ -161,9 +168,8 @@ class Client:
             self.close()
             raise
         finally:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            if descriptor is not None:
+                os.close(descriptor)
 
     @property
     def shared_memory(self) -> str | None:
@@ -313,7 +319,12 @@ class Client:
         """The optimizer state of every server."""
         request = Request(FrameKind.STATE_GET, into=None)
         replies = [link.post("pull", request) for link in self.links]
-        return [_unpack_state(reply.result()) for reply in replies]
+        found = []
+        for meta, payload in (reply.result() for reply in replies):
+            state = decode(meta, ShardState)
+            flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
+            found.append((state, read_tensors(state, flat)))
+        return found
 
     def set_state(self, states: Sequence[tuple[ShardState, list[Tensor]]], weights: Tensor) -> None:
         """Give every server its weights and its shard of the optimizer state."""
@@ -378,30 +389,9 @@ class Client:
         for link in self.links:
             link.close()
 
-    # ------------------------------------------------------------------ one server
-
-    def _make_memory(self) -> None:
-        made = None
-        if any(link.route.is_unix for link in self.links):
-            made = shared.make(self.dtype, self.size, self._sums_per_push)
-        if made is not None:
-            memory, self._descriptor = made
-            self.out = memory.out
-            self.inbox = memory.inbox
-        else:
-            self.out = torch.zeros(self._sums_per_push, self.size, dtype=self.dtype)
-            self.inbox = torch.zeros(self.size, dtype=self.dtype)
-
     def _post_commit(self, link: ServerLink, commit: Commit, loss_flags: Tensor) -> PostedRequest:
         payload = (bytes_of(loss_flags),)
         request = Request(
             FrameKind.COMMIT, encode(commit), payload, sequence=self.sequence, argument=commit.step
         )
         return link.post("push", request)
-
-
-def _unpack_state(reply: Reply) -> tuple[ShardState, list[Tensor]]:
-    state = decode(reply.meta, ShardState)
-    payload = reply.payload
-    flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0)
-    return state, read_tensors(state, flat)

@@ -118,9 +118,7 @@ def find_or_start_servers(
             "in SHOAL_SERVERS"
         )
     met = introduce(group, replica_group, config)
-    is_for_others = len(met.topology.hosts) > 1
-    secret = met.announcer.secret
-    started = StartedServers(secret, config, met.host, is_for_others, met.secret_dir)
+    started = StartedServers(met, config)
     try:
         servers = _start(term, group, met, started)
     except BaseException:
@@ -238,7 +236,14 @@ def introduce(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> I
     if config.run_dir is not None and given is not None:  # one host; some ranks may be missing
         one_host = Topology((tuple(range(group.size)),), group.rank)
         return Introduction(host, one_host, Announcer(given))
-    words = _meet(group, host, given is not None)
+    # of each rank: its host, whether it was given the secret, a nonce
+    own = f"{host} {'none' if given is None else 'given'} {fresh_nonce().hex()}".encode()
+    gathered = objects.all_gather_bytes(group, own, _MAX_BYTES)
+    gathered[group.rank] = own
+    words = [text.split(b" ") for text in gathered]
+    for rank, word in enumerate(words):
+        if len(word) != 3:
+            raise ShoalError(f"rank {rank} does not say on which host it is")
     topology = Topology.of([word[0] for word in words], group.rank)
     has_secret = [word[1] == b"given" for word in words]
     (of_leader,) = replica_group.broadcast_integers([int(all(has_secret))])
@@ -251,18 +256,6 @@ def introduce(group: Group, replica_group: ReplicaGroup, config: RunConfig) -> I
         raise BadInput(_NEEDS_SECRET)
     secret, secret_dir = _secret_of_host(group, replica_group)
     return Introduction(host, topology, Announcer(secret, said), secret_dir)
-
-
-def _meet(group: Group, host: str, has_secret: bool) -> list[list[bytes]]:
-    """Of each rank: its host, whether it was given the secret, a nonce."""
-    own = f"{host} {'given' if has_secret else 'none'} {fresh_nonce().hex()}".encode()
-    gathered = objects.all_gather_bytes(group, own, _MAX_BYTES)
-    gathered[group.rank] = own
-    words = [text.split(b" ") for text in gathered]
-    for rank, word in enumerate(words):
-        if len(word) != 3:
-            raise ShoalError(f"rank {rank} does not say on which host it is")
-    return words
 
 
 def _secret_of_host(group: Group, replica_group: ReplicaGroup) -> tuple[bytes, RunDir | None]:

@@ -89,15 +89,12 @@ class Route:
         self.index = index
         self.address = address
         self.whom = f"server {index}"
+        self.epoch = 0  # the latest of the chain that is known
         self.is_unix = address.startswith("unix:")
         self.current: dict[Channel, Connection] = {}
         self.former: list[Connection] = []
         self.failure: PeerLost | None = None  # why there is no other try
         self.is_closing = False
-
-    @property
-    def epoch(self) -> int:
-        return 0
 
     def join(self, spec: bytes, descriptor: int | None) -> SetUp | None:
         """Open the control channel; the answer to SETUP, where that was part of it."""

@@ -13,6 +13,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,9 @@ from shoal.server.process.server import Server
 from shoal.server.process.shard_file import ShardSaver
 from shoal.strategy.ps_term import Ps
 
+if TYPE_CHECKING:
+    from shoal.server.client.discovery import Introduction
+
 _IDLE_AFTER_FAILURE_S = 5.0
 _START_TIMEOUT_S = 120.0
 _POLL_S = 0.01
@@ -37,22 +41,14 @@ _POLL_S = 0.01
 class StartedServers:
     """The servers that this process has started, as a thread or as processes."""
 
-    def __init__(
-        self,
-        secret: bytes,
-        config: RunConfig,
-        host: str,
-        is_for_others: bool,
-        run_dir: RunDir | None,
-    ):
-        """`is_for_others`: there are other hosts. `run_dir` has the secret, if it was made here."""
-        self.secret = secret
+    def __init__(self, met: Introduction, config: RunConfig):
+        self.secret = met.announcer.secret
         self.config = config
         self.processes: dict[int | None, subprocess.Popen[bytes]] = {}  # None: the coordinator
         self.server: Server | None = None
-        self._host = host
-        self._is_for_others = is_for_others
-        self._run_dir = run_dir
+        self._host = met.host
+        self._is_for_others = len(met.topology.hosts) > 1
+        self._run_dir = met.secret_dir  # it has the secret, if that was made here
         self._keys: EtcdCoordinator | None = None  # which this worker removes at the end
 
     def launch(self, term: Ps, index: int) -> None:
@@ -122,7 +118,7 @@ class StartedServers:
 
     # ------------------------------------------------------------------ the end
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool) -> None:
         """End them when no worker uses them; after a failure, after a few seconds."""
         if self.server is not None:
             self.server.wait_idle(_IDLE_AFTER_FAILURE_S if failed else None)
@@ -151,9 +147,8 @@ class StartedServers:
 
     def _beyond(self) -> str | None:
         """Where to listen for other hosts, if there are any."""
-        return (
-            f"tcp:{self.config.hostname or socket.gethostname()}:0" if self._is_for_others else None
-        )
+        host = self.config.hostname or socket.gethostname()
+        return f"tcp:{host}:0" if self._is_for_others else None
 
     def _popen(self, index: int | None, module: str, env: dict[str, str]) -> None:
         """A coordinator does not get the Ctrl-C of a terminal, and is killed with this process."""

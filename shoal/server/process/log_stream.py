@@ -105,7 +105,11 @@ class Followers(NoFollowers):
         """In a chain it releases the lock while it waits."""
         wanted = range(1, self._model.spec.servers)
         if not self._in_chain:
-            return [norm for index in wanted for norm in self._read_norms(index)]
+            for index in wanted:
+                try:
+                    self._norms[index] = _receive_norms(self._connections[index])
+                except (Closed, Refused) as error:
+                    raise self._failure(f"server {index} was lost ({error})") from error
         while not self._norms.keys() >= set(wanted):
             self._model.membership.check()
             if self._closed.is_set():
@@ -122,12 +126,6 @@ class Followers(NoFollowers):
                 if not may_be_lost:
                     raise self._failure(f"server {index} was lost ({error})") from error
 
-    def _read_norms(self, index: int) -> tuple[float, ...]:
-        try:
-            return _receive_norms(self._connections[index])
-        except (Closed, Refused) as error:
-            raise self._failure(f"server {index} was lost ({error})") from error
-
     def _failure(self, reason: str) -> ModelFailure:
         self._model.fail(reason, is_loss=True)
         return self._model.membership.failure or ModelFailure(reason, is_loss=True)
@@ -140,7 +138,10 @@ class Followers(NoFollowers):
                 if self._closed.is_set() or self._connections.get(index) is not connection:
                     return
                 entries = model.log.entries_after(position, shared=True)
-                norms = self._norms_to_ask(index, asked)
+                # with others they are of pushes that it has not got
+                is_known = model.log.shared in (None, model.log.position)
+                is_new = self._asked != asked and index not in self._norms
+                norms = self._asked if is_known and is_new else None
                 if not entries and norms is None:
                     model.lock.wait(_POLL_S)
                     continue
@@ -154,14 +155,6 @@ class Followers(NoFollowers):
                     if self._asked == norms:
                         self._norms[index] = values
                         model.lock.notify_all()
-
-    def _norms_to_ask(
-        self, index: int, asked: tuple[int, float] | None
-    ) -> tuple[int, float] | None:
-        log = self._model.log
-        is_known = log.shared in (None, log.position)  # else they are of pushes that it has not got
-        is_new = self._asked != asked and index not in self._norms
-        return self._asked if is_known and is_new else None
 
 
 class Follower:

@@ -74,10 +74,6 @@ def check_spec(spec: ModelSpec, max_bytes: int) -> None:
         raise Refused(f"{spec.size} elements are more than this server can hold")
     if spec.microbatches is not None and spec.microbatches % spec.rule.workers:
         raise Refused(f"{spec.microbatches} micro-batches for {spec.rule.workers} workers")
-    _check_slices(spec)
-
-
-def _check_slices(spec: ModelSpec) -> None:
     end = spec.start
     for held in spec.slices:
         stop = held.start + math.prod(held.shape)
@@ -211,19 +207,21 @@ class ModelHost:
         return model
 
     def _save(self, model_id: int, model: ServedModel, number: int) -> None:
-        is_copy = self.chain is not None and not self.chain.node.is_head  # the head writes for all
-        if self.saver is not None and not is_copy:
-            stays = partial(self._stays, model_id, model)
-            self.saver.save(model_id, model, number, stays)
+        chain = self.chain
 
-    def _stays(self, model_id: int, model: ServedModel) -> bool:
-        """Waits until all that is applied is committed; False if this copy was removed."""
-        try:
-            if self.chain is not None:
-                self.chain.await_committed()
-        except (Elsewhere, ModelFailure):
-            return False
-        return self.chain is None or self.models.get(model_id) is model
+        def stays() -> bool:
+            """Waits until all that is applied is committed; False if this copy was removed."""
+            if chain is None:
+                return True
+            try:
+                chain.await_committed()
+            except (Elsewhere, ModelFailure):
+                return False
+            return self.models.get(model_id) is model
+
+        is_copy = chain is not None and not chain.node.is_head  # the head writes for all
+        if self.saver is not None and not is_copy:
+            self.saver.save(model_id, model, number, stays)
 
     def release(self, model_id: int) -> None:
         """Forget a model whose workers have all departed."""

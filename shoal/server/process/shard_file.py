@@ -97,7 +97,8 @@ def read_shard(file: Path) -> SavedShard:
         raise damaged(file, f"it lacks the tensor {different!r}, or nothing is known of it")
     saved = StateTensors.of(document, map(tensors.__getitem__, names))
     _check(file, document, saved.weights, saved.optimizer)
-    _check_residuals(file, document.spec, saved.residuals)
+    if saved.residuals:
+        _check_residuals(file, document.spec, saved.residuals)
     return SavedShard(document, *saved, digest)
 
 
@@ -113,17 +114,13 @@ def _check(file: Path, document: ShardDocument, weights: Tensor, optimizer: list
             raise damaged(file, "a parameter lies outside its weights")
     state = document.optimizer
     forms = [(tuple(tensor.shape), tensor.dtype) for tensor in optimizer]
-    held_slices = {described.slice for described in state.tensors} | {
-        i for i, _, _ in state.numbers
-    }
+    held_slices = [each.slice for each in state.tensors] + [i for i, _, _ in state.numbers]
     is_described = forms == [(each.shape, DTYPES[each.dtype]) for each in state.tensors]
     if not is_described or max(held_slices, default=-1) >= len(spec.slices):
         raise damaged(file, "its optimizer state is not what it describes")
 
 
 def _check_residuals(file: Path, spec: ModelSpec, residuals: dict[int, Tensor]) -> None:
-    if not residuals:
-        return
     if spec.compress is None:
         raise damaged(file, "it has residuals without compression")
     try:
@@ -138,17 +135,12 @@ def _check_residuals(file: Path, spec: ModelSpec, residuals: dict[int, Tensor]) 
 _CLOSE_S = 60.0
 
 
-def _print(sentence: str) -> None:
-    print(f"shoal: {sentence}", file=sys.stderr, flush=True)
-
-
 class BackgroundWriter:
     """Runs one action at a time in a thread. Of failures in a row only the first is reported."""
 
-    def __init__(self, what: str, folder: Path, say: Callable[[str], None] = _print):
+    def __init__(self, what: str, folder: Path):
         self._what = what
         self._folder = folder
-        self._say = say
         self._thread: threading.Thread | None = None
         self._has_told = False
 
@@ -176,18 +168,19 @@ class BackgroundWriter:
                 self._has_told = True
                 complete = complete_versions(self._folder)
                 step = f"the checkpoint of step {complete[0].number} stays" if complete else ""
-                self._say(
-                    f"{self._what} cannot write its checkpoint to {self._folder}: "
-                    f"{in_words(error)}; training goes on, and {step or 'there is none before it'}"
+                print(
+                    f"shoal: {self._what} cannot write its checkpoint to {self._folder}: "
+                    f"{in_words(error)}; training goes on, and {step or 'there is none before it'}",
+                    file=sys.stderr,
+                    flush=True,
                 )
 
 
-class ShardSaver:
+class ShardSaver(BackgroundWriter):
     """Saves the models of one server."""
 
     def __init__(self, folder: Path, server: str):
-        self._folder = folder
-        self._writer = BackgroundWriter(server, folder)
+        super().__init__(server, folder)
         self._lock = threading.Lock()
 
     def save(
@@ -197,7 +190,7 @@ class ShardSaver:
         version = version_of(self._folder, number, model_id)
         name = shard_name(model.spec.index, model.spec.servers)
         with self._lock:
-            if self._writer.is_busy:
+            if self.is_busy:
                 return
             document, copies = saved_state(model, number)
             tensors = dict(zip(document.tensor_names(), copies, strict=True))
@@ -207,7 +200,4 @@ class ShardSaver:
                     return
                 version.write(name, lambda file: write_tensors(file, tensors, document))
 
-            self._writer.start(write)
-
-    def close(self) -> None:
-        self._writer.close()
+            self.start(write)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +35,6 @@ Fetch = Callable[[Ids], Callable[[], None]]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class _Step(NamedTuple):
-    """The first row that was kept in a step; rows are numbered in the order in which they came."""
-
-    step: int
-    first: int
-
-
 class RowCache:
     """A row that was pulled for step t is used up to step t + `steps`, then pulled again.
 
@@ -62,7 +56,7 @@ class RowCache:
         size = 1 << self._bits
         self._keys = np.zeros(0 if self._is_direct else size, np.int64)  # id + 1
         self._numbers = np.zeros(size, np.int64)  # of its row
-        self._young: deque[_Step] = deque()
+        self._young: deque[tuple[int, int]] = deque()  # a step, and the first row kept in it
         self._ring = torch.empty(0, 0)
         self._next = 1  # the number of the next row
 
@@ -77,7 +71,8 @@ class RowCache:
 
     def pull(self, ids: Ids, step: int, rows: Tensor, fetch: Fetch) -> None:
         """Fill in the rows of distinct ids; those that are not kept are pulled, and kept."""
-        self._forget(step)
+        while self._young and self._young[0][0] < step - self.steps:
+            self._young.popleft()
         entries = self._entries(ids)
         numbers = self._numbers.take(entries)
         is_kept = numbers >= self._oldest
@@ -102,11 +97,7 @@ class RowCache:
     @property
     def _oldest(self) -> int:
         """The number of the oldest row that may be used."""
-        return self._young[0].first if self._young else self._next
-
-    def _forget(self, step: int) -> None:
-        while self._young and self._young[0].step < step - self.steps:
-            self._young.popleft()
+        return self._young[0][1] if self._young else self._next
 
     def _entries(self, ids: Ids) -> Ids:
         if self._is_direct:
@@ -116,8 +107,8 @@ class RowCache:
     def _keep(self, ids: Ids, entries: Ids, step: int, rows: Tensor, places: Ids) -> None:
         """Put the rows at these places behind the others."""
         self._make_room(len(ids), rows.shape[1])
-        if not self._young or self._young[-1].step != step:
-            self._young.append(_Step(step, self._next))
+        if not self._young or self._young[-1][0] != step:
+            self._young.append((step, self._next))
         numbers = np.arange(self._next, self._next + len(ids))
         self._next += len(ids)
         copy_rows(rows, places, self._ring, self._slots(numbers))
@@ -140,16 +131,11 @@ class RowCache:
         self._ring = ring
 
 
-@dataclass(frozen=True)
-class HotSet:
+class HotSet(NamedTuple):
     """Ids in ascending order, and the number of the set: the newest one holds."""
 
     number: int
     known: IdMap
-
-    @property
-    def ids(self) -> Ids:
-        return self.known.ids
 
 
 NO_ROWS = HotSet(0, IdMap(np.zeros(0, np.int64), 0))
@@ -157,8 +143,7 @@ NO_ROWS = HotSet(0, IdMap(np.zeros(0, np.int64), 0))
 
 def fetch_hot(link: ServerLink, spec: TableSpec) -> HotSet:
     """The present set of a server; empty while its rows are not published."""
-    request = Request(FrameKind.TABLE_HOT_GET, encode(RowBatch(spec.name, 0)), into=None)
-    meta, payload = _ask(link, request)
+    meta, payload = _ask_about(link, FrameKind.TABLE_HOT_GET, spec.name)
     answer = decode(meta, HotRows)
     ids = _numbers(payload, answer.count)
     spec.check(torch.from_numpy(ids))
@@ -180,12 +165,12 @@ def refresh_hot(
         np.concatenate([counts for _, _, counts in found]),
         spec.hot_share * total,
         max_hot_rows(spec),
-        hot.ids,
+        hot.known.ids,
     )
     workers = client.specs[0].rule.workers
     latest = max(heat.hot for heat, _, _ in found)
     number = (latest // workers + 1) * workers + client.rank  # no two workers have the same
-    is_same = np.array_equal(ids, hot.ids)
+    is_same = np.array_equal(ids, hot.known.ids)
     chosen = hot if is_same else HotSet(number, IdMap(ids, spec.num_rows))
     for publish in (False, True):
         for index, link in enumerate(client.links):
@@ -197,8 +182,7 @@ def refresh_hot(
 
 
 def _counts(link: ServerLink, table: str) -> tuple[Heat, Ids, Ids]:
-    request = Request(FrameKind.TABLE_HEAT, encode(RowBatch(table, 0)), into=None)
-    meta, payload = _ask(link, request)
+    meta, payload = _ask_about(link, FrameKind.TABLE_HEAT, table)
     heat = decode(meta, Heat)
     numbers = _numbers(payload, 2 * heat.count)
     return heat, numbers[: heat.count], numbers[heat.count :]
@@ -261,10 +245,6 @@ class ServerStore(RowStore):
         finally:
             self.wants_latest = False
 
-    def least_version(self) -> int:
-        """The version that copies have at least."""
-        return max(0, self.rules.version() - (0 if self.wants_latest else self.rules.copy_lag))
-
     def _share_memory(self, number: int, descriptor: int) -> None:
         request = Request(FrameKind.SHARE_ROWS, encode(ShareRows(number)), descriptor=descriptor)
         for link in self.client.links:
@@ -298,35 +278,32 @@ class ServerTable:
         else:
             self.spec.check(ids)
         wanted = ids.contiguous().numpy()
-        with self._store.memories.take(len(wanted), self.spec.dim) as pulled:
-            if cache is None:
-                self._begin(wanted, None, pulled, [])()
-            else:
-                self._pull_and_keep(cache, wanted, pulled)
-        return pulled.rows
-
-    def _pull_and_keep(self, cache: RowCache, ids: Ids, pulled: PulledRows) -> None:
-        """Pull what the cache does not keep."""
         begun: list[RowRequests] = []
+        with self._store.memories.take(len(wanted), self.spec.dim) as pulled:
+            try:
+                if cache is None:
+                    self._begin(wanted, None, pulled, begun)()
+                else:  # pull what it does not keep
 
-        def fetch(places: Ids) -> Callable[[], None]:
-            return self._begin(ids[places], places, pulled, begun)
+                    def fetch(places: Ids) -> Callable[[], None]:
+                        return self._begin(wanted[places], places, pulled, begun)
 
-        try:
-            cache.pull(ids, self.pushes, pulled.rows, fetch)
-        except BaseException as error:
-            for requests in begun:
-                requests.abandon(error)
-            raise
+                    cache.pull(wanted, self.pushes, pulled.rows, fetch)
+            except BaseException as error:
+                for requests in begun:
+                    requests.abandon(error)
+                raise
+        return pulled.rows
 
     def _begin(
         self, ids: Ids, places: Ids | None, pulled: PulledRows, begun: list[RowRequests]
     ) -> Callable[[], None]:
         """Ask for rows that go to these places; returns what waits until they are there."""
-        links, spec = self._links, self.spec
-        self._store.pulls += 1
-        routed = route(spec, ids, places, len(links), self.hot.known, self._store.pulls)
-        version = self._store.least_version()
+        links, spec, store = self._links, self.spec, self._store
+        store.pulls += 1
+        routed = route(spec, ids, places, len(links), self.hot.known, store.pulls)
+        lag = 0 if store.wants_latest else store.rules.copy_lag
+        version = max(0, store.rules.version() - lag)  # that copies have at least
         requests = RowRequests(links, spec.name, routed, pulled, version)
         begun.append(requests)
 
@@ -353,7 +330,7 @@ class ServerTable:
 
     def push(self, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
         """A server that holds none of the rows receives an empty push: it counts updates."""
-        self.next_step()
+        self.pushes += 1  # rows that are kept are a step older
         owners = self.spec.owner(ids, len(self._links))
         for index, link in enumerate(self._links):
             positions = torch.nonzero(owners == index).flatten()
@@ -366,17 +343,24 @@ class ServerTable:
             )
             link.post("push", request)
 
-    def next_step(self) -> None:
-        """A step of this worker has ended: rows that it keeps are a step older."""
-        self.pushes += 1
-
     def state(self) -> Iterator[dict[str, Tensor]]:
+        """The rows that were used, in chunks."""
         self.steps = 0
+        spec = self.spec
         for link in self._links:
             cursor = 0
-            while chunk := self._get_chunk(link, cursor):
-                yield chunk
-                cursor = cursor_after(chunk)
+            while True:
+                answer = _ask_about(link, FrameKind.TABLE_GET, spec.name, cursor)
+                chunk = decode(answer.meta, RowChunk)
+                self.steps = max(chunk.steps, self.steps)
+                if not chunk.keys:  # after the last
+                    break
+                columns = columns_with(spec, spec.optimizer, chunk.keys)
+                if not columns or len(answer.payload) != chunk.count * entry_bytes(columns):
+                    raise Refused(f"a chunk of {spec.name!r} is not as its header says")
+                rows = read_columns(columns, chunk.count, answer.payload)
+                yield rows
+                cursor = cursor_after(rows)
 
     def load_state(self, chunks: Iterable[dict[str, Tensor]], steps: int) -> None:
         """The lowest surviving worker loads for all; it takes effect at the next barrier."""
@@ -384,37 +368,24 @@ class ServerTable:
             self.cache.clear()
         if self._client.rank != self._client.lowest_survivor:
             return
+        spec = self.spec
         loaded = list(chunks)
         for link in self._links:
-            meta = encode(RowChunk(self.spec.name, 0, (), steps))
+            meta = encode(RowChunk(spec.name, 0, (), steps))
             _ask(link, Request(FrameKind.TABLE_SET, meta))
-            for chunk in loaded:
-                self._set_chunk(link, chunk, steps)
+            fitted = (fit_chunks(spec, spec.optimizer, chunk, steps) for chunk in loaded)
+            for part in chain.from_iterable(fitted):
+                first, *keys = part
+                row_bytes = sum(tensor[:1].nbytes for tensor in part.values())
+                max_rows = max(1, MAX_ROW_BYTES // max(1, row_bytes))
+                for positions in torch.split(torch.arange(len(part[first])), max_rows):
+                    tensors = [tensor[positions].contiguous() for tensor in part.values()]
+                    meta = encode(RowChunk(spec.name, len(positions), tuple(keys), steps))
+                    _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
 
-    def _get_chunk(self, link: ServerLink, cursor: int) -> dict[str, Tensor] | None:
-        """The next rows that were used; None after the last."""
-        spec = self.spec
-        meta = encode(RowBatch(spec.name, 0))
-        answer = _ask(link, Request(FrameKind.TABLE_GET, meta, into=None, argument=cursor))
-        chunk = decode(answer.meta, RowChunk)
-        self.steps = max(chunk.steps, self.steps)
-        if not chunk.keys:
-            return None
-        columns = columns_with(spec, spec.optimizer, chunk.keys)
-        if not columns or len(answer.payload) != chunk.count * entry_bytes(columns):
-            raise Refused(f"a chunk of {spec.name!r} is not as its header says")
-        return read_columns(columns, chunk.count, answer.payload)
 
-    def _set_chunk(self, link: ServerLink, chunk: dict[str, Tensor], steps: int) -> None:
-        spec = self.spec
-        for part in fit_chunks(spec, spec.optimizer, chunk, steps):
-            first, *keys = part
-            row_bytes = sum(tensor[:1].nbytes for tensor in part.values())
-            max_rows = max(1, MAX_ROW_BYTES // max(1, row_bytes))
-            for positions in torch.split(torch.arange(len(part[first])), max_rows):
-                tensors = [tensor[positions].contiguous() for tensor in part.values()]
-                meta = encode(RowChunk(spec.name, len(positions), tuple(keys), steps))
-                _ask(link, Request(FrameKind.TABLE_SET, meta, tuple(map(bytes_of, tensors))))
+def _ask_about(link: ServerLink, kind: FrameKind, table: str, cursor: int = 0) -> Reply:
+    return _ask(link, Request(kind, encode(RowBatch(table, 0)), into=None, argument=cursor))
 
 
 def _ask(link: ServerLink, request: Request) -> Reply:

@@ -84,10 +84,9 @@ def test_two_complete_checkpoints_stay_and_what_others_write(
     ids=["of the system", "of safetensors"],
 )
 def test_a_failing_disk_is_one_line_in_the_words_of_the_system(
-    tmp_path: Path, error: Exception
+    tmp_path: Path, error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-    writer = BackgroundWriter("server 1", tmp_path, said.append)
+    writer = BackgroundWriter("server 1", tmp_path)
 
     def fail() -> None:
         raise error
@@ -98,7 +97,7 @@ def test_a_failing_disk_is_one_line_in_the_words_of_the_system(
             writer.start(lambda number=number: save(tmp_path, number) and None)
             writer.close()
     assert numbers(tmp_path) == [100]
-    (sentence,) = said
+    (sentence,) = capsys.readouterr().err.splitlines()
     assert "server 1 cannot write its checkpoint" in sentence
     assert sentence.endswith(
         ": no space left on device; training goes on, and the checkpoint of step 100 stays"
