@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -43,32 +44,15 @@ class ChainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def incarnation_of(self, member: int) -> int:
         return self.incarnations[self.members.index(member)] if self.incarnations else 0
 
-    def predecessor(self, member: int) -> int | None:
-        index = self.members.index(member)
-        return self.members[index - 1] if index else None
-
-    def successor(self, member: int) -> int | None:
-        index = self.members.index(member) + 1
-        return self.members[index] if index < len(self.members) else None
-
-    def without(self, lost: set[int]) -> ChainConfig:
+    def without(self, lost: Collection[int] = ()) -> ChainConfig:
         """The next epoch, less the members that are lost."""
-        kept = [m for m in self.members if m not in lost]
-        return self._next([(m, self.incarnation_of(m)) for m in kept])
-
-    def renewed(self) -> ChainConfig:
-        """The next epoch, with the same members."""
-        return self.without(set())
+        kept = tuple(m for m in self.members if m not in lost)
+        return ChainConfig(self.epoch + 1, kept, tuple(map(self.incarnation_of, kept)))
 
     def plus(self, member: int, incarnation: int) -> ChainConfig:
         """The next epoch, with one more member behind the tail."""
-        kept = [(m, self.incarnation_of(m)) for m in self.members]
-        return self._next([*kept, (member, incarnation)])
-
-    def _next(self, members: list[tuple[int, int]]) -> ChainConfig:
-        return ChainConfig(
-            self.epoch + 1, tuple(m for m, _ in members), tuple(i for _, i in members)
-        )
+        same = self.without()
+        return ChainConfig(same.epoch, (*same.members, member), (*same.incarnations, incarnation))
 
 
 NO_CONFIG = ChainConfig(0, ())  # before the first one is known

@@ -74,7 +74,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Write it if the stored one has this version. Then call `swapped`, or `conflicted`."""
+    """Write it if the stored one has this version. Then call `swapped`, or `look`."""
 
     config: ChainConfig
     version: int
@@ -85,8 +85,8 @@ CoordinatorRequest: TypeAlias = Fetch | Swap
 
 class ChainManager:
     """Decides for one copy. The process around it asks `next_request`, carries it out and reports
-    the answer (`fetched`, `swapped`, `conflicted`), or asks again after a while; it calls `look`
-    when something may have changed. The methods that report return effects of the node.
+    the answer (`fetched`, `swapped`), or asks again after a while; it calls `look` after a conflict
+    and when something may have changed. The methods that report return effects of the node.
 
     Members whose lease has ended are removed by the first member that is alive. A tail that has
     asked for one more member repeats that until some later epoch is known. Where two neighbours are
@@ -137,9 +137,6 @@ class ChainManager:
     def swapped(self, request: Swap, version: int) -> list[Effect]:
         return self._know(request.config, version)
 
-    def conflicted(self) -> None:
-        self._must_look = True
-
     def _know(self, config: ChainConfig, version: int) -> list[Effect]:
         """Who is alive must be looked up after each new configuration: a copy that has got a
         new lease before it must not be removed for want of the old one."""
@@ -160,12 +157,12 @@ class ChainManager:
         lost = set(config.members) - {*alive, self.node.me}
         if (asked := self.node.asked) is not None:
             # either ends the epoch, so that the tail knows where it is
-            return asked if self._is_alive(asked, asked.members[-1]) else config.renewed()
+            return asked if self._is_alive(asked, asked.members[-1]) else config.without()
         if lost and alive[:1] == [self.node.me] and self.lease.is_settled(now_s):
             return config.without(lost)
         if not lost and who_leaves(config.members, self._unreachable) == self.node.me:
             return config.without({self.node.me})
-        return config.renewed() if self.lease.needs_epoch(config.epoch) else None
+        return config.without() if self.lease.needs_epoch(config.epoch) else None
 
     def _first(self) -> ChainConfig | None:
         alive = self._alive or {}

@@ -25,7 +25,7 @@ each log a prefix of one history, whatever is lost, late or twice:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 from shoal.server.chain import NO_CONFIG, ChainConfig, Entry, EntryLog
@@ -65,37 +65,6 @@ class NotHead(Exception):
     """Operations go to the head of the chain."""
 
 
-class Rounds:
-    """Questions to all other members, each with those that have not confirmed it."""
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._waits_for: dict[int, set[int]] = {}
-
-    def open(self, members: Iterable[int]) -> int:
-        self._last += 1
-        self._keep_open({**self._waits_for, self._last: set(members)})
-        return self._last
-
-    def restart(self, members: list[int]) -> None:
-        """A new epoch: each open round is about its members."""
-        self._keep_open({number: set(members) for number in self._waits_for})
-
-    def confirm(self, number: int, member: int) -> None:
-        self.missing(number).discard(member)
-        self._keep_open(self._waits_for)
-
-    def _keep_open(self, rounds: dict[int, set[int]]) -> None:
-        self._waits_for = {number: missing for number, missing in rounds.items() if missing}
-
-    def open_for(self, member: int) -> list[int]:
-        return [number for number, missing in self._waits_for.items() if member in missing]
-
-    def missing(self, number: int) -> set[int]:
-        """Who has not confirmed it."""
-        return self._waits_for.get(number, set())
-
-
 class ChainNode:
     """A copy's part in the protocol. Methods return effects, to be carried out in order.
 
@@ -121,7 +90,8 @@ class ChainNode:
         self.max_weight = 4096  # of what is kept for learners; then they need another snapshot
         self._log = EntryLog()
         self._teaching = Teaching()
-        self._rounds = Rounds()
+        self._last_round = 0
+        self._rounds: dict[int, set[int]] = {}  # open questions: who has not confirmed each
         self._successor_is_known = False  # it has said in this epoch where it is
         self.replicas = replicas
         self._early: dict[int, Any] = {}  # by position
@@ -168,7 +138,7 @@ class ChainNode:
         if was_member and not self.is_member:
             self.is_fenced = True
             return [Reset()]
-        self._rounds.restart(self.others)
+        self._rounds = {number: set(self.others) for number in self._rounds if self.others}
         effects = self._commit_alone()
         for peer in sorted({*config.members, *self._ahead}):
             effects += self._speak_to(peer)
@@ -195,25 +165,28 @@ class ChainNode:
     def ask(self) -> tuple[int, list[Effect]]:
         """Ask the others whether this epoch goes on: if `is_confirmed`, a read was not old."""
         self._check_member()
-        until_next_epoch = [self.me] if self.asked else []
-        number = self._rounds.open([*self.others, *until_next_epoch])
-        return number, [Send(peer, Ask(self.epoch, number)) for peer in self.others]
+        self._last_round += 1
+        if missing := {*self.others, *([self.me] if self.asked else ())}:
+            self._rounds[self._last_round] = missing
+        return self._last_round, self.ask_again(self._last_round)
 
     def ask_again(self, number: int) -> list[Effect]:
         """An answer was lost with its connection, which only the one who answered has noticed."""
-        missing = [peer for peer in self.others if peer in self._rounds.missing(number)]
-        return [Send(peer, Ask(self.epoch, number)) for peer in missing]
+        missing = self._rounds.get(number, ())
+        return [Send(peer, Ask(self.epoch, number)) for peer in self.others if peer in missing]
 
     def is_confirmed(self, number: int) -> bool:
         self._check_member()
-        return not self._rounds.missing(number)
+        return number not in self._rounds
 
     # ------------------------------------------------------------------ members
 
     def _speak_to(self, peer: int) -> list[Effect]:
         """What is said first in an epoch, and over a new connection."""
         effects: list[Effect] = [
-            Send(peer, Ask(self.epoch, number)) for number in self._rounds.open_for(peer)
+            Send(peer, Ask(self.epoch, number))
+            for number, missing in self._rounds.items()
+            if peer in missing
         ]
         if peer == self.predecessor:
             return effects + self._at(peer)
@@ -249,7 +222,10 @@ class ChainNode:
 
     def _from_member(self, sender: int, message: Ask | Confirm) -> list[Effect]:
         if isinstance(message, Confirm):
-            self._rounds.confirm(message.number, sender)
+            missing = self._rounds.get(message.number, set())
+            missing.discard(sender)
+            if not missing:
+                self._rounds.pop(message.number, None)
             return []
         if sender in self.others and not self.asked:
             return [Send(sender, Confirm(self.epoch, message.number))]
@@ -315,8 +291,9 @@ class ChainNode:
         self.is_member = config.has(me, self.incarnation)
         self.is_head = self.is_member and config.head == me
         self.is_tail = self.is_member and config.tail == me
-        self.predecessor = config.predecessor(me) if self.is_member else None
-        self.successor = config.successor(me) if self.is_member else None
+        place = config.members.index(me) if self.is_member else 0
+        self.predecessor = config.members[place - 1] if place else None
+        self.successor = config.members[place + 1] if self.is_member and not self.is_tail else None
         self._config = config
         self.epoch = config.epoch
 
@@ -374,7 +351,7 @@ class ChainNode:
         effects: list[Effect] = []
         if self.predecessor is not None:
             effects.append(Send(self.predecessor, Acked(self.epoch, upto)))
-        if not self._teaching.has_learners:
+        if not self._teaching.sessions:
             self._log.drop(upto)
             return effects
         entries = self._log.between(before, upto)

@@ -29,62 +29,55 @@ class Teaching:
     def __init__(self) -> None:
         self.adding: int | None = None
         self.asked: ChainConfig | None = None
-        self._sessions: dict[int, LearnerSession] = {}
+        self.sessions: dict[int, LearnerSession] = {}
 
     def begin(self, peer: int, session: LearnerSession) -> None:
         if self.incarnation_of(peer) != session.incarnation:
             self.drop(peer)
-        self._sessions[peer] = session
+        self.sessions[peer] = session
 
     def incarnation_of(self, peer: int) -> int | None:
-        return self._sessions[peer].incarnation if peer in self._sessions else None
+        return self.sessions[peer].incarnation if peer in self.sessions else None
 
     def taught(self, peer: int, incarnation: int, position: int) -> int:
         """It says that it has all up to `position`; it may have said more before."""
-        if self.incarnation_of(peer) != incarnation or not self._sessions[peer].has_state:
+        if self.incarnation_of(peer) != incarnation or not self.sessions[peer].has_state:
             return position
-        session = self._sessions[peer]
+        session = self.sessions[peer]
         session.position = max(session.position, position)
         return session.position
 
-    @property
-    def has_learners(self) -> bool:
-        return bool(self._sessions)
-
     def listeners(self) -> list[int]:
         """Learners that get each entry when it is committed."""
-        return [peer for peer, session in self._sessions.items() if session.has_state]
+        return [peer for peer, session in self.sessions.items() if session.has_state]
 
     @property
     def slowest(self) -> int | None:
         """The learner that is furthest behind, but for the one that is being added."""
-        waiting = {p: s.position for p, s in self._sessions.items() if p != self.adding}
+        waiting = {p: s.position for p, s in self.sessions.items() if p != self.adding}
         return min(waiting, key=waiting.__getitem__, default=None)
 
     def needed_after(self, committed: int) -> int:
         """Entries up to here are needed by no learner, nor by the chain."""
-        return min([committed, *(s.position for s in self._sessions.values())])
+        return min([committed, *(s.position for s in self.sessions.values())])
 
     def advance(self, config: ChainConfig, committed: int, replicas: int) -> ChainConfig | None:
         """The configuration to ask for, when the learner that is being added has everything."""
         if self.asked:
             return None
         if self.adding is None and len(config.members) < replicas:
-            self.adding = self._near(config, committed)
-        if self.adding is None or self._sessions[self.adding].position < committed:
+            near = [p for p in self.listeners() if self.sessions[p].position >= committed - NEAR]
+            self.adding = next((peer for peer in near if peer not in config.members), None)
+        if self.adding is None or self.sessions[self.adding].position < committed:
             return None
-        self.asked = config.plus(self.adding, self._sessions[self.adding].incarnation)
+        self.asked = config.plus(self.adding, self.sessions[self.adding].incarnation)
         return self.asked
-
-    def _near(self, config: ChainConfig, committed: int) -> int | None:
-        near = [p for p in self.listeners() if self._sessions[p].position >= committed - NEAR]
-        return next((peer for peer in near if peer not in config.members), None)
 
     def drop(self, peer: int) -> None:
         """The learner is gone. Once it is asked for, the answer must be found out first."""
         if self.asked and peer == self.adding:
             return
-        self._sessions.pop(peer, None)
+        self.sessions.pop(peer, None)
         if peer == self.adding:
             self.adding = None
 
@@ -92,4 +85,4 @@ class Teaching:
         self.adding = None
         self.asked = None
         if not is_tail:
-            self._sessions.clear()
+            self.sessions.clear()

@@ -201,7 +201,7 @@ class Keeper:
             stored = self._coordinator.put_if(self._chain_key, value, request.version)
         except Conflict:
             with self._runtime.changed:
-                self._runtime.manager.conflicted()
+                self._runtime.manager.look()
             return
         failpoint("election.after")
         self._runtime.reconfigure(lambda manager: manager.swapped(request, stored.version))

@@ -156,7 +156,7 @@ class Replica:
                 elif answer is not None:
                     self.do(self.manager.swapped(request, answer))
                 else:
-                    self.manager.conflicted()
+                    self.manager.look()
                     self.do([])
                 self.pump()
 

@@ -157,7 +157,7 @@ def test_when_all_have_lost_their_leases_the_first_to_return_removes_none_at_onc
     manager.lease.granted(LATER_S, 0.5)
     manager.look()
     knows(manager, THREE, {0: 1})
-    assert manager.next_request(LATER_S + 0.4) == Swap(THREE.renewed(), 45)
+    assert manager.next_request(LATER_S + 0.4) == Swap(THREE.without(), 45)
     assert manager.next_request(LATER_S + 0.6) == Swap(THREE.without({1, 2}), 45)
 
 
