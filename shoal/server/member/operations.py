@@ -57,14 +57,15 @@ class Payload:
     push: PushTensors | None = None
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Gradients, loss and flags, rows: as they are sent."""
+        rows = [tensor for push in self.rows for tensor in (push.ids, push.grads)]
+        return [*(self.push or ()), *rows]
+
+    @property
     def nbytes(self) -> int:
         """What it takes up in memory."""
-        count = len(self.data)
-        for tensor in self.push or ():
-            count += tensor.nbytes
-        for rows in self.rows:
-            count += rows.ids.nbytes + rows.grads.nbytes
-        return count
+        return len(self.data) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 EMPTY = Payload()
@@ -297,13 +298,10 @@ def decode_message(meta: bytes) -> tuple[ChainMessage, Operation | None]:
 
 
 def _views_of(payload: Payload) -> list[memoryview]:
-    """What is sent: gradients, loss and flags, rows; or plain bytes."""
+    """What is sent: tensors, or plain bytes."""
     if payload is EMPTY:
         return []
-    views = [bytes_of(tensor) for tensor in payload.push or ()]
-    for rows in payload.rows:
-        views += [bytes_of(rows.ids), bytes_of(rows.grads)]
-    return [*views, memoryview(payload.data)]
+    return [*map(bytes_of, payload.tensors), memoryview(payload.data)]
 
 
 def read_payload(

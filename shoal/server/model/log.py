@@ -85,15 +85,8 @@ class Log:
             verdict = self._state.ledger.judge(worker, commit.step)
         except ImpossiblePush as error:
             raise Refused(str(error)) from error
-        push = PushDecided(
-            worker,
-            sequence,
-            commit.step,
-            verdict.value,
-            commit.batch_fraction,
-            commit.lr,
-            commit.save,
-        )
+        told = (commit.batch_fraction, commit.lr, commit.save)
+        push = PushDecided(worker, sequence, commit.step, verdict.value, *told)
         self._append(push)
         position = self.position
         saved = self._complete_step(push)
@@ -125,8 +118,7 @@ class Log:
             while state.open_step is None and state.ledger.complete():
                 self._complete_step(state.counted[-1] if state.counted else None)
             ready = (push for push in state.waiting if self._is_ready_for(push.commit))
-            push = next(ready, None)
-            if push is None:
+            if (push := next(ready, None)) is None:
                 return
             state.waiting.remove(push)
             self._judge(*push)

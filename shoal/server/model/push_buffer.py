@@ -56,7 +56,7 @@ class PushBuffer:
         self.committed = 0
         self.decompressed = 0  # the push whose compressed gradients are in `gradients`
         self.rows: list[RowPush] = []  # that have been received, for the next push
-        self.staged: dict[int, PendingPush] = {}  # by sequence
+        self.staged: dict[int, PendingPush] = {}  # by sequence, until it is applied or dropped
 
     @property
     def arriving(self) -> PushTensors:
@@ -75,8 +75,7 @@ class PushBuffer:
 
     def take_arrived(self) -> PushTensors | None:
         """The push that has been received; None if it is in the buffer already."""
-        arrived = self._arriving
-        self._arriving = None
+        arrived, self._arriving = self._arriving, None
         return arrived
 
     def install(self, tensors: PushTensors, recycles: bool) -> None:
@@ -111,24 +110,6 @@ class PushBuffer:
         if not self.is_free:
             self.gradients, self.loss_flags = self.new_tensors()
         self.committed = sequence
-
-    def forget(self, after: int, upto: int) -> None:
-        """Pushes after the one, up to the other, are not needed."""
-        self.staged = {n: held for n, held in self.staged.items() if not after < n <= upto}
-
-    def held(self, sequence: int) -> PushTensors | None:
-        """Gradients, loss and flags of a push that is not released; None if they are lost."""
-        return self.staged[sequence].tensors if sequence in self.staged else None
-
-    def take_rows_of(self, sequence: int) -> Sequence[RowPush]:
-        tensors, rows = self.staged.get(sequence, (None, ()))
-        if tensors is not None:
-            self.staged[sequence] = PendingPush(tensors, ())
-        return rows
-
-    def release(self, sequence: int) -> None:
-        """This push is applied or dropped; it may be lost."""
-        self.staged.pop(sequence, None)
 
     def take_rows(self) -> tuple[RowPush, ...]:
         """The rows that have been received for the next push."""

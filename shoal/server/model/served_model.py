@@ -42,7 +42,7 @@ from shoal.server.messages import (
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
-from shoal.server.model.push_buffer import PushBuffer, RowPush
+from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.shard_state import get_state, restore
 from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables
@@ -89,8 +89,7 @@ class ServedModel:
     # ------------------------------------------------------------------ workers
 
     def join(self, worker: int, incarnation: int) -> Member:
-        shard = self.state.shard
-        pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), self.in_chain)
+        pushes = self.state.shard.new_pushes(self.in_chain)
         member = Member(worker, incarnation, pushes)
         with self.lock:
             self.membership.join(member)

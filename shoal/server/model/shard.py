@@ -13,14 +13,11 @@ from shoal.replica.optimizers import ratios
 from shoal.replica.ordered_sum import Node, full_subtrees, runs_of, tree_sum
 from shoal.server.messages import ModelSpec, ParameterSlice
 from shoal.server.model.named_optimizer import step_without_hooks
-from shoal.server.model.push_buffer import PushTensors
+from shoal.server.model.push_buffer import PushBuffer, PushTensors
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in (
-        *("float32", "float64", "bfloat16", "float16"),
-        *("int64", "int32", "uint8", "bool"),
-    )
+    for name in ["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 }
 NAMES: dict[torch.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -61,13 +58,12 @@ class Shard:
         """What workers pull: weights, or the summed gradient if the workers update."""
         return self.data if self.spec.optimizer is not None else self.sum
 
-    def new_gradients(self) -> Tensor:
-        """Memory for the gradients of one push, by partial sum."""
-        return torch.zeros(partial_sums(self.spec), self.size, dtype=self.dtype)
-
-    def new_loss_flags(self) -> Tensor:
-        """Memory for the loss and flags of one push, by partial sum."""
-        return self.loss_flags.new_zeros(partial_sums(self.spec), len(self.loss_flags))
+    def new_pushes(self, in_chain: bool) -> PushBuffer:
+        """Memory for the pushes of one worker, by partial sum."""
+        sums = partial_sums(self.spec)
+        gradients = torch.zeros(sums, self.size, dtype=self.dtype)
+        loss_flags = self.loss_flags.new_zeros(sums, len(self.loss_flags))
+        return PushBuffer(gradients, loss_flags, in_chain)
 
     def move_to(self, data: Tensor) -> None:
         """Keep the weights in this memory from now on; their values stay."""
@@ -114,22 +110,16 @@ class Shard:
     def _sum_into(self, total: Tensor, pushes: Sequence[Tensor]) -> None:
         pushes = [pushed.to(total.device) for pushed in pushes]
         if self._subtrees is not None:
-            total.copy_(self._ordered_sum(pushes, self._subtrees))
+            assert self.spec.microbatches is not None
+            workers = zip(pushes, self._subtrees, strict=True)
+            known = {node: pushed[i] for pushed, nodes in workers for i, node in enumerate(nodes)}
+            total.copy_(tree_sum((0, self.spec.microbatches), known))
         elif len(pushes) > 1:
             torch.add(pushes[0][0], pushes[1][0], out=total)
             for pushed in pushes[2:]:
                 total.add_(pushed[0])
         else:
             total.copy_(pushes[0][0])
-
-    def _ordered_sum(self, pushes: Sequence[Tensor], subtrees: Sequence[list[Node]]) -> Tensor:
-        assert self.spec.microbatches is not None
-        known = {
-            node: pushed[i]
-            for pushed, nodes in zip(pushes, subtrees, strict=True)
-            for i, node in enumerate(nodes)
-        }
-        return tree_sum((0, self.spec.microbatches), known)
 
     def synchronize(self) -> None:
         """Return when the device has done all of this."""
@@ -148,12 +138,13 @@ class Shard:
         0 if the parameter has no gradient.
         """
         self._copy_pushed()
+        norm = torch.linalg.vector_norm
+        grads = zip(self._grads, self.spec.slices, strict=True)
         if self.spec.norm_from_workers:
-            return [
-                float(torch.linalg.vector_norm(grad)) if self._has_grad(held) else 0.0
-                for grad, held in zip(self._grads, self.spec.slices, strict=True)
-            ]
-        return [float(torch.linalg.vector_norm(grad)) for grad in self._counted_grads()]
+            return [float(norm(grad)) if self._has_grad(held) else 0.0 for grad, held in grads]
+        # another shard of the model counts its copies
+        counted = [g for g, h in grads if self._has_grad(h) and h.parameter not in self._copies]
+        return [float(norm(grad)) for grad in counted]
 
     def update(self, lr: float | None, factor: float | None) -> None:
         """One step of the optimizer on the sum."""
@@ -165,29 +156,18 @@ class Shard:
         if lr is not None:
             for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
                 group["lr"] = lr * ratio
-        for p, grad, held in zip(self.params, self._step_grads(), self.spec.slices, strict=True):
+        grads = self._grads
+        if self._pushed is not None:
+            grads = [self._view(self._pushed, i) for i in range(len(self.params))]
+        for p, grad, held in zip(self.params, grads, self.spec.slices, strict=True):
             p.grad = grad if self._has_grad(held) else None
         self._step()
         for p in self.params:
             p.grad = None
         self._pushed = None
 
-    def _step_grads(self) -> list[Tensor]:
-        pushed = self._pushed
-        if pushed is None:
-            return self._grads
-        return [self._view(pushed, i) for i in range(len(self.params))]
-
     def _has_grad(self, held: ParameterSlice) -> bool:
         return bool(self.loss_flags[1 + held.parameter] > 0)
-
-    def _counted_grads(self) -> list[Tensor]:
-        """The gradients of this step, without those that another shard of the model counts."""
-        return [
-            grad
-            for grad, held in zip(self._grads, self.spec.slices, strict=True)
-            if self._has_grad(held) and held.parameter not in self._copies
-        ]
 
     def _view(self, buffer: Tensor, i: int) -> Tensor:
         held = self.spec.slices[i]

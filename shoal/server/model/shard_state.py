@@ -85,37 +85,25 @@ def restore(shard: Shard, state: ShardState, payload: bytearray) -> None:
     weight_bytes = shard.size * shard.dtype.itemsize if state.weights else 0
     if weight_bytes:
         shard.data.copy_(flat[:weight_bytes].view(shard.dtype))
-    if shard.optimizer is not None:
-        _load(shard, shard.optimizer, state, read_tensors(state, flat, weight_bytes))
+    load_optimizer(shard, state, read_tensors(state, flat, weight_bytes))
 
 
-def restore_optimizer(shard: Shard, state: ShardState, tensors: Sequence[Tensor]) -> None:
-    """Replace the optimizer state by what `get_state` has returned."""
-    if shard.optimizer is not None:
-        _load(shard, shard.optimizer, state, [tensor.clone() for tensor in tensors])
-
-
-def _load(
-    shard: Shard, optimizer: torch.optim.Optimizer, state: ShardState, tensors: Sequence[Tensor]
-) -> None:
+def load_optimizer(shard: Shard, state: ShardState, tensors: Sequence[Tensor]) -> None:
+    """Replace the optimizer state by tensors that may be kept, as `get_state` describes them."""
+    optimizer = shard.optimizer
+    if optimizer is None:
+        return
     entries: dict[int, dict[str, Any]] = {}
     for spec, tensor in zip(state.tensors, tensors, strict=True):
         entries.setdefault(spec.slice, {})[spec.key] = tensor
     for i, key, number in state.numbers:
         entries.setdefault(i, {})[key] = number
-    document = optimizer.state_dict()
-    numbers = _numbers(shard, optimizer, document)
-    document["state"] = {numbers[i]: values for i, values in entries.items()}
+    document = optimizer.state_dict()  # it numbers parameters in the order of groups
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    places = {id(p): place for place, p in enumerate(ordered)}
+    document["state"] = {places[id(shard.params[i])]: values for i, values in entries.items()}
     document["param_groups"] = _groups(document["param_groups"], state)
     optimizer.load_state_dict(document)
-
-
-def _numbers(shard: Shard, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> list[int]:
-    """The key of each parameter in the optimizer's state: a number in the order of groups."""
-    numbers: dict[int, int] = {}
-    for group, saved in zip(optimizer.param_groups, document["param_groups"], strict=True):
-        numbers |= dict(zip(map(id, group["params"]), saved["params"], strict=True))
-    return [numbers[id(p)] for p in shard.params]
 
 
 def read_tensors(state: ShardState, flat: Tensor, offset: int = 0) -> list[Tensor]:

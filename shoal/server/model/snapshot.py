@@ -35,10 +35,10 @@ from shoal.server.messages import (
 )
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
-from shoal.server.model.push_buffer import PendingPush, PushBuffer, PushTensors, RowPush
+from shoal.server.model.push_buffer import PendingPush, PushTensors, RowPush
 from shoal.server.model.served_model import ServedModel
 from shoal.server.model.shard import NAMES
-from shoal.server.model.shard_state import get_state, restore_optimizer
+from shoal.server.model.shard_state import get_state, load_optimizer
 from shoal.server.model.state import OpenStep, WaitingPush
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -248,7 +248,7 @@ def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> 
     state, shard = model.state, model.state.shard
     document, saved = image.saved, StateTensors.of(image.saved, source)
     shard.data.copy_(saved.weights)
-    restore_optimizer(shard, document.optimizer, saved.optimizer)
+    load_optimizer(shard, document.optimizer, [tensor.clone() for tensor in saved.optimizer])
     for table in document.tables:
         state.tables.make(table.spec)
         name = table.spec.name
@@ -269,8 +269,7 @@ def install(model: ServedModel, image: ModelImage, source: Iterator[Tensor]) -> 
 def _install_worker(
     model: ServedModel, image: WorkerImage, residual: Tensor | None, source: Iterator[Tensor]
 ) -> None:
-    shard = model.state.shard
-    pushes = PushBuffer(shard.new_gradients(), shard.new_loss_flags(), in_chain=True)
+    pushes = model.state.shard.new_pushes(in_chain=True)
     worker = image.numbers.worker
     member = Member(worker, image.numbers.incarnation, pushes)
     put_back(image.numbers, member, pushes)

@@ -31,7 +31,7 @@ from shoal.server.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from shoal.server.model.push_buffer import PushBuffer
+from shoal.server.model.push_buffer import PendingPush, PushBuffer
 from shoal.server.model.shard import Shard
 from shoal.server.model.tables import Tables
 
@@ -114,21 +114,21 @@ class ModelState:
         verdict = PushVerdict(push.verdict)
         self.ledger.record(push.worker, push.step, verdict)
         self.decided[push.worker] = push.sequence
-        rows = buffer.take_rows_of(push.sequence)
+        tensors, rows = buffer.staged.get(push.sequence, (None, ()))  # None: it is lost
         if verdict is PushVerdict.DROPPED:
-            buffer.release(push.sequence)
+            buffer.staged.pop(push.sequence, None)
             return
-        if not self.spec.rule.is_synchronous:  # synchronous: summed in the order of workers
-            held = buffer.held(push.sequence)
-            is_first = not self.counted
-            if held is not None and self.uses_pushes and is_first:
-                self.shard.use(held)
+        if not self.spec.rule.is_synchronous:
+            if tensors is not None and self.uses_pushes and not self.counted:
+                self.shard.use(tensors)
             else:
-                self.shard.add(held, first=is_first)
-            buffer.release(push.sequence)
+                self.shard.add(tensors, first=not self.counted)
+            buffer.staged.pop(push.sequence, None)
+        elif tensors is not None:  # they are summed in the order of workers
+            buffer.staged[push.sequence] = PendingPush(tensors, ())
         self.counted.append(push)
         self.fraction += push.batch_fraction
-        self.tables.count(push.worker, rows)
+        self.tables.counted += [(push.worker, each) for each in rows]
 
     def _apply_return(self, joined: WorkerJoined) -> None:
         self.ledger.rejoin(joined.worker, joined.step)
@@ -146,7 +146,8 @@ class ModelState:
             return
         if buffer.committed <= lost.sequence:
             buffer.skip_to(lost.sequence)
-        buffer.forget(decided, lost.sequence)
+        staged = buffer.staged.items()
+        buffer.staged = {n: held for n, held in staged if not decided < n <= lost.sequence}
 
     def _apply_step(self, step: StepApplied) -> None:
         if step.version != self.version + 1:
@@ -168,10 +169,10 @@ class ModelState:
         self.is_summed = True
         if self.spec.rule.is_synchronous:
             counted = sorted((push.worker, push.sequence) for push in self.counted)
-            held = [self.pushes[worker].held(sequence) for worker, sequence in counted]
-            self.shard.add_all([tensors for tensors in held if tensors is not None])
+            held = [self.pushes[worker].staged.get(sequence) for worker, sequence in counted]
+            self.shard.add_all([push.tensors for push in held if push is not None])
             for worker, sequence in counted:
-                self.pushes[worker].release(sequence)
+                self.pushes[worker].staged.pop(sequence, None)
         self.shard.divide(divisor)
 
     def _buffer_of(self, push: PushDecided) -> PushBuffer:

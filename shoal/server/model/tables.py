@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -108,27 +108,19 @@ class Tables:
             table.check(rows.ids, rows.grads)
             buffer.rows.append(rows)
 
-    def count(self, worker: int, rows: Sequence[RowPush]) -> None:
-        """These rows are part of the open step."""
-        self.counted += [(worker, push) for push in rows]
-
     def update(self, divisor: float) -> None:
         """One update of each table that a worker has pushed to, on this server or another."""
-        ordered = sorted(self.counted, key=lambda item: item[0])
+        by_table: dict[str, list[RowPush]] = {}
+        for _, push in sorted(self.counted, key=lambda item: item[0]):
+            by_table.setdefault(push.table, []).append(push)
         self.counted = []
-        pushes: dict[str, list[RowPush]] = {}
-        for _, push in ordered:
-            pushes.setdefault(push.table, []).append(push)
-        for name, same_table in pushes.items():
-            self._update_table(self.held[name], same_table, divisor)
-
-    def _update_table(self, table: RowTable, pushes: list[RowPush], divisor: float) -> None:
-        ids = torch.cat([push.ids for push in pushes])
-        grads = torch.cat([push.grads for push in pushes])
-        if divisor not in (0.0, 1.0):
-            grads = grads / divisor
-        unique, sums = sum_duplicates(ids, grads)
-        table.push(unique, sums, pushes[-1].lr, table.steps + 1)
+        for name, pushes in by_table.items():
+            table = self.held[name]
+            grads = torch.cat([push.grads for push in pushes])
+            if divisor not in (0.0, 1.0):
+                grads = grads / divisor
+            unique, sums = sum_duplicates(torch.cat([push.ids for push in pushes]), grads)
+            table.push(unique, sums, pushes[-1].lr, table.steps + 1)
 
     def report(self) -> dict[str, Any]:
         """The load of each table, if there is one."""
