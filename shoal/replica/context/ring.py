@@ -230,8 +230,7 @@ class _RingAttention(torch.autograd.Function):
         works: list[Work] = []
         hops = iter(plan.schedule.hops(rank, plan.schedule.gradients))
         for owner, keys, values in _round_the_ring(k, v, plan):
-            shapes = _shapes(k, v, plan, owner)
-            dk, dv = (k.new_zeros(shape, dtype=_computed_in(k)) for shape in shapes)
+            dk, dv = (t.new_zeros(t.shape, dtype=_computed_in(k)) for t in (keys, values))
             for rows, columns, block in plan.blocks(q, keys, values, owner):
                 of_block = block_backward(
                     block, grad[..., rows, :], lse[..., rows], delta[..., rows]
@@ -246,13 +245,10 @@ class _RingAttention(torch.autograd.Function):
             if incoming is not None:
                 _wait(works)
                 message += incoming
-            hop = next(hops)
-            shapes = _shapes(k, v, plan, hop.received)
-            incoming = message.new_empty(sum(shape.numel() for shape in shapes))
-            works = _exchange(plan.group, hop, message, incoming, _GRADIENTS_TAG)
+            incoming, works = _exchange(next(hops), message, k, v, plan, _GRADIENTS_TAG)
         if incoming is not None:
             _wait(works)
-            more = _unpack(incoming, _shapes(k, v, plan, rank))
+            more = _unpack(incoming, k, v, plan, rank)
             own = [mine + theirs for mine, theirs in zip(own, more, strict=True)]
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None
 
@@ -261,19 +257,16 @@ def _round_the_ring(
     k: Tensor, v: Tensor, plan: AttentionPlan
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """The keys and values of every rank, own ones first, each while it is sent on."""
-    group = plan.group
     message = torch.cat([k.reshape(-1), v.reshape(-1)])
-    owner = group.rank
+    owner = plan.group.rank
     keys, values = k, v
-    for hop in plan.schedule.hops(group.rank, plan.schedule.keys_and_values):
-        shapes = _shapes(k, v, plan, hop.received)
-        incoming = message.new_empty(sum(shape.numel() for shape in shapes))
-        works = _exchange(group, hop, message, incoming, _KEYS_TAG)
+    for hop in plan.schedule.hops(owner, plan.schedule.keys_and_values):
+        incoming, works = _exchange(hop, message, k, v, plan, _KEYS_TAG)
         yield owner, keys, values
         _wait(works)
         message = incoming
         owner = hop.received
-        keys, values = _unpack(message, shapes)
+        keys, values = _unpack(message, k, v, plan, owner)
     yield owner, keys, values
 
 
@@ -282,9 +275,14 @@ def _wait(works: list[Work]) -> None:
         work.wait()
 
 
-def _exchange(group: Group, hop: Hop, message: Tensor, incoming: Tensor, tag: int) -> list[Work]:
-    sent = group.send(message, hop.to, tag)
-    return [sent, group.recv(incoming, hop.source, tag)]
+def _exchange(
+    hop: Hop, message: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, tag: int
+) -> tuple[Tensor, list[Work]]:
+    """What comes while `message` is sent on, and what to wait for."""
+    shapes = _shapes(k, v, plan, hop.received)
+    incoming = message.new_empty(sum(shape.numel() for shape in shapes))
+    sent = plan.group.send(message, hop.to, tag)
+    return incoming, [sent, plan.group.recv(incoming, hop.source, tag)]
 
 
 def _shapes(k: Tensor, v: Tensor, plan: AttentionPlan, owner: int) -> list[torch.Size]:
@@ -292,6 +290,9 @@ def _shapes(k: Tensor, v: Tensor, plan: AttentionPlan, owner: int) -> list[torch
     return [torch.Size((*t.shape[:-2], count, t.shape[-1])) for t in (k, v)]
 
 
-def _unpack(message: Tensor, shapes: list[torch.Size]) -> tuple[Tensor, Tensor]:
-    k, v = torch.split(message, [shape.numel() for shape in shapes])
-    return k.view(shapes[0]), v.view(shapes[1])
+def _unpack(
+    message: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, owner: int
+) -> tuple[Tensor, Tensor]:
+    shapes = _shapes(k, v, plan, owner)
+    keys, values = torch.split(message, [shape.numel() for shape in shapes])
+    return keys.view(shapes[0]), values.view(shapes[1])

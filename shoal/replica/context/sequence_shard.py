@@ -104,21 +104,16 @@ class SequenceSpec:
 
     def take_local(self, full: Tensor, rank: int) -> Tensor:
         """A rank's part of a tensor that is there in full."""
-        spread = torch.unflatten(full, self.dim, (self.outer, self.positions, self.inner))
-        parts = [spread.narrow(self.dim + 1, r.start, len(r)) for r in self.ranges(rank)]
-        return torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 2)
+        return self._shards().take_shard(self._spread(full), rank).flatten(self.dim, self.dim + 2)
 
     def all_gather(self, local: Tensor, group: Group) -> Tensor:
         """The full tensor from the parts of all ranks."""
-        count = self.count(group.rank)
-        spread = torch.unflatten(local, self.dim, (self.outer, count, self.inner))
-        full = self._shards().all_gather(spread, group)
+        full = self._shards().all_gather(self._spread(local), group)
         return full.flatten(self.dim, self.dim + 2)
 
     def sum_to_local(self, full: Tensor, group: Group) -> Tensor:
         """A rank's part of the sum over ranks of tensors that they have in full."""
-        spread = torch.unflatten(full, self.dim, (self.outer, self.positions, self.inner))
-        local = self._shards().reduce_scatter(spread.contiguous(), group)
+        local = self._shards().reduce_scatter(self._spread(full).contiguous(), group)
         return local.flatten(self.dim, self.dim + 2)
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> SequenceSpec | None:
@@ -130,6 +125,11 @@ class SequenceSpec:
                 inner = size // (outer * self.positions)
                 return replace(self, dim=dim, outer=outer, inner=inner)
         return None
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        """With a dimension of its own for positions, one before it and one behind it."""
+        positions = tensor.shape[self.dim] // (self.outer * self.inner)
+        return torch.unflatten(tensor, self.dim, (self.outer, positions, self.inner))
 
     def _shards(self) -> ShardSpec:
         ranges = tuple(self.ranges(rank) for rank in range(self.ranks))

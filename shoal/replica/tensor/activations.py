@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,13 +115,6 @@ class SequenceParallelTensor(ShardedActivation):
             raise NotAligned from None
 
 
-class _Saved(NamedTuple):
-    """What is kept: `rows` of this rank, or something else as it is."""
-
-    value: Any
-    is_rows: bool
-
-
 @contextmanager
 def _saving_local(local: Tensor, rows: Tensor, spec: ShardSpec, group: Group) -> Iterator[None]:
     """What autograd saves of `rows` is `local`, of which all ranks have one; they gather again."""
@@ -129,13 +122,13 @@ def _saving_local(local: Tensor, rows: Tensor, spec: ShardSpec, group: Group) ->
     pack, unpack = outer_hooks or (lambda x: x, lambda x: x)
     address = rows.untyped_storage().data_ptr()
 
-    def save(tensor: Tensor) -> _Saved:
+    def save(tensor: Tensor) -> tuple[bool, Any]:
         is_rows = tensor.untyped_storage().data_ptr() == address and tensor.shape == rows.shape
-        return _Saved(pack(local if is_rows else tensor), is_rows)
+        return is_rows, pack(local if is_rows else tensor)
 
-    def load(saved: _Saved) -> Tensor:
-        value: Tensor = unpack(saved.value)
-        return spec.all_gather(value, group) if saved.is_rows else value
+    def load(saved: tuple[bool, Any]) -> Tensor:
+        value: Tensor = unpack(saved[1])
+        return spec.all_gather(value, group) if saved[0] else value
 
     with saved_tensors_hooks(save, load):
         yield
@@ -159,11 +152,9 @@ def _reshape(call: ShardedCall) -> Any:
         return NotImplemented
     if isinstance(x, VocabParallelLogits):
         return x.like(x.local.reshape(*full[:-1], x.local.shape[-1]))
-    assert isinstance(x, SequenceParallelTensor)
-    is_rows = len(full) > 1
-    return (
-        SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng) if is_rows else NotImplemented
-    )
+    if len(full) == 1:
+        return NotImplemented
+    return SequenceParallelTensor.of(x.local, full[:-1], x.group, x.rng)
 
 
 def _norm(call: ShardedCall) -> Any:
@@ -224,11 +215,6 @@ class VocabParallelLogits(ShardedActivation):
         return scatter(full, ShardSpec(full.dim() - 1, self.spec.ranges), self.group)
 
 
-def _loss(call: ShardedCall) -> Any:
-    loss = _cross_entropy(*call.args, **call.kwargs)
-    return NotImplemented if loss is None else loss
-
-
 def _cross_entropy(
     logits: VocabParallelLogits,
     target: Tensor,
@@ -238,13 +224,13 @@ def _cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor | None:
+) -> Any:
     if not isinstance(logits, VocabParallelLogits):  # the target is
-        return None
+        return NotImplemented
     is_plain = weight is None and size_average is None and reduce is None and not label_smoothing
     local = logits.local
     if not is_plain or local.dim() != 2 or target.is_floating_point() or target.dim() != 1:
-        return None
+        return NotImplemented
     counted = target != ignore_index
     if target.device.type == "cpu":
         wrong = counted & ((target < 0) | (target >= logits.spec.size))
@@ -292,5 +278,5 @@ class _CrossEntropy(torch.autograd.Function):
 VocabParallelLogits.rules = {
     **METADATA,
     **dict.fromkeys(["view", "reshape", "flatten"], _reshape),
-    "cross_entropy": _loss,
+    "cross_entropy": lambda call: _cross_entropy(*call.args, **call.kwargs),
 }

@@ -14,11 +14,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.replica.deferred_init import full_name
+from shoal.replica.deferred_init import full_name, is_in
 from shoal.replica.split.mapping import ShardSpec
 from shoal.replica.tensor.linear import LinearLike, is_transformers, linear_like
 
@@ -53,25 +54,17 @@ class SplitBlock:
     blocks: tuple[int, ...] = (1,)
 
 
+@dataclass(frozen=True)
 class Layers:
-    """The linear layers of a model by name."""
+    """The modules of a model by name, and those that are linear layers."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]):
-        self.modules = modules
-        self.linear: dict[str, LinearLike] = {
-            name: found
-            for name, module in modules.items()
-            if (found := linear_like(module)) is not None
-        }
+    modules: Mapping[str, nn.Module]
+    linear: Mapping[str, LinearLike]
 
     def children(self, parent: str) -> dict[str, LinearLike]:
         """The linear layers among the children of a module, by their own name."""
-        found = {}
-        for key in self.modules[parent]._modules:
-            name = full_name(parent, key)
-            if name in self.linear:
-                found[key] = self.linear[name]
-        return found
+        names = {key: full_name(parent, key) for key in self.modules[parent]._modules}
+        return {key: self.linear[name] for key, name in names.items() if name in self.linear}
 
 
 def known_blocks(name: str, module: nn.Module) -> Iterator[SplitBlock]:
@@ -84,7 +77,7 @@ def known_blocks(name: str, module: nn.Module) -> Iterator[SplitBlock]:
     elif is_transformers(module, "GPT2Attention"):
         if not getattr(module, "is_cross_attention", True):
             unit = int(module.head_dim)  # type: ignore[arg-type]
-            yield _pair(name, "c_attn", "c_proj", unit, unit, blocks=3)
+            yield _pair(name, "c_attn", "c_proj", unit, unit, (3,))
     elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         yield from _pairs_of_sequential(name, module)
     elif callable(getattr(module, "split_plan", None)):
@@ -96,18 +89,10 @@ def known_blocks(name: str, module: nn.Module) -> Iterator[SplitBlock]:
                 yield _pair(name, column[0], key, column[1], unit)
 
 
-def _pair(
-    name: str, column: str, row: str, column_unit: int = 1, row_unit: int = 1, blocks: int = 1
-) -> SplitBlock:
+def _pair(name: str, column: str, row: str, *sizes: Any) -> SplitBlock:
+    """`sizes` are those that a block ends with: two units, and `blocks`."""
     columns = (full_name(name, column),)
-    return SplitBlock(
-        name,
-        columns,
-        full_name(name, row),
-        column_unit=column_unit,
-        row_unit=row_unit,
-        blocks=(blocks,),
-    )
+    return SplitBlock(name, columns, full_name(name, row), False, False, *sizes)
 
 
 def _pairs_of_sequential(name: str, container: nn.Sequential) -> Iterator[SplitBlock]:
@@ -123,7 +108,8 @@ def _pairs_of_sequential(name: str, container: nn.Sequential) -> Iterator[SplitB
 
 
 def find_blocks(modules: Mapping[str, nn.Module]) -> Iterator[SplitBlock]:
-    layers = Layers(modules)
+    found = {name: linear_like(module) for name, module in modules.items()}
+    layers = Layers(modules, {name: linear for name, linear in found.items() if linear is not None})
     for name, module in modules.items():
         if callable(getattr(module, "split_plan", None)):
             continue
@@ -144,9 +130,9 @@ def _attention_in(layers: Layers, name: str) -> SplitBlock | None:
     for columns in _projections(children):
         fused = len(columns) == 1
         width = None if fused else children[columns[0]].outputs
-        row = _output_of(layers, name, columns, width)
+        full = tuple(full_name(name, key) for key in columns)
+        row = _output_of(layers, name, full, width)
         if row is not None:
-            full = tuple(full_name(name, key) for key in columns)
             return SplitBlock(name, full, row, True, fused and columns[0] in _INTERLEAVED)
     return None
 
@@ -158,36 +144,23 @@ def _projections(children: Mapping[str, LinearLike]) -> Iterator[tuple[str, ...]
             yield (key,)
         parts = key.split("_")
         for i, part in enumerate(parts):
-            for other in _QUERIES.get(part, _QUERIES.get(part.lower(), ()))[:1]:
-                value = (_QUERIES.get(part) or _QUERIES[part.lower()])[1]
-                words = [w.capitalize() if part[0].isupper() else w for w in (other, value)]
-                names = ["_".join([*parts[:i], word, *parts[i + 1 :]]) for word in words]
-                if all(n in children for n in names):
-                    yield (key, *names)
+            others = _QUERIES.get(part, _QUERIES.get(part.lower(), ()))
+            words = [w.capitalize() if part[0].isupper() else w for w in others]
+            names = ["_".join([*parts[:i], word, *parts[i + 1 :]]) for word in words]
+            if names and all(n in children for n in names):
+                yield (key, *names)
 
 
 def _output_of(
     layers: Layers, name: str, columns: tuple[str, ...], width: int | None
 ) -> str | None:
     """The only other layer inside the module, or in one that stands beside it."""
-    inside = [
-        n
-        for n, linear in layers.linear.items()
-        if _is_below(n, name)
-        and n not in {full_name(name, key) for key in columns}
-        and (width is None or linear.inputs == width)
-    ]
-    if inside:
-        return inside[0] if len(inside) == 1 else None
+    fitting = [n for n, x in layers.linear.items() if width is None or x.inputs == width]
+    found = [n for n in fitting if is_in(n, name) and n not in columns]
     parent = name.rpartition(".")[0]
-    if not name or parent not in layers.modules or width is None:
-        return None
-    beside = [
-        n
-        for n, linear in layers.linear.items()
-        if _is_below(n, parent) and not _is_below(n, name) and linear.inputs == width
-    ]
-    return beside[0] if len(beside) == 1 else None
+    if not found and name and parent in layers.modules and width is not None:
+        found = [n for n in fitting if is_in(n, parent) and not is_in(n, name)]
+    return found[0] if len(found) == 1 else None
 
 
 # ------------------------------------------------------------------ MLPs
@@ -241,18 +214,13 @@ def _has_layer_between(module: nn.Module, first: str, last: str) -> bool:
     """Whether a layer over all features stands there, such as a decoder's nn.LSTM."""
     keys = list(module._modules)
     between = keys[keys.index(first) + 1 : max(keys.index(last), keys.index(first) + 1)]
-    children = [module._modules[key] for key in between]
-    return any(child is not None and _mixes_features(child) for child in children)
-
-
-def _mixes_features(child: nn.Module) -> bool:
-    if linear_like(child) is not None:
-        return False  # the other one that widens
     return any(
-        p is not None and p.dim() > 1
+        p.dim() > 1
+        for child in map(module._modules.get, between)
+        if child is not None and linear_like(child) is None  # it is not the other one that widens
         for layer in child.modules()
         if not isinstance(layer, (nn.Embedding, nn.modules.conv._ConvNd))
-        for p in layer._parameters.values()
+        for p in layer.parameters(recurse=False)
     )
 
 
@@ -273,12 +241,8 @@ def _only_linear(layers: Layers, name: str) -> str | None:
         return None
     if name in layers.linear:
         return name
-    inside = [n for n in layers.linear if _is_below(n, name)]
+    inside = [n for n in layers.linear if is_in(n, name)]
     return inside[0] if len(inside) == 1 else None
-
-
-def _is_below(name: str, module: str) -> bool:
-    return name != module and (not module or name.startswith(module + "."))
 
 
 COLUMN = ("colwise", "packed_colwise", "local_colwise")

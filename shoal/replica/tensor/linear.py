@@ -106,12 +106,15 @@ class TensorParallelLinear(TensorParallelLayer):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng):
+    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng, spec: ShardSpec):
         super().__init__(original, group, rng)
         linear = linear_like(original)
         assert linear is not None
         self.linear: LinearLike = linear
         self.in_features, self.out_features = linear.inputs, linear.outputs
+        self.spec = spec
+        self.register("weight", original.weight)
+        self.register("bias", original.bias)
 
 
 class ColumnLinear(TensorParallelLinear):
@@ -125,11 +128,11 @@ class ColumnLinear(TensorParallelLinear):
         spec: ShardSpec,
         output: ColumnOutput = "sharded",
     ):
-        super().__init__(original, group, rng)
+        super().__init__(original, group, rng, spec)
         self.output = output
-        self.spec = spec
-        self.register("weight", original.weight, replace(self.spec, dim=self.linear.output_dim))
-        self.register("bias", original.bias, self.spec)
+        self.specs["weight"] = replace(spec, dim=self.linear.output_dim)
+        if self.bias is not None:
+            self.specs["bias"] = spec
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.linear.for_linear(self.weight)
@@ -151,12 +154,6 @@ class SelectedColumns(TensorParallelLinear):
 
     For keys and values with fewer heads than ranks. Gradients of the weight are added up.
     """
-
-    def __init__(self, original: nn.Module, group: Group, rng: TensorParallelRng, spec: ShardSpec):
-        super().__init__(original, group, rng)
-        self.spec = spec
-        self.register("weight", original.weight)
-        self.register("bias", original.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         rank = self.group.rank
@@ -181,11 +178,9 @@ class RowLinear(TensorParallelLinear):
         spec: ShardSpec,
         input_is_sharded: bool,
     ):
-        super().__init__(original, group, rng)
+        super().__init__(original, group, rng, spec)
         self.input_is_sharded = input_is_sharded
-        self.spec = replace(spec, dim=1 - self.linear.output_dim)
-        self.register("weight", original.weight, self.spec)
-        self.register("bias", original.bias)
+        self.spec = self.specs["weight"] = replace(spec, dim=1 - self.linear.output_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input_is_sharded:
