@@ -101,42 +101,72 @@ class Feed:
 
 
 class Source:
-    """The global batches of every epoch, of which a replica gets its rows."""
+    """The global batches of a loop of the script, of which a replica gets its rows.
 
-    def __init__(self, feed: Feed, per_epoch: int | None):
+    `given` is the batch of the present epoch that was given out last.
+    """
+
+    given: AnyBatch | None = None
+    repeats = False  # the next batch is the one that was given out last
+    per_epoch: int | None = None  # batches; None where that is not known
+    _at = 0  # the number of `given` in its epoch
+    _rows: Iterator[AnyBatch]
+
+    def __init__(self, feed: Feed, loop: LoopPosition):
         self.feed = feed
-        self.per_epoch = per_epoch  # None where that is not known
+        self.loop = loop
 
-    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
-        """The batches of an epoch, without the first `start` ones."""
+    def begin(self, number: int, start: int) -> None:
+        """An epoch begins, without its first `start` batches."""
+        self.given = None
+        self.repeats = False
+        self._rows = iter(self._epoch(number, start))
+
+    def next(self) -> AnyBatch | None:
+        """The next batch, or None at the end of the epoch."""
+        batch = next(self._rows, None)
+        if batch is not None:
+            self.given = batch
+            self._at = self.loop.in_epoch - self.repeats
+        self.repeats = False
+        return batch
+
+    def split_for(self, replica: int, replicas: int, repeats: bool) -> None:
+        """Split the batches that come over other replicas; with `repeats`, the latest one again."""
+        self.feed = replace(self.feed, split=self._split_of(replica, replicas))
+        self._rows = self._again(self.loop.in_epoch - repeats, repeats)
+        self.repeats = repeats
+
+    def recall(self) -> Recall:
+        """Makes the batch that was given out last again, also when the epoch is over."""
         raise NotImplementedError
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Bring the data to where it was after so many batches, in so many epochs."""
 
-    def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
-        """The rest of the epoch that is under way, from its batch `at` on, split in another way.
+    def _epoch(self, number: int, start: int) -> Iterable[AnyBatch]:
+        raise NotImplementedError
+
+    def _again(self, at: int, repeats: bool) -> Iterator[AnyBatch]:
+        """The rest of the epoch that is under way, from its batch `at` on.
 
         `repeats`: the batch at `at` was given out before; otherwise it was not fetched yet.
         """
         raise NotImplementedError
 
-    def recall(self, at: int) -> Recall:
-        """Makes batch `at` of this epoch again, which was the latest one; it may be used later."""
-        raise NotImplementedError
-
-    def _split_for(self, replica: int, replicas: int) -> BatchSplit:
+    def _split_of(self, replica: int, replicas: int) -> BatchSplit:
         return replace(self.feed.split, replica=replica, replicas=replicas)
 
 
-def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
+def source_of(data: Any, options: BatchOptions, feed: Feed, loop: LoopPosition) -> Source:
     if options.batch_size is not None and not is_stream(data):
-        return DatasetSource(data, options, feed)
+        return DatasetSource(data, options, feed, loop)
     length = _length(data)
     if options.batch_size is None:
-        return GlobalBatchSource(feed, length, lambda epoch: data, split_batch)
+        return GlobalBatchSource(feed, loop, length, lambda epoch: data, split_batch)
     return GlobalBatchSource(
         feed,
+        loop,
         None if length is None else options.batches_in(length),
         lambda epoch: sample_lists(data, options, mix(feed.seed, 7, epoch)),
         partial(collate_rows, collate=options.collate),
@@ -146,8 +176,8 @@ def source_of(data: Any, options: BatchOptions, feed: Feed) -> Source:
 class DatasetSource(Source):
     """A map-style dataset, shuffled or in the order of a sampler."""
 
-    def __init__(self, data: Any, options: BatchOptions, feed: Feed):
-        super().__init__(feed, None)
+    def __init__(self, data: Any, options: BatchOptions, feed: Feed, loop: LoopPosition):
+        super().__init__(feed, loop)
         self.data = data
         self.options = options
         length = _length(data if options.sampler is None else options.sampler)
@@ -155,28 +185,27 @@ class DatasetSource(Source):
         self._number = 0
         self._present_order = torch.zeros(0, dtype=torch.int64)
 
-    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
+    def _epoch(self, number: int, start: int) -> Iterable[AnyBatch]:
         self._number = number
         self._present_order = self._order(number)
         num_batches = self._num_batches(len(self._present_order))
         start = min(start, num_batches)
-        self.feed.skipped(loop, start)
+        self.feed.skipped(self.loop, start)
         if start == num_batches:
             return []
         batches = self._batches_from(start)
         is_whole = self.feed.kind is Batches.WHOLE_DATASET
         return [FullDatasetBatch.over(batches)] if is_whole else batches
 
-    def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
-        self.feed = replace(self.feed, split=split)
+    def _again(self, at: int, repeats: bool) -> Iterator[AnyBatch]:
         return iter(self._batches_from(at))
 
-    def recall(self, at: int) -> Recall:
-        order = self._present_order
+    def recall(self) -> Recall:
+        order, at = self._present_order, self._at
         options = replace(self._seeded(), loaders=0)  # one batch is not worth a process
 
         def make(replica: int, replicas: int) -> AnyBatch:
-            split = self._split_for(replica, replicas)
+            split = self._split_of(replica, replicas)
             return next(iter(DatasetBatches(self.data, order, split, options, at)))
 
         return make
@@ -221,33 +250,30 @@ class DatasetSource(Source):
 class GlobalBatchSource(Source):
     """Each replica makes the global batches itself, such as a DataLoader's, and takes its rows."""
 
-    _rows: Iterator[AnyBatch]
+    _fetched: Iterator[AnyBatch]
     _latest: Any = None
 
     def __init__(
         self,
         feed: Feed,
+        loop: LoopPosition,
         per_epoch: int | None,
         data: Callable[[int], Iterable[Any]],
         make: Callable[[Any, BatchSplit], AnyBatch],
     ):
         """`data` gives the global batches of an epoch, `make` a replica's rows of one of them."""
-        super().__init__(feed, per_epoch)
+        super().__init__(feed, loop)
+        self.per_epoch = per_epoch
         self._data = data
         self._make = make
 
-    def epoch(self, loop: LoopPosition, number: int, start: int) -> Iterable[AnyBatch]:
-        self._rows = self._take_rows(loop, number, start)
-        return self._rows
+    def _again(self, at: int, repeats: bool) -> Iterator[AnyBatch]:
+        first = [self._make(self._latest, self.feed.split)] if repeats else []
+        return itertools.chain(first, self._fetched)
 
-    def again(self, split: BatchSplit, at: int, repeats: bool) -> Iterator[AnyBatch]:
-        self.feed = replace(self.feed, split=split)
-        first = [self._make(self._latest, split)] if repeats else []
-        return itertools.chain(first, self._rows)
-
-    def recall(self, at: int) -> Recall:
+    def recall(self) -> Recall:
         latest = self._latest
-        return lambda replica, replicas: self._make(latest, self._split_for(replica, replicas))
+        return lambda replica, replicas: self._make(latest, self._split_of(replica, replicas))
 
     def pass_over(self, batches: int, epochs: int) -> None:
         """Iterate over what was trained on, as before: loaders draw, generators end."""
@@ -259,32 +285,31 @@ class GlobalBatchSource(Source):
                 if batches == 0:
                     break
 
-    def _take_rows(self, loop: LoopPosition, number: int, start: int) -> Iterator[AnyBatch]:
-        is_first = True
-        for global_batch, rows in self._assigned(loop, number, start):
-            self._latest = global_batch
-            batch = self._make(global_batch, rows)
-            batch.concurrent = self.feed.split.replicas // rows.replicas
-            if is_first:
-                self.feed.check_same(global_batch, batch.total)
-            is_first = False
-            yield batch
+    def _epoch(self, number: int, start: int) -> Iterable[AnyBatch]:
+        self._fetched = self._fetch(number, start)
+        return self._fetched
 
-    def _assigned(
-        self, loop: LoopPosition, number: int, start: int
-    ) -> Iterator[tuple[Any, BatchSplit]]:
-        """Batches that were not trained on before, and how each is split, which may change."""
+    def _fetch(self, number: int, start: int) -> Iterator[AnyBatch]:
+        """Rows of the batches that were not trained on before."""
 
         def unseen() -> Iterator[Any]:
             for i, batch in enumerate(self._data(number)):
                 if i < start:
-                    self.feed.skipped(loop, 1)
+                    self.feed.skipped(self.loop, 1)
                 else:
                     yield batch
 
-        if self.feed.kind is Batches.IN_TURNS:
-            return round_robin(unseen(), self.feed.split)
-        return ((batch, self.feed.split) for batch in unseen())
+        in_turns = self.feed.kind is Batches.IN_TURNS
+        each = ((batch, self.feed.split) for batch in unseen())  # a split that may change
+        is_first = True
+        for batch, split in round_robin(unseen(), self.feed.split) if in_turns else each:
+            self._latest = batch
+            rows = self._make(batch, split)
+            rows.concurrent = self.feed.split.replicas // split.replicas
+            if is_first:
+                self.feed.check_same(batch, rows.total)
+            is_first = False
+            yield rows
 
 
 def _length(data: Any) -> int | None:
