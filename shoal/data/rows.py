@@ -69,9 +69,11 @@ def take(rows: Any, ranges: Sequence[range]) -> Any:
     pieces = [rows[r.start : r.stop] if r else rows[:1] for r in ranges]
     if isinstance(rows, Tensor):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    if len(pieces) == 1:
-        return _like(rows, pieces[0])
-    if isinstance(rows, (list, tuple)):
+    if len(pieces) == 1 and isinstance(pieces[0], type(rows)):
+        return pieces[0]
+    if len(pieces) == 1 and hasattr(type(rows), "from_data_list"):
+        return type(rows).from_data_list(list(pieces[0]))  # torch_geometric: a list of graphs
+    if isinstance(rows, (list, tuple)) and len(pieces) > 1:
         return [item for piece in pieces for item in piece]
     raise _unsplittable(rows)
 
@@ -173,15 +175,6 @@ def _has_rows(leaf: Any) -> bool:
     """Whether an object holds samples that can be counted and sliced."""
     is_plain = isinstance(leaf, (str, bytes, Tensor))
     return not is_plain and hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")
-
-
-def _like(rows: Any, piece: Any) -> Any:
-    """A slice of an object, as the same kind of object."""
-    if isinstance(piece, type(rows)):
-        return piece
-    if hasattr(type(rows), "from_data_list"):  # torch_geometric: a slice is a list of graphs
-        return type(rows).from_data_list(list(piece))
-    raise _unsplittable(rows)
 
 
 def _reversed(rows: Any) -> Any:

@@ -54,11 +54,11 @@ class SeededSamples:
                 if not self._fetches_one or _equal(before, _states()):
                     return found
                 self._fetches_many = False
-            return [self._draw(index) for index in indices]
-
-    def _draw(self, index: int) -> Any:
-        seed_everything(mix(self.seed, index))
-        return self.dataset[index]
+            drawn = []
+            for index in indices:
+                seed_everything(mix(self.seed, index))
+                drawn.append(self.dataset[index])
+            return drawn
 
 
 def seeded(dataset: Any, seed: int) -> Any:

@@ -98,9 +98,6 @@ class Agreement:
         return {rank: str(row[0]) for rank, row in rows.items()}
 
 
-Result = TypeVar("Result")
-
-
 class JobMeetings:
     """A worker that came back takes its place, and does not do again what was done meanwhile."""
 
@@ -112,7 +109,7 @@ class JobMeetings:
         self._meetings = self._services.meetings
         self.takes_returns = self._meetings is not None  # lost workers may come back
 
-    def hold(self, act: Callable[[], Result]) -> Result:
+    def hold(self, act: Callable[[], T]) -> T:
         """Do what all workers do together, or get what it returned to the others."""
         if self._elastic is not None:
             return self._elastic.hold(act)
@@ -120,7 +117,7 @@ class JobMeetings:
             return act()
         self.come_back()
 
-        def begin(meeting: Meeting) -> Result:
+        def begin(meeting: Meeting) -> T:
             for step in self._state.models:
                 step.sync.meet(meeting.number, meeting.incarnations)
             if self._services.elastic_sum is not None:
@@ -128,7 +125,7 @@ class JobMeetings:
             self._agreement.begin(meeting.name)
             return act()
 
-        result: Result = self._meetings.hold(self._state.stream.steps_passed, begin)
+        result: T = self._meetings.hold(self._state.stream.steps_passed, begin)
         return result
 
     def come_back(self) -> None:

@@ -120,7 +120,7 @@ class ShardedState:
         self._unsharded: dict[str, Any] | None = None  # staged in a newcomer
         self.interrupted: RollbackPoint | None = None  # of a step that a loss has interrupted
         self.is_new = True
-        self._has_ended_step = False  # which the script has not returned from
+        self.has_ended_step = False  # which the script has not returned from
 
     @property
     def is_open(self) -> bool:
@@ -130,11 +130,7 @@ class ShardedState:
         """
         is_updating = any(shards.is_prepared for shards in self._shards)
         is_updated = any(step.update.steps > step.steps for step in self._steps)
-        return self._has_ended_step or is_updating or is_updated
-
-    def end_step(self) -> None:
-        """The script goes on after its step."""
-        self._has_ended_step = False
+        return self.has_ended_step or is_updating or is_updated
 
     def share(self) -> None:
         """All workers call it; PeerLost where it has to begin again."""
@@ -143,7 +139,10 @@ class ShardedState:
         rows = [settled(row) for row in rows]
         self._stage(rows)
         self._group.barrier().wait()
-        self._swap()
+        for shards in self._shards:
+            shards.swap()
+        if self.is_new:
+            self._take_unsharded()
 
     def _compare(self) -> list[list[ShardProgress]]:
         """For each model how far each rank is."""
@@ -167,7 +166,7 @@ class ShardedState:
         for step in self._steps:
             if not self.is_new and step.update.steps > step.steps:
                 step.end_interrupted()
-                self._has_ended_step = True
+                self.has_ended_step = True
             elif self.interrupted is not None and self.interrupted.step is step:
                 self.interrupted.restore()
         self.interrupted = None
@@ -176,18 +175,15 @@ class ShardedState:
         group = self._group
         newcomers = [progress.is_new for progress in rows[0]]
         if any(newcomers):
-            source = _sender(rows[0])
+            # from one that is between two steps, as long as there is one: it may be lost after
+            # newcomers were admitted
+            trained = [rank for rank, row in enumerate(rows[0]) if not row.is_new]
+            source = next((rank for rank in trained if not rows[0][rank].is_open), trained[0])
             mine = self._state.pack_unsharded() if group.rank == source else {}
             received = broadcast_object(group, mine, source)
             self._unsharded = received if newcomers[group.rank] else None
         for shards, row in zip(self._shards, rows, strict=True):
             shards.stage(row, group, group.membership.generation.number)
-
-    def _swap(self) -> None:
-        for shards in self._shards:
-            shards.swap()
-        if self.is_new:
-            self._take_unsharded()
 
     def _take_unsharded(self) -> None:
         self.is_new = False
@@ -198,15 +194,6 @@ class ShardedState:
     @property
     def _shards(self) -> list[MovableShards]:
         return [step.sync.movable for step in self._steps if step.sync.movable is not None]
-
-
-def _sender(rows: Sequence[ShardProgress]) -> int:
-    """The rank that newcomers get from what is not sharded.
-
-    One that is between two steps, as long as there is one: it may be lost after they were admitted.
-    """
-    trained = [rank for rank, row in enumerate(rows) if not row.is_new]
-    return next((rank for rank in trained if not rows[rank].is_open), trained[0])
 
 
 T = TypeVar("T")
@@ -262,7 +249,7 @@ class ElasticTraining:
             if lost.after_s is not None:
                 raise
             self._recover(admits=len({self._agreed_steps(s) for s in self._steps}) == 1)
-        self._shards.end_step()
+        self._shards.has_ended_step = False
         return step.result()
 
     def _recall(self, step: Step, batch: Any) -> Recall | None:

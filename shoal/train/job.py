@@ -204,7 +204,7 @@ class Job(LoopMethods):
             for name, value in metrics.items()
         }
         # a step of a loop of the user's own, whose update is done, ends with the next batch
-        self._logged_step = self.steps + (self._loop_steps() if self._loop.has_stepped else 0)
+        self._logged_step = self.steps + (self._loop_steps() if self._loop.stepped else 0)
         self._is_log_shown = False
         if self._shows_log and self._services.progress.due(
             self._logged_step, self._stream.total_steps

@@ -32,7 +32,25 @@ class Ema:
         self.model = model
         self.decay = decay
         self.steps = [step for step in steps if step.model is model]
-        self._check()
+        if not self.steps:
+            raise BadInput("job.ema takes a model that job.setup or job.step was given before")
+        for step in self.steps:
+            if step.term.is_elastic and isinstance(step.flat, ShardedParams):
+                raise NotBuilt(
+                    f"job.ema is not built for {step.term}, whose workers hold other shards when "
+                    "one is lost: take zero(2, elastic=True)"
+                )
+            if step.sync.undo_steps:
+                raise NotBuilt(
+                    f"job.ema is not built for {step.term}, whose steps are done again when a "
+                    "worker is lost: take ddp(elastic=True)"
+                )
+            is_shared = step.term.has_servers and not step.is_own_loop
+            if is_shared or not step.sync.synchronous:
+                raise BadInput(
+                    f"job.ema needs weights that are this worker's own after every step, and under "
+                    f"{step.term} they are not: take ddp, zero, tp, or ps with job.setup"
+                )
         self.averages = [weights.clone() for weights in self._weights()]
 
     @torch.no_grad()
@@ -77,24 +95,3 @@ class Ema:
             step.flat.shard_data if isinstance(step.flat, ShardedParams) else step.flat.data
             for step in self.steps
         ]
-
-    def _check(self) -> None:
-        if not self.steps:
-            raise BadInput("job.ema takes a model that job.setup or job.step was given before")
-        for step in self.steps:
-            if step.term.is_elastic and isinstance(step.flat, ShardedParams):
-                raise NotBuilt(
-                    f"job.ema is not built for {step.term}, whose workers hold other shards when "
-                    "one is lost: take zero(2, elastic=True)"
-                )
-            if step.sync.undo_steps:
-                raise NotBuilt(
-                    f"job.ema is not built for {step.term}, whose steps are done again when a "
-                    "worker is lost: take ddp(elastic=True)"
-                )
-            is_shared = step.term.has_servers and not step.is_own_loop
-            if is_shared or not step.sync.synchronous:
-                raise BadInput(
-                    f"job.ema needs weights that are this worker's own after every step, and under "
-                    f"{step.term} they are not: take ddp, zero, tp, or ps with job.setup"
-                )

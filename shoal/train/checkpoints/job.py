@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.data.position import positions_of
 from shoal.errors import BadInput
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
@@ -89,12 +90,12 @@ class JobCheckpoints:
         self, saved: files.Checkpoint, states: list[FittingState], path: Path
     ) -> dict[str, Any]:
         from shoal.train.checkpoints.optimizer_state import copy_into
-        from shoal.train.checkpoints.state import fit_others, fit_positions
+        from shoal.train.checkpoints.state import fit_others
 
         averages = self._state.fit_averages(saved, path)
         others = [(prepared.model, prepared.shard) for prepared in self._loop.untrained]
         untrained = fit_others(others, "untrained", saved, path)
-        positions = fit_positions(saved, path)
+        positions = positions_of(saved.document.get("position"))
         for state in states:
             state.load()
         for ema, tensors in zip(self._state.emas, averages, strict=False):

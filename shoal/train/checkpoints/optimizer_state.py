@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,113 +131,107 @@ class OptimizerRest(msgspec.Struct, frozen=True):
     keys: dict[str, list[str]]
 
 
-@dataclass(frozen=True)
-class SavedOptimizer:
-    """What a checkpoint has of an optimizer. `names` are those of the whole model."""
+def fit_optimizer(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, nn.Parameter]],
+    tensors: dict[str, Tensor],
+    rest: OptimizerRest,
+    of_model: Collection[str],
+    where: Path,
+) -> tuple[dict[str, Any], list[str]]:
+    """A `state_dict` for an optimizer of the same class over the same parameters.
 
-    tensors: dict[str, Tensor]
-    rest: OptimizerRest
-    names: Collection[str]
-    where: Path
-
-    def fit(
-        self, optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
-    ) -> tuple[dict[str, Any], list[str]]:
-        """A `state_dict` for an optimizer of the same class over the same parameters.
-
-        Also the names of parameters that have no state and will need one. Changes nothing; what
-        does not fit is an error.
-        """
-        if self.rest.kind != type(optimizer).__name__:
-            raise CheckpointError(
-                f"the checkpoint at {self.where} has the state of {self.rest.kind}, and the script "
-                f"now trains with {type(optimizer).__name__}"
-            )
-        names = {id(p): name for name, p in named}
-        document = optimizer.state_dict()
-        pairs = list(zip(document["param_groups"], optimizer.param_groups, strict=True))
-        for packed, group in pairs:  # numbers (lr, betas, …) of a copy become the saved ones
-            if group_names := [names[id(p)] for p in group["params"]]:
-                restore_numbers(packed, self._group_of(group_names), self.where)
-        settings = [
-            {**group, **{k: v for k, v in packed.items() if k != "params"}}
-            for packed, group in pairs
-        ]
-        expected = expected_state(optimizer, settings)
-        state = self._state_by_name()
-        document["state"] = {}
-        bare = []
-        for packed, group in pairs:
-            for index, p in zip(packed["params"], group["params"], strict=True):
-                name = names[id(p)]
-                forms = None if expected is None else expected.get(p, {})
-                if name in state:
-                    self._check(name, state[name], p, forms)
-                    document["state"][index] = state[name]
-                elif forms and p.requires_grad:
-                    bare.append(name)
-        return document, bare
-
-    def _group_of(self, names: list[str]) -> dict[str, Any]:
-        """The saved group that holds these parameters; it may also hold those of other ranks."""
-        for group in self.rest.groups:
-            saved = group.get("params")
-            held = saved if isinstance(saved, list) else []
-            if set(names) <= {name for name in held if isinstance(name, str)}:
-                return group
+    Also the names of parameters that have no state and will need one. Changes nothing; what does
+    not fit is an error. `of_model` are the names of the whole model.
+    """
+    if rest.kind != type(optimizer).__name__:
         raise CheckpointError(
-            f"the checkpoint at {self.where} has other parameter groups than the script: none "
-            f"holds {names[0]} and the {len(names) - 1} others of its group"
+            f"the checkpoint at {where} has the state of {rest.kind}, and the script now trains "
+            f"with {type(optimizer).__name__}"
         )
-
-    def _state_by_name(self) -> State:
-        state: State = {name: dict(value) for name, value in self.rest.values.items() if value}
-        for full, tensor in self.tensors.items():
-            name, _, key = full.rpartition("/")
-            if key in state.get(name, {}):
-                raise damaged(self.where, f"{full} is there twice")
-            state.setdefault(name, {})[key] = tensor
-        if strange := sorted(set(state) - set(self.names)):
-            raise damaged(self.where, f"optimizer state of {strange[0]!r}, which the model has not")
-        if self.rest.keys != {name: sorted(values) for name, values in state.items()}:
-            raise damaged(self.where, "its optimizer state is not what its manifest lists")
-        return state
-
-    def _check(self, name: str, state: dict[str, Any], p: Tensor, forms: Forms | None) -> None:
-        if missing := sorted(set(forms or {}) - set(state)):
-            lacking = f"it has no {missing[0]} of {name}, which the optimizer needs"
-            raise damaged(self.where, lacking)
-        for key, value in state.items():
-            is_count = key == "step" and _is_number(value, float)
-            if isinstance(value, Tensor):
-                problem = misfit(key, Form.of(value), p, forms)
-            elif forms is not None and key in forms and not is_count:
-                problem = f"{key} is no tensor"
-            else:
-                problem = None
-            if problem:
-                raise damaged(self.where, f"optimizer state of {name}: {problem}")
+    names = {id(p): name for name, p in named}
+    document = optimizer.state_dict()
+    pairs = list(zip(document["param_groups"], optimizer.param_groups, strict=True))
+    for packed, group in pairs:  # numbers (lr, betas, …) of a copy become the saved ones
+        if group_names := [names[id(p)] for p in group["params"]]:
+            _restore_numbers(packed, _group_of(group_names, rest, where), where)
+    settings = [
+        {**group, **{k: v for k, v in packed.items() if k != "params"}} for packed, group in pairs
+    ]
+    expected = expected_state(optimizer, settings)
+    state = _state_by_name(tensors, rest, of_model, where)
+    document["state"] = {}
+    bare = []
+    for packed, group in pairs:
+        for index, p in zip(packed["params"], group["params"], strict=True):
+            name = names[id(p)]
+            forms = None if expected is None else expected.get(p, {})
+            if name in state:
+                _check(name, state[name], p, forms, where)
+                document["state"][index] = state[name]
+            elif forms and p.requires_grad:
+                bare.append(name)
+    return document, bare
 
 
-def restore_numbers(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
+def _group_of(names: list[str], rest: OptimizerRest, where: Path) -> dict[str, Any]:
+    """The saved group that holds these parameters; it may also hold those of other ranks."""
+    for group in rest.groups:
+        saved = group.get("params")
+        held = saved if isinstance(saved, list) else []
+        if set(names) <= {name for name in held if isinstance(name, str)}:
+            return group
+    raise CheckpointError(
+        f"the checkpoint at {where} has other parameter groups than the script: none holds "
+        f"{names[0]} and the {len(names) - 1} others of its group"
+    )
+
+
+def _state_by_name(
+    tensors: dict[str, Tensor], rest: OptimizerRest, of_model: Collection[str], where: Path
+) -> State:
+    state: State = {name: dict(value) for name, value in rest.values.items() if value}
+    for full, tensor in tensors.items():
+        name, _, key = full.rpartition("/")
+        if key in state.get(name, {}):
+            raise damaged(where, f"{full} is there twice")
+        state.setdefault(name, {})[key] = tensor
+    if strange := sorted(set(state) - set(of_model)):
+        raise damaged(where, f"optimizer state of {strange[0]!r}, which the model has not")
+    if rest.keys != {name: sorted(values) for name, values in state.items()}:
+        raise damaged(where, "its optimizer state is not what its manifest lists")
+    return state
+
+
+def _check(name: str, state: dict[str, Any], p: Tensor, forms: Forms | None, where: Path) -> None:
+    if missing := sorted(set(forms or {}) - set(state)):
+        raise damaged(where, f"it has no {missing[0]} of {name}, which the optimizer needs")
+    for key, value in state.items():
+        problem = None
+        if isinstance(value, Tensor):
+            problem = misfit(key, Form.of(value), p, forms)
+        elif key in (forms or {}) and not (key == "step" and _numbers_in(value) == -1):
+            problem = f"{key} is no tensor"
+        if problem:
+            raise damaged(where, f"optimizer state of {name}: {problem}")
+
+
+def _restore_numbers(group: dict[str, Any], saved: dict[str, Any], where: Path) -> None:
     """Restore numbers (lr, betas, weight_decay, …); flags stay as the script has them."""
     for key, now in group.items():
-        if key == "params" or key not in saved or not _is_number(now, tuple):
-            continue
-        value = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]
-        if not _is_number(value, type(now)) or _length(value) != _length(now):
-            raise damaged(where, f"{key}={saved[key]!r}")
-        group[key] = value
+        if key != "params" and key in saved and _numbers_in(now) is not None:
+            value = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]
+            if _numbers_in(value) != _numbers_in(now):
+                raise damaged(where, f"{key}={saved[key]!r}")
+            group[key] = value
 
 
-def _is_number(value: Any, tuples: type) -> bool:
-    """Whether it is a number; or a tuple of numbers, if `tuples` is `tuple`."""
-    if isinstance(value, tuple) and tuples is tuple:
-        return all(_is_number(item, float) for item in value)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return abs(value) < 1e300 or value in (math.inf, -math.inf)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, tuple) else 0
+def _numbers_in(value: Any) -> int | None:
+    """The length of a tuple of numbers; -1 for a number, None for anything else."""
+    items = value if isinstance(value, tuple) else (value,)
+    for item in items:
+        if not isinstance(item, (int, float)) or isinstance(item, bool):
+            return None
+        if not (abs(item) < 1e300 or item in (math.inf, -math.inf)):
+            return None
+    return len(value) if isinstance(value, tuple) else -1

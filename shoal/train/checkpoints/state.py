@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shoal.data.position import Positions, positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.state_dicts import state_of
@@ -21,9 +19,9 @@ from shoal.train.checkpoints import files
 from shoal.train.checkpoints.files import Checkpoint, Count
 from shoal.train.checkpoints.optimizer_state import (
     OptimizerRest,
-    SavedOptimizer,
     copy_into,
     fit_model,
+    fit_optimizer,
     join_optimizers,
     model_tensors,
     on_cpu,
@@ -148,28 +146,26 @@ class FittingState:
     """What a checkpoint has for one step, which fits it."""
 
     step: Step
-    steps: int
+    saved: SavedModel
     model: dict[str, Tensor]
-    tables: list[tuple[dict[str, Tensor], int]]  # of each embedding: its rows, its updates
+    tables: list[dict[str, Tensor]]  # the rows of each embedding
     optimizer: dict[str, Any] | None  # None: this rank trains no parameter
-    scaler: dict[str, Any] | None
     sync: dict[str, Tensor]
-    bare: tuple[str, ...] = ()  # parameters that start without optimizer state
+    bare: list[str]  # parameters that start without optimizer state
 
     def load(self) -> None:
-        step = self.step
-        for embedding, (rows, updates) in zip(step.embeddings, self.tables, strict=True):
-            embedding.load_state(rows, updates)
+        step, saved = self.step, self.saved
+        for embedding, rows in zip(step.embeddings, self.tables, strict=True):
+            embedding.load_state(rows, saved.tables[embedding.spec.name])
         if step.saves_model:
             copy_into(step.model, self.model)
         if self.optimizer is not None:
             step.update.optimizer.load_state_dict(self.optimizer)
-        step.steps = self.steps
-        step.update.steps = self.steps
+        step.steps = step.update.steps = saved.steps
         if step.update.schedule is not None:
             step.update.schedule.restart()
-        if step.update.scaler is not None and self.scaler is not None:
-            step.update.scaler.load_state_dict(self.scaler)
+        if step.update.scaler is not None and saved.scaler is not None:
+            step.update.scaler.load_state_dict(msgspec.structs.asdict(saved.scaler))
         step.sync.after_load()
         step.sync.load_state(self.sync)
 
@@ -186,17 +182,9 @@ def fit(steps: list[Step], saved: Checkpoint, path: Path) -> list[FittingState]:
             f"this one trains {len(steps)}"
         )
     return [
-        _Fitting(step, i, saved, path).fit(model)
+        _fit_step(step, i, saved, model, path)
         for i, (step, model) in enumerate(zip(steps, models, strict=True))
     ]
-
-
-def fit_positions(saved: Checkpoint, path: Path) -> Positions:
-    """Where the loops of the script are."""
-    try:
-        return positions_of(saved.document.get("position"))
-    except CheckpointError as error:
-        raise damaged(path, f"{error}") from error
 
 
 def fit_others(
@@ -220,95 +208,63 @@ def fit_others(
     ]
 
 
-class _Fitting:
-    """One step, number `index` of the job, and the checkpoint."""
+def _fit_step(
+    step: Step, index: int, saved: Checkpoint, of_model: SavedModel, path: Path
+) -> FittingState:
+    """What the checkpoint has for step number `index` of the job."""
+    shard = step.shard.take_shard
+    names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
+    tensors = _named(f"{index}:", saved.model)
+    if set(of_model.tables) != {embedding.spec.name for embedding in step.embeddings}:
+        raise CheckpointError(f"the checkpoint at {path} is of a model with other embeddings")
+    tables = [_named(f"{embedding.spec.name}/", tensors) for embedding in step.embeddings]
+    prefixes = tuple(f"{name}/" for name in of_model.tables)
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(prefixes)}
+    sync = _named(f"sync{index}:", saved.optimizer)
+    sync |= _flat_state(step, shard(_named(f"sync{index}/", saved.optimizer)), names, path)
+    try:
+        for embedding, rows in zip(step.embeddings, tables, strict=True):
+            embedding.check_state(rows, of_model.tables[embedding.spec.name])
+        step.sync.check_state(sync)
+    except BadInput as error:
+        raise CheckpointError(f"the checkpoint at {path} does not fit: {error}") from error
+    model: dict[str, Tensor] = {}
+    if step.saves_model:  # else another step has it
+        model = fit_model(step.model, shard(tensors), of_model.tied, path)
+    optimizer, bare = None, list[str]()
+    if step.update.named:
+        state = shard(_named(f"{index}:", saved.optimizer))
+        trained = step.update.optimizer, step.flat.named
+        optimizer, bare = fit_optimizer(*trained, state, of_model.optimizer, names, path)
+    return FittingState(
+        step, of_model, model, tables, optimizer, sync, bare if of_model.steps else []
+    )
 
-    def __init__(self, step: Step, index: int, saved: Checkpoint, path: Path):
-        self.step = step
-        self.index = index
-        self.saved = saved
-        self.path = path
-        self._shard = step.shard.take_shard
-        self.names = set(state_of(step.model)) | {name for name, _ in step.flat.named}
 
-    def fit(self, saved: SavedModel) -> FittingState:
-        step = self.step
-        tensors = _named(f"{self.index}:", self.saved.model)
-        tables, tensors = self._tables(tensors, saved.tables)
-        model: dict[str, Tensor] = {}
-        if step.saves_model:  # else another step has it
-            model = fit_model(step.model, self._shard(tensors), saved.tied, self.path)
-        optimizer, bare = None, list[str]()
-        if step.update.named:
-            state = self._shard(_named(f"{self.index}:", self.saved.optimizer))
-            of_optimizer = SavedOptimizer(state, saved.optimizer, self.names, self.path)
-            optimizer, bare = of_optimizer.fit(step.update.optimizer, step.flat.named)
-        return FittingState(
-            step=step,
-            steps=saved.steps,
-            model=model,
-            tables=tables,
-            optimizer=optimizer,
-            scaler=None if saved.scaler is None else msgspec.structs.asdict(saved.scaler),
-            sync=self._sync(),
-            bare=tuple(bare) if saved.steps else (),
-        )
+def _flat_state(
+    step: Step, tensors: dict[str, Tensor], names: Collection[str], path: Path
+) -> dict[str, Tensor]:
+    """This worker's shard of the strategy's state: as large as the flat buffer, by parameter.
 
-    def _tables(
-        self, tensors: dict[str, Tensor], tables: dict[str, int]
-    ) -> tuple[list[tuple[dict[str, Tensor], int]], dict[str, Tensor]]:
-        """The rows and updates of each embedding, and the other tensors."""
-        if set(tables) != {embedding.spec.name for embedding in self.step.embeddings}:
-            raise CheckpointError(
-                f"the checkpoint at {self.path} is of a model with other embeddings"
-            )
-        found = []
-        for embedding in self.step.embeddings:
-            prefix = embedding.spec.name + "/"
-            rows, updates = _named(prefix, tensors), tables[embedding.spec.name]
-            with self._fitting():
-                embedding.check_state(rows, updates)
-            found.append((rows, updates))
-            tensors = {n: t for n, t in tensors.items() if not n.startswith(prefix)}
-        return found, tensors
-
-    @contextmanager
-    def _fitting(self) -> Iterator[None]:
-        try:
-            yield
-        except BadInput as error:
-            raise CheckpointError(f"the checkpoint at {self.path} does not fit: {error}") from error
-
-    def _sync(self) -> dict[str, Tensor]:
-        """This worker's shard of the strategy's state, in the sync's own layout."""
-        tensors = self._shard(_named(f"sync{self.index}/", self.saved.optimizer))
-        state = _named(f"sync{self.index}:", self.saved.optimizer)
-        state |= self._flat_state(tensors)
-        with self._fitting():
-            self.step.sync.check_state(state)
-        return state
-
-    def _flat_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors as large as the flat buffer, from those of each parameter."""
-        flat = self.step.flat
-        positions = {name: (i, p) for i, (name, p) in enumerate(flat.named)}
-        state: dict[str, Tensor] = {}
-        for full, tensor in tensors.items():
-            name, _, key = full.rpartition("/")
-            if name not in self.names:
-                problem = f"state of the strategy for {name!r}, which the model has not"
-                raise damaged(self.path, problem)
-            if name not in positions:
-                continue  # another worker holds it
-            i, p = positions[name]
-            if tensor.shape != p.shape or not tensor.is_floating_point():
-                problem = f"state of the strategy for {name} is {tuple(tensor.shape)}"
-                raise damaged(self.path, problem)
-            key = key.replace(":", "/")
-            if key not in state:
-                state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
-            flat.view(i, state[key], 0).copy_(tensor)
-        return state
+    `names` are those of the whole model.
+    """
+    flat = step.flat
+    positions = {name: (i, p) for i, (name, p) in enumerate(flat.named)}
+    state: dict[str, Tensor] = {}
+    for full, tensor in tensors.items():
+        name, _, key = full.rpartition("/")
+        if name not in names:
+            raise damaged(path, f"state of the strategy for {name!r}, which the model has not")
+        if name not in positions:
+            continue  # another worker holds it
+        i, p = positions[name]
+        if tensor.shape != p.shape or not tensor.is_floating_point():
+            raise damaged(path, f"state of the strategy for {name} is {tuple(tensor.shape)}")
+        key = key.replace(":", "/")
+        if key not in state:
+            state[key] = torch.zeros(flat.size, dtype=tensor.dtype)
+        flat.view(i, state[key], 0).copy_(tensor)
+    return state
 
 
 def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -100,7 +100,8 @@ class LoopForwards:
     ) -> None:
         """Raise `BadInput` on all ranks if a model is called first, and is split wrongly.
 
-        Tensors of inference mode cannot be used for gradients: a later call is taken.
+        In the precision of the parameters: rounding of autocast would hide an error. Tensors of
+        inference mode cannot be used for gradients: a later call is taken.
         """
         if not self._is_due(shard) or torch.is_inference_mode_enabled():
             return
@@ -111,27 +112,20 @@ class LoopForwards:
                 "torch.autograd.grad(…, create_graph=True), or take ddp, ps, zero(1) or zero(2)"
             )
         self._compared.add(shard.model)
-        self._is_comparing = True
-        try:
-            self._compare(shard, args, kwargs)
-        finally:
-            self._is_comparing = False
-
-    def _compare(self, shard: ReplicaShard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """In the precision of the parameters: rounding of autocast would hide an error."""
-
         parts = self._parts_of(shard.model)
         device = next(shard.model.parameters()).device.type
         dtypes = (p.dtype for p in shard.model.parameters() if p.is_floating_point())
         dtype = next(dtypes, None) if torch.is_autocast_enabled(device) else None
-        given = (_input_of(args, dtype), _input_of(kwargs, dtype))
+        call = ModuleCall(_input_of(args, dtype), _input_of(kwargs, dtype), 0)
         with_gradients = all(type(part.flat) is FlatParams for part in parts)
+        self._is_comparing = True
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_is_comparing", False)
             for part in parts:
                 stack.enter_context(part.flat.full_params())
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(parts[0].step.shard.precision() if parts else shard.precision())
-            shard.compare(ModuleCall(given[0], given[1], 0), with_gradients)
+            shard.compare(call, with_gradients)
 
 
 def _input_of(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -10,7 +10,7 @@ step           updates (`optimizer.py`); a step of the job ends with the next ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,8 +94,8 @@ class OwnLoop:
         self._taken: Taken | None = None  # parameters that job.setup has had
         self._context = context
         self._on_step = on_step
-        self._reduces = True
-        self._stepped: LoopPart | None = None  # an optimizer has stepped since the last batch
+        self.reduces = True  # but for job.no_sync
+        self.stepped: LoopPart | None = None  # by an optimizer since the last batch
         self._leader: LoopPart | None = None  # without batches a step ends when this one steps
         self._losses: list[Tensor] = []  # of the backward passes of this step
         self._global_loss: Tensor | None = None  # of the latest one
@@ -158,24 +158,14 @@ class OwnLoop:
         reached = reached_parts(loss, self.parts, self.mesh.data)
         self._forwards.check(reached)
         for part in reached:
-            part.begin_backward(weighted, fraction, self._reduces)
+            part.begin_backward(weighted, fraction, self.reduces)
         scale = self.parts[0].sync.gradient_scale
-        start = (
-            None if fraction == 1.0 and scale == 1.0 else torch.full_like(loss, fraction * scale)
-        )
+        is_plain = fraction == 1.0 and scale == 1.0
+        start = None if is_plain else torch.full_like(loss, fraction * scale)
         self._run(loss, start, retain_graph)
         for part in reached:
-            part.end_backward(self._reduces)
+            part.end_backward(self.reduces)
         return self._loss_of(loss.detach(), fraction, reached)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before = self._reduces
-        self._reduces = False
-        try:
-            yield
-        finally:
-            self._reduces = before
 
     def _fraction_of(self, count: Any) -> float:
         """What the loss is a mean over, here and on all replicas."""
@@ -192,7 +182,7 @@ class OwnLoop:
         if axes:  # the loss of this worker's tokens; the replica has those of several workers
             share = axes.sum(torch.full_like(loss, fraction))
             loss = axes.sum(loss * fraction) / share.clamp(min=_SMALLEST_SHARE)
-        if self._reduces:
+        if self.reduces:
             syncs = (part.sync for part in reached if part.sync.collects)
             loss = next((sync.loss(loss) for sync in syncs), loss)
             self._losses.append(loss)
@@ -229,17 +219,12 @@ class OwnLoop:
         for prepared in self._prepared:
             prepared.forward_state.rows_are_real = is_real
 
-    @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped on the present batch, whose step is not over yet."""
-        return self._stepped is not None
-
     def end_step(self) -> None:
         """If an optimizer has stepped since this was called last, a step of the job is over."""
-        part = self._stepped
+        part = self.stepped
         if part is None:
             return
-        self._stepped = None
+        self.stepped = None
         losses = self._losses
         self._losses = []
         total = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros(())
@@ -253,7 +238,7 @@ class OwnLoop:
             )
         self._leader = self._leader or part
         if self.rows.batch is not None or part is self._leader:
-            self._stepped = part
+            self.stepped = part
         if self.rows.batch is None:
             self.end_step()
 
@@ -341,12 +326,18 @@ class LoopMethods:
         """
         return self._loop.backward(loss, count, retain_graph)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside it, `job.backward` adds up gradients of this worker, which are not reduced.
 
         The next `job.backward` outside of it reduces their sum, or else `optimizer.step()`.
         """
-        return self._loop.no_sync()
+        before = self._loop.reduces
+        self._loop.reduces = False
+        try:
+            yield
+        finally:
+            self._loop.reduces = before
 
     def clip_grad_norm_(self, params: Any, max_norm: float) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_, with the norm over all workers (zero, tp).

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.train.own_loop.part import LoopPart
 
 
-def gather_rows(x: Tensor, group: Group, is_placeholder: bool = False) -> Tensor:
+def gather_rows(x: Tensor, group: Group, is_placeholder: bool) -> Tensor:
     """Rows of all ranks, in the order of the global batch; they may have different numbers of them.
 
         forward     rows of this rank     ─▶ all rows, on every rank           all-gather
@@ -35,10 +35,7 @@ def gather_rows(x: Tensor, group: Group, is_placeholder: bool = False) -> Tensor
     counts = torch.zeros(group.size, dtype=torch.int64, device=x.device)
     counts[group.rank] = 0 if is_placeholder else len(x)
     group.all_reduce(counts).wait()
-    rows = Rows(group, counts.tolist())
-    if not x.requires_grad:
-        return rows.gather(x.detach())
-    gathered: Tensor = _Gather.apply(x, rows)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(x, Rows(group, counts.tolist()))  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -94,9 +91,6 @@ class _ScatterSum(torch.autograd.Function):
 
 def _padded(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - len(x)])
-
-
-Make = Callable[[int], Tensor]
 
 
 class LoopRows:
@@ -164,7 +158,7 @@ class LoopRows:
             self._group = data.duplicate() if data.size > 1 else data
         return gather_rows(x, self._group, self.is_placeholder)
 
-    def take(self, make: Make | Tensor) -> Tensor:
+    def take(self, make: Callable[[int], Tensor] | Tensor) -> Tensor:
         """See `Job.rows`."""
         batch = self.batch
         if batch is None:
