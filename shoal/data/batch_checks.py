@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,16 +78,16 @@ def _check_enough(samples: int, replicas: int, what: str) -> None:
         )
 
 
+@dataclass
 class SameBatches:
     """Checks that replicas which each make the global batch make the same one.
 
     `compares` is False where replicas do not wait for each other.
     """
 
-    def __init__(self, group: Group, device: torch.device):
-        self.group = group
-        self.device = device
-        self.compares = True
+    group: Group
+    device: torch.device
+    compares: bool = True
 
     def check(self, batch: Any, total: int) -> None:
         """`total` is the number of samples in it."""

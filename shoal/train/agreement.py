@@ -33,8 +33,6 @@ T = TypeVar("T")
 _MAX_BYTES = 500
 _FAILED = "failed: "
 _MAX_LOADS = 8
-_FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 1.0
 
 
 class Agreement:
@@ -73,7 +71,7 @@ class Agreement:
         Where others save at the same path, ranks may read different versions: then they read
         again.
         """
-        pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        pause = Backoff(0.01, 1.0)  # seconds: the first pause, and the longest
         for _ in range(_MAX_LOADS):
             result, texts = self.run(read)
             if len(set(texts.values())) == 1:

@@ -8,7 +8,7 @@ replica 2   samples 6 7 8   sums ─┘
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,20 +39,16 @@ class SampleAssignment:
         options = BatchOptions(self.batch_size, collate=self.collate)
         return DatasetBatches(dataset, self.samples, self._split(rank), options)
 
-    def samples_of(self, rank: int) -> Tensor:
-        """The indices of the samples of one rank."""
-        split = self._split(rank)
-        batches = torch.split(self.samples, self.batch_size)
-        return torch.cat(
-            [batch[r.start : r.stop] for batch in batches for r in split.rows(len(batch))]
-        )
-
     def without(self, missing: Collection[int]) -> SampleAssignment:
         """The samples of the missing ranks, assigned to the others."""
-        lost = [self.samples_of(rank) for rank in missing]
-        samples = torch.cat(lost) if lost else self.samples[:0]
+        lost = [
+            batch[rows.start : rows.stop]
+            for rank in missing
+            for batch in torch.split(self.samples, self.batch_size)
+            for rows in self._split(rank).rows(len(batch))
+        ]
         surviving = tuple(rank for rank in self.ranks if rank not in missing)
-        return SampleAssignment(samples, surviving, self.batch_size, self.collate)
+        return replace(self, samples=torch.cat([self.samples[:0], *lost]), ranks=surviving)
 
     def _split(self, rank: int) -> BatchSplit:
         return BatchSplit(self.ranks.index(rank), len(self.ranks))

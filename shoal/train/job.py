@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,6 @@ from shoal.train.throughput import LossWatch, Throughput
 if TYPE_CHECKING:
     from shoal.train.elastic_training import ElasticTraining
     from shoal.train.evaluate import Metric
-
-T = TypeVar("T")
 
 
 class Job(LoopMethods):

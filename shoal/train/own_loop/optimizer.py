@@ -27,7 +27,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class PartOptimizers:
-    """A factory of optimizers of some parameters of `optimizer`.
+    """A factory of optimizers of some parameters of `optimizer`, of its class and settings.
 
     While parts are built, it returns `optimizer` itself to one that asks for all parameters;
     afterwards, for checkpoints, always another one.
@@ -41,24 +41,21 @@ class PartOptimizers:
         wanted = {id(p) for _, p in named}
         if self.is_building and wanted == {id(p) for p in params_of(self.optimizer)}:
             return self.optimizer
-        return optimizer_of_some(self.optimizer, wanted)
+        groups = [
+            {"params": [p for p in group["params"] if id(p) in wanted], **settings}
+            for group, settings in zip(
+                self.optimizer.param_groups, settings_of(self.optimizer), strict=True
+            )
+        ]
+        made: torch.optim.Optimizer = like(self.optimizer, [g for g in groups if g["params"]])
+        for p in params_of(made):
+            if p in self.optimizer.state:
+                made.state[p] = self.optimizer.state[p]
+        return made
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def optimizer_of_some(optimizer: torch.optim.Optimizer, wanted: set[int]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings, of some of its parameters (by id)."""
-    groups = [
-        {"params": [p for p in group["params"] if id(p) in wanted], **settings}
-        for group, settings in zip(optimizer.param_groups, settings_of(optimizer), strict=True)
-    ]
-    made: torch.optim.Optimizer = like(optimizer, [group for group in groups if group["params"]])
-    for p in params_of(made):
-        if p in optimizer.state:
-            made.state[p] = optimizer.state[p]
-    return made
 
 
 class LoopOptimizer:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch, Batch, DictBatch, batch_of
-from shoal.data.rows import move_to, reverse_rows, take, widen
+from shoal.data.rows import take
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
 from shoal.replica.microbatch_context import fork_rng, seed_generators
@@ -96,7 +96,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 class LoopRows:
     """What is known of the batch that `job.batches` yielded last.
 
-    The cutters of `parts` say what `shoal verify` changes: reversed samples, double precision.
+    The cutters of `parts` do what `shoal verify` changes: reversed samples, double precision.
     """
 
     def __init__(self, mesh: Mesh, seed: int, device: torch.device, parts: Sequence[LoopPart]):
@@ -138,11 +138,7 @@ class LoopRows:
         part = self.batch
         if isinstance(batch, FullDatasetBatch) or part is None:
             return batch
-        content = move_to(part.content, self.device)
-        if self._reverses:
-            content = reverse_rows(content, part.rows)
-        if self._widens:
-            content = widen(content)
+        content = self._parts[0].step.cutter.place(part.content, part.rows)
         if not isinstance(batch, (Batch, DictBatch)):
             return content
         moved = batch_of(content, part.total, part.microbatch_sizes)
@@ -179,19 +175,12 @@ class LoopRows:
         data = self.mesh.data
         split = BatchSplit() if self.has_whole_batch else BatchSplit(data.rank, data.size)
         rows: Tensor = take(everything, split.rows(batch.total))
-        rows = rows.flip(0) if rows.dim() and self._reverses else rows
-        dtype = torch.float64 if rows.is_floating_point() and self._widens else rows.dtype
-        return rows.to(self.device, dtype, non_blocking=True)
+        if not self._parts:
+            return rows.to(self.device)
+        placed: Tensor = self._parts[0].step.cutter.place(rows, len(rows))
+        return placed
 
     @property
     def has_whole_batch(self) -> bool:
         """Whether replicas take whole batches in turns."""
         return self.batch is not None and self.batch.concurrent > 1
-
-    @property
-    def _reverses(self) -> bool:
-        return any(part.step.cutter.reverses for part in self._parts)
-
-    @property
-    def _widens(self) -> bool:
-        return any(part.step.cutter.widens for part in self._parts)

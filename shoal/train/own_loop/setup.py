@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +42,6 @@ def tensor_plans(models: Sequence[nn.Module], tp: Tp | None) -> list[Tp | None]:
     if any(all(pattern not in plan for plan in plans) for pattern in tp.plan):
         return [tp] * len(models)  # refused by name
     return [replace(tp, plan=plan or None) for plan in plans]
-
-
-Named = list[tuple[str, nn.Parameter]]
 
 
 class LooseParameters(nn.Module):
@@ -89,7 +85,12 @@ def set_up(
                 f"shoal.Embedding ({name or 'the model'}) trains by job.step, not by "
                 "job.setup: use nn.Embedding"
             )
-    made = _make_optimizers(models, optimizers)
+    pairs = (  # for one factory: of several optimizers each has to know its own parameters
+        (name if len(models) == 1 else f"{i}.{name}", p)
+        for i, model in enumerate(models)
+        for name, p in model.named_parameters()
+    )
+    made = [o if isinstance(o, torch.optim.Optimizer) else o(pairs) for o in optimizers]
     taken.check(models, made)
     known = {id(p) for model in models for p in model.parameters()}
     if loose := [p for o in made for p in params_of(o) if id(p) not in known]:
@@ -179,48 +180,32 @@ def _build_parts(
 ) -> list[LoopPart]:
     """The parts of one optimizer, each of some parameters of one model; added to `parts`."""
     factory = PartOptimizers(optimizer)
+    functions = StepFunctions(_by_the_script, factory)
     first = len(parts)
     for i, model in enumerate(prepared):
         wanted = {name for index, name in names if index == i}
-        named = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
+        whole = [(name, p) for name, p in model.shard.named if name in wanted and p.numel()]
         for is_trained in (True, False):  # or frozen at present
-            some = [(name, p) for name, p in named if p.requires_grad is is_trained]
-            if some:
-                parts.append(_part(model, some, factory, parts, context()))
+            named = [(name, p) for name, p in whole if p.requires_grad is is_trained]
+            if not named:
+                continue
+            is_first = all(part.step.model is not model.model for part in parts)
+            of_part = context()
+            if parts and of_part.mesh.dp.size > 1:  # gradients of parts come in any order
+                mesh = replace(of_part.mesh, dp=of_part.mesh.dp.duplicate())
+                of_part = replace(of_part, mesh=mesh)
+            shard = copy.copy(model.shard)
+            shard.named = named
+            of_model = replace(model, shares_statistics=is_first)
+            for _, p in named:  # frozen ones get their place in the layout: they may train later
+                p.requires_grad_(True)
+            step = assemble_step(of_model, shard, functions, of_part)
+            for _, p in named:
+                p.requires_grad_(is_trained)
+            step.saves_model = is_first
+            parts.append(LoopPart(step))
     factory.is_building = False
     return parts[first:]
-
-
-def _part(
-    model: PreparedModel,
-    named: Named,
-    factory: PartOptimizers,
-    others: list[LoopPart],
-    context: StepContext,
-) -> LoopPart:
-    is_first = all(part.step.model is not model.model for part in others)
-    if others and context.mesh.dp.size > 1:  # gradients of parts come in any order
-        mesh = replace(context.mesh, dp=context.mesh.dp.duplicate())
-        context = replace(context, mesh=mesh)
-    shard = copy.copy(model.shard)
-    shard.named = named
-    functions = StepFunctions(_by_the_script, factory)
-    with _all_trained([p for _, p in named]):
-        step = assemble_step(replace(model, shares_statistics=is_first), shard, functions, context)
-    step.saves_model = is_first
-    return LoopPart(step)
-
-
-def _make_optimizers(
-    models: Sequence[nn.Module], optimizers: Sequence[Any]
-) -> list[torch.optim.Optimizer]:
-    """A factory is called with the (name, parameter) pairs of all models."""
-    pairs = (  # for one factory: of several optimizers each has to know its own parameters
-        (name if len(models) == 1 else f"{i}.{name}", p)
-        for i, model in enumerate(models)
-        for name, p in model.named_parameters()
-    )
-    return [o if isinstance(o, torch.optim.Optimizer) else o(pairs) for o in optimizers]
 
 
 def _take_params(
@@ -237,19 +222,6 @@ def _take_params(
                 group["params"][k] = new
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
-
-
-@contextmanager
-def _all_trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Frozen parameters get their place in the layout, too: they may be trained later."""
-    before = [p.requires_grad for p in params]
-    for p in params:
-        p.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for p, requires_grad in zip(params, before, strict=True):
-            p.requires_grad_(requires_grad)
 
 
 def _by_the_script(*given: Any) -> Any:

@@ -130,11 +130,9 @@ class OtherOptimizers:
                         f"updates {name}, which job.setup or job.step manages under {step.term}: "
                         "pass it to job.setup with the model, and call step() of what that returns"
                     )
-        if not self._steps and self.batches and not self.communicates:
-            self._check_alone(optimizer)
-
-    def _check_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """One that lives for a batch, such as that of an adversarial example, may step."""
+        if self._steps or not self.batches or self.communicates:
+            return
+        # one that lives for a batch, such as that of an adversarial example, may step
         _, first = self._stepped.setdefault(id(optimizer), (optimizer, self.batches))
         is_model = any(
             isinstance(p, nn.Parameter) for g in optimizer.param_groups for p in g["params"]

@@ -17,7 +17,7 @@ from shoal.errors import BadInput
 from shoal.pytree import Tree
 from shoal.replica.batchnorm import running_statistics
 from shoal.replica.engine import EngineOptions
-from shoal.replica.flat_params import FlatParams, real_view
+from shoal.replica.flat_params import real_view
 from shoal.replica.loss import BoundLoss, sum_of_samples
 from shoal.replica.optimizers import LooksAt, looks_at, refuse
 from shoal.replica.split.shard import ReplicaShard
@@ -25,7 +25,7 @@ from shoal.sync import Ownership, Replica, Sync
 from shoal.sync.optimizer_step import GradNorm, OptimizerFactory, OptimizerStep, SharedGradScaler
 from shoal.train.step.cut_batch import BatchCutter
 from shoal.train.step.options import StepFunctions, StepOptions
-from shoal.train.step.prepare_model import PreparedModel, hooked_module, prepare_model
+from shoal.train.step.prepare_model import PreparedModel, prepare_model
 from shoal.train.step.run_services import StepContext
 from shoal.train.step.step import Step
 
@@ -123,7 +123,19 @@ def assemble_step(
     update = build_optimizer(owned, shard, functions, options, context)
     shares_statistics = prepared.shares_statistics and not prepared.term.lockstep
     statistics = running_statistics(model) if shares_statistics else []
-    sync = plan.build(_replica(shard, flat, update, statistics, options, context))
+    sync = plan.build(
+        Replica(
+            flat,
+            update,
+            mesh.dp,
+            exact_microbatches=options.microbatches if options.exact else None,
+            statistics=statistics,
+            say=context.say,
+            copies=shard if context.is_split else None,
+            replica_group=mesh.replica_group,
+            config=context.services.config,
+        )
+    )
     if prepared.embeddings:
         _store_rows(prepared, sync, functions.optimizer, context)
 
@@ -134,21 +146,14 @@ def assemble_step(
     if cutter.cuts or context.strategy.is_elastic:
         _refuse_sum(functions)
     loss = BoundLoss(functions.loss)
-    if mesh.pp.size > 1:
-        loss.hooked = hooked_module(model)
-    engine_options = _engine_options(prepared, update, sync, context)
-    step = Step(
-        prepared,
-        shard,
-        mesh,
-        flat,
-        update,
-        sync,
-        shard.engine(loss, flat, cutter.local_microbatches, engine_options),
-        cutter,
-        context.services.tracer,
-    )
-    step.compute = context.with_faults(step.engine.run, lambda: step.number)
+    if mesh.pp.size > 1:  # a loss may use what a forward hook stores
+        hooked = (name for name, module in model.named_modules() if module._forward_hooks)
+        loss.hooked = next(hooked, None)
+    of_engine = _engine_options(prepared, update, sync, context)
+    engine = shard.engine(loss, flat, cutter.local_microbatches, of_engine)
+    tracer = context.services.tracer
+    step = Step(prepared, shard, mesh, flat, update, sync, engine, cutter, tracer)
+    step.compute = context.with_faults(engine.run, lambda: step.number)
     return step
 
 
@@ -188,27 +193,6 @@ def _store_rows(
             "cache_steps has no effect: synchronous training promises the result of one "
             'device, so workers keep no rows; use ps(staleness=…), ps(mode="async") or a quorum'
         )
-
-
-def _replica(
-    shard: ReplicaShard,
-    flat: FlatParams,
-    update: OptimizerStep,
-    statistics: Sequence[Tensor],
-    options: StepOptions,
-    context: StepContext,
-) -> Replica:
-    return Replica(
-        flat=flat,
-        update=update,
-        group=context.mesh.dp,
-        exact_microbatches=options.microbatches if options.exact else None,
-        statistics=statistics,
-        say=context.say,
-        copies=shard if context.is_split else None,
-        replica_group=context.mesh.replica_group,
-        config=context.services.config,
-    )
 
 
 def broadcast_start(model: nn.Module, trained_params: Sequence[Tensor], dp: Group) -> None:

@@ -162,7 +162,8 @@ class BatchCutter:
             pairs = zip(pieces, sizes, strict=True)
             counts = [float(count_of(piece)) if size else 0.0 for piece, size in pairs]
         total = None if part is None else part.total
-        weights = self._weights(counts, total, concurrent_batches(known))
+        concurrent = 1 if known is None else known.concurrent
+        weights = self._weights(counts, total, concurrent)
         return [
             self._microbatch(piece, size, weight, count == 0, self._seed_of(step, first + m))
             for m, (piece, size, count, weight) in enumerate(
@@ -174,12 +175,16 @@ class BatchCutter:
         self, rows: Tree, size: int, weight: Weight, weightless: bool, seed: int
     ) -> MicroBatch:
         samples = max(1, size)
-        ordered = reverse_rows(rows, samples) if self.reverses else rows
-        moved = move_to(ordered, self.device)
-        inputs, targets = self.forward.arguments(widen(moved) if self.widens else moved, samples)
+        inputs, targets = self.forward.arguments(self.place(rows, samples), samples)
         has_samples = size > 0
         skips = self.group.size == 1 and not self.options.exact and not has_samples
         return MicroBatch(inputs, targets, weight, has_samples, weightless, skips, seed)
+
+    def place(self, content: Tree, samples: int) -> Tree:
+        """A batch of so many samples on the device, as `shoal verify` wants it."""
+        moved = move_to(content, self.device)
+        ordered = reverse_rows(moved, samples) if self.reverses else moved
+        return widen(ordered) if self.widens else ordered
 
     def _layout(
         self, content: Any, part: AnyBatch | None, known: AnyBatch | None
@@ -229,15 +234,3 @@ class BatchCutter:
             start, _ = runs_of(self.options.microbatches, self.group.size)[self.group.rank]
             return mix(self.seed, 2, step, start + m)
         return mix(self.seed, 3, step, self.group.rank, m)
-
-
-def concurrent_batches(known: AnyBatch | None) -> int:
-    """How many global batches all replicas train on in one step."""
-    return 1 if known is None else known.concurrent
-
-
-def fraction_of(batch: Any, microbatches: Sequence[MicroBatch]) -> float:
-    """This replica's fraction of the global batch, as far as it is known before the step."""
-    if isinstance(batch, FullDatasetBatch):
-        return sum(batch.microbatch_sizes) / batch.total
-    return sum(m.weight for m in microbatches if not callable(m.weight))

@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from shoal.embedding.module import Embedding
 
 
-def check_modules(model: nn.Module, changed_by: Strategy | None) -> None:
-    """`changed_by` is the strategy, where it replaces layers or parameters of the model."""
+def check_modules(model: nn.Module, term: SyncTerm, context: StepContext) -> None:
+    """Refuse what the strategy cannot train, where it replaces layers or parameters."""
+    strategy = context.strategy
+    is_sharded = context.has_replicas and term.with_whole_parameters() != term
+    is_changed = is_sharded or context.is_split
     for name, module in model.named_modules():
         name = name or "the model"
         if any(isinstance(p, nn.UninitializedParameter) for p in module.parameters(recurse=False)):
@@ -52,22 +55,15 @@ def check_modules(model: nn.Module, changed_by: Strategy | None) -> None:
             )
         # what torch.compile or TorchScript has made calls the layers and parameters as they were
         is_script = isinstance(module, torch.jit.ScriptModule)
-        if changed_by and (is_script or type(module).__name__ == "OptimizedModule"):
+        if is_changed and (is_script or type(module).__name__ == "OptimizedModule"):
             tool = "torch.jit" if is_script else "torch.compile"
             raise BadInput(
-                f"{name} is compiled by {tool}, and {changed_by} changes layers or parameters of a "
+                f"{name} is compiled by {tool}, and {strategy} changes layers or parameters of a "
                 f"model: leave {tool} out, or take ddp, ps or zero(2)"
             )
-
-
-def hooked_module(model: nn.Module) -> str | None:
-    """The first module with a forward hook, of which a loss may use what it stores."""
-    return next((name for name, m in model.named_modules() if m._forward_hooks), None)
-
-
-def refuse_complex(model: nn.Module, strategy: Strategy) -> None:
+    takes_complex = term.trains_complex_parameters or not context.has_replicas
     for name, p in model.named_parameters():
-        if p.is_complex():
+        if p.is_complex() and (is_changed or not takes_complex):
             raise BadInput(
                 f"{name} is {p.dtype}, and {strategy} does not train complex parameters: take "
                 "ddp, zero(1) or zero(2), or keep it as pairs of real numbers and use "
@@ -163,14 +159,7 @@ def prepare_model(
     """What is done once for a model, whatever trains it. `optimizer` is that of embeddings."""
     if context.services.faults is not None:
         context.services.faults.at_start()
-    is_sharded = context.has_replicas and term.with_whole_parameters() != term
-    check_modules(model, context.strategy if is_sharded or context.is_split else None)
-    if (
-        is_sharded
-        or context.is_split
-        or (context.has_replicas and not term.trains_complex_parameters)
-    ):
-        refuse_complex(model, context.strategy)
+    check_modules(model, term, context)
     for change in context.before_build:
         change(model)
     mesh = context.mesh

@@ -25,7 +25,7 @@ from shoal.schedules.pipelines import accumulate
 from shoal.strategy.base import SyncTerm
 from shoal.sync import Sync
 from shoal.sync.optimizer_step import OptimizerStep
-from shoal.train.step.cut_batch import BatchCutter, concurrent_batches, fraction_of
+from shoal.train.step.cut_batch import BatchCutter
 from shoal.train.step.options import StepOptions
 from shoal.train.step.prepare_model import KnownParameters, PreparedModel
 
@@ -85,17 +85,21 @@ class Step:
         self.parameters.check()
         known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
         microbatches = self.cutter.cut(batch, known, self.steps)
-        fraction = fraction_of(batch, microbatches)
+        if isinstance(batch, FullDatasetBatch):
+            fraction = sum(batch.microbatch_sizes) / batch.total
+        else:  # as far as it is known before the step
+            fraction = sum(m.weight for m in microbatches if not callable(m.weight))
         if axes := self.shard.token_axes:
             fraction = float(axes.sum(torch.tensor(fraction, device=self.flat.device)))
         self.sync.batch_fraction = fraction
-        self.sync.next_steps = self.steps + concurrent_batches(known)
+        batches = 1 if known is None else known.concurrent  # of all replicas in one step
+        self.sync.next_steps = self.steps + batches
         self.sync.begin()
         self.loss = self.shard.broadcast_loss(
             self.sync.skip() if self.sync.is_skipped else self._train(batch, microbatches)
         )
         self.sync.commit()
-        self._count(concurrent_batches(known))
+        self._count(batches)
         self.tracer.add(STEP, start_ns, time.monotonic_ns(), "steps", f"step {self.steps}")
         if reports:
             self._report()
