@@ -31,13 +31,22 @@ class Choice(NamedTuple):
     row: Any
 
 
-def best_depth(choose: Callable[[int], Choice | None]) -> Choice | None:
-    """Between blocks, or inside of them where the most expensive stage gets much cheaper."""
+def best_depth(choose: Callable[[int], Choice]) -> Choice:
+    """Between blocks, or inside of them where the most expensive stage gets much cheaper.
+
+    Raises the last refusal of `choose` where there is no other answer.
+    """
     best: Choice | None = None
     for deeper in range(_DEEPEST):
-        choice = choose(deeper)
-        if choice is not None and (best is None or choice.cost < MUCH_CHEAPER * best.cost):
+        try:
+            choice = choose(deeper)
+        except BadInput as error:
+            refusal = error
+            continue
+        if best is None or choice.cost < MUCH_CHEAPER * best.cost:
             best = choice
+    if best is None:
+        raise refusal
     return best
 
 

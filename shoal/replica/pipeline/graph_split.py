@@ -289,28 +289,15 @@ class GraphSplit:
         return dict(list(first_calls.items())[1:])
 
     def _choose(self) -> tuple[str, ...]:
-        errors: list[BadInput] = []
-
-        def opened(deeper: int) -> Choice | None:
-            self._open(modules_to_open(self.model, deeper=deeper))
-            try:
-                return self._balance()
-            except BadInput as error:
-                errors.append(error)
-                return None
-
-        best = best_depth(opened)
-        if best is None:
-            raise errors[-1]
-        self._open(best.row[0])
-        self.cost = best.cost
-        return tuple(best.row[1][index] for index in best.points)
-
-    def _open(self, names: set[str]) -> None:
-        self._opened = names
+        best = best_depth(self._balance)
+        self._opened, names = best.row
         self._traced.clear()
+        self.cost = best.cost
+        return tuple(names[index] for index in best.points)
 
-    def _balance(self) -> Choice:
+    def _balance(self, deeper: int) -> Choice:
+        self._opened = modules_to_open(self.model, deeper=deeper)
+        self._traced.clear()
         traced = self._trace(self._required)
         names = {index: name for name, index in self._candidates().items()}
         costs = [float(traced.cost(node, self._seconds)) for node in traced.nodes]

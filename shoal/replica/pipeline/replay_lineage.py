@@ -46,9 +46,9 @@ class Lineage:
         on_meta: Callable[[Tensor], None],
     ):
         self._marks: dict[int, tuple[StorageWeakRef, frozenset[Mark]]] = {}
-        self._on_use = on_use
-        self._on_write = on_write
-        self._on_meta = on_meta
+        self.on_use = on_use
+        self.on_write = on_write
+        self.on_meta = on_meta
         self._active = ExitStack()
 
     def __enter__(self) -> Lineage:
@@ -80,32 +80,10 @@ class Lineage:
             found |= NONE if known is None else known[1]
         return found
 
-    def reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the operations below autograd do not show: reads by Python, and writes before."""
-        if func in _READING_METHODS:
-            self._on_use(self.marks_of(args))
-        elif _writes(func) and args:
-            for tensor in (args[0], kwargs.get("out")):
-                if isinstance(tensor, Tensor):
-                    self._on_write(tensor)
-
-    def computes(self, inputs: Any) -> None:
-        for tensor in all_tensors(inputs):
-            if tensor.is_meta:
-                self._on_meta(tensor)
-
-    def computed(self, func: Any, inputs: Any, outputs: Any) -> None:
-        """The outputs of an operation, and what it wrote into, have the marks of its inputs."""
-        marks = self.marks_of(inputs)
-        if not marks:
-            return
-        if func in _READS:
-            self._on_use(marks)
-        for tensor in [*_written(func, *inputs), *all_tensors(outputs)]:
-            self.mark(tensor, marks)
-
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The outputs of an operation, and what it wrote into, have the marks of its inputs."""
+
     def __init__(self, lineage: Lineage):
         super().__init__()  # type: ignore[no-untyped-call]
         self._lineage = lineage
@@ -114,13 +92,22 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._lineage.computes((args, kwargs))
+        lineage = self._lineage
+        for tensor in all_tensors((args, kwargs)):
+            if tensor.is_meta:
+                lineage.on_meta(tensor)
         outputs = func(*args, **kwargs)
-        self._lineage.computed(func, (args, kwargs), outputs)
+        marks = lineage.marks_of((args, kwargs))
+        if marks and func in _READS:
+            lineage.on_use(marks)
+        for tensor in [*_written(func, args, kwargs), *all_tensors(outputs)] if marks else ():
+            lineage.mark(tensor, marks)
         return outputs
 
 
 class _Methods(TorchFunctionMode):
+    """What the operations below autograd do not show: reads by Python, and writes before."""
+
     def __init__(self, lineage: Lineage):
         super().__init__()
         self._lineage = lineage
@@ -129,7 +116,12 @@ class _Methods(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._lineage.reads(func, args, kwargs)
+        if func in _READING_METHODS:
+            self._lineage.on_use(self._lineage.marks_of(args))
+        elif _writes(func) and args:
+            for tensor in (args[0], kwargs.get("out")):
+                if isinstance(tensor, Tensor):
+                    self._lineage.on_write(tensor)
         return func(*args, **kwargs)
 
 

@@ -26,20 +26,15 @@ from shoal.pytree import Tree, tensors_of
 from shoal.replica.deferred_init import full_name, is_in, tensor_slots
 from shoal.replica.pipeline.balance import Choice, balanced_split, best_depth, largest_cost
 from shoal.replica.pipeline.graph_split import modules_to_open, weights_of
-from shoal.replica.pipeline.replay_lineage import CallRecord, Mark
+from shoal.replica.pipeline.replay_lineage import CallRecord
 from shoal.replica.pipeline.replay_segment import Learned, Replay
 from shoal.runtime.decoders import parse_module
 
 _METADATA = {"dtype", "device", "shape", "size", "data"}
 
 
-def _read(module: nn.Module) -> _Reader:
-    kind: Any = type(module)
-    return _read_class(kind)
-
-
 @cache
-def _read_class(kind: Any) -> _Reader:
+def _read(kind: Any) -> _Reader:
     reader = _Reader(kind)
     reader.method("forward")
     return reader
@@ -116,7 +111,11 @@ class _Reader(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         inner = node.value
         if self._is_mine(node):
-            self._name(node.attr)
+            method: Any = getattr(self._kind, node.attr, None)
+            here = self._inside[-1][1]
+            self.names.append(node.attr)
+            if inspect.isfunction(method) and inspect.unwrap(method).__module__ == here.__module__:
+                self.method(node.attr)
         elif not (node.attr in _METADATA and self._is_weight(inner)):
             if self._is_weight(node) and isinstance(node.ctx, ast.Load):
                 assert isinstance(inner, ast.Attribute)
@@ -132,13 +131,6 @@ class _Reader(ast.NodeVisitor):
         """self.CHILD.weight"""
         is_named = isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")
         return is_named and self._is_mine(node.value)  # type: ignore[attr-defined]
-
-    def _name(self, name: str) -> None:
-        method: Any = getattr(self._kind, name, None)
-        here = self._inside[-1][1]
-        self.names.append(name)
-        if inspect.isfunction(method) and inspect.unwrap(method).__module__ == here.__module__:
-            self.method(name)
 
 
 def _is_super(node: ast.expr) -> bool:
@@ -170,12 +162,11 @@ def find_units(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> l
     One that a forward calls again behind others (an embedding of sources and of targets) is a unit
     at each call: every stage with one of them holds it.
     """
-    opened = modules_to_open(model, cuts, deeper, torch_too=True)
-    return _units_in(model, "", opened)
+    return _units_in(model, "", modules_to_open(model, cuts, deeper, torch_too=True))
 
 
 def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]:
-    read = _read(module)
+    read = _read(type(module))
     units: list[SplitUnit] = []
     for key, child in ordered_children(module):
         child_name = full_name(name, key)
@@ -188,14 +179,8 @@ def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]
     if "get_input_embeddings" in read.names:  # of Hugging Face, wherever that module is
         embedding = module.get_input_embeddings()  # type: ignore[operator]
         units.sort(key=lambda unit: unit.module is not embedding)
-    return _with_repeated(module, name, units)
-
-
-def _with_repeated(module: nn.Module, name: str, units: list[SplitUnit]) -> list[SplitUnit]:
-    """The same units, and those that the forward calls again behind others."""
     by_name = {unit.name: unit for unit in units}
-    called = [full_name(name, key) for key in _read(module).calls]
-    called = [unit for unit in called if unit in by_name]
+    called = [unit for key in read.calls if (unit := full_name(name, key)) in by_name]
     after: dict[str, list[SplitUnit]] = {}
     for i, again in enumerate(called):
         between = [other for other in called[:i] if other != again]
@@ -210,7 +195,7 @@ def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return children
     places = {key: place for place, (key, _) in enumerate(children)}
-    named = [name for name in dict.fromkeys(_read(module).names) if name in places]
+    named = [name for name in dict.fromkeys(_read(type(module)).names) if name in places]
     places |= dict(zip(named, sorted(places[name] for name in named), strict=True))
     return sorted(children, key=lambda item: places[item[0]])
 
@@ -232,8 +217,9 @@ class ModuleSplit:
             id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None
         }
         self._configs = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
-        self._usage: dict[tuple[Any, ...], dict[int, tuple[set[Mark], set[tuple[int, int]]]]] = {}
-        self._learned: dict[tuple[Any, ...], dict[int, Learned]] = {}
+        # by arguments that are given, training, and virtual stage; of `Learned`, used here so far
+        self._usage: dict[tuple[tuple[str, ...], bool, int], Learned] = {}
+        self._learned: dict[tuple[tuple[str, ...], bool, int], Learned] = {}
         self.units, points = self._check(cuts) if cuts is not None else self._choose(seconds)
         self.cuts = tuple(self.units[point].name for point in points)
         edges = [0, *points, len(self.units)]
@@ -248,10 +234,7 @@ class ModuleSplit:
     # ------------------------------------------------------------------ where it is split
 
     def _choose(self, seconds: Mapping[str, float] | None) -> tuple[list[SplitUnit], list[int]]:
-        units: list[SplitUnit] = []
-
-        def balanced(deeper: int) -> Choice | None:
-            nonlocal units
+        def balanced(deeper: int) -> Choice:
             units = find_units(self.model, deeper=deeper)
             costs = [unit.cost(seconds) for unit in units]
             trained = [i for i, u in enumerate(units) if u.is_trained and not u.is_repeated]
@@ -259,23 +242,19 @@ class ModuleSplit:
             prices = [1.0 if units[i].name[-1].isdigit() else 2.0 for i in candidates]
             points = balanced_split(costs, candidates, prices, self.virtual_stages)
             if points is None:
-                return None
-            everywhere = self._cost_everywhere(units) if seconds is None else 0.0
+                raise BadInput(
+                    f"{type(self.model).__name__} cannot be split into {self.virtual_stages} "
+                    f"stages: it has {len(units)} modules with something to train"
+                )
+            everywhere = 0.0  # the cost of weights that belong to no unit: every stage holds them
+            if seconds is None:
+                modules = {unit.module: unit for unit in units if not unit.is_repeated}
+                owned = sum(unit.cost(None) for unit in modules.values())
+                everywhere = max(0.0, float(sum(weights_of(self.model))) - owned)
             return Choice(largest_cost(costs, points) + everywhere, points, units)
 
         best = best_depth(balanced)
-        if best is None:
-            raise BadInput(
-                f"{type(self.model).__name__} cannot be split into {self.virtual_stages} stages: "
-                f"it has {len(units)} modules with something to train"
-            )
         return best.row, best.points
-
-    def _cost_everywhere(self, units: list[SplitUnit]) -> float:
-        """That of weights that belong to no unit, which every stage holds."""
-        modules = {unit.module: unit for unit in units if not unit.is_repeated}
-        owned = sum(unit.cost(None) for unit in modules.values())
-        return max(0.0, float(sum(weights_of(self.model))) - owned)
 
     def _check(self, cuts: Sequence[str]) -> tuple[list[SplitUnit], list[int]]:
         units = find_units(self.model, cuts)
@@ -318,8 +297,8 @@ class ModuleSplit:
         inputs: tuple[Any, ...],
         received: Sequence[Any] = (),
     ) -> Tree:
-        key = (given, self.model.training)
-        learned = self._learned.get(key, {}).get(virtual)
+        key = (given, self.model.training, virtual)
+        learned = self._learned.get(key)
         replay = Replay(self, virtual, [CallRecord(*record) for record in received], learned)
         call = inspect.BoundArguments(self._signature, OrderedDict(zip(given, inputs, strict=True)))
         devices = [t.device for t in tensors_of(inputs)] or [torch.device("cpu")]
@@ -329,9 +308,9 @@ class ModuleSplit:
                 config.use_cache = False
             outputs = replay.run(lambda: self.model(*call.args, **call.kwargs), devices[0])
         if learned is None:
-            used, modified = self._usage.setdefault(key, {}).setdefault(virtual, (set(), set()))
-            used |= replay.used
-            modified |= replay.modified
+            usage = self._usage.setdefault(key, Learned(set(), set()))
+            usage.used.update(replay.used)
+            usage.modified.update(replay.modified)
         return outputs if virtual == self.virtual_stages - 1 else (replay.message(),)
 
     # ------------------------------------------------------------------ what first batches show
@@ -340,28 +319,18 @@ class ModuleSplit:
         """What this rank's stages used in the forwards so far; for `learn`."""
         return [
             [list(given), training, virtual, sorted(used), sorted(modified)]
-            for (given, training), by_stage in self._usage.items()
-            for virtual, (used, modified) in by_stage.items()
+            for (given, training, virtual), (used, modified) in self._usage.items()
         ]
 
     def learn(self, usage: Sequence[Any]) -> None:
         """From now on a stage sends what later stages have used, by the usage of all of them."""
         self._usage.clear()
-        seen: dict[tuple[Any, ...], dict[int, tuple[set[Mark], set[tuple[int, int]]]]] = {}
-        for given, training, virtual, used, modified in usage:
-            seen.setdefault((tuple(given), training), {})[virtual] = (
-                {tuple(mark) for mark in used},
-                {tuple(call) for call in modified},
-            )
-        for key, by_stage in seen.items():
-            modified = set().union(*(m for _, m in by_stage.values()))
-            self._learned[key] = {
-                virtual: Learned(
-                    set().union(*(u for later, (u, _) in by_stage.items() if later > virtual)),
-                    modified,
-                )
-                for virtual in range(self.virtual_stages)
-            }
+        for given, training, later, used, modified in usage:
+            for virtual in range(self.virtual_stages):
+                key = (tuple(given), training, virtual)
+                learned = self._learned.setdefault(key, Learned(set(), set()))
+                learned.used.update(tuple(mark) for mark in used if later > virtual)
+                learned.modified.update(tuple(call) for call in modified)
 
     def refused(self, what: str) -> BadInput:
         return BadInput(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.errors import BadInput
 from shoal.pytree import Tree
@@ -158,7 +158,7 @@ class Stages:
 
     def _find_holders(self) -> dict[str, tuple[int, ...]]:
         """The stages that use each tensor, training or evaluating; stage 0 for unused tensors."""
-        names = {id(tensor): self.aliases[name] for name, tensor in named_tensors(self.model)}
+        names = {id(slot.tensor): self.aliases[slot.name] for slot in tensor_slots(self.model)}
         users: dict[str, set[int]] = {name: set() for name in names.values()}
         with preserve_modes(self.model):
             for training in (True, False):
@@ -205,15 +205,10 @@ def split_model(
     return graph
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for slot in tensor_slots(model):
-        yield slot.name, slot.tensor
-
-
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Every name of a tensor, and the first name of that same tensor."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in named_tensors(model)}
+    return {s.name: first.setdefault(id(s.tensor), s.name) for s in tensor_slots(model)}
 
 
 def replace_by_shape(module: nn.Module, key: str) -> None:

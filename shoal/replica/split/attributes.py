@@ -136,25 +136,20 @@ def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-def kept_tensors(model: nn.Module) -> dict[Slot, Any]:
-    """Attributes that hold tensors, themselves or in lists, and are no parameters or buffers."""
+def kept_tensors(model: nn.Module) -> dict[Slot, list[Tensor]]:
+    """Those of attributes that hold some now, in lists, too, and are no parameters or buffers."""
     return {
-        (name, key): value
+        (name, key): tensors
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if not key.startswith("_") or isinstance(value, Tensor)
-        if next(_tensors(value), None) is not None
+        if (tensors := list(_tensors(value)))
     }
 
 
-def snapshot(kept: Mapping[Slot, Any]) -> dict[Slot, list[Tensor]]:
-    """The tensors as they are now: lists may grow."""
-    return {slot: list(_tensors(value)) for slot, value in kept.items()}
-
-
-def newly_kept(before: Mapping[Slot, list[Tensor]], after: Mapping[Slot, Any]) -> list[Slot]:
-    """What was set in between; a list that has grown counts, too."""
-    now = snapshot(after)
+def newly_kept(before: Mapping[Slot, list[Tensor]], model: nn.Module) -> list[Slot]:
+    """What was set since then; a list that has grown counts, too."""
+    now = kept_tensors(model)
     return [s for s in now if [id(t) for t in now[s]] != [id(t) for t in before.get(s, [])]]
 
 

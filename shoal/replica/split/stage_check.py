@@ -22,6 +22,7 @@ from shoal.comm.group import Op
 from shoal.errors import BadInput
 from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import OrderedAccumulation
+from shoal.replica.deferred_init import tensor_slots
 from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch_context import (
@@ -34,7 +35,6 @@ from shoal.replica.microbatch_context import (
     seed_forward,
 )
 from shoal.replica.pipeline.stage_io import PipelineStage
-from shoal.replica.pipeline.stages import named_tensors
 from shoal.replica.split.comparison import Computed, gradients_of, is_same, noise_of, score_of
 from shoal.replica.split.sharded_tensor import full_activations
 from shoal.schedules.pipelines import Action, ActionKind, Pipeline
@@ -208,7 +208,7 @@ class StageCheck:
 
     def _gather_tensors(self) -> dict[str, Tensor]:
         """The full tensors of all stages by name, on the first stage."""
-        local = {n: t for n, t in named_tensors(self._model) if t.device.type != "meta"}
+        local = {s.name: s.tensor for s in tensor_slots(self._model) if not s.tensor.is_meta}
         gathered = reversed(self._shard.gather(local))
         tensors = {n: t for stage in gathered for n, t in stage.items()}
         if self._group.rank == 0 and self._shard.tensor is not None:

@@ -22,7 +22,7 @@ from shoal.replica.microbatch_context import Loss, MicroBatch, preserve_modes
 from shoal.replica.pipeline.balance import measured_by_rank_0
 from shoal.replica.pipeline.stage_io import PipelineStage
 from shoal.replica.pipeline.stages import Stages
-from shoal.replica.split.attributes import Slot, kept_tensors, newly_kept, snapshot
+from shoal.replica.split.attributes import Slot, kept_tensors, newly_kept
 from shoal.replica.split.shard import ReplicaShard
 from shoal.replica.split.stage_check import StageCheck, evaluating
 from shoal.replica.split.state_dicts import state_of
@@ -194,13 +194,13 @@ class StageShard(ReplicaShard):
 
         Returns the attributes that the modules of each stage have set to tensors meanwhile.
         """
-        before = snapshot(kept_tensors(self.model))
+        before = kept_tensors(self.model)
         with engine.flat.full_params(), preserve_modes(self.model):
             engine.rehearse(micro.inputs)
             if self.stages.replays:
                 with evaluating(self.model):
                     engine.rehearse(micro.inputs)
-        kept = newly_kept(before, kept_tensors(self.model))
+        kept = newly_kept(before, self.model)
         found = self._exchange([self.stages.usage(), kept])
         by_stage = [[(name, key) for name, key in slots] for _, slots in found]
         self.stages.learn([one for usage, _ in found for one in usage], by_stage)
