@@ -82,7 +82,7 @@ class GradBuckets:
             self.buffer = memory
             if layout.header_fits:
                 self.header = memory[: layout.header_size]
-            self._views = [layout.view(i, memory, 0) for i in range(len(layout.params))]
+            self._views = {i: layout.view(i, memory, 0) for i in range(len(layout.params))}
         self.records_loss = True
         self.buckets = list(buckets)
         self._members = [layout.params_in(bucket) for bucket in self.buckets]
@@ -208,13 +208,23 @@ class GradBuckets:
         """Copy the gradients of a bucket into its memory and report it."""
         bucket = self.buckets[number]
         memory = None if self._allocate is None else self._allocate(bucket)
+        layout = self.layout
+        views = self._views if memory is None else {}
         targets = []
         grads = []
         for i in self._members[number]:
-            target = self._reset_view(i) if memory is None else self._view(i, memory, bucket)
-            grad = self.layout.params[i].grad
-            if self._is_to_copy(i, grad, target):
-                assert grad is not None
+            if memory is None:
+                target = self._reset_view(i)
+            else:
+                target = views[i] = layout.view(i, memory, bucket.start)
+            grad = layout.params[i].grad
+            self._arrived[i] = grad is not None
+            if grad is None:
+                target.zero_()
+                self.header[1 + i] = 0.0
+            elif i in self._in_place and _is_plain(grad, layout.params[i]):
+                self._set_view(i, grad)  # it stays where backward has put it
+            else:
                 targets.append(target)
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
         if self.on_copy is not None:
@@ -222,40 +232,13 @@ class GradBuckets:
         if targets:
             torch._foreach_copy_(targets, grads)
         for i in self._members[number]:
-            self.layout.params[i].grad = None
+            layout.params[i].grad = None
         if self.sum_gradients is not None:
-            self.sum_gradients(*self._filled(number, memory))
+            header = self.header if number == len(self.buckets) - 1 else None  # goes out with it
+            self.sum_gradients({layout.params[i]: views[i] for i in self._members[number]}, header)
         self._next = number + 1
         assert self._on_bucket is not None
         self._on_bucket(bucket)
-
-    def _filled(
-        self, number: int, memory: Tensor | None
-    ) -> tuple[dict[nn.Parameter, Tensor], Tensor | None]:
-        """The gradients of a bucket by parameter, and the header that goes out with it."""
-        bucket = self.buckets[number]
-        grads = {
-            self.layout.params[i]: self._views[i]
-            if memory is None
-            else self._view(i, memory, bucket)
-            for i in self._members[number]
-        }
-        return grads, self.header if number == len(self.buckets) - 1 else None
-
-    def _is_to_copy(self, i: int, grad: Tensor | None, target: Tensor) -> bool:
-        """False for a gradient that is zero, or stays where backward has put it."""
-        self._arrived[i] = grad is not None
-        if grad is None:
-            target.zero_()
-            self.header[1 + i] = 0.0
-            return False
-        if i in self._in_place and _is_plain(grad, self.layout.params[i]):
-            self._set_view(i, grad)
-            return False
-        return True
-
-    def _view(self, i: int, memory: Tensor, bucket: slice) -> Tensor:
-        return self.layout.view(i, memory, bucket.start)
 
     def _reset_view(self, i: int) -> Tensor:
         """The range of a gradient in `buffer`, where it is from now on."""

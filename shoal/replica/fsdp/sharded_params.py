@@ -101,12 +101,6 @@ class UnitHooks:
             self._alone = None
             context.close()
 
-    def watch_modules(self, modules: Sequence[nn.Module]) -> None:
-        """`modules` are those of the units; the first one is the root."""
-        for number, module in itertools.islice(enumerate(modules), 1, None):
-            module.register_forward_pre_hook(partial(self._before_forward, number))
-            module.register_forward_hook(partial(self._after_forward, number))
-
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         if self._flat.is_full:
@@ -132,11 +126,11 @@ class UnitHooks:
 
     # ------------------------------------------------------------------ modules and gradients
 
-    def _before_forward(self, number: int, module: nn.Module, inputs: Any) -> None:
+    def before_forward(self, number: int, module: nn.Module, inputs: Any) -> None:
         if not self._flat.is_full:
             self._gather.gather(number)
 
-    def _after_forward(self, number: int, module: nn.Module, inputs: Any, out: Any) -> None:
+    def after_forward(self, number: int, module: nn.Module, inputs: Any, out: Any) -> None:
         unit = self._gather.units[number]
         # inside backward (recomputing) it is resharded when its gradients have come
         if not self._flat.is_full and not unit.stays_gathered and not in_backward():
@@ -227,24 +221,14 @@ class HeldShards:
             for param in flat.ranges
         ]
         self.shards = held_shards(rank, ranks, copies)
-        self._held = [self.slices[shard] for shard in self.shards]
-        lengths: list[int] = [where.stop - where.start for where in self._held]
-        self._offsets: list[int] = [0, *itertools.accumulate(lengths)]
-
-    @property
-    def size(self) -> int:
-        """Elements of all shards that are held."""
-        return self._offsets[-1]
-
-    @property
-    def params(self) -> list[int]:
-        """The parameters of these shards, those of the own shard first."""
-        return [i for where in self._held for i in self._flat.params_in(where)]
-
-    @property
-    def copied(self) -> list[slice]:
-        """The shards of other ranks."""
-        return self._held[1:]
+        held = [self.slices[shard] for shard in self.shards]
+        self.copied = held[1:]  # the shards of other ranks
+        self.params = [i for where in held for i in flat.params_in(where)]  # the own shard's first
+        self.size = 0  # elements of all shards that are held
+        self._places: list[tuple[int, slice]] = []  # where each of them starts in the memory
+        for where in held:
+            self._places.append((self.size, where))
+            self.size += where.stop - where.start
 
     def view(self, i: int, memory: Tensor) -> Tensor:
         """A parameter that is held, in memory of `size` elements."""
@@ -253,16 +237,14 @@ class HeldShards:
 
     def offset_of(self, position: int) -> int:
         """Where a position of the flat buffer is in the memory of this rank."""
-        places = zip(self._held, self._offsets, strict=False)
-        return next(
-            at + position - int(w.start) for w, at in places if w.start <= position < w.stop
-        )
+        held = (place for place in self._places if place[1].start <= position < place[1].stop)
+        start, where = next(held)
+        return start + position - int(where.start)
 
     def position_of(self, offset: int) -> int:
         """The other way round; of the end of the memory, too."""
-        places = zip(self._held, self._offsets, strict=False)
-        starts = [(start, where) for where, start in places if where.start < where.stop]
-        start, where = max((place for place in starts if place[0] <= offset), key=itemgetter(0))
+        places = [place for place in self._places if place[1].start < place[1].stop]
+        start, where = max((place for place in places if place[0] <= offset), key=itemgetter(0))
         return int(where.start) + offset - start
 
 
@@ -296,17 +278,15 @@ class ShardedParams(FlatParams):
         wrapped = wrap_modules(stage or model, self.params)
         self.unit_gather = UnitGather(self, wrapped)
         self._hooks = UnitHooks(self, self.unit_gather)
-        self._hooks.watch_modules([unit.module for unit in wrapped])
+        for number, unit in itertools.islice(enumerate(wrapped), 1, None):  # behind the root
+            unit.module.register_forward_pre_hook(partial(self._hooks.before_forward, number))
+            unit.module.register_forward_hook(partial(self._hooks.after_forward, number))
         if stage is None:
             self._hooks.watch_forward(model)
         refuse_released(model, self)
 
     def forward_context(self) -> AbstractContextManager[None]:
         return self._hooks.forward_context()
-
-    def is_released(self, i: int) -> bool:
-        """Whether the values of a parameter are on another rank."""
-        return not self.is_full and not self.is_held(i)
 
     def is_held(self, i: int) -> bool:
         """Whether a parameter is in this rank's shard, or in one that it has a copy of."""
@@ -337,7 +317,9 @@ class ShardedParams(FlatParams):
 
     def resident_bytes(self) -> int:
         """Memory that parameters take now: the shard, and what is gathered."""
-        return self.shard_data.nbytes + self.data.nbytes + self.unit_gather.gathered_bytes()
+        runs = [run for unit in self.unit_gather.units for run in unit.runs]
+        gathered = sum(run.memory.nbytes for run in runs if run.memory is not None)
+        return self.shard_data.nbytes + self.data.nbytes + gathered
 
     def shard_view(self, where: slice) -> Tensor:
         """A slice of the flat buffer that lies in a shard which this rank holds."""
@@ -356,7 +338,8 @@ class ShardedParams(FlatParams):
         """The group has changed: this rank holds these shards now, with values in `data`."""
         self.is_full = False
         self.data = data.new_zeros(0)
-        self._hold(held, data)
+        self.held = held
+        self.shard_data = data
         self.unit_gather.lay_out()
         for i in range(len(self.params)):
             self.reshard_param(i)
@@ -366,27 +349,20 @@ class ShardedParams(FlatParams):
     def _move(self) -> Tensor:
         """Take over this rank's shard, module by module, as rank 0 has it."""
         self.device = self._target_device
-        held = HeldShards(self, self.group.rank, self.group.size, self.copies)
-        self._hold(held, torch.zeros(held.size, dtype=self.dtype, device=self.device))
+        self.held = HeldShards(self, self.group.rank, self.group.size, self.copies)
+        self.shard_data = torch.zeros(self.held.size, dtype=self.dtype, device=self.device)
         self._nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
         index_of = {id(p): i for i, p in enumerate(self.params)}
         for module in self.model.modules():
             self._deferred.fill(module)
             for p in module._parameters.values():
                 if p is not None and (i := index_of.pop(id(p), None)) is not None:
-                    self._shard_param(i)
+                    values = p.data.to(self.device).contiguous()
+                    self.group.broadcast(values).wait()
+                    if self.is_held(i):
+                        self.held_view(i).copy_(values)
+                    self.reshard_param(i)
         return self.shard_data.new_zeros(0)
-
-    def _shard_param(self, i: int) -> None:
-        values = self.params[i].data.to(self.device).contiguous()
-        self.group.broadcast(values).wait()
-        if self.is_held(i):
-            self.held_view(i).copy_(values)
-        self.reshard_param(i)
-
-    def _hold(self, held: HeldShards, data: Tensor) -> None:
-        self.held = held
-        self.shard_data = data
 
     # ------------------------------------------------------------------ all parameters at once
 

@@ -104,8 +104,8 @@ class Unit:
     """
 
     members: list[int]
-    runs: list[ShardRun]
     stays_gathered: bool
+    runs: list[ShardRun] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     is_requested: bool = False
     is_gathered: bool = False
@@ -117,18 +117,14 @@ class UnitGather:
 
     def __init__(self, flat: ShardedParams, wrapped: Sequence[WrappedModule]):
         self._flat = flat
-        self.units: list[Unit] = []
-        self.unit_of = [0] * len(flat.params)
         index_of = {id(p): i for i, p in enumerate(flat.params)}
-        for number, module in enumerate(wrapped):
-            members = sorted(index_of[id(p)] for p in module.params)
-            runs = self._runs_of(members)
-            self.units.append(Unit(members, runs, stays_gathered=number == 0))
-            for i in members:
-                self.unit_of[i] = number
+        members = [sorted(index_of[id(p)] for p in module.params) for module in wrapped]
+        self.units = [Unit(m, stays_gathered=number == 0) for number, m in enumerate(members)]
+        number_of = {i: number for number, m in enumerate(members) for i in m}
+        self.unit_of = [number_of.get(i, 0) for i in range(len(flat.params))]
         self.by_storage: dict[int, tuple[int, ShardRun]] = {}  # gathered memory, by its address
-        self._latest: dict[bool, int | None] = {True: None, False: None}
         self._next: dict[tuple[bool, int], int] = {}
+        self.lay_out()
 
     def gather(self, number: int) -> None:
         """The unit is here when this returns, and the next one is on its way."""
@@ -178,13 +174,13 @@ class UnitGather:
             unit.missing_grads = len(unit.members)
 
     def lay_out(self) -> None:
-        """Parameters have other owners. What was being gathered is dropped: its group is closed."""
+        """As parameters are owned now. What was being gathered is dropped: its group is closed."""
         for unit in self.units:
             unit.runs = self._runs_of(unit.members)
             unit.works = []
             unit.is_requested = unit.is_gathered = False
         self.by_storage.clear()
-        self._latest = {True: None, False: None}
+        self._latest: dict[bool, int | None] = {True: None, False: None}
 
     def reshard_all(self) -> None:
         for unit in self.units:
@@ -193,10 +189,6 @@ class UnitGather:
 
     def memory_of(self, run: ShardRun) -> Tensor:
         return self._flat.shard_view(run.where) if run.memory is None else run.memory
-
-    def gathered_bytes(self) -> int:
-        runs = [run for unit in self.units for run in unit.runs]
-        return sum(run.memory.nbytes for run in runs if run.memory is not None)
 
     def _runs_of(self, members: list[int]) -> list[ShardRun]:
         runs: list[ShardRun] = []

@@ -168,7 +168,7 @@ class StageCheck:
             scored = [t for t in found if t.requires_grad]
             return score_of(scored) if scored else torch.zeros((), requires_grad=True)
 
-        kept = _KeptGradients(flat, shard.tied.reduce_grads)
+        kept = _KeptGradients(flat, shard.reduce_tied_grads)
         stage = PipelineStage(shard.stages, flat, pipeline, shard.channel, carries_rng=True)
         options = EngineOptions(forward_state=self._engine.forward_state)
         micro = MicroBatch(micro.inputs, None, 1.0, seed=micro.seed)

@@ -34,49 +34,6 @@ from shoal.strategy.split_terms import Pp
 _TAG = (1 << 30) - 1  # tags of messages between stages are smaller
 
 
-class TiedWeights:
-    """Every holder sends its gradient to the others, and all add them up in the same order."""
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        holders: Mapping[str, tuple[int, ...]],
-        channel: PytreeChannel,
-    ):
-        self.channel = channel
-        self.tied = [
-            (p, holders[name]) for name, p in named if p.requires_grad and len(holders[name]) > 1
-        ]
-        first = {name: min(stages) for name, stages in holders.items()}
-        self._counted_ids = {id(p) for name, p in named if first[name] == channel.group.rank}
-
-    def is_counted_here(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._counted_ids
-
-    def reduce_grads(self) -> None:
-        """Replace the gradient of every tied weight by the sum over its holders."""
-        rank = self.channel.group.rank
-        for p, holders in self.tied:
-            others = [stage for stage in holders if stage != rank]
-            sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
-            grads = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
-            grads[rank] = p.grad
-            present = [g for stage in holders if (g := grads[stage]) is not None]
-            p.grad = functools.reduce(torch.add, present) if present else None
-            for message in sent:
-                message.wait()
-
-    def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        """Replace what belongs to a tied weight by what its first holder has."""
-        rank = self.channel.group.rank
-        for p, holders in self.tied:
-            if rank == holders[0]:
-                for sent in [self.channel.send([tensors[p]], s, _TAG) for s in holders[1:]]:
-                    sent.wait()
-            else:
-                tensors[p].copy_(self.channel.recv(holders[0], _TAG)[0])
-
-
 LARGEST_CHECKED_BYTES = 1 << 30
 _RESULT_TAG = 2  # tags of activations and gradients end in the bits 00 and 01
 
@@ -109,7 +66,11 @@ class StageShard(ReplicaShard):
         self.num_parameters = len(index_of)
         self.index_of = {p: index_of[p] for _, p in self.named}
         self.channel = PytreeChannel(self.group, device)
-        self.tied = TiedWeights(self.named, self.stages.holders, self.channel)
+        held_by = [(p, self.stages.holders[name]) for name, p in self.named]
+        self._tied = [
+            (p, holders) for p, holders in held_by if p.requires_grad and len(holders) > 1
+        ]
+        self._counted_ids = {id(p) for p, by in held_by if by[0] == self.group.rank}
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
@@ -126,7 +87,23 @@ class StageShard(ReplicaShard):
         self.stages.context = context
 
     def is_counted_here(self, parameter: nn.Parameter) -> bool:
-        return self.tied.is_counted_here(parameter)
+        return id(parameter) in self._counted_ids
+
+    def reduce_tied_grads(self) -> None:
+        """Replace the gradient of every tied weight by the sum over its holders.
+
+        Every holder sends its gradient to the others, and all add them up in the same order.
+        """
+        rank = self.group.rank
+        for p, holders in self._tied:
+            others = [stage for stage in holders if stage != rank]
+            sent = [self.channel.send([p.grad], stage, _TAG) for stage in others]
+            grads = {stage: self.channel.recv(stage, _TAG)[0] for stage in others}
+            grads[rank] = p.grad
+            present = [g for stage in holders if (g := grads[stage]) is not None]
+            p.grad = functools.reduce(torch.add, present) if present else None
+            for message in sent:
+                message.wait()
 
     @property
     def compute_module(self) -> nn.Module | None:
@@ -141,21 +118,26 @@ class StageShard(ReplicaShard):
         pipeline = build(self.pp.schedule, self.group.size, microbatches, self.pp.chunks)
         actions = pipeline.actions[self.group.rank]
         flat.splits_backward = any(action.kind is ActionKind.INPUT for action in actions)
-        tied = {id(p) for p, _ in self.tied.tied}
+        tied = {id(p) for p, _ in self._tied}
         flat.grads.tied = {i for i, p in enumerate(flat.params) if id(p) in tied}
         options = replace(options, recompute=self.pp.recompute)
         stage = PipelineStage(
             self.stages, flat, pipeline, self.channel, options.tracer, options.every_microbatch
         )
         kind = OrderedAccumulation if options.every_microbatch else StepAccumulation
-        return Engine(stage, loss, flat, actions, kind(flat, self.tied.reduce_grads), options)
+        return Engine(stage, loss, flat, actions, kind(flat, self.reduce_tied_grads), options)
 
     def synchronize_copies(self, tensors: Mapping[nn.Parameter, Tensor]) -> None:
-        self.tied.synchronize_copies(tensors)
+        for p, holders in self._tied:  # what their first holder has
+            if self.group.rank == holders[0]:
+                for sent in [self.channel.send([tensors[p]], s, _TAG) for s in holders[1:]]:
+                    sent.wait()
+            else:
+                tensors[p].copy_(self.channel.recv(holders[0], _TAG)[0])
         super().synchronize_copies(tensors)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
-        return not self.tied.is_counted_here(parameter) or super().is_duplicate(parameter)
+        return not self.is_counted_here(parameter) or super().is_duplicate(parameter)
 
     def broadcast(self, tree: Tree) -> Tree:
         last = self.group.size - 1

@@ -37,7 +37,8 @@ def refuse_released(model: nn.Module, flat: ShardedParams) -> None:
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         for p in module._parameters.values():
             i = index_of.get(id(p))
-            if i is not None and flat.is_released(i) and not _reads():
+            is_released = i is not None and not flat.is_full and not flat.is_held(i)
+            if i is not None and is_released and not _reads():
                 raise BadInput(
                     f"state_dict() has no values of {flat.named[i][0]} here, since zero(3) keeps "
                     f"them on another worker: {PLAIN}; for a target network or averaged weights "
