@@ -30,6 +30,7 @@ from shoal.replica.split.sharded_tensor import (
     ShardedCall,
     alike,
     drawn,
+    full_tensors,
     on_itself,
 )
 
@@ -66,16 +67,14 @@ def _matmul(op: ShardedCall) -> Any:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() < 2 or b.dim() < 2:
         return NotImplemented
     if isinstance(a, SequenceShard) and a.spec.dim == a.dim() - 2:
-        right = b.full() if isinstance(b, SequenceShard) else b
-        product = a.local @ right
+        product = a.local @ full_tensors(b)
         return op.context.wrap(product, a.spec.at(product.dim() - 2))
     if isinstance(a, SequenceShard) and isinstance(b, SequenceShard):
         is_inner = a.spec.dim == a.dim() - 1 and b.spec.dim == b.dim() - 2
         if is_inner and a.spec.at(0) == b.spec.at(0):  # the product is a sum over positions
             return sum_over_ranks(a.local @ b.local, op.context.group)
     if isinstance(b, SequenceShard) and b.spec.dim == b.dim() - 1:
-        left = a.full() if isinstance(a, SequenceShard) else a
-        product = left @ b.local
+        product = full_tensors(a) @ b.local
         return op.context.wrap(product, b.spec.at(product.dim() - 1))
     # positions among the dimensions before the matrices, as in an elementwise operation
     leader = a if isinstance(a, SequenceShard) else b
@@ -290,7 +289,7 @@ def _with_all_keys(op: ShardedCall, given: dict[str, Any]) -> SequenceShard:
     """This rank's queries over keys that are gathered, or belong to another sequence."""
     context: SequenceContext = op.context
     q: SequenceShard = given["query"]
-    k, v = (t.full() if isinstance(t, SequenceShard) else t for t in (given["key"], given["value"]))
+    k, v = full_tensors((given["key"], given["value"]))
     mask = _rows_of_mask(op, given.get("attn_mask"), q.spec)
     if given.get("is_causal"):
         keys = torch.arange(k.shape[-2], device=q.device)

@@ -164,12 +164,7 @@ def _one_position(
 
 def _spread(index: tuple[Any, ...], dims: int) -> list[Any] | None:
     """One item per dimension, and None for each new one; None where an index is a tensor."""
-    if not all(
-        item is None
-        or item is Ellipsis
-        or (isinstance(item, (int, slice)) and not isinstance(item, bool))
-        for item in index
-    ):
+    if not all(item is None or item is ... or type(item) in (int, slice) for item in index):
         return None
     used = sum(item is not None and item is not Ellipsis for item in index)
     items: list[Any] = []

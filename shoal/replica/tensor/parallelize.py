@@ -200,30 +200,26 @@ def _change_in_place(module: nn.Module, role: Role, group: Group, rng: TensorPar
         role.heads.set_local_counts(module, group.rank)
     if role.kind == "experts":
         _set_expert_width(module, role, group.rank)
-        _wrap_forward(module, partial(_add_up, group=group, rng=rng))
+        module.forward = partial(_add_up, module.forward, group=group, rng=rng)
     elif role.kind in ("summed", "heads"):
         names = [name for name in module._parameters if name not in (role.shards or {})]
         if any(module._parameters[name] is not None for name in names):
-            _wrap_forward(module, partial(_with_summed_gradients, module, names, group))
-
-
-def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    module.forward = partial(around, module.forward)
+            around = partial(_with_summed_gradients, module, names, group)
+            module.forward = partial(around, module.forward)
 
 
 def _add_up(
     forward: Callable[..., Any], *args: Any, group: Group, rng: TensorParallelRng, **kwargs: Any
 ) -> Any:
     """Every rank computes a part of each expert; inputs have gradients of all ranks."""
-    inputs, named = map_tensors(lambda x: _copied(x, group), (full_activations(args), kwargs))
+    inputs, named = map_tensors(
+        lambda x: copy(x, group) if x.is_floating_point() and x.requires_grad else x,
+        (full_activations(args), kwargs),
+    )
     first = next(x for x in (*inputs, *named.values()) if isinstance(x, Tensor))
     with rng.forked(first) if rng.active else nullcontext():
         partial_sum = forward(*inputs, **named)
     return reduce(partial_sum, group)
-
-
-def _copied(x: Tensor, group: Group) -> Tensor:
-    return copy(x, group) if x.is_floating_point() and x.requires_grad else x
 
 
 def _with_summed_gradients(

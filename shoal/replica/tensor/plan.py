@@ -302,8 +302,9 @@ class _Planner:
         for name, module in self.modules.items():
             if not is_lookup(module):
                 continue
-            weight = _weight(module)
-            same = {n: m for n, m in self.modules.items() if _weight(m) is weight}
+            weights = {n: m._parameters.get("weight") for n, m in self.modules.items()}
+            weight = weights[name]
+            same = {n: m for n, m in self.modules.items() if weights[n] is weight}
             is_known = len(same) == self._holders[id(weight)] and all(
                 is_lookup(m) or linear_like(m) is not None for m in same.values()
             )
@@ -318,8 +319,7 @@ class _Planner:
                     self.roles[other] = role
 
     def _is_free(self, name: str) -> bool:
-        is_taken = name in self.roles
-        return not is_taken and not self._is_shared(name) and not self._is_whole(name)
+        return not (name in self.roles or self._is_shared(name) or self._is_whole(name))
 
     def _is_whole(self, name: str) -> bool:
         """Whether the plan keeps it, or what it is in, or what is in it, as it is."""
@@ -390,7 +390,7 @@ def _role_inside(child: nn.Module, split: HeadSplit) -> Role | None:
     """A table of a bias per head, or a norm of the features of one head."""
     if type(child) is nn.Embedding and child.embedding_dim == split.heads:
         return Role("sharded", shards={"weight": ShardSpec(1, split.query_features(split.heads))})
-    own = [p for p in child.parameters(recurse=False)]
+    own = list(child.parameters(recurse=False))
     is_norm = len(own) == len(list(child.parameters())) and "norm" in type(child).__name__.lower()
     if is_norm and all(p.numel() in (1, split.head_dim) for p in own):
         return Role("summed")
@@ -417,7 +417,3 @@ def _features(module: nn.Module, role: Role) -> int:
     linear = linear_like(module)
     assert linear is not None
     return linear.outputs if role.kind == "column" else linear.inputs
-
-
-def _weight(module: nn.Module) -> nn.Parameter | None:
-    return module._parameters.get("weight")
