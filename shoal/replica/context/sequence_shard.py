@@ -137,6 +137,10 @@ class SequenceSpec:
 
 
 _IN_WRITTEN_ATTENTION = ("matmul", "bmm", "baddbmm", "einsum", "softmax")
+_ADVICE = (
+    "; attention that is written out runs as ring attention if it calls "
+    'scaled_dot_product_attention (attn_implementation="sdpa" in transformers)'
+)
 _MARK = "positions of a sequence"
 
 
@@ -189,9 +193,10 @@ class SequenceContext:
     def tell_gathered(self, operation: str) -> None:
         if operation not in self.gathered:
             self.gathered.add(operation)
+            advice = _ADVICE if operation in _IN_WRITTEN_ATTENTION else ""
             self.say(
                 f"cp({self.group.size}): {operation} needs all positions of a sequence, so every "
-                f"worker gathers them and computes all of them there{_advice(operation)}"
+                f"worker gathers them and computes all of them there{advice}"
             )
 
 
@@ -265,15 +270,6 @@ def of_sequence(rule: Callable[[ShardedCall, SequenceShard], Any]) -> Rule:
         return rule(op, x) if isinstance(x, SequenceShard) else NotImplemented
 
     return of_first
-
-
-def _advice(operation: str) -> str:
-    if operation not in _IN_WRITTEN_ATTENTION:
-        return ""
-    return (
-        "; attention that is written out runs as ring attention if it calls "
-        'scaled_dot_product_attention (attn_implementation="sdpa" in transformers)'
-    )
 
 
 def unpack(tree: Tree, context: SequenceContext) -> Tree:

@@ -75,7 +75,7 @@ class ExpertSplit(SlicedTensors):
                     replace_by_shape(slot.module, slot.key)
                     replace_by_shape(self._twins[id(slot.module)], slot.key)
             elif name in self.specs:
-                self._slice(slots, self.specs[name])
+                self.hold_shard(slots, self.specs[name])
             yield slots
 
     def held(self, named: Named) -> Named:
@@ -137,15 +137,6 @@ class ExpertSplit(SlicedTensors):
         for rank, local in enumerate(ranges):
             for name, expert in experts[local.start : local.stop]:
                 self._owner |= {f"{name}.{slot.name}": rank for slot in tensor_slots(expert)}
-
-    def _slice(self, slots: list[TensorSlot], spec: ShardSpec) -> None:
-        tensor = slots[0].tensor
-        shard = spec.take_shard(tensor.detach(), self.group.rank)
-        if isinstance(tensor, nn.Parameter):
-            tensor.data = shard
-            return
-        for slot in slots:
-            slot.module._buffers[slot.key] = shard
 
 
 def keep_first_experts(mixtures: Sequence[Mixture], ranks: int) -> None:

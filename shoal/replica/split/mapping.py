@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.errors import BadInput
+from shoal.replica.deferred_init import TensorSlot
 from shoal.transport.transport import Work
 
 
@@ -140,6 +141,16 @@ class SlicedTensors:
     def is_slice(self, parameter: nn.Parameter) -> bool:
         """Whether other ranks have another part of it, or all of it."""
         return parameter in self._slices
+
+    def hold_shard(self, slots: list[TensorSlot], spec: ShardSpec) -> None:
+        """Let a parameter, or a buffer in all of its slots, hold this rank's slice."""
+        tensor = slots[0].tensor
+        shard = spec.take_shard(tensor.detach(), self.group.rank)
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = shard
+            return
+        for slot in slots:
+            slot.module._buffers[slot.key] = shard
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors from slices; all ranks call it."""

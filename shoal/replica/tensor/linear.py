@@ -319,11 +319,7 @@ class ParallelAttention(TensorParallelLayer):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _mask(
-        self,
-        q: Tensor,
-        padding: Tensor | None,
-        mask: Tensor | None,
-        is_batched: bool,
+        self, q: Tensor, padding: Tensor | None, mask: Tensor | None, is_batched: bool
     ) -> Tensor | None:
         """What is added to the products of queries and keys."""
         total: Tensor | None = None

@@ -148,15 +148,10 @@ class TensorSplit(SlicedTensors):
         specs = self._specs_by_tensor()
         for slots in filled:
             tensor = slots[0].tensor
-            if tensor not in specs:
-                continue
-            own = specs[tensor].take_shard(tensor.detach(), self.group.rank)
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = own
-                self._slices.add(tensor)
-            for slot in slots:
-                if slot.key in slot.module._buffers:
-                    slot.module._buffers[slot.key] = own
+            if tensor in specs:
+                self.hold_shard(slots, specs[tensor])
+                if isinstance(tensor, nn.Parameter):
+                    self._slices.add(tensor)
 
     def _specs_by_tensor(self) -> dict[Tensor, ShardSpec]:
         shards = self._shards.items()
