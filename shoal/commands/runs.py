@@ -67,10 +67,10 @@ def stop(
         return
     with ThreadPoolExecutor(len(chosen)) as pool:
         ended = list(pool.map(lambda entry: stop_run(entry, now, timeout), chosen))
-    for stopped in ended:
-        if stopped.has_ended:
-            print(stopped)
-    left = [str(stopped) for stopped in ended if not stopped.has_ended]
+    for has_ended, sentence in ended:
+        if has_ended:
+            print(sentence)
+    left = [sentence for has_ended, sentence in ended if not has_ended]
     if left:
         raise CheckFailed("; ".join(left))
 

@@ -125,7 +125,7 @@ def test_a_script_of_another_folder_is_shown_logged_and_stopped_and_stores_no_te
     (entry,) = [entry for entry in entries() if entry.launcher_pid == process.pid]
     assert len(set(entry.hosts)) == 2 and entry.workers == 4
     until(lambda: (entry.steps or 0) > 0, "the launcher knows the step of a worker")
-    assert stop_run(entry, now=False, limit_s=60).has_ended
+    assert stop_run(entry, now=False, limit_s=60)[0]
     process.communicate()
     assert process.returncode == 143
     logs = {file.name: file.read_text() for file in (tmp_path / "logs").iterdir()}

@@ -43,7 +43,7 @@ def test_a_signal_ends_everything(rope: Rope, number: signal.Signals, status: in
 
 
 def test_a_second_ctrl_c_kills_without_the_grace_period(rope: Rope) -> None:
-    before = "from shoal.launch.here import supervisor; supervisor._TERM_S = 600\n"
+    before = "from shoal.launch.here import supervisor; supervisor.TERM_S = 600\n"
     with launcher(STUBBORN, 2, rope, before) as process:
         rope.wait_held(4)
         process.send_signal(signal.SIGINT)

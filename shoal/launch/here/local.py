@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import RunCoordinator, coordinated
@@ -30,6 +29,7 @@ from shoal.launch.here.output import (
     OnProgress,
     OutputPump,
     OutputSink,
+    Streams,
     Write,
     discard_lines,
     print_lines,
@@ -151,15 +151,14 @@ class Run:
 
     def say(self, line: str) -> None:
         """A line of the launcher."""
-        launcher = self.forwarder("shoal: ", True, "launcher")
+        _, launcher = self.streams("shoal: ", "launcher")
         self.sink.call(lambda: launcher.feed(f"{line}\n".encode()))
 
-    def forwarder(
-        self, prefix: str, is_stderr: bool, role: str, rank: int | None = None
-    ) -> LineForwarder:
-        """One stream of a process. A notebook sees what servers print if one fails."""
+    def streams(self, prefix: str, role: str, rank: int | None = None) -> Streams:
+        """Of one process. A notebook sees what servers print if one fails."""
         write = self.write if self.spec.body is None or role == "launcher" else discard_lines
-        return LineForwarder(write, prefix, is_stderr, self.logs.of(role, rank))
+        log = self.logs.of(role, rank)
+        return LineForwarder(write, prefix, False, log), LineForwarder(write, prefix, True, log)
 
     def server_config(self, config: RunConfig, index: int) -> RunConfig:
         """A server knows the number of workers, and has no rank itself."""
@@ -247,15 +246,6 @@ def check_script(command: Sequence[str]) -> None:
         raise BadInput(f"there is no script {command[1]!r} in {Path.cwd()}")
 
 
-def _forward(run: Run, pump: OutputPump, pipes: tuple[int, int], *names: Any) -> LineForwarder:
-    """Connect the output of a process; returns its stderr. `names`: prefix, role, rank."""
-    prefix, role, rank = names
-    out, err = (run.forwarder(prefix, is_stderr, role, rank) for is_stderr in (False, True))
-    for pipe, stream in zip(pipes, (out, err), strict=True):
-        pump.add(pipe, stream)
-    return err
-
-
 class LocalServers(Processes):
     """The servers of a run on this host."""
 
@@ -287,7 +277,7 @@ class LocalServers(Processes):
         pipes = self.start(spec.server_command, environ, rank=index if again else None)
         run_dir.note_server_pid(index, self.pid_of(index))
         self._policy.started(index, self.pid_of(index))
-        return _forward(self._run, self._pump, pipes, f"[server {index}] ", "server", index)
+        return self._pump.connect(pipes, self._run.streams(f"[server {index}] ", "server", index))
 
 
 class LocalWorkers(Processes):
@@ -332,7 +322,7 @@ class LocalWorkers(Processes):
             again = rank if incarnation else None
             pipes = self.start(spec.command, config.to_environment(), inherited, again)
         prefix = f"[{rank}] " if spec.workers > 1 else ""
-        self.stderr[rank] = _forward(run, self._pump, pipes, prefix, "rank", rank)
+        self.stderr[rank] = self._pump.connect(pipes, run.streams(prefix, "rank", rank))
 
 
 def _in_fork(

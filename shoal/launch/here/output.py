@@ -132,6 +132,9 @@ class LineForwarder:
         self._write(text + "\n", self._is_stderr)
 
 
+Streams = tuple[LineForwarder, LineForwarder]  # stdout, stderr
+
+
 def progress_lines(on_progress: OnProgress) -> LineForwarder:
     """The progress that a worker sends: one JSON object a line; other lines are ignored."""
 
@@ -195,6 +198,12 @@ class OutputPump:
         """Copy from this pipe, which the pump closes; call it before `start`."""
         os.set_blocking(pipe, False)
         self._selector.register(pipe, selectors.EVENT_READ, sink)
+
+    def connect(self, pipes: tuple[int, int], streams: Streams) -> LineForwarder:
+        """The output of a process; returns its stderr."""
+        for pipe, stream in zip(pipes, streams, strict=True):
+            self.add(pipe, stream)
+        return streams[1]
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)

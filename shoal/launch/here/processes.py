@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from shoal.errors import BadInput
@@ -84,8 +85,21 @@ class Processes:
         """
         out, out_end = os.pipe()
         err, err_end = os.pipe()
+        process: Process
         try:
-            process = self._start(command, env, (out_end, err_end), inherited)
+            if self._forks and not self._is_watched and can_fork(command):
+                process = fork_python(command, env, (out_end, err_end), inherited)
+            else:
+                process = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out_end,
+                    stderr=err_end,
+                    pass_fds=inherited,
+                    start_new_session=True,
+                    preexec_fn=in_child(os.getpid()),
+                )
         except OSError as error:
             os.close(out)
             os.close(err)
@@ -106,26 +120,6 @@ class Processes:
         if self._is_watched:
             self._watch(self._ranks[-1], process)
 
-    def _start(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        streams: tuple[int, int],
-        inherited: Sequence[int],
-    ) -> Process:
-        if self._forks and not self._is_watched and can_fork(command):
-            return fork_python(command, env, streams, inherited)
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=streams[0],
-            stderr=streams[1],
-            pass_fds=inherited,
-            start_new_session=True,
-            preexec_fn=in_child(os.getpid()),
-        )
-
     def watch(self) -> None:
         """From now on `on_exit` is called, from a thread, for each process that exits."""
         self._is_watched = True
@@ -133,14 +127,10 @@ class Processes:
             self._watch(rank, process)
 
     def _watch(self, rank: int, process: Process) -> None:
-        waiter = threading.Thread(
-            target=self._wait,
-            args=(rank, process),
-            name=f"shoal-wait-{self._role}-{rank}",
-            daemon=True,
-        )
-        waiter.start()
-        self._waiters.append(waiter)
+        name = f"shoal-wait-{self._role}-{rank}"
+        wait = partial(self._wait, rank, process)
+        self._waiters.append(threading.Thread(target=wait, name=name, daemon=True))
+        self._waiters[-1].start()
 
     def pid_of(self, rank: int) -> int:
         """The process that was started last for this rank."""

@@ -12,8 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, NewType
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -146,24 +146,11 @@ _LONGEST_PAUSE_S = 0.2
 _NOW_S = 10.0
 
 
-@dataclass(frozen=True)
-class StoppedRun:
-    """How a run ended that was asked to."""
+def stop_run(entry: RunEntry, now: bool, limit_s: float) -> tuple[bool, str]:
+    """Ask the run to end and wait, at most for so long; with `now` it is killed then.
 
-    name: str
-    steps: int | None
-    has_ended: bool
-    was_killed: bool = False
-
-    def __str__(self) -> str:
-        at = "before its first step" if self.steps is None else f"after step {self.steps}"
-        if not self.has_ended:
-            return f"{self.name} has not ended yet: shoal stop {self.name} --now ends it"
-        return f"{self.name} was killed {at}" if self.was_killed else f"{self.name} has ended {at}"
-
-
-def stop_run(entry: RunEntry, now: bool, limit_s: float) -> StoppedRun:
-    """Ask the run to end and wait, at most for so long; with `now` it is killed then."""
+    Whether it has ended, and a sentence.
+    """
     pause = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     steps = entry.steps
     _ask(entry, now)
@@ -175,12 +162,16 @@ def stop_run(entry: RunEntry, now: bool, limit_s: float) -> StoppedRun:
             _send([entry.launcher_pid], signal.SIGTERM)  # the second one ends the grace
         if time.monotonic() > deadline_s:
             if not now or was_killed:
-                return StoppedRun(entry.name, steps, False)
+                return (
+                    False,
+                    f"{entry.name} has not ended yet: shoal stop {entry.name} --now ends it",
+                )
             _send(entry.session or [entry.launcher_pid], signal.SIGKILL)
             was_killed = True
             deadline_s = time.monotonic() + _NOW_S
         pause()
-    return StoppedRun(entry.name, steps, True, now)
+    at = "before its first step" if steps is None else f"after step {steps}"
+    return True, f"{entry.name} {'was killed' if now else 'has ended'} {at}"
 
 
 def _ask(entry: RunEntry, now: bool) -> None:
@@ -204,11 +195,7 @@ _ANSWER_S = 60.0
 _HOW = "start it with --elastic, --restart, or --start for fewer workers than -n"
 
 
-@dataclass(frozen=True)
-class JoinRequest:
-    """A worker more is asked for; its name in the run directory."""
-
-    name: str
+JoinRequest = NewType("JoinRequest", str)  # for a worker more: its name in the run directory
 
 
 @contextmanager
@@ -234,32 +221,23 @@ def ask_to_join(run: str | None) -> tuple[RunDir, str]:
 
     `run` is a name that `shoal ps` shows, or a folder. BadInput where no such run takes one.
     """
-    run_dir = _only_run() if run is None else _run_of(run)
-    return run_dir, run_dir.ask_for_join()
-
-
-def _only_run() -> RunDir:
     takes = [run_dir for run_dir in running_runs() if run_dir.joins.is_dir()]
+    if run is not None:
+        remove_abandoned()
+        takes = [RunDir(Path(run)) if "/" in run else find_run(run).run_dir]
+        if not takes[0].is_there():
+            raise BadInput(f"{run} is not the folder of a run that goes on")
+        if not takes[0].joins.is_dir():
+            raise BadInput(f"the run {run} takes no worker: {_HOW}")
     if not takes:
         raise BadInput(f"no run of yours on this host takes a worker: {_HOW}")
     if len(takes) > 1:
         names = ", ".join(map(run_name, takes))
         raise BadInput(f"several runs take a worker: name one of them: {names}")
-    return takes[0]
+    return takes[0], takes[0].ask_for_join()
 
 
-def _run_of(name: str) -> RunDir:
-    remove_abandoned()
-    run_dir = RunDir(Path(name)) if "/" in name else find_run(name).run_dir
-    if not run_dir.is_there():
-        raise BadInput(f"{name} is not the folder of a run that goes on")
-    if not run_dir.joins.is_dir():
-        raise BadInput(f"the run {name} takes no worker: {_HOW}")
-    return run_dir
-
-
-@dataclass(frozen=True)
-class StartedWorker:
+class StartedWorker(NamedTuple):
     """What a launcher says of the worker that it has started."""
 
     rank: int
@@ -284,13 +262,13 @@ def wait_for_answer(run_dir: RunDir, request: str, limit_s: float = _ANSWER_S) -
 
 def wait_until_joined(run_dir: RunDir, worker: StartedWorker) -> None:
     """ShoalError where it has not taken its place: the run has finished, or it has failed."""
-    at = (worker.rank, worker.incarnation)
-    while True:
-        is_over = not run_dir.is_there() or run_dir.has_ended(*at)  # what it wrote is final
-        if run_dir.read_return(*at) is not None:
-            return
+    rank, incarnation, _ = worker
+    is_over = False
+    while run_dir.read_return(rank, incarnation) is None:
         if is_over:
             raise ShoalError(
-                f"worker {worker.rank} has not joined: the run had finished, or see its output"
+                f"worker {rank} has not joined: the run had finished, or see its output"
             )
-        time.sleep(_LOOK_S)
+        is_over = not run_dir.is_there() or run_dir.has_ended(rank, incarnation)
+        if not is_over:  # then what it wrote is final
+            time.sleep(_LOOK_S)

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 _GRACE_S = 0.3  # after the first failure
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 
-Event = (
-    ProcessExit | signal.Signals | JoinRequest | Exception
-)  # the last is raised by `write` or `on_progress`
+# the last is raised by `write` or `on_progress`
+Event = ProcessExit | signal.Signals | JoinRequest | Exception
 
 
 class SignalEvents:
@@ -119,7 +118,7 @@ class Supervisor:
         if self._all_exited():
             return
         self.stopped_ns = time.monotonic_ns()
-        if self._is_preempted():
+        if self.first_signal in PREEMPTING and not self.failed and not self.output_error:
             self._let_save(workers)
         self.ended_ns = time.monotonic_ns()
         self.run_dir.mark(self.run_dir.ending)
@@ -161,10 +160,6 @@ class Supervisor:
         say_losses(result, workers, write)
         return result
 
-    def _is_preempted(self) -> bool:
-        is_asked = self.first_signal in PREEMPTING
-        return is_asked and not self.failed and not self.output_error
-
     def ends_by_signal(self, failures: Sequence[ProcessFailure], finished: Sequence[int]) -> bool:
         """Whether a signal has decided how the run ended.
 
@@ -183,10 +178,8 @@ class Supervisor:
         workers.signal_alone(signal.SIGTERM)
         self._until(lambda: self._workers_exited() or self.signals > signals, self.grace_s)
         if not self._workers_exited():
-            is_second = self.signals > signals
-            why = (
-                "a second signal" if is_second else f"not ended within {self.grace_s:g} s (--grace)"
-            )
+            why = f"not ended within {self.grace_s:g} s (--grace)"
+            why = "a second signal" if self.signals > signals else why
             self.say(f"{why}: workers are ended, and what they have not saved by now is lost")
 
     def failures(self, stderr: Mapping[Role, Sequence[LineForwarder]]) -> list[ProcessFailure]:
@@ -210,18 +203,16 @@ class Supervisor:
             )
             for exit in (self.failed if succeeded or self.failed else errors)
         ]
-        return [f for f in failures if self._was_before_stop(f) or self._has_failed_to_save(f)]
+        return [failure for failure in failures if self._is_its_own(failure)]
 
-    def _has_failed_to_save(self, failure: ProcessFailure) -> bool:
-        """Whether a worker that was asked to stop has failed by itself, and says why."""
-        is_asked = self.first_signal in PREEMPTING and self.ended_ns is not None
-        has_reason = failure.report is not None and not failure.is_loss
-        return is_asked and has_reason and failure.noticed_ns < (self.ended_ns or 0)
-
-    def _was_before_stop(self, failure: ProcessFailure) -> bool:
-        noticed_ns = failure.noticed_ns
-        reported_ns = noticed_ns if failure.report is None else failure.report.time_ns
-        return self.stopped_ns is None or min(noticed_ns, reported_ns) < self.stopped_ns
+    def _is_its_own(self, failure: ProcessFailure) -> bool:
+        """It was before the stop, or a worker that was asked to stop says why it has failed."""
+        noticed_ns, report = failure.noticed_ns, failure.report
+        reported_ns = noticed_ns if report is None else report.time_ns
+        if self.stopped_ns is None or min(noticed_ns, reported_ns) < self.stopped_ns:
+            return True
+        is_asked = self.first_signal in PREEMPTING and noticed_ns < (self.ended_ns or 0)
+        return is_asked and report is not None and not failure.is_loss
 
     def _until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         """Handle events until `done`, at most for so long."""
@@ -245,8 +236,8 @@ class Supervisor:
         elif isinstance(event, signal.Signals):
             self.signals += 1
             self.first_signal = self.first_signal or event
-        elif isinstance(event, JoinRequest):
-            rank = None if self._is_ending() else self.policy.join(event.name)
+        elif isinstance(event, str):
+            rank = None if self._is_ending() else self.policy.join(event)
             if rank is not None:
                 self._start_again(rank)
         else:

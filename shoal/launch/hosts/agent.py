@@ -33,7 +33,7 @@ from shoal.comm.store.session import BadFrame, StoreRequest, connect
 from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.coordinator import RunCoordinator
 from shoal.launch.here.local import check_script
-from shoal.launch.here.output import LineForwarder, OutputPump, Write
+from shoal.launch.here.output import LineForwarder, OutputPump, Streams, Write
 from shoal.launch.here.process_config import SERVER_COMMAND
 from shoal.launch.here.processes import Processes, ProcessExit
 from shoal.launch.here.supervisor import TERM_S
@@ -122,9 +122,9 @@ class Agent:
     def _writer(self, rank: int) -> Write:
         return lambda text, is_stderr: send(ProcessOutput(rank, is_stderr, text))
 
-    def _forward(self, pipes: tuple[int, int], rank: int, pump: OutputPump) -> None:
-        for pipe, is_stderr in zip(pipes, (False, True), strict=True):
-            pump.add(pipe, LineForwarder(self._writer(rank), "", is_stderr))
+    def _streams(self, rank: int) -> Streams:
+        write = self._writer(rank)
+        return LineForwarder(write, "", False), LineForwarder(write, "", True)
 
     def _supervise(self, processes: Processes, left: int) -> None:
         """Until all have exited; after SIGTERM for 2 s, and the end of the block kills the rest."""
@@ -219,7 +219,7 @@ class WorkerAgent(Agent):
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
             pipes = workers.start(_command(task), environ, inherited)
-        self._forward(pipes, rank, pump)
+        pump.connect(pipes, self._streams(rank))
 
     def _look(self) -> None:
         """How far the workers are, and which of them have come back."""
@@ -260,7 +260,7 @@ class ServerAgent(Agent):
             OutputPump(self._events.put) as pump,
         ):
             pipes = processes.start(SERVER_COMMAND, config.to_environment())
-            self._forward(pipes, index, pump)
+            pump.connect(pipes, self._streams(index))
             pump.start()
             processes.watch()
             send(ServerListens(processes.pid_of(0), self.run_dir.socket(index), self._remote))

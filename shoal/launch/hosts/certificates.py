@@ -84,17 +84,17 @@ def make_certificates(folder: Path, hosts: list[HostNames]) -> bool:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"cannot make the folder {folder}: {error.strerror}") from error
-    is_new = not _authority(folder)[1].exists()
+    certificate, key = authority = folder / "ca.pem", folder / "ca.key"
+    is_new = not key.exists()
     with scratch_folder("keys") as work:
         if is_new:
-            _make_authority(folder, work)
+            name = f"/CN=Shoal authority {secrets.token_hex(4)}"
+            how = ("-days", _CA_DAYS, "-subj", name, "-extensions", "extensions")
+            files = ("-config", _config(work, _CA_EXTENSIONS), "-keyout", key, "-out", certificate)
+            _openssl("req", "-x509", *_CURVE, *how, *files)
         for host in hosts:
-            _make_host(folder, work, host)
+            _make_host(authority, work, host, folder)
     return is_new
-
-
-def _authority(folder: Path) -> tuple[Path, Path]:
-    return folder / "ca.pem", folder / "ca.key"
 
 
 def _check_free(folder: Path, hosts: list[HostNames]) -> None:
@@ -104,38 +104,23 @@ def _check_free(folder: Path, hosts: list[HostNames]) -> None:
             raise BadInput(f"{path} is there already: remove it first, or name another folder")
         if paths.count(path) > 1:
             raise BadInput(f"two hosts are named {path.stem}: give each another name first")
-    certificate, key = _authority(folder)
+    certificate, key = folder / "ca.pem", folder / "ca.key"
     if certificate.exists() != key.exists():
         there, missing = (certificate, key) if certificate.exists() else (key, certificate)
         raise BadInput(f"{there} is there without {missing}: bring it, or name another folder")
 
 
-def _make_authority(folder: Path, work: Path) -> None:
-    certificate, key = _authority(folder)
-    config = _config(work, _CA_EXTENSIONS)
-    name = f"/CN=Shoal authority {secrets.token_hex(4)}"
-    words = ("-x509", *_CURVE, "-days", _CA_DAYS, "-subj", name, "-extensions", "extensions")
-    _openssl("req", *words, "-config", str(config), "-keyout", str(key), "-out", str(certificate))
-
-
-def _make_host(folder: Path, work: Path, host: HostNames) -> None:
-    certificate, key = _authority(folder)
-    request = work / "request"
-    extensions = f"{_HOST_EXTENSIONS}subjectAltName = {host.alternative_names}\n"
-    config = _config(work, extensions)
-    subject = ("-subj", f"/CN={host.names[0][:64]}", "-config", str(config))
-    host_key = work / "host.key"
-    _openssl("req", "-new", *_CURVE, *subject, "-keyout", str(host_key), "-out", str(request))
-    signer = ("-CA", str(certificate), "-CAkey", str(key), "-set_serial", _serial())
-    how = ("-days", _HOST_DAYS, "-extfile", str(config), "-extensions", "extensions")
-    made = work / "host.pem"
-    _openssl("x509", "-req", "-in", str(request), *signer, *how, "-out", str(made))
-    shutil.move(host_key, host.key(folder))
-    shutil.move(made, host.certificate(folder))
-
-
-def _serial() -> str:
-    return f"0x{secrets.token_hex(16)}"
+def _make_host(authority: tuple[Path, Path], work: Path, host: HostNames, folder: Path) -> None:
+    certificate, key, request = work / "host.pem", work / "host.key", work / "request"
+    config = _config(work, f"{_HOST_EXTENSIONS}subjectAltName = {host.alternative_names}\n")
+    subject = ("-subj", f"/CN={host.names[0][:64]}", "-config", config)
+    _openssl("req", "-new", *_CURVE, *subject, "-keyout", key, "-out", request)
+    serial = f"0x{secrets.token_hex(16)}"
+    signer = ("-CA", authority[0], "-CAkey", authority[1], "-set_serial", serial)
+    how = ("-days", _HOST_DAYS, "-extfile", config, "-extensions", "extensions")
+    _openssl("x509", "-req", "-in", request, *signer, *how, "-out", certificate)
+    shutil.move(key, host.key(folder))
+    shutil.move(certificate, host.certificate(folder))
 
 
 def _config(work: Path, extensions: str) -> Path:
@@ -146,7 +131,7 @@ def _config(work: Path, extensions: str) -> Path:
     return file
 
 
-def _openssl(*words: str) -> None:
+def _openssl(*words: str | Path) -> None:
     done = subprocess.run(
         ["openssl", *words], capture_output=True, text=True, timeout=_SECONDS, umask=0o077
     )

@@ -33,6 +33,7 @@ from shoal.launch.here.output import (
     LogFiles,
     OnProgress,
     OutputSink,
+    Streams,
     Write,
     print_lines,
 )
@@ -57,7 +58,7 @@ from shoal.launch.hosts.machines import (
     ServerHosts,
     place_evenly,
 )
-from shoal.launch.hosts.remote_servers import RemoteProcesses, RemoteRun, RemoteServers, Streams
+from shoal.launch.hosts.remote_servers import RemoteProcesses, RemoteRun, RemoteServers
 from shoal.launch.losses.failures import FailureReport, write_failure
 from shoal.launch.losses.lost_workers import LossPolicy, RunResult
 from shoal.runtime.checkpoint_folders import complete_versions
@@ -121,7 +122,12 @@ class RemoteWorkers(RemoteProcesses):
         """`placed` has all workers that there may be, also those that come later."""
         super().__init__(run)
         self._placed = placed
-        self._at = _with_local_ranks(placed)
+        self._at: dict[int, tuple[Machine, int]] = {}  # by rank its host, and its number there
+        here: Counter[str] = Counter()  # a host may have several blocks of ranks
+        for on in placed:
+            for rank in on.ranks:
+                self._at[rank] = (on.machine, here[on.machine.name])
+                here[on.machine.name] += 1
         self._spec = run.spec
         self._run_dir = run.run_dir
         self._on_progress = on_progress
@@ -301,17 +307,6 @@ class RemoteWorkers(RemoteProcesses):
         self._run_dir.note_exit(rank, returncode)
         self._run.events.put(ProcessExit(rank, returncode, time_ns))
         self.end_start()
-
-
-def _with_local_ranks(placed: Sequence[PlacedRanks]) -> dict[int, tuple[Machine, int]]:
-    """By rank its host, which may have several blocks of ranks, and its number there."""
-    here: Counter[str] = Counter()
-    found: dict[int, tuple[Machine, int]] = {}
-    for on in placed:
-        for rank in on.ranks:
-            found[rank] = (on.machine, here[on.machine.name])
-            here[on.machine.name] += 1
-    return found
 
 
 def run_remote(

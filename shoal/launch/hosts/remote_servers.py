@@ -24,7 +24,7 @@ import msgspec
 
 from shoal.errors import BadInput
 from shoal.launch.here.local import Run
-from shoal.launch.here.output import LineForwarder
+from shoal.launch.here.output import LineForwarder, Streams
 from shoal.launch.here.processes import ProcessExit
 from shoal.launch.here.supervisor import TERM_S
 from shoal.launch.hosts.agent_messages import (
@@ -73,7 +73,6 @@ class RemoteRun(Run):
         ).to_environment()
 
 
-Streams = tuple[LineForwarder, LineForwarder]  # stdout, stderr
 COORDINATOR = -1  # its number among the servers
 _Processes = TypeVar("_Processes", bound="RemoteProcesses")
 
@@ -139,10 +138,9 @@ class RemoteProcesses:
 
     def _streams(self, name: str, machine: Machine, role: str, rank: int | None = None) -> Streams:
         """Stdout and stderr of a process; they are closed at the end of the block."""
-        prefix = f"[{name} {machine.name}] "
-        out, err = (self._run.forwarder(prefix, is_err, role, rank) for is_err in (False, True))
-        self._forwarders += [out, err]
-        return out, err
+        streams = self._run.streams(f"[{name} {machine.name}] ", role, rank)
+        self._forwarders += streams
+        return streams
 
     def _feed(self, forwarder: LineForwarder, text: str) -> None:
         self._run.sink.call(lambda: forwarder.feed(text.encode()))

@@ -138,48 +138,33 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
 
     `finished` are the workers that had finished by then.
     """
+    rank, code, who, report = failure.rank, failure.returncode, failure.who, failure.report
+    tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
     if failure.role == "server":
-        return _server_failed(failure)
+        how = f"ended with exit status {code}" if code >= 0 else failure.ending
+        if failure.sentence:
+            of_last = "" if _is_kill(failure) else f"\nserver {rank} {how}{tail}"
+            return ShardLost(rank, f"{failure.sentence}{of_last}")
+        where = f"on {failure.host} " if failure.host else ""
+        return ServerFailed(rank, f"{where}{how} while workers needed it{tail}", is_loss=code < 0)
     if finished and _is_consequence(failure):
         return WorkersFailed(
-            failure.rank,
+            rank,
             1,
-            f"{failure.who} was still running when worker {finished[0]} had finished: all "
+            f"{who} was still running when worker {finished[0]} had finished: all "
             "workers have to take the same steps and make the same calls",
         )
-    report = failure.report
-    rank = failure.rank
+    if report is None and code < 0:
+        text = f"{who} {failure.ending}{tail if -code in _CRASHES else ''}"
+        return WorkersFailed(rank, 128 - code, text, failure.is_loss)
+    status, trace = code, failure.stderr_tail
     if report is not None:
-        if report.exit_status == 2 and report.sentence:
+        status, trace = report.exit_status, report.traceback
+        if status == 2 and report.sentence:
             return BadInput(report.sentence)
-        return WorkersFailed(rank, report.exit_status, _failed(failure, report), failure.is_loss)
-    if failure.returncode < 0:
-        return WorkersFailed(rank, 128 - failure.returncode, _killed(failure), failure.is_loss)
-    report = FailureReport(failure.noticed_ns, failure.returncode, "", failure.stderr_tail)
-    return WorkersFailed(rank, failure.returncode, _failed(failure, report))
-
-
-def _server_failed(failure: ProcessFailure) -> ServerFailed:
-    code = failure.returncode
-    how = f"ended with exit status {code}" if code >= 0 else failure.ending
-    tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
-    if failure.sentence:
-        of_last = "" if _is_kill(failure) else f"\nserver {failure.rank} {how}{tail}"
-        return ShardLost(failure.rank, f"{failure.sentence}{of_last}")
-    where = f"on {failure.host} " if failure.host else ""
-    text = f"{where}{how} while workers needed it{tail}"
-    return ServerFailed(failure.rank, text, is_loss=code < 0)
-
-
-def _failed(failure: ProcessFailure, report: FailureReport) -> str:
-    text = report.traceback.rstrip("\n") or "it wrote nothing to stderr"
-    return f"{failure.who} failed (exit status {report.exit_status}):\n{text}"
-
-
-def _killed(failure: ProcessFailure) -> str:
-    number = -failure.returncode
-    tail = f":\n{failure.stderr_tail}" if number in _CRASHES and failure.stderr_tail else ""
-    return f"{failure.who} {failure.ending}{tail}"
+    text = trace.rstrip("\n") or "it wrote nothing to stderr"
+    text = f"{who} failed (exit status {status}):\n{text}"
+    return WorkersFailed(rank, status, text, failure.is_loss)
 
 
 def _time_ns(failure: ProcessFailure) -> int:

@@ -109,7 +109,13 @@ def _pod(spec: SubmitSpec, options: KubernetesOptions) -> Document:
     if options.secret is not None:
         own[variable_name("secret_file")] = f"{_SECRET_FOLDER}/secret"
     container["env"] += _variables(own)
-    if limits := _limits(spec):
+    per_node = spec.workers_per_node or 1
+    limits = {
+        "cpu": None if spec.cpus is None else str(spec.cpus * per_node),
+        "memory": None if spec.memory is None else f"{memory_mib(spec.memory)}Mi",
+        "nvidia.com/gpu": str(spec.gpus_per_node) if spec.gpus_per_node else None,
+    }
+    if limits := {name: limit for name, limit in limits.items() if limit is not None}:
         container["resources"] = {"limits": limits, "requests": limits}
     if mounts:
         container["volumeMounts"] = mounts
@@ -147,18 +153,6 @@ def _variables(environ: dict[str, str]) -> list[Document]:
 def escaped(text: str) -> str:
     """Kubernetes replaces $(NAME) in commands and variables; $$ stands for $."""
     return text.replace("$", "$$")
-
-
-def _limits(spec: SubmitSpec) -> dict[str, str]:
-    per_node = spec.workers_per_node or 1
-    limits = {}
-    if spec.cpus is not None:
-        limits["cpu"] = str(spec.cpus * per_node)
-    if spec.memory is not None:
-        limits["memory"] = f"{memory_mib(spec.memory)}Mi"
-    if spec.gpus_per_node:
-        limits["nvidia.com/gpu"] = str(spec.gpus_per_node)
-    return limits
 
 
 def _volumes(options: KubernetesOptions) -> tuple[list[Document], list[Document]]:

@@ -84,17 +84,8 @@ while
 do :; done"""
 
 
-def _directives(spec: SubmitSpec, options: SlurmOptions) -> list[str]:
+def _directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
     """Lines of the user come last: they count more."""
-    for line in options.lines:
-        if not line.startswith("-") or not line.isprintable():
-            raise BadInput(f"--line takes an option of sbatch such as --constraint=a100: {line!r}")
-        if _ARRAY.match(line) and (spec.requeue or spec.restarts):
-            raise BadInput(f"--line={line}: all tasks of an array would go on from one checkpoint")
-    return [*_own_directives(spec, options), *options.lines]
-
-
-def _own_directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
     given = {
         "job-name": spec.name,
         "nodes": spec.nodes,
@@ -116,17 +107,18 @@ def _own_directives(spec: SubmitSpec, options: SlurmOptions) -> Iterator[str]:
         yield "--requeue"
         yield "--open-mode=append"
     if spec.requeue:
-        yield f"--signal=B:USR1@{_notice_s(spec)}"
-
-
-def _notice_s(spec: SubmitSpec) -> int:
-    """From the signal to the time limit, if there is one."""
-    if spec.time is not None and spec.notice_s >= seconds_of(spec.time):
-        raise BadInput(
-            f"--notice {spec.notice_s} s before the end of --time {spec.time} is before the start: "
-            "give more time or less notice"
-        )
-    return spec.notice_s
+        if spec.time is not None and spec.notice_s >= seconds_of(spec.time):
+            raise BadInput(
+                f"--notice {spec.notice_s} s before the end of --time {spec.time} is before the "
+                "start: give more time or less notice"
+            )
+        yield f"--signal=B:USR1@{spec.notice_s}"  # so long before the time limit, if there is one
+    for line in options.lines:
+        if not line.startswith("-") or not line.isprintable():
+            raise BadInput(f"--line takes an option of sbatch such as --constraint=a100: {line!r}")
+        if _ARRAY.match(line) and (spec.requeue or spec.restarts):
+            raise BadInput(f"--line={line}: all tasks of an array would go on from one checkpoint")
+        yield line
 
 
 def _log(path: str | None) -> str | None:

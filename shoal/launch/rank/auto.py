@@ -18,7 +18,6 @@ from shoal.cluster.units import show_seconds
 from shoal.errors import BadInput, ShoalError
 from shoal.plan.explain import nothing_fits, why_first
 from shoal.plan.predict import PlanSettings, Predictor
-from shoal.plan.prediction import Prediction
 from shoal.plan.profile import ModelProfile, profiled
 from shoal.plan.search import AS_FAST, SearchOptions, search
 from shoal.plan.workloads import Workload
@@ -84,27 +83,13 @@ def planned(workload: Workload, batch: int, cluster: Cluster, workers: int, say:
     if not result.ranked:
         raise BadInput(nothing_fits(result.least, result.least_workers))
     best = result.ranked[0]
-    plain = _ddp(workload, batch, cluster, workers)
-    if plain is not None and plain.step_s <= best.seconds * AS_FAST:
-        return _chosen(as_strategy("ddp"), plain, say)
-    return _chosen(best.candidate.strategy, best.prediction, say)
-
-
-def _ddp(workload: Workload, batch: int, cluster: Cluster, workers: int) -> Prediction | None:
-    """What people know, where it fits."""
-    try:
-        plain = Predictor(workload, cluster).predict(
-            as_strategy("ddp"), workers, PlanSettings(batch)
-        )
-    except BadInput:
-        return None
-    return plain if plain.fits else None
-
-
-def _chosen(strategy: Strategy, prediction: Prediction, say: Say) -> Strategy:
+    strategy, prediction = best.candidate.strategy, best.prediction
+    with suppress(BadInput):  # what people know, where it fits and is as fast
+        ddp = as_strategy("ddp")
+        plain = Predictor(workload, cluster).predict(ddp, workers, PlanSettings(batch))
+        if plain.fits and plain.step_s <= best.seconds * AS_FAST:
+            strategy, prediction = ddp, plain
     spread = f"{show_seconds(prediction.low_s)} to {show_seconds(prediction.high_s)}"
-    say(
-        f"auto: {strategy}, {show_seconds(prediction.step_s)} a step ({spread}): "
-        f"{why_first(prediction)}"
-    )
+    step = f"{show_seconds(prediction.step_s)} a step ({spread})"
+    say(f"auto: {strategy}, {step}: {why_first(prediction)}")
     return strategy

@@ -195,9 +195,8 @@ def _is_srun_step(environ: Environ) -> bool:
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
-    if required_count(environ, "SLURM_STEP_ID") > _LAST_ORDINARY_STEP:
-        return False
-    return required_count(environ, _slurm_size_name(environ), at_least=1) > 1
+    is_ordinary = required_count(environ, "SLURM_STEP_ID") <= _LAST_ORDINARY_STEP
+    return is_ordinary and required_count(environ, _slurm_size_name(environ), at_least=1) > 1
 
 
 def _slurm_size_name(environ: Environ) -> str:
@@ -205,13 +204,11 @@ def _slurm_size_name(environ: Environ) -> str:
 
 
 def _slurm(environ: Environ) -> Placement:
-    rank_name = "SLURM_PROCID"
-    size_name = _slurm_size_name(environ)
     per_node = _first_name(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     node = required_count(environ, "SLURM_NODEID")
     local_size = tasks_on_node(per_node, required_text(environ, per_node), node)
     counted = {**environ, per_node: str(local_size)}
-    names = (rank_name, size_name, "SLURM_LOCALID", per_node)
+    names = ("SLURM_PROCID", _slurm_size_name(environ), "SLURM_LOCALID", per_node)
     placement = _placement("slurm", counted, names, _slurm_rendezvous(environ))
     shows_own_gpus = "SLURM_GPUS_PER_TASK" in environ  # each task may see its own ones alone
     return replace(placement, has_gpu_each=True if shows_own_gpus else None)

@@ -47,15 +47,6 @@ class RankHost(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...]
 
     @classmethod
-    def here(cls, config: RunConfig, devices: Sequence[torch.device]) -> RankHost:
-        rank_name, size_name = LOCAL_NAMES
-        host = host_id(config.host_id).decode()
-        local_rank = _given_count(config, rank_name, 0)
-        return cls(
-            host, local_rank, _given_count(config, size_name, 1), tuple(map(device_name, devices))
-        )
-
-    @classmethod
     def parse(cls, written: bytes, rank: int) -> RankHost:
         try:
             return lax_json_decoder(cls).decode(written)
@@ -64,11 +55,6 @@ class RankHost(msgspec.Struct, frozen=True):
                 f"what rank {rank} wrote into the store of the rendezvous was overwritten by "
                 "another process, or it runs another version of Shoal"
             ) from None
-
-
-def _given_count(config: RunConfig, name: str, at_least: int) -> int | None:
-    text = config.environ.get(name)
-    return parse_count(name, text, at_least) if text else None
 
 
 # ---------------------------------------------------------------------- meeting
@@ -107,7 +93,14 @@ def ask_hosts(
         own = shared_store(name, rank, size)
     else:
         own = own_generation(PrefixStore(name, store), rank, size)
-    said = exchange_over(own, rank, size)(msgspec.json.encode(RankHost.here(config, gpus)))
+    rank_text, size_text = (config.environ.get(variable) for variable in LOCAL_NAMES)
+    here = RankHost(
+        host_id(config.host_id).decode(),
+        parse_count(LOCAL_NAMES[0], rank_text, 0) if rank_text else None,
+        parse_count(LOCAL_NAMES[1], size_text, 1) if size_text else None,
+        tuple(map(device_name, gpus)),
+    )
+    said = exchange_over(own, rank, size)(msgspec.json.encode(here))
     hosts = [RankHost.parse(sentence, peer) for peer, sentence in enumerate(said)]
     return place(placement, hosts)
 
@@ -122,25 +115,14 @@ def place(placement: Placement, hosts: Sequence[RankHost]) -> Placement:
     _check_given_by_all(size_name, [host.local_size for host in hosts])
     topologies = [Topology.of([host.host.encode() for host in hosts], r) for r in range(len(hosts))]
     found = [_local(host, topology) for host, topology in zip(hosts, topologies, strict=True)]
-    own_rank, own_size = found[placement.rank]
-    return replace(
-        placement,
-        local_rank=own_rank,
-        local_size=own_size,
-        knows_hosts=True,
-        has_gpu_each=_has_gpu_each(hosts, [local_rank for local_rank, _ in found]),
-    )
-
-
-def _has_gpu_each(hosts: Sequence[RankHost], local_ranks: Sequence[int]) -> bool:
-    """Whether no two ranks compute on the same GPU."""
-    if not all(host.gpus for host in hosts):
-        return False
-    taken = [
+    taken = {  # where each rank has one, and no two compute on the same: as many as ranks
         (host.host, host.gpus[local_rank % len(host.gpus)])
-        for host, local_rank in zip(hosts, local_ranks, strict=True)
-    ]
-    return len(set(taken)) == len(taken)
+        for host, (local_rank, _) in zip(hosts, found, strict=True)
+        if host.gpus
+    }
+    own_rank, own_size = found[placement.rank]
+    own = replace(placement, local_rank=own_rank, local_size=own_size)
+    return replace(own, knows_hosts=True, has_gpu_each=len(taken) == len(hosts))
 
 
 def _local(said: RankHost, topology: Topology) -> tuple[int, int]:

@@ -37,15 +37,7 @@ def open_rendezvous(placement: Placement) -> Iterator[str]:
     if not placement.rendezvous.startswith("file://"):
         yield placement.rendezvous
         return
-    job = Path(placement.rendezvous.removeprefix("file://"))
-    visit = _enter(job, placement.rank)
-    try:
-        yield f"{placement.rendezvous}/store-{visit}"
-    finally:
-        _leave(job, placement, visit)
-
-
-def _enter(job: Path, rank: int) -> int:
+    job, rank = Path(placement.rendezvous.removeprefix("file://")), placement.rank
     _make_private(job.parent)
     with _locked(job.parent):
         if _is_abandoned(job):
@@ -53,16 +45,14 @@ def _enter(job: Path, rank: int) -> int:
         job.mkdir(mode=0o700, exist_ok=True)
         visit = len(list(job.glob(f"in-{rank}-*")))
         (job / f"in-{rank}-{visit}").write_text(str(os.getpid()))
-        return visit
-
-
-def _leave(job: Path, placement: Placement, visit: int) -> None:
-    with suppress(FileNotFoundError), _locked(job.parent):
-        (job / f"out-{placement.rank}-{visit}").touch()
-        entered = len(list(job.glob("in-*")))
-        left = len(list(job.glob("out-*")))
-        if entered == left == placement.size * (visit + 1):
-            shutil.rmtree(job)
+    try:
+        yield f"{placement.rendezvous}/store-{visit}"
+    finally:
+        with suppress(FileNotFoundError), _locked(job.parent):
+            (job / f"out-{rank}-{visit}").touch()
+            entered, left = (len(list(job.glob(marks))) for marks in ("in-*", "out-*"))
+            if entered == left == placement.size * (visit + 1):
+                shutil.rmtree(job)
 
 
 def _is_abandoned(job: Path) -> bool:

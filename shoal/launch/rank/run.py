@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,17 @@ def run(
     if placement is None and size > 1:
         return _launch_self(train, as_strategy(chosen), size, config)
 
-    def work() -> Any:
-        return Worker(as_strategy(chosen), placement, config, _calls).run(train)
-
-    if placement is None or not (config.is_launched or config.host_dir):
-        return work()
-    result = _reporting_failures(work, config, placement.rank)
-    if config.call is not None:
+    folder = config.run_dir or config.host_dir
+    is_ours = placement is not None and (config.is_launched or config.host_dir)
+    try:
+        result = Worker(as_strategy(chosen), placement, config, _calls).run(train)
+    except Exception as error:
+        if placement is None or not is_ours:
+            raise
+        if folder is not None:  # where the launcher reads why it failed
+            report_failure(folder, placement.rank, error)
+        sys.exit(2 if isinstance(error, BadInput) else 1)
+    if is_ours and config.call is not None:
         sys.exit(0)  # the rest of the script belongs to the process that launched this one
     return result
 
@@ -104,32 +107,20 @@ def _in_process_group(config: RunConfig) -> Placement | None:
     return detect(replace(config, environ={**master, **config.environ, **ranks}))
 
 
-def _reporting_failures(work: Callable[[], Any], config: RunConfig, rank: int) -> Any:
-    """Write a report of a failure for the launcher, and exit."""
-    folder = config.run_dir or config.host_dir
-    try:
-        return work()
-    except Exception as error:
-        if folder is not None:
-            report_failure(folder, rank, error)
-        sys.exit(2 if isinstance(error, BadInput) else 1)
-
-
 def _choose(train: Train, workers: int, placement: Placement | None, config: RunConfig) -> Strategy:
     """What `strategy="auto"` stands for."""
     if placement is None:
         from shoal.launch.rank.auto import choose_strategy
 
-        return choose_strategy(workers, config, partial(_trace_self, train), say)
+        def trace_self(workers: int, config: RunConfig) -> None:
+            """Run the script once in processes of its own, without its output."""
+            strategy = as_strategy(config.strategy or "single")
+            _launch_self(train, strategy, workers, config, is_shown=False)
+
+        return choose_strategy(workers, config, trace_self, say)
     if placement.rank == 0:
         say("auto: ddp, for workers of another launcher have to start with a strategy")
     return as_strategy("ddp" if workers > 1 else "single")
-
-
-def _trace_self(train: Train, workers: int, config: RunConfig) -> None:
-    """Run the script once in processes of its own, without its output."""
-    strategy = as_strategy(config.strategy or "single")
-    _launch_self(train, strategy, workers, config, is_shown=False)
 
 
 def _launch_self(

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.comm.executor import Executor
 from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.select import shared_store
@@ -87,10 +86,13 @@ class Worker:
             send = open_progress(self.config.progress_fd)
             progress = for_worker(self.rank, self.size, send, isinstance(group, ElasticGroup))
             stack.callback(progress.close)
-            if isinstance(group, ElasticGroup):
-                group.wrap = lambda executor: _traced(executor, tracer)
-            elif tracer.enabled:
-                group = Group(_traced(group.executor, tracer))
+            if tracer.enabled:
+                from shoal.comm.tracing import Traced
+
+                if isinstance(group, ElasticGroup):
+                    group.wrap = lambda executor: Traced(executor, tracer)
+                else:
+                    group = Group(Traced(group.executor, tracer))
 
             meetings, elastic_sum = self._make_meetings()
             step_count = None
@@ -176,9 +178,8 @@ class Worker:
         self.mark_finished()
         return None
 
-    def _observers(self, job: Job) -> list[Capture | Probe]:
-        """What records this run, for `shoal verify` and `shoal memory`."""
-        observers: list[Capture | Probe] = []
+    def _train(self, train: Train, job: Job) -> Any:
+        observers: list[Capture | Probe] = []  # for `shoal verify` and `shoal memory`
         if self.config.capture.folder is not None:
             from shoal.observe.capture import Capture
 
@@ -187,10 +188,6 @@ class Worker:
             from shoal.observe.memory_probe import Probe
 
             observers.append(Probe(job, self.config.memory_probe))
-        return observers
-
-    def _train(self, train: Train, job: Job) -> Any:
-        observers = self._observers(job)
         result = None
         end: SystemExit | None = None
         with suppress(StopTraining):
@@ -287,11 +284,3 @@ class Worker:
             meetings = Meetings(FileBoard(file, run_dir), me, self.size, patience_s)
         has_exited = run_dir.has_exited if meetings is None else meetings.is_missing
         return meetings, ElasticSum(file, self.rank, has_exited, patience_s)
-
-
-def _traced(executor: Executor, tracer: Tracer) -> Executor:
-    if not tracer.enabled:
-        return executor
-    from shoal.comm.tracing import Traced
-
-    return Traced(executor, tracer)
