@@ -44,7 +44,7 @@ class BatchStream:
         self.skip = 0
         self._counted = 0  # batches of the present epoch that a checkpoint has counted
         self.is_resumed_later = False  # a loop over batches was done before a checkpoint
-        self._has_delivered = False
+        self.has_delivered = False
         self.total_steps: int | None = None
         self.batch_size = DEFAULT_BATCH_SIZE
         self.max_steps: int | None = None  # of the whole job, whatever the script asks for
@@ -148,11 +148,6 @@ class BatchStream:
         if seen and per_epoch is not None and seen >= per_epoch * epochs:
             self.is_resumed_later = True
 
-    @property
-    def has_nothing_left(self) -> bool:
-        """Whether all batches that the script asked for were trained on before a checkpoint."""
-        return self.is_resumed_later and not self._has_delivered
-
     def _deliver(self, source: Source, last_step: int | None) -> Iterator[Any]:
         """Yield batches; none is fetched that would not be trained on."""
         while not self._is_enough(last_step):
@@ -162,7 +157,7 @@ class BatchStream:
             batch = source.next()
             if batch is None:
                 return
-            self._has_delivered = True
+            self.has_delivered = True
             self._under_way.remove(source)  # the latest one comes last
             self._under_way.append(source)
             if is_new:

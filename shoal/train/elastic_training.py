@@ -213,12 +213,7 @@ class Attempt:
 class ElasticTraining:
     """What a job of an elastic run does around its steps."""
 
-    def __init__(
-        self,
-        group: ElasticGroup,
-        state: JobState,
-        after_regroup: Callable[[], None],
-    ):
+    def __init__(self, group: ElasticGroup, state: JobState, after_regroup: Callable[[], None]):
         """`after_regroup` is called when there are other replicas than before."""
         self.group = group
         self._stream = state.stream

@@ -188,8 +188,9 @@ class Job(LoopMethods):
         )
         place = self.mesh.data.rank, self.mesh.data.size  # in the micro-batches of the latest step
         split = self._steps[-1].options.split(*place) if self._steps else BatchSplit(*place)
-        batches = self._stream.batches(data, split, options)
-        return self._loop.rows_of(traced_items(self._services.tracer, LOAD, "steps", batches))
+        rows = self._stream.batches(data, split, options)
+        batches = traced_items(self._services.tracer, LOAD, "steps", rows)
+        return self._loop.over(batches) if self._loop.parts else batches
 
     def stop_after(self, steps: int) -> None:
         """End job.batches after so many steps, if the script does not end it before."""
@@ -279,7 +280,7 @@ class Job(LoopMethods):
             self._show_log()  # the latest, where the number of steps was not known
         if self._others is not None:
             self._others.end()
-        if self._stream.has_nothing_left:
+        if self._stream.is_resumed_later and not self._stream.has_delivered:
             self._say_once(f"nothing is left to train: step {self.steps} was the last one")
         for step in self._steps:
             step.sync.close()

@@ -102,10 +102,7 @@ class ProgressBar(ProgressSender):
 
 
 def for_worker(
-    rank: int,
-    size: int,
-    send: Callable[[Mapping[str, Any]], None] | None,
-    takes_over: bool = False,
+    rank: int, size: int, send: Callable[[Mapping[str, Any]], None] | None, takes_over: bool = False
 ) -> Progress:
     """How a rank shows progress: only rank 0 shows anything, through `send` if there is one.
 

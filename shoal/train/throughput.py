@@ -74,7 +74,6 @@ class Throughput:
             self._start_ns = now_ns
             self._start_steps = steps
             self._job_samples = 0.0
-            return {"samples_per_s": None, "left_s": None}
         passed_s = (now_ns - self._start_ns) / 1e9
         done = steps - self._start_steps
         if passed_s <= 0 or done <= 0:

@@ -29,7 +29,6 @@ from shoal.runtime.checkpoint_folders import (
     MAX_COUNT,
     MAX_MANIFEST_BYTES,
     TENSOR_FILE,
-    NewVersion,
     damaged,
     new_version,
     open_file,
@@ -64,7 +63,13 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"`about` of a checkpoint has to be JSON: {error}") from error
     try:
         with new_version(path) as version:
-            files = _write_files(version, checkpoint)
+            files = {}
+            for part, tensors in zip(_PARTS, (checkpoint.model, checkpoint.optimizer), strict=True):
+                file = version.tensor_file(part, document.get("steps", 0))
+                save_file(tensors, file)
+                with open(file, "rb") as handle:
+                    digest = _digest(handle.fileno())
+                files[part] = {"name": file.name, "bytes": file.stat().st_size, "sha256": digest}
             manifest = {"format": FORMAT, "files": files, **document}
             checkpoint.digest = digest_of(manifest)
             manifest[_DIGEST] = checkpoint.digest
@@ -146,18 +151,6 @@ def _read_version(path: Path, manifest: dict[str, Any]) -> Checkpoint:
             for part, descriptor in zip(_PARTS, opened, strict=True)
         )
     return Checkpoint(model, optimizer, document, digest_of(manifest))
-
-
-def _write_files(version: NewVersion, checkpoint: Checkpoint) -> dict[str, Any]:
-    steps = checkpoint.document.get("steps", 0)
-    files = {}
-    for part, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
-        file = version.tensor_file(part, steps)
-        save_file(tensors, file)
-        with open(file, "rb") as handle:
-            digest = _digest(handle.fileno())
-        files[part] = {"name": file.name, "bytes": file.stat().st_size, "sha256": digest}
-    return files
 
 
 def _open_tensors(path: Path, entry: Any, stack: ExitStack) -> int:

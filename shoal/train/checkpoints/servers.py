@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,7 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError
 from shoal.replica.split.state_dicts import state_of
-from shoal.runtime.checkpoint_folders import (
-    WORKER_FILE,
-    ServerVersion,
-    complete_versions,
-    damaged,
-)
+from shoal.runtime.checkpoint_folders import WORKER_FILE, ServerVersion, complete_versions, damaged
 from shoal.server.messages import Name, ParameterSlice, Shape
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.shard import DTYPES
@@ -79,10 +75,11 @@ def read_servers(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
 def _assemble(version: ServerVersion) -> Checkpoint:
     shards = [read_shard(file) for file in version.shard_files() or ()]
     buffers, described, digest = read_tensors_of(version.path / WORKER_FILE, WorkerDocument)
-    joined = _Joined(version, shards, described)
+    joined = _Joined(version.path, shards, described.parameters)
     joined.check()
+    check_counts(version.path, described.document)
     try:
-        weights = joined.parameters()
+        weights = joined.weights()
         model = {f"0:{n}": weights[n] if n in weights else buffers[n] for n in described.names}
         state, rest = joined.optimizer()
         document = described.document
@@ -96,56 +93,55 @@ def _assemble(version: ServerVersion) -> Checkpoint:
     return Checkpoint(model | rows, optimizer, document, hashlib.sha256(parts).hexdigest())
 
 
+@dataclass(frozen=True)
 class _Joined:
     """The files of one checkpoint."""
 
-    def __init__(self, version: ServerVersion, shards: list[SavedShard], described: WorkerDocument):
-        self._where = version.path
-        self._shards = shards
-        self._described = described
-        self._shapes = [shape for _, shape in described.parameters]
+    where: Path
+    shards: list[SavedShard]
+    parameters: tuple[tuple[Name, Shape], ...]
 
     def check(self) -> None:
         """All files are of one model and step, and have all of its parameters."""
-        documents = [shard.document for shard in self._shards]
+        documents = [shard.document for shard in self.shards]
+        shapes = [shape for _, shape in self.parameters]
         if len({(d.number, d.spec.size, d.ledger.version) for d in documents}) != 1:
-            raise damaged(self._where, "its servers were saved after different steps")
+            raise damaged(self.where, "its servers were saved after different steps")
         if [d.spec.index for d in documents] != list(range(len(documents))):
-            raise damaged(self._where, "its servers are not in order")
-        if any(d.spec.parameters != len(self._shapes) for d in documents):
-            raise damaged(self._where, "its servers and its worker have different models")
-        filled = [0] * len(self._shapes)
-        for shard in self._shards:
+            raise damaged(self.where, "its servers are not in order")
+        if any(d.spec.parameters != len(shapes) for d in documents):
+            raise damaged(self.where, "its servers and its worker have different models")
+        filled = [0] * len(shapes)
+        for shard in self.shards:
             for held in shard.document.spec.slices:
-                shape = self._shapes[held.parameter]
+                shape = shapes[held.parameter]
                 rows = held.first_row + (held.shape[0] if held.shape else 0)
                 is_part = shape and held.shape[1:] == shape[1:] and rows <= shape[0]
                 if held.shape != shape and not is_part:
-                    raise damaged(self._where, "a slice does not fit its parameter")
+                    raise damaged(self.where, "a slice does not fit its parameter")
                 filled[held.parameter] += math.prod(held.shape)
-        if filled != [math.prod(shape) for shape in self._shapes]:
-            raise damaged(self._where, "its servers do not have all parameters")
-        check_counts(self._where, self._described.document)
+        if filled != [math.prod(shape) for shape in shapes]:
+            raise damaged(self.where, "its servers do not have all parameters")
 
-    def parameters(self) -> dict[str, Tensor]:
-        dtype = DTYPES[self._shards[0].document.spec.dtype]
-        found = [torch.empty(shape, dtype=dtype) for shape in self._shapes]
-        for shard in self._shards:
+    def weights(self) -> dict[str, Tensor]:
+        dtype = DTYPES[self.shards[0].document.spec.dtype]
+        found = [torch.empty(shape, dtype=dtype) for _, shape in self.parameters]
+        for shard in self.shards:
             for held, values in _slices(shard, shard.weights):
                 _rows(found[held.parameter], held).copy_(values)
-        return {name: t for (name, _), t in zip(self._described.parameters, found, strict=True)}
+        return {name: t for (name, _), t in zip(self.parameters, found, strict=True)}
 
     def optimizer(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of `optimizer_tensors`, and the part of its rest that servers know."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, dict[str, Any]] = {}
-        for shard in self._shards:
+        for shard in self.shards:
             slices = shard.document.spec.slices
             state = shard.document.optimizer
             for described, tensor in zip(state.tensors, shard.optimizer, strict=True):
                 self._put(tensors, described.key, tensor, slices[described.slice])
             for index, key, number in state.numbers:
-                name, _ = self._described.parameters[slices[index].parameter]
+                name, _ = self.parameters[slices[index].parameter]
                 values.setdefault(name, {})[key] = number
         keys: dict[str, set[str]] = {name: set(entries) for name, entries in values.items()}
         for full in tensors:
@@ -157,7 +153,7 @@ class _Joined:
     def _put(
         self, tensors: dict[str, Tensor], key: str, tensor: Tensor, held: ParameterSlice
     ) -> None:
-        name, shape = self._described.parameters[held.parameter]
+        name, shape = self.parameters[held.parameter]
         full = f"{name}/{key}"
         if held.shape == shape or tuple(tensor.shape) != held.shape:
             tensors[full] = tensor
@@ -170,9 +166,9 @@ class _Joined:
         """What compression has not sent yet, of workers that were live, as `snapshot` names it."""
         residuals: dict[str, Tensor] = {}
         bases: dict[str, Tensor] = {}
-        for worker in set.intersection(*(set(shard.residuals) for shard in self._shards)):
+        for worker in set.intersection(*(set(shard.residuals) for shard in self.shards)):
             key = f"{PREFIX}worker/{worker}"
-            for index, shard in enumerate(self._shards):
+            for index, shard in enumerate(self.shards):
                 compression = PushCompression(shard.document.spec)
                 residual, basis = compression.read_residual(shard.residuals[worker])
                 if basis.numel():
@@ -185,7 +181,7 @@ class _Joined:
         """The rows of all tables, as `Embedding.state` names them, and the updates of each."""
         chunks: dict[str, list[Tensor]] = {}
         steps = dict(updates)
-        for shard in self._shards:
+        for shard in self.shards:
             for table in shard.document.tables:
                 name = table.spec.name
                 steps[name] = max(steps.get(name, 0), table.steps)

@@ -78,10 +78,7 @@ class OwnLoop:
     """
 
     def __init__(
-        self,
-        seed: int,
-        context: Callable[[], StepContext],
-        on_step: Callable[[Step, Tensor], None],
+        self, seed: int, context: Callable[[], StepContext], on_step: Callable[[Step, Tensor], None]
     ):
         mesh = context().mesh
         self.mesh = mesh
@@ -191,11 +188,8 @@ class OwnLoop:
 
     # ------------------------------------------------------------------ steps of the job
 
-    def rows_of(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def over(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of `job.batches`, as a loop of models of `job.setup` gets them."""
-        return self._loop_over(batches) if self.parts else batches
-
-    def _loop_over(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
             for batch in batches:
                 yield self.rows.moved(batch)

@@ -57,16 +57,6 @@ class StepOptions:
 
     def resolve(self, strategy: Strategy, replicas: int, model: nn.Module) -> StepOptions:
         """Check the options under `strategy`, and add the micro-batches of its pipeline."""
-        self.check(replicas, strategy)
-        for term in (strategy.tp, strategy.ep, strategy.cp):
-            if self.exact and term is not None and term.size > 1:
-                raise BadInput(
-                    f"exact=True adds in the order of one worker, and {term} adds partial sums of "
-                    "several workers: omit one of them"
-                )
-        return self.with_pipeline(strategy.pp, model)
-
-    def check(self, replicas: int, strategy: Strategy | None = None) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise BadInput(f"clip_norm has to be above 0, not {self.clip_norm}")
         if self.accumulate < 1 or self.microbatches < 1:
@@ -75,20 +65,24 @@ class StepOptions:
             raise BadInput(f'batchnorm is "global" or "local", not {self.batchnorm!r}')
         if self.exact and self.accumulate > 1:
             raise BadInput("exact=True accumulates by itself: set microbatches, not accumulate")
-        if not self.exact:
-            return
-        if replicas > self.microbatches:
+        if self.exact and replicas > self.microbatches:
             raise BadInput(
                 f"exact=True gives every replica a micro-batch at least, and {replicas} replicas "
                 f"are more than microbatches={self.microbatches}"
             )
-        is_any = strategy is not None and strategy.is_exact_at_any_number
-        if self.microbatches % replicas and not is_any:
+        if self.exact and self.microbatches % replicas and not strategy.is_exact_at_any_number:
             raise BadInput(
                 f"exact=True gives every replica the same number of micro-batches, and "
                 f"{replicas} replicas do not divide {self.microbatches}: choose another "
                 "microbatches or number of workers"
             )
+        for term in (strategy.tp, strategy.ep, strategy.cp):
+            if self.exact and term is not None and term.size > 1:
+                raise BadInput(
+                    f"exact=True adds in the order of one worker, and {term} adds partial sums of "
+                    "several workers: omit one of them"
+                )
+        return self.with_pipeline(strategy.pp, model)
 
     def with_pipeline(self, pp: Pp | None, model: nn.Module | None = None) -> StepOptions:
         """These options with the micro-batches of a pipeline.

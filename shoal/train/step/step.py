@@ -173,7 +173,13 @@ class Step:
         if not self.flat.grads.buckets:
             self.shard.token_axes.sum_parameter_gradients(self.flat.params)
         if self.embeddings:  # before `finish`, since the rows are part of the update
-            self._push_rows(is_dataset or any(m.real for m in microbatches))
+            from shoal.embedding.module import apply_embeddings
+
+            if not is_dataset and not any(m.real for m in microbatches):
+                for embedding in self.embeddings:  # the lookups of a placeholder row do not count
+                    embedding.discard()
+            lr = self.update.learning_rate(self.steps)
+            apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
         # the update comes last: where a rank is lost before, the step can be done again
         if self.options.exact:
             missing = self.cutter.missing_microbatches
@@ -199,15 +205,6 @@ class Step:
         elif self.sync.batch_fraction:
             numbers = numbers / self.sync.batch_fraction
         return list(self.shard.broadcast(numbers).float().unbind())
-
-    def _push_rows(self, has_samples: bool) -> None:
-        from shoal.embedding.module import apply_embeddings
-
-        if not has_samples:  # the lookups of a placeholder row do not count
-            for embedding in self.embeddings:
-                embedding.discard()
-        lr = self.update.learning_rate(self.steps)
-        apply_embeddings(self.embeddings, lr, self.update.optimizer.defaults.get("lr"))
 
     def _count(self, steps: int) -> None:
         self.steps += steps
