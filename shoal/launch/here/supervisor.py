@@ -251,7 +251,13 @@ class Supervisor:
         if self._is_ending():
             return exit.returncode == 0
         if exit.role == "server":
-            return self._continues_without(exit)
+            if not self.server_policy.note(exit):
+                return self.server_policy.survives(exit)
+            self._processes["server"].note_exit(exit.rank)
+            if not self._held:
+                self._decide_at_s = time.monotonic() + _GRACE_S
+            self._held.append(exit)
+            return True
         survives = self.policy.survives(exit)
         self._processes["worker"].note_exit(exit.rank)
         if survives and exit.returncode != 0 and self.policy.restarts(exit):
@@ -261,15 +267,6 @@ class Supervisor:
     def _start_again(self, rank: int) -> None:
         self._processes["worker"].start_again(rank)
         self.workers += 1
-
-    def _continues_without(self, exit: ProcessExit) -> bool:
-        if not self.server_policy.note(exit):
-            return self.server_policy.survives(exit)
-        self._processes["server"].note_exit(exit.rank)
-        if not self._held:
-            self._decide_at_s = time.monotonic() + _GRACE_S
-        self._held.append(exit)
-        return True
 
     def _decide_held(self) -> None:
         """What the servers that were lost at about the same time mean for the run."""

@@ -218,7 +218,9 @@ class WorkerAgent(Agent):
         with pump.progress_pipe(on_progress) as pipe:
             inherited = () if pipe is None else (pipe,)
             environ = replace(config, progress_fd=pipe).to_environment()
-            pipes = workers.start(_command(task), environ, inherited)
+            program, *words = task.command
+            program = sys.executable if program == task.python else program
+            pipes = workers.start([program, *words], environ, inherited)
         pump.connect(pipes, self._streams(rank))
 
     def _look(self) -> None:
@@ -278,11 +280,6 @@ class ServerAgent(Agent):
             coordinator.watch(lambda listing: send(ChainsChanged(listing)))
             while self._events.get() != signal.SIGTERM:
                 pass
-
-
-def _command(task: HostTask) -> list[str]:
-    is_python = task.command[0] == task.python
-    return [sys.executable if is_python else task.command[0], *task.command[1:]]
 
 
 def free_port() -> int:

@@ -196,7 +196,15 @@ class HostProcess:
 
         def serve() -> None:
             try:
-                process = _popen(command, environ)
+                process = subprocess.Popen(
+                    command,
+                    env=environ,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=in_child(os.getpid()),
+                )
             except OSError as error:
                 started.put(error)
                 return
@@ -229,15 +237,3 @@ class HostProcess:
         elif self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-
-
-def _popen(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=in_child(os.getpid()),
-    )

@@ -317,7 +317,10 @@ def run_remote(
 ) -> RunResult:
     """As `launch`, on other hosts. A tolerance is that of an elastic strategy."""
     spec.check()
-    _check_local_options(spec)
+    if spec.config.start is not None and spec.tolerance is None:
+        raise BadInput("--start works with workers of this host only: leave it out with --on")
+    if any(text.startswith("server:") for text in spec.config.kill):
+        raise BadInput("--kill server:… works with servers of this host only: leave out --on")
     placed = place_evenly(machines.hosts(spec.workers), spec.started, spec.workers)
     server_hosts = ServerHosts(())
     if spec.servers:
@@ -369,14 +372,6 @@ def _serving_board(run: RemoteRun, workers: RemoteWorkers, policy: LossPolicy) -
             yield
     finally:
         service.close()
-
-
-def _check_local_options(spec: LaunchSpec) -> None:
-    config = spec.config
-    if config.start is not None and spec.tolerance is None:
-        raise BadInput("--start works with workers of this host only: leave it out with --on")
-    if any(text.startswith("server:") for text in config.kill):
-        raise BadInput("--kill server:… works with servers of this host only: leave out --on")
 
 
 def run_attempts(

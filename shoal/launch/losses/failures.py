@@ -75,11 +75,6 @@ class ProcessFailure:
     host: str = ""  # its name, where workers are on several
 
     @property
-    def who(self) -> str:
-        """ "worker 3", or "worker 3 on h2"."""
-        return f"{self.role} {self.rank}" + (f" on {self.host}" if self.host else "")
-
-    @property
     def ending(self) -> str:
         """ "was killed by SIGKILL", for a process that was."""
         number = -self.returncode
@@ -138,7 +133,8 @@ def launch_error(failure: ProcessFailure, finished: Sequence[int] = ()) -> Shoal
 
     `finished` are the workers that had finished by then.
     """
-    rank, code, who, report = failure.rank, failure.returncode, failure.who, failure.report
+    rank, code, report = failure.rank, failure.returncode, failure.report
+    who = f"{failure.role} {rank}" + (f" on {failure.host}" if failure.host else "")
     tail = f":\n{failure.stderr_tail}" if failure.stderr_tail else ""
     if failure.role == "server":
         how = f"ended with exit status {code}" if code >= 0 else failure.ending

@@ -42,16 +42,6 @@ class SampleShares:
     is_covered: bool = False  # the others train them
     turns: int = 1
 
-    def own_steps(self, steps: int) -> float | None:
-        """How many of so many steps a worker that was away has not trained; None: the others have.
-
-        A fraction is part of a batch.
-        """
-        if self.is_covered:
-            return None
-        whole, left = divmod(max(0, steps), self.turns)
-        return whole + left / self.turns if left else whole
-
     def step_of(self, rank: int, done: int) -> int:
         """The number of the step that a worker does after so many steps of the run."""
         return done + 1 + (rank if self.turns > 1 else 0)
@@ -97,11 +87,16 @@ class LostWorker:
         return f"{text}; {missed or 'the others trained its samples'}"
 
     def not_trained(self, steps: int = 0) -> float | None:
-        """Steps that it has missed, in a run of so many; None: the others have trained them."""
-        if self.away == "joined" and self.step is None:
+        """Steps that it has missed, in a run of so many; None: the others have trained them.
+
+        A fraction is part of a batch.
+        """
+        if self.shares.is_covered or (self.away == "joined" and self.step is None):
             return None
         until = steps if self.away == "lost" else self.step or 0
-        return self.shares.own_steps(until - (self.lost_at or 0))
+        turns = self.shares.turns
+        whole, left = divmod(max(0, until - (self.lost_at or 0)), turns)
+        return whole + left / turns if left else whole
 
     def document(self, steps: int = 0) -> dict[str, Any]:
         """For the report of a run of so many steps."""
