@@ -47,19 +47,18 @@ class HeadSplit:
         if heads % key_heads:
             return None
         repeats = heads // key_heads
-        if key_heads >= ranks:
-            keys = even_ranges(key_heads, ranks)
-            queries = [range(r.start * repeats, r.stop * repeats) for r in keys]
-            return cls(head_dim, heads, key_heads, tuple(queries), tuple(keys))
-        sharing = even_ranges(ranks, key_heads)  # the ranks of each key head
-        if repeats < len(sharing[0]):
-            return None
-        keys = [range(key, key + 1) for key, those in enumerate(sharing) for _ in those]
-        queries = [
-            range(key * repeats + r.start, key * repeats + r.stop)
-            for key, those in enumerate(sharing)
-            for r in even_ranges(repeats, len(those))
-        ]
+        keys = even_ranges(key_heads, ranks)
+        queries = [range(r.start * repeats, r.stop * repeats) for r in keys]
+        if key_heads < ranks:
+            sharing = even_ranges(ranks, key_heads)  # the ranks of each key head
+            if repeats < len(sharing[0]):
+                return None
+            keys = [range(key, key + 1) for key, those in enumerate(sharing) for _ in those]
+            queries = [
+                range(key * repeats + r.start, key * repeats + r.stop)
+                for key, those in enumerate(sharing)
+                for r in even_ranges(repeats, len(those))
+            ]
         return cls(head_dim, heads, key_heads, tuple(queries), tuple(keys))
 
     @property
@@ -97,12 +96,9 @@ def read_heads(module: nn.Module, width: int) -> tuple[int, int, int] | None:
     """Heads, key heads and features of a head of an attention whose output has `width` features."""
     sources = [module, getattr(module, "config", None)]
     head_dim = _first_int(sources[:1], HEAD_DIM)
-    heads = _first_int(sources, HEADS)
-    if head_dim is None and heads is None:
-        return None
     if head_dim is None:
-        assert heads is not None
-        head_dim = width // heads if heads and width % heads == 0 else 0
+        heads = _first_int(sources, HEADS)
+        head_dim = width // heads if heads and width % heads == 0 else None
     if not head_dim or width % head_dim:
         return None
     key_heads = _first_int(sources[:1], KEY_HEADS)
