@@ -26,7 +26,6 @@ from shoal.replica.split.mapping import sum_over_ranks
 from shoal.replica.split.sharded_tensor import (
     ELEMENTWISE,
     METADATA,
-    Rule,
     ShardedCall,
     alike,
     drawn,
@@ -108,18 +107,6 @@ def _einsum(op: ShardedCall) -> Any:
     if letter in output:
         return op.context.wrap(result, spec.at(output.index(letter)))
     return sum_over_ranks(result, op.context.group)
-
-
-PRODUCTS = {
-    "linear": of_sequence(lambda op, x: _per_position(op, x, 1)),
-    "layer_norm": of_sequence(_norm),
-    "rms_norm": of_sequence(_norm),
-    "embedding": of_sequence(_embedding),
-    "one_hot": of_sequence(_one_hot),
-    **dict.fromkeys(["matmul", "__matmul__", "__rmatmul__", "bmm", "mm"], _matmul),
-    "addmm": _addmm,
-    "einsum": _einsum,
-}
 
 
 # ------------------------------------------------------------------ sums and losses
@@ -206,13 +193,6 @@ def _pointwise(op: ShardedCall) -> Any:
         return op.leader.wrap_aligned(loss)
     total = sum_over_ranks(loss.sum(), op.context.group)
     return total if reduction == "sum" else total / shapes[0].numel()
-
-
-LOSSES: dict[str, Rule] = {
-    **dict.fromkeys(["sum", "mean"], of_sequence(_sum)),
-    **dict.fromkeys(_CLASSIFIED, _classified),
-    **dict.fromkeys(_POINTWISE.split(), _pointwise),
-}
 
 
 # ------------------------------------------------------------------ attention
@@ -315,8 +295,16 @@ SequenceShard.rules = {
     **ELEMENTWISE,
     **dict.fromkeys(_RANDOM.split(), drawn),
     **VIEWS,
-    **PRODUCTS,
-    **LOSSES,
+    "linear": of_sequence(lambda op, x: _per_position(op, x, 1)),
+    **dict.fromkeys(["layer_norm", "rms_norm"], of_sequence(_norm)),
+    "embedding": of_sequence(_embedding),
+    "one_hot": of_sequence(_one_hot),
+    **dict.fromkeys(["matmul", "__matmul__", "__rmatmul__", "bmm", "mm"], _matmul),
+    "addmm": _addmm,
+    "einsum": _einsum,
+    **dict.fromkeys(["sum", "mean"], of_sequence(_sum)),
+    **dict.fromkeys(_CLASSIFIED, _classified),
+    **dict.fromkeys(_POINTWISE.split(), _pointwise),
     "scaled_dot_product_attention": _attention,
 }
 

@@ -213,20 +213,15 @@ class VocabularyEmbedding(nn.Embedding, TensorParallelLayer):
         return table
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.reduce_output(look_up(self, ids))
-
-
-def look_up(table: VocabularyEmbedding, ids: Tensor) -> Tensor:
-    """The rows of the ids that are on this rank; 0 for the others."""
-    if ids.device.type == "cpu" and ((ids < 0) | (ids >= table.num_embeddings)).any():
-        raise IndexError(f"an id is outside of the {table.num_embeddings} of the embedding")
-    local_ids = table.spec.ranges[table.group.rank][0]
-    is_local = (ids >= local_ids.start) & (ids < local_ids.stop)
-    rows = F.embedding((ids - local_ids.start).where(is_local, 0), table.weight)
-    kept = rows.where(is_local[..., None], 0)
-    if table.padding_idx is not None:  # a row that is looked up and not trained
-        kept = kept.where((ids != table.padding_idx)[..., None], kept.detach())
-    return kept
+        if ids.device.type == "cpu" and ((ids < 0) | (ids >= self.num_embeddings)).any():
+            raise IndexError(f"an id is outside of the {self.num_embeddings} of the embedding")
+        local_ids = self.spec.ranges[self.group.rank][0]
+        is_local = (ids >= local_ids.start) & (ids < local_ids.stop)
+        rows = F.embedding((ids - local_ids.start).where(is_local, 0), self.weight)
+        kept = rows.where(is_local[..., None], 0)
+        if self.padding_idx is not None:  # a row that is looked up and not trained
+            kept = kept.where((ids != self.padding_idx)[..., None], kept.detach())
+        return self.reduce_output(kept)
 
 
 class ParallelAttention(TensorParallelLayer):
