@@ -16,9 +16,8 @@ Steps count from 0. A worker's clock is the number of steps that it has finished
 
 from __future__ import annotations
 
-import enum
 import math
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -28,6 +27,7 @@ from shoal.strategy.ps_term import Ps
 MAX_WORKERS = 1 << 16
 MAX_LAG_STEPS = 12  # an asynchronous worker that is further behind the fastest skips steps
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+PushVerdict = Literal["admitted", "folded", "dropped"]
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,12 +82,6 @@ def quorum_in_words(rule: Rule, counts: str = "worker", takes_back: bool = False
     return f"{of}: no straggler is left behind"
 
 
-class PushVerdict(str, enum.Enum):
-    ADMITTED = "admitted"
-    FOLDED = "folded"
-    DROPPED = "dropped"
-
-
 class ImpossiblePush(ValueError):
     """A push that no correct worker makes."""
 
@@ -116,7 +110,8 @@ class Ledger:
 
     def __init__(self, rule: Rule, start: int = 0):
         self.rule = rule
-        self.outcomes = [dict.fromkeys(PushVerdict, 0) for _ in range(rule.workers)]
+        none: dict[PushVerdict, int] = dict.fromkeys(get_args(PushVerdict), 0)
+        self.outcomes = [dict(none) for _ in range(rule.workers)]
         self.live = set(range(rule.workers))
         self.updates = 0
         self.restart(start)
@@ -142,20 +137,20 @@ class Ledger:
             if step != self.clocks[worker] and not may_skip:
                 expected = self.clocks[worker]
                 raise ImpossiblePush(f"worker {worker} pushes step {step}: expected {expected}")
-            return PushVerdict.ADMITTED
+            return "admitted"
         if step > self.version:
             raise ImpossiblePush(
                 f"worker {worker} pushes step {step} before step {self.version} is complete"
             )
         if step == self.version:
-            return PushVerdict.ADMITTED
-        return PushVerdict.FOLDED if self.rule.fold else PushVerdict.DROPPED
+            return "admitted"
+        return "folded" if self.rule.fold else "dropped"
 
     def record(self, worker: int, step: int, verdict: PushVerdict) -> None:
         """The push has got this verdict."""
-        if verdict is PushVerdict.ADMITTED:
+        if verdict == "admitted":
             self.counted.add(worker)
-        elif verdict is PushVerdict.FOLDED:
+        elif verdict == "folded":
             self.folded += 1
         self.clocks[worker] = step + 1
         self.outcomes[worker][verdict] += 1

@@ -91,14 +91,8 @@ def _open_server(config: RunConfig) -> Server:
     address = config.server.listen or run_dir.socket(index)
     beyond = config.server.beyond or ""
     has_exited = None if config.run_dir is None else config.run_dir.has_exited
-    server = Server(
-        address,
-        secret,
-        has_exited=has_exited,
-        remote_address=beyond,
-        tls=config.tls,
-        chain=_chain_settings(config, run_dir),
-    )
+    chain = _chain_settings(config, run_dir)
+    server = Server(address, secret, has_exited, beyond, config.tls, chain)
     server.host.most_threads = most_threads
     server.host.takes_back = config.takes_back
     if config.server_checkpoint.folder is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.protocol import WireMessage as WireMessage
-from shoal.server.consistency import Count, Rule
+from shoal.server.consistency import Count, PushVerdict, Rule
 from shoal.server.model.named_optimizer import NamedOptimizer, Option
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -212,7 +212,7 @@ class PushDecided(WireMessage, frozen=True, tag="push"):
     worker: Count
     sequence: Count
     step: Count
-    verdict: Literal["admitted", "folded", "dropped"]
+    verdict: PushVerdict
     batch_fraction: float
     lr: float | None
     save: Count | None = None

@@ -43,7 +43,8 @@ Tell = Callable[[str], list[str]]  # an all-gather of short texts, by rank
 class WorkerSegment:
     """`sums` x `size` elements to push, and `size` to pull into; of a host or a GPU."""
 
-    def __init__(self, elements: Tensor, size: int, sums: int):
+    def __init__(self, memory: Tensor, dtype: torch.dtype, size: int, sums: int):
+        elements = memory.view(dtype)
         self.out = elements[: sums * size].view(sums, size)
         self.inbox = elements[sums * size : (sums + 1) * size]
 
@@ -55,8 +56,8 @@ def make(dtype: torch.dtype, size: int, sums: int) -> tuple[WorkerSegment, int] 
     if descriptor < 0:
         return None
     try:
-        memory = memfd.map_all(descriptor, num_bytes)
-        return WorkerSegment(torch.frombuffer(memory, dtype=dtype), size, sums), descriptor
+        memory = torch.frombuffer(memfd.map_all(descriptor, num_bytes), dtype=torch.uint8)
+        return WorkerSegment(memory, dtype, size, sums), descriptor
     except OSError:
         os.close(descriptor)
         return None
@@ -64,8 +65,8 @@ def make(dtype: torch.dtype, size: int, sums: int) -> tuple[WorkerSegment, int] 
 
 def attach(descriptor: int, dtype: torch.dtype, size: int, sums: int) -> WorkerSegment:
     """The segment of a worker; Refused if it is not sealed or has another size."""
-    memory = _map(descriptor, segment_bytes(dtype, size, sums))
-    return WorkerSegment(torch.frombuffer(memory, dtype=dtype), size, sums)
+    memory = map_sealed(descriptor, segment_bytes(dtype, size, sums))
+    return WorkerSegment(torch.frombuffer(memory, dtype=torch.uint8), dtype, size, sums)
 
 
 def file_of(descriptor: int) -> tuple[int, int]:
@@ -76,7 +77,7 @@ def file_of(descriptor: int) -> tuple[int, int]:
 
 def attach_weights(descriptor: int, dtype: torch.dtype, size: int) -> Tensor:
     """The memory for the weights of all workers; Refused as above."""
-    return torch.frombuffer(_map(descriptor, size * dtype.itemsize), dtype=dtype)
+    return torch.frombuffer(map_sealed(descriptor, size * dtype.itemsize), dtype=dtype)
 
 
 def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
@@ -97,7 +98,8 @@ def share(tell: Tell, rank: int, num_bytes: int | None) -> int | None:
     return memfd.rendezvous(exchange, fd, attach, os.close)
 
 
-def _map(descriptor: int, num_bytes: int) -> mmap.mmap:
+def map_sealed(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Memory of a worker; Refused if it is not sealed or has another size."""
     if not memfd.is_sealed(descriptor, num_bytes):
         raise Refused(f"expected sealed shared memory of {num_bytes} bytes")
     try:
@@ -127,14 +129,9 @@ def this_process() -> str:
     return f"{_ANCESTRY}:{os.getpid()}"
 
 
-def _segment(memory: Tensor, spec: ModelSpec) -> WorkerSegment:
-    """What one worker pushes to one server, and what it pulls from it."""
-    elements = memory.view(DTYPES[spec.dtype])
-    return WorkerSegment(elements, spec.stop - spec.start, partial_sums(spec))
-
-
-def _segment_bytes(spec: ModelSpec) -> int:
-    return segment_bytes(DTYPES[spec.dtype], spec.stop - spec.start, partial_sums(spec))
+def _layout(spec: ModelSpec) -> tuple[torch.dtype, int, int]:
+    """Of what one worker pushes to one server, and what it pulls from it."""
+    return DTYPES[spec.dtype], spec.stop - spec.start, partial_sums(spec)
 
 
 def offer(
@@ -144,10 +141,10 @@ def offer(
     if not asked.device or asked.device != cuda_ipc.device_name(device):
         return None
     try:
-        memory, handle = cuda_ipc.allocate(device, _segment_bytes(spec))
+        memory, handle = cuda_ipc.allocate(device, segment_bytes(*_layout(spec)))
     except cuda_ipc.CudaIpcError:
         return None
-    segment = _segment(memory, spec)
+    segment = WorkerSegment(memory, *_layout(spec))
     if asked.process == this_process():
         number = next(_numbers)
         HERE[number] = segment
@@ -164,7 +161,7 @@ def open_offer(
     if not offered.handle:
         return None
     try:
-        memory = cuda_ipc.open_handle(device, offered.handle, _segment_bytes(spec))
+        memory = cuda_ipc.open_handle(device, offered.handle, segment_bytes(*_layout(spec)))
     except cuda_ipc.CudaIpcError:
         return None
-    return _segment(memory, spec)
+    return WorkerSegment(memory, *_layout(spec))

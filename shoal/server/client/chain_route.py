@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shoal.errors import PeerLost
 from shoal.protocol import Channel, FrameKind, Moved, Refused, decode, encode
@@ -92,8 +93,9 @@ class ChainRoute(Route):
         self.is_closing = True
         self._watch.close()
         self.addresses.close()
-        control = self._take_control()
-        self.former += [] if control is None else [control]
+        with self._searching:
+            self.former += [] if self._control is None else [self._control]
+            self._control = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -262,15 +264,10 @@ class ChainRoute(Route):
         if "control" in self._led:
             self.current["control"].abort()
 
-    def _take_control(self) -> Connection | None:
-        """The connection to the head, for the first that asks for it."""
-        with self._searching:
-            control = self._control
-            self._control = None
-            return control
-
     def _use_fresh_control(self) -> None:
-        fresh = self._take_control()
+        """Lead over the connection to a new head, the first time that this is asked."""
+        with self._searching:
+            fresh, self._control = self._control, None
         if fresh is not None:
             self._lead("control", fresh, self._found_at or 0)
 
@@ -299,14 +296,8 @@ class ChainRoute(Route):
     def set_up(self, copy: int, timeout_s: float) -> Connection:
         """A control connection to a copy that knows this worker and its memory."""
         connection = self._reach(copy, "control", timeout_s)
-        sequence, step = self._acknowledged
-        request = Request(
-            FrameKind.SETUP,
-            self._spec,
-            sequence=sequence,
-            argument=step,
-            descriptor=self._descriptor,
-        )
+        request = Request(FrameKind.SETUP, self._spec, (), (), *self._acknowledged)
+        request = replace(request, descriptor=self._descriptor)
         try:
             self._answer = decode(self.ask(connection, request), SetUp)
             connection.sock.settimeout(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -214,12 +214,17 @@ class ChainWatch:
         for copy in view.members:
             if copy == view.head or copy in self._attached or self._over.is_set():
                 continue
-            try:
-                self.attach(copy, timeout_s)
-            except MovedAway as moved:
-                self._chain.learn(moved.moved)
-            except (OSError, ShoalError):
-                continue
+            self._learns(self.attach, copy, timeout_s)
+
+    def _learns(self, ask: Callable[[int, float], None], copy: int, timeout_s: float) -> bool:
+        """Whether a copy says that there is a newer epoch."""
+        try:
+            ask(copy, timeout_s)
+        except MovedAway as moved:
+            return self._chain.learn(moved.moved)
+        except (OSError, ShoalError):
+            pass
+        return False
 
     def final_stats(self, timeout_s: float) -> list[bytes]:
         """The counters of each member but the head, when all workers have left."""
@@ -245,18 +250,8 @@ class ChainWatch:
             now_s = time.monotonic()
             since_s = min(list(self.since_s.values()), default=now_s)
             if now_s - since_s > PROBE_S or now_s - probed_s > _IDLE_PROBE_S:
-                self._probe()
+                # until one says that there is a newer epoch
+                any(self._learns(self.ask, copy, _ATTACH_S) for copy in list(self._attached))
                 probed_s = time.monotonic()
             with suppress(OSError, ShoalError):
                 self._chain.greet_head()
-
-    def _probe(self) -> None:
-        """Ask whether there is a newer epoch, until one says so."""
-        for copy in list(self._attached):
-            try:
-                self.ask(copy, _ATTACH_S)
-            except MovedAway as moved:
-                if self._chain.learn(moved.moved):
-                    return
-            except (OSError, ShoalError):
-                continue

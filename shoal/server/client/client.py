@@ -374,9 +374,8 @@ class Client:
 
     def leave(self) -> None:
         for link in reversed(self.links):  # the leader last: it decides until then
-            self.lowest_survivor = decode(
-                self.request(link, FrameKind.LEAVE), LowestSurvivor
-            ).worker
+            answer = self.request(link, FrameKind.LEAVE)
+            self.lowest_survivor = decode(answer, LowestSurvivor).worker
 
     def request(
         self, link: ServerLink, kind: FrameKind, message: WireMessage | None = None

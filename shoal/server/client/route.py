@@ -70,13 +70,6 @@ class Caller:
     rank_of: Callable[[int], int]
     config: RunConfig
 
-    @property
-    def is_too_late(self) -> bool:
-        """Whether it was started again too late: a server may end with the worker it is in."""
-        run_dir = self.config.run_dir
-        is_again = self.config.incarnation > 0
-        return is_again and run_dir is not None and bool(run_dir.finished_ranks())
-
 
 class Route:
     """To one server without copies. Former connections stay known: their bytes count."""
@@ -134,7 +127,9 @@ class Route:
             except (FileNotFoundError, ConnectionError, TimeoutError) as error:
                 is_final = isinstance(error, Closed) and self.is_unix
                 after_s = round(time.monotonic() - start_s, 1)
-                if self.caller.is_too_late:
+                run_dir, is_again = self.caller.config.run_dir, self.caller.config.incarnation > 0
+                # started again too late: a server may end with the worker it is in
+                if is_again and run_dir is not None and run_dir.finished_ranks():
                     raise RunOver(self.rank) from error
                 if is_final or after_s > timeout_s or self.is_closing:
                     doing = f"connecting to {self.whom} at {self.address} ({error})"

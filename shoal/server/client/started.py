@@ -70,13 +70,8 @@ class StartedServers:
         """Start server `index` as a thread of this process."""
         local = self._folder().socket(index)
         run_dir = self.config.run_dir
-        self.server = Server(
-            local,
-            self.secret,
-            has_exited=None if run_dir is None else run_dir.has_exited,
-            remote_address=self._beyond() or "",
-            tls=self.config.tls,
-        )
+        has_exited = None if run_dir is None else run_dir.has_exited
+        self.server = Server(local, self.secret, has_exited, self._beyond() or "", self.config.tls)
         if term.on != "cpu":
             self.server.host.device = device_of_server(term)
         folder = self.config.server_checkpoint.folder
@@ -89,7 +84,16 @@ class StartedServers:
     def start_coordinator(self) -> LaunchedServer:
         """The one that SHOAL_COORDINATOR names, or a process that ends with this one."""
         if self.config.coordinator is not None:
-            self._clear_keys()
+            coordinator = open_coordinator(replace(self.config, secret=self.secret), "rank 0")
+            if isinstance(coordinator, EtcdCoordinator):
+                self._keys = coordinator
+                try:
+                    coordinator.remove_all()  # a run with the same secret may have left some
+                except CoordinatorError as error:
+                    reason = f"SHOAL_COORDINATOR is {self.config.coordinator}: {error}"
+                    raise BadInput(reason) from error
+            else:
+                coordinator.close()
             return LaunchedServer(self.config.coordinator)
         folder = self._folder()
         config = replace(
@@ -101,20 +105,6 @@ class StartedServers:
         )
         self._popen(None, "shoal.coordinator.main", config.to_environment())
         return self._announced(None, folder.coordinator, folder.coordinator_address)
-
-    def _clear_keys(self) -> None:
-        """A run before this one, with the same secret, may have left some."""
-        config = replace(self.config, secret=self.secret)
-        coordinator = open_coordinator(config, "rank 0")
-        if not isinstance(coordinator, EtcdCoordinator):
-            coordinator.close()
-            return
-        self._keys = coordinator
-        try:
-            coordinator.remove_all()
-        except CoordinatorError as error:
-            reason = f"SHOAL_COORDINATOR is {self.config.coordinator}: {error}"
-            raise BadInput(reason) from error
 
     # ------------------------------------------------------------------ the end
 

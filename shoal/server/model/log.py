@@ -86,11 +86,11 @@ class Log:
         except ImpossiblePush as error:
             raise Refused(str(error)) from error
         told = (commit.batch_fraction, commit.lr, commit.save)
-        push = PushDecided(worker, sequence, commit.step, verdict.value, *told)
+        push = PushDecided(worker, sequence, commit.step, verdict, *told)
         self._append(push)
         position = self.position
         saved = self._complete_step(push)
-        ack = self._state.acks[worker] = Ack(verdict.value, position, saved)
+        ack = self._state.acks[worker] = Ack(verdict, position, saved)
         return ack
 
     def _is_ready_for(self, commit: Commit) -> bool:

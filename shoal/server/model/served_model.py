@@ -354,10 +354,7 @@ class ServedModel:
                 workers = range(ledger.rule.workers)
                 left = {w: ledger.skipped(w, to_the_end=membership.has_left(w)) for w in workers}
                 counts |= {
-                    "workers": {
-                        str(w): {verdict.value: n for verdict, n in ledger.outcomes[w].items()}
-                        for w in workers
-                    },
+                    "workers": {str(w): dict(ledger.outcomes[w]) for w in workers},
                     "left_out": _by_number(left),
                     "missed_updates": _by_number(state.missed_updates),
                     "steps_ahead": _by_number(state.steps_ahead),

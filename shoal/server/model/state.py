@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.protocol import Refused
-from shoal.server.consistency import Ledger, PushVerdict
+from shoal.server.consistency import Ledger
 from shoal.server.messages import (
     Ack,
     Commit,
@@ -111,11 +111,10 @@ class ModelState:
 
     def _apply_push(self, push: PushDecided) -> None:
         buffer = self._buffer_of(push)
-        verdict = PushVerdict(push.verdict)
-        self.ledger.record(push.worker, push.step, verdict)
+        self.ledger.record(push.worker, push.step, push.verdict)
         self.decided[push.worker] = push.sequence
         tensors, rows = buffer.staged.get(push.sequence, (None, ()))  # None: it is lost
-        if verdict is PushVerdict.DROPPED:
+        if push.verdict == "dropped":
             buffer.staged.pop(push.sequence, None)
             return
         if not self.spec.rule.is_synchronous:

@@ -155,30 +155,27 @@ class ModelHost:
 
     def hold(self, model_id: int, spec: ModelSpec) -> ServedModel:
         """The model; it is made when its first worker joins. Called by every connection."""
-        model = self._held(model_id, spec)
+        with self.changed:
+            self.changed.wait_for(lambda: model_id not in self._being_made)
+            model = self.models.get(model_id)
+            if model is None:
+                if len(self.models) + len(self._being_made) >= MAX_MODELS:
+                    raise Refused(f"this server holds {MAX_MODELS} models already")
+                check_spec(spec, self.max_bytes)
+                self._being_made.add(model_id)
+            elif model.spec != spec:
+                raise Refused("the workers of one model describe it differently")
+        if model is None:
+            try:
+                model = self._make(model_id, spec)
+            finally:
+                with self.changed:
+                    self._being_made.discard(model_id)
+                    self.changed.notify_all()
         if self.most_threads is not None:
             num_bytes = model.state.shard.data.nbytes
             torch.set_num_threads(server_threads(num_bytes, self.most_threads))
         return model
-
-    def _held(self, model_id: int, spec: ModelSpec) -> ServedModel:
-        with self.changed:
-            self.changed.wait_for(lambda: model_id not in self._being_made)
-            model = self.models.get(model_id)
-            if model is not None:
-                if model.spec != spec:
-                    raise Refused("the workers of one model describe it differently")
-                return model
-            if len(self.models) + len(self._being_made) >= MAX_MODELS:
-                raise Refused(f"this server holds {MAX_MODELS} models already")
-            check_spec(spec, self.max_bytes)
-            self._being_made.add(model_id)
-        try:
-            return self._make(model_id, spec)
-        finally:
-            with self.changed:
-                self._being_made.discard(model_id)
-                self.changed.notify_all()
 
     def _make(self, model_id: int, spec: ModelSpec) -> ServedModel:
         """Without the lock: the leader may be this server, with another shard of the replica."""
@@ -196,10 +193,11 @@ class ModelHost:
             model.membership.has_exited = lambda worker: has_exited(spec.split.rank(worker))
         if self.chain is not None:
             model.membership.on_loss = partial(self.chain.note_loss, model_id)
-        if not is_leader and not self.in_chain:
+        follows = not is_leader and not self.in_chain
+        if follows:
             follower = Follower(model, model_id, self._secret, self._tls, model.replay)
         with self.changed:
-            if not is_leader and not self.in_chain:
+            if follows:
                 self._following.append(follower)
             elif is_leader and spec.servers > 1:
                 Followers(model)  # of its log

@@ -139,7 +139,7 @@ class Peer:
     def reply_error(self, error: ErrorReply) -> None:
         self.connection.send(Header(FrameKind.ERROR, self.worker, self.model_id), encode(error))
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Take the channel of a worker that has joined; a control connection may join later."""
         chain = self.host.chain
         if chain is not None and self.channel != "chain":
@@ -172,13 +172,14 @@ class Peer:
         """The connection has ended; `is_broken`: the other side may connect again."""
         if not self.has_entered:
             return
-        if not self._returns(self.model, self.member, is_broken):
+        membership = self.model.membership
+        if not self._returns(is_broken):
             chain = self.host.chain
             is_here = self.host.models.get(self.model_id) is self.model
             # in a chain the head loses a worker, once none of its connections is left
             if chain is None or (is_here and chain.node.is_head and not self.member.channels):
-                self.model.membership.lose(self.worker, self.incarnation)
-        self.model.membership.lose_absent()
+                membership.lose(self.worker, self.incarnation)
+        membership.lose_absent()
         self.host.release(self.model_id)
 
     def read(self, action: Callable[[], T]) -> T:
@@ -204,29 +205,31 @@ class Peer:
         if member.channels.get(self.channel) is active:
             raise Refused(f"worker {self.worker} has a {self.channel} connection already")
 
-    def _returns(self, model: ServedModel, member: Member, is_broken: bool) -> bool:
+    def _returns(self, is_broken: bool) -> bool:
         """Give up the channel; whether the worker comes back with another connection."""
-        membership = model.membership
+        model, channels, membership = self.model, self.member.channels, self.model.membership
         with model.lock:
-            if member.channels.get(self.channel) is self._active:
-                del member.channels[self.channel]
+            if channels.get(self.channel) is self._active:
+                del channels[self.channel]
             membership.displaced.discard(self._active.thread)
             model.lock.notify_all()
             if not is_broken or (self.connection.is_unix and not self.host.in_chain):
                 return False
             self.connection.abort()
-
-            def is_decided() -> bool:
-                has_ended = membership.failure is not None or self.worker in membership.departed
-                return has_ended or self.channel in member.channels
-
-            model.lock.wait_for(is_decided, RECONNECT_S)
-            return self.channel in member.channels
+            model.lock.wait_for(
+                lambda: (
+                    membership.failure is not None
+                    or self.worker in membership.departed
+                    or self.channel in channels
+                ),
+                RECONNECT_S,
+            )
+            return self.channel in channels
 
     def run(self) -> None:
         is_broken = False
         try:
-            self.start()
+            self._start()
             if self.channel == "chain":
                 self.connection.read_ahead()
             elif self.channel == "rows":

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.embedding.hashing import Ids
 from shoal.embedding.spec import TableSpec
 from shoal.protocol import FrameKind, Header, Refused, encode
 from shoal.protocol.connection import Connection
@@ -35,27 +34,23 @@ def pull(peer: Peer, header: Header, request: RowBatch) -> None:
     check_size(header, request.count, 8 if request.memory is None else 16, 8 + 4 * dim)
     if request.copies > request.count:
         raise Refused(f"{request.copies} copies among {request.count} rows")
-    ids, target = _read_wanted(peer, request, dim)
+    count = request.count
+    if request.memory is None:
+        ids = read_numbers(peer.connection, count)
+        target = RowTarget(peer.row_buffer.rows(count, dim))
+    else:
+        memory = peer.member.row_memory.get(request.memory)
+        if memory is None or request.places * dim > len(memory):
+            raise Refused(f"memory {request.memory} has no room for {request.places} rows")
+        numbers = read_numbers(peer.connection, 2 * count)
+        rows = memory[: request.places * dim].reshape(request.places, dim)
+        ids, target = numbers[:count], RowTarget(rows, numbers[count:])
     try:
         pulled = peer.read(lambda: peer.model.pull_rows(peer.worker, request, ids, target))
     except IndexError as error:
         raise Refused(f"places of rows in memory {request.memory}: {error}") from error
     payload = () if target.places is not None else (bytes_of(torch.from_numpy(target.rows)),)
     peer.reply_committed(encode(pulled), *payload)
-
-
-def _read_wanted(peer: Peer, request: RowBatch, dim: int) -> tuple[Ids, RowTarget]:
-    """The ids of a pull, and where their rows go."""
-    count = request.count
-    if request.memory is None:
-        rows = peer.row_buffer.rows(count, dim)
-        return read_numbers(peer.connection, count), RowTarget(rows)
-    memory = peer.member.row_memory.get(request.memory)
-    if memory is None or request.places * dim > len(memory):
-        raise Refused(f"memory {request.memory} has no room for {request.places} rows")
-    numbers = read_numbers(peer.connection, 2 * count)
-    rows = memory[: request.places * dim].reshape(request.places, dim)
-    return numbers[:count], RowTarget(rows, numbers[count:])
 
 
 @handles(FrameKind.SHARE_ROWS, "rows", ShareRows)

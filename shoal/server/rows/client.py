@@ -27,7 +27,7 @@ from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
 from shoal.server.model.hot_table import max_hot_rows
 from shoal.server.process.rows_requests import MAX_ROW_BYTES
 from shoal.server.rows.memory import PulledRows, RowMemories
-from shoal.server.rows.requests import Answered, RowRequests, hottest_rows, route
+from shoal.server.rows.requests import RowRequests, hottest_rows, route
 from shoal.server.shared_memory import bytes_of
 
 # Begins to pull the rows at these positions; returns what waits for them.
@@ -73,7 +73,10 @@ class RowCache:
         """Fill in the rows of distinct ids; those that are not kept are pulled, and kept."""
         while self._young and self._young[0][0] < step - self.steps:
             self._young.popleft()
-        entries = self._entries(ids)
+        entries = ids
+        if not self._is_direct:
+            hashed = ids.astype(np.uint64) * _GOLDEN
+            entries = (hashed >> np.uint64(64 - self._bits)).astype(np.int64)
         numbers = self._numbers.take(entries)
         is_kept = numbers >= self._oldest
         if not self._is_direct:
@@ -99,14 +102,16 @@ class RowCache:
         """The number of the oldest row that may be used."""
         return self._young[0][1] if self._young else self._next
 
-    def _entries(self, ids: Ids) -> Ids:
-        if self._is_direct:
-            return ids
-        return ((ids.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)
-
     def _keep(self, ids: Ids, entries: Ids, step: int, rows: Tensor, places: Ids) -> None:
-        """Put the rows at these places behind the others."""
-        self._make_room(len(ids), rows.shape[1])
+        """Put the rows at these places behind the others; those that may be used stay."""
+        wanted = self._next - self._oldest + len(ids)
+        if wanted > self.capacity:
+            size = 1 << wanted.bit_length()
+            ring = torch.empty(size, rows.shape[1])
+            young = np.arange(self._oldest, self._next)
+            if len(young):
+                copy_rows(self._ring, self._slots(young), ring, young & (size - 1))
+            self._ring = ring
         if not self._young or self._young[-1][0] != step:
             self._young.append((step, self._next))
         numbers = np.arange(self._next, self._next + len(ids))
@@ -117,18 +122,6 @@ class RowCache:
             has_entry = self._keys[entries] == ids + 1
             entries, numbers = entries[has_entry], numbers[has_entry]
         self._numbers[entries] = numbers
-
-    def _make_room(self, count: int, dim: int) -> None:
-        """Rows that may be used stay where new ones come."""
-        wanted = self._next - self._oldest + count
-        if wanted <= self.capacity:
-            return
-        size = 1 << wanted.bit_length()
-        ring = torch.empty(size, dim)
-        young = np.arange(self._oldest, self._next)
-        if len(young):
-            copy_rows(self._ring, self._slots(young), ring, young & (size - 1))
-        self._ring = ring
 
 
 class HotSet(NamedTuple):
@@ -209,16 +202,14 @@ class RowRules:
     may_copy: bool = False  # copies of a server serve pulls already
 
 
-OF_OWNERS = RowRules()  # all rows are asked of them
-
-
 class ServerStore(RowStore):
     """Tables on the servers of one model, as a worker sees them."""
 
-    def __init__(self, client: Client, rules: RowRules = OF_OWNERS):
+    def __init__(self, client: Client, rules: RowRules | None = None):
+        """Without rules all rows are asked of their owners."""
         self.client = client
         self.tables: dict[str, ServerTable] = {}
-        self.rules = rules
+        self.rules = rules or RowRules()
         self.wants_latest = False
         self.pulls = client.rank  # servers are asked for hot rows in another order each time
         is_shared = all(link.shares_rows for link in client.links)
@@ -314,19 +305,12 @@ class ServerTable:
                     rest = routed.ids[answered.missing], routed.places[answered.missing]
                     of_owners = route(spec, *rest, len(links), NO_ROWS.known, 0)
                     RowRequests(links, spec.name, of_owners, pulled, version).wait()
-            self._follow_hot(answered)
+            if store.rules.may_copy and answered.refresh:  # this worker is asked to choose
+                self.hot = refresh_hot(self._client, spec, self.hot, store.rules.seen_by)
+            elif store.rules.may_copy and answered.hot > self.hot.number:
+                self.hot = fetch_hot(answered.link, spec)
 
         return wait
-
-    def _follow_hot(self, answered: Answered) -> None:
-        """Choose a set of hot rows if this worker is asked to; learn a newer one."""
-        rules = self._store.rules
-        if not rules.may_copy:
-            return
-        if answered.refresh:
-            self.hot = refresh_hot(self._client, self.spec, self.hot, rules.seen_by)
-        elif answered.hot > self.hot.number:
-            self.hot = fetch_hot(answered.link, self.spec)
 
     def push(self, ids: Tensor, grads: Tensor, lr: float, step: int) -> None:
         """A server that holds none of the rows receives an empty push: it counts updates."""

@@ -30,7 +30,6 @@ from shoal.server.shared_memory import bytes_of
 _CONNECT_S = 5.0
 _MAX_META_BYTES = 8192
 _JOIN_S = 5.0
-Sent = dict[str, tuple[int, int]]  # by table: the set, and the version
 
 
 class RowCopies:
@@ -75,68 +74,61 @@ class RowCopies:
         return connection
 
     def _read(self, owner: int, connection: Connection) -> None:
+        tables, lock = self._model.tables, self._model.lock
         try:
             while True:
-                self._install(owner, connection)
+                header, meta = connection.receive(_MAX_META_BYTES)
+                if header.kind is not FrameKind.COPIED_ROWS:
+                    raise Refused(f"expected COPIED_ROWS, got {header.kind.name}")
+                copied = decode(meta, CopiedRows)
+                dim = tables.table(copied.table).spec.dim
+                if header.payload_bytes != copied.count * (8 + 4 * dim):
+                    raise Refused(f"{header.payload_bytes} bytes for {copied.count} rows")
+                ids = torch.empty(copied.count, dtype=torch.int64)
+                rows = torch.empty(copied.count, dim)
+                connection.read_into(bytes_of(ids))
+                connection.read_into(bytes_of(rows))
+                with lock:
+                    changes = RowChanges(copied.number, copied.version, ids, rows)
+                    tables.hot[copied.table].install(owner, changes)
+                    lock.notify_all()
         except (Closed, ShoalError, OSError):
             pass  # the owner is asked for its rows
         finally:
-            with self._model.lock:
+            with lock:
                 self._reading.pop(owner, None)
-                for hot in self._model.tables.hot.values():
+                for hot in tables.hot.values():
                     hot.lose(owner)
-                self._model.lock.notify_all()
+                lock.notify_all()
             connection.close()
-
-    def _install(self, owner: int, connection: Connection) -> None:
-        header, meta = connection.receive(_MAX_META_BYTES)
-        if header.kind is not FrameKind.COPIED_ROWS:
-            raise Refused(f"expected COPIED_ROWS, got {header.kind.name}")
-        copied = decode(meta, CopiedRows)
-        spec = self._model.tables.table(copied.table).spec
-        if header.payload_bytes != copied.count * (8 + 4 * spec.dim):
-            raise Refused(f"{header.payload_bytes} bytes for {copied.count} rows")
-        ids = torch.empty(copied.count, dtype=torch.int64)
-        rows = torch.empty(copied.count, spec.dim)
-        connection.read_into(bytes_of(ids))
-        connection.read_into(bytes_of(rows))
-        with self._model.lock:
-            hot = self._model.tables.hot[copied.table]
-            hot.install(owner, RowChanges(copied.number, copied.version, ids, rows))
-            self._model.lock.notify_all()
 
     def serve(self, index: int, connection: Connection) -> None:
         """Send the hot rows of this server until the model is released."""
         spec = self._model.spec
         if index >= spec.servers or index == spec.index:
             raise Refused(f"server {index} is not expected here")
-        sent: Sent = {}
+        sent: dict[str, tuple[int, int]] = {}  # by table: the set, and the version
+        tables = self._model.tables
+
+        def news() -> list[str]:
+            now = {name: (hot.number, self._model.version) for name, hot in tables.hot.items()}
+            return [n for n in now if tables.hot[n].is_published and sent.get(n) != now[n]]
+
         while True:
             with self._model.lock:
-                self._model.lock.wait_for(lambda: self._closed or bool(self._news(sent)))
+                self._model.lock.wait_for(lambda: self._closed or bool(news()))
                 if self._closed:
                     return
-                changes = self._take(sent)
+                changes: dict[str, RowChanges] = {}
+                for name in news():
+                    before = sent.get(name, (0, NO_VERSION))
+                    each = tables.hot[name].changes(before, self._model.version)
+                    changes[name] = each
+                    sent[name] = (each.number, each.version)
             for name, each in changes.items():
                 meta = encode(CopiedRows(name, each.number, each.version, len(each.ids)))
                 rows = bytes_of(each.ids), bytes_of(each.rows)
                 connection.send(Header(FrameKind.COPIED_ROWS), meta, *rows)
-
-    def _news(self, sent: Sent) -> list[str]:
-        version = self._model.version
-        return [
-            name
-            for name, hot in self._model.tables.hot.items()
-            if hot.is_published and sent.get(name) != (hot.number, version)
-        ]
-
-    def _take(self, sent: Sent) -> dict[str, RowChanges]:
-        taken = {}
-        for name in self._news(sent):
-            before = sent.get(name, (0, NO_VERSION))
-            taken[name] = self._model.tables.hot[name].changes(before, self._model.version)
-            sent[name] = (taken[name].number, taken[name].version)
-        return taken
 
     def close(self) -> None:
         with self._model.lock:

@@ -25,6 +25,7 @@ from shoal.embedding.hashing import Ids
 from shoal.embedding.row_copy import Rows
 from shoal.protocol import Refused
 from shoal.server.messages import MAX_ROW_MEMORIES
+from shoal.server.shared_memory import map_sealed
 from shoal.transport.shm import memfd
 
 MAX_MEMORY_BYTES = 1 << 28
@@ -49,12 +50,9 @@ def attach(descriptor: int) -> Rows:
     """The memory of a worker, as float32; Refused if it is not sealed or too large."""
     num_bytes = os.fstat(descriptor).st_size
     is_allowed = 0 < num_bytes <= MAX_MEMORY_BYTES and num_bytes % mmap.PAGESIZE == 0
-    if not is_allowed or not memfd.is_sealed(descriptor, num_bytes):
+    if not is_allowed:
         raise Refused(f"expected sealed memory for rows, of at most {MAX_MEMORY_BYTES} bytes")
-    try:
-        return np.frombuffer(memfd.map_all(descriptor, num_bytes), np.float32)
-    except OSError as error:
-        raise Refused(f"memory for rows cannot be mapped: {error}") from error
+    return np.frombuffer(map_sealed(descriptor, num_bytes), np.float32)
 
 
 class RowBuffer:

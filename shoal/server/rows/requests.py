@@ -45,18 +45,16 @@ def route(
     spec: TableSpec, ids: Ids, places: Ids | None, servers: int, hot: IdMap, turn: int
 ) -> Routed:
     """The requests of a pull. `places=None`: 0, 1, 2, …; BadInput for ids out of range."""
-    if _native is None or servers > MAX_NATIVE_SERVERS:
+    is_native = _native is not None and servers <= MAX_NATIVE_SERVERS
+    is_hashed = spec.placement == "hash" and servers > 1
+    has_list = len(hot.ids) > 0 and hot.direct is None
+    if not is_native or is_hashed or has_list:
         spec.check(torch.from_numpy(ids))
+    if not is_native:
         return _routed(spec, ids, places, servers, hot, turn)
-    owners = None
     width = -(-spec.num_rows // servers)
-    if spec.placement == "hash" and servers > 1:
-        spec.check(torch.from_numpy(ids))
-        owners = spec.locate(torch.from_numpy(ids), servers)[0]
-    is_hot = None
-    if len(hot.ids) and hot.direct is None:
-        spec.check(torch.from_numpy(ids))
-        is_hot = hot.find(ids) >= 0
+    owners = spec.locate(torch.from_numpy(ids), servers)[0] if is_hashed else None
+    is_hot = hot.find(ids) >= 0 if has_list else None
     ordered, ordered_places = np.empty_like(ids), np.empty_like(ids)
     counts = np.empty(2 * servers, np.int64)
     rows = (ids, places, spec.num_rows, width, owners, hot.direct, is_hot, turn)
