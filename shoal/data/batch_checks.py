@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from shoal.comm.group import Group, Op
 from shoal.data.sampling import BatchOptions
@@ -18,8 +18,6 @@ from shoal.pytree import tensors_of
 
 def is_stream(data: Any) -> bool:
     """Whether samples come one after the other: an IterableDataset of torch or Hugging Face."""
-    if isinstance(data, IterableDataset):
-        return True
     return any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
 
 

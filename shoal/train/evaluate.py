@@ -146,17 +146,15 @@ class Evaluation:
         with self.tracer.span("forward", "evaluate"):
             outputs = engine.stage.predict(inputs)
             values = metric(outputs, targets) if engine.stage.is_last else {}
-        by_name = values if isinstance(values, dict) else {"": values}
-        return {name: self._number(value) for name, value in by_name.items()}
-
-    def _number(self, value: Any) -> Tensor:
-        number = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        if number.dim():
-            raise BadInput(
-                "the metric of job.evaluate has to be one number, the mean over the samples it is "
-                f"given, and it is {tuple(number.shape)}"
-            )
-        return number
+        numbers = {}
+        for name, value in (values if isinstance(values, dict) else {"": values}).items():
+            numbers[name] = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+            if numbers[name].dim():
+                raise BadInput(
+                    "the metric of job.evaluate has to be one number, the mean over the samples it "
+                    f"is given, and it is {tuple(numbers[name].shape)}"
+                )
+        return numbers
 
     @property
     def _device(self) -> torch.device:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.comm.group import Group, Op
 from shoal.comm.mesh import Mesh
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from shoal.train.checkpoints.averages import Ema
     from shoal.train.own_loop.optimizer import LoopOptimizer
     from shoal.train.own_loop.part import LoopPart
-    from shoal.train.own_loop.setup import Taken
 
 
 def reached_parts(loss: Tensor, parts: Sequence[LoopPart], group: Group) -> Sequence[LoopPart]:
@@ -88,7 +88,7 @@ class OwnLoop:
         self.rows = LoopRows(mesh, seed, self._device, self.parts)
         self._forwards = LoopForwards(mesh, seed, self._device, self.parts)
         self._prepared: list[PreparedModel] = []
-        self._taken: Taken | None = None  # parameters that job.setup has had
+        self._taken = WeakIdKeyDictionary()  # parameters that job.setup has had, and their names
         self._context = context
         self._on_step = on_step
         self.reduces = True  # but for job.no_sync
@@ -108,12 +108,11 @@ class OwnLoop:
     def setup(self, objects: Sequence[Any]) -> tuple[list[Step], Any]:
         """The steps that were made, and what `job.setup` returns."""
         from shoal.train.own_loop.optimizer import LoopOptimizer
-        from shoal.train.own_loop.setup import Taken, set_up
+        from shoal.train.own_loop.setup import set_up
 
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if not isinstance(o, nn.Module)]
         first = len(self.parts)
-        self._taken = self._taken or Taken()
         made, updates = set_up(models, optimizers, self._context, self._taken, self.parts)
         self._prepared += made
         for prepared in made:
@@ -125,8 +124,8 @@ class OwnLoop:
         self._leader = None
         if self.mesh.world.size > 1:
             clip_for(self)
-        replaced = {id(o): m for o, (m, _) in zip(optimizers, updates, strict=True)}
-        returned = [replaced.get(id(o), o) for o in objects]
+        replaced = iter([optimizer for optimizer, _ in updates])
+        returned = [o if isinstance(o, nn.Module) else next(replaced) for o in objects]
         steps = [part.step for part in self.parts[first:]]
         return steps, returned[0] if len(returned) == 1 else tuple(returned)
 

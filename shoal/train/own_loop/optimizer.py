@@ -81,7 +81,13 @@ class LoopOptimizer:
         self._zero_grad = optimizer.zero_grad
         self._seen = settings_of(optimizer)
         self._is_stepping = False
-        self._check_lbfgs()
+        is_whole = self.is_alone and all(part.whole_gradients for part in parts)
+        agrees = all(part.sync.collects or part.step.mesh.dp.size == 1 for part in parts)
+        if isinstance(optimizer, torch.optim.LBFGS) and not (is_whole and agrees):
+            raise BadInput(
+                f"LBFGS needs the whole gradient on every worker, which {parts[0].step.term} does "
+                "not give it: take ddp, or another optimizer"
+            )
         if parts[0].step.mesh.world.size > 1:
             agree_on_overflow(optimizer, parts[0].flat.device, self._agree_on_overflow)
         self._replace_methods()
@@ -261,17 +267,6 @@ class LoopOptimizer:
                 return original(*args, **kwargs)
 
         return step
-
-    def _check_lbfgs(self) -> None:
-        if not isinstance(self.optimizer, torch.optim.LBFGS):
-            return
-        is_whole = self.is_alone and all(part.whole_gradients for part in self.parts)
-        agrees = all(p.sync.collects or p.step.mesh.dp.size == 1 for p in self.parts)
-        if not is_whole or not agrees:
-            raise BadInput(
-                f"LBFGS needs the whole gradient on every worker, which {self.parts[0].step.term} "
-                "does not give it: take ddp, or another optimizer"
-            )
 
 
 def _follow_rate(update: OptimizerStep) -> None:

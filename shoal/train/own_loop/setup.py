@@ -10,13 +10,12 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal.embedding.module import Embedding
 from shoal.errors import BadInput, NotBuilt
@@ -28,6 +27,8 @@ from shoal.train.step.build import assemble_step, broadcast_start
 from shoal.train.step.options import StepFunctions, StepOptions
 from shoal.train.step.prepare_model import PreparedModel, prepare_model
 from shoal.train.step.run_services import StepContext
+
+Taken = MutableMapping[Any, str]
 
 
 def tensor_plans(models: Sequence[nn.Module], tp: Tp | None) -> list[Tp | None]:
@@ -76,7 +77,8 @@ def set_up(
 ) -> tuple[list[PreparedModel], list[tuple[torch.optim.Optimizer, list[LoopPart]]]]:
     """What was made of models, and of optimizers. All ranks call it together.
 
-    `taken` and `parts` are those of earlier calls; they grow.
+    `taken` and `parts` are those of earlier calls; they grow. `taken` are parameters that
+    `job.setup` has had, and what splitting has put in their place, by name.
     """
     term = loop_term(context())
     for name, module in ((n, m) for model in models for n, m in model.named_modules()):
@@ -91,15 +93,15 @@ def set_up(
         for name, p in model.named_parameters()
     )
     made = [o if isinstance(o, torch.optim.Optimizer) else o(pairs) for o in optimizers]
-    taken.check(models, made)
+    _refuse_taken(models, made, taken)
     known = {id(p) for model in models for p in model.parameters()}
     if loose := [p for o in made for p in params_of(o) if id(p) not in known]:
         models = [*models, LooseParameters(loose)]
     places = {id(p): (i, n) for i, model in enumerate(models) for n, p in model.named_parameters()}
     names = [[places[id(p)] for p in params_of(optimizer)] for optimizer in made]
-    taken.add(models)
+    taken.update(_named(models))
     prepared = _prepare(models, term, context)
-    taken.add(models)
+    taken.update(_named(models))
     for optimizer, of_optimizer in zip(made, names, strict=True):
         _take_params(optimizer, of_optimizer, models)
     updates = [
@@ -112,37 +114,29 @@ def set_up(
     return prepared, updates
 
 
-class Taken:
-    """Parameters that `job.setup` has had, and what splitting has put in their place.
+def _refuse_taken(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], taken: Taken
+) -> None:
+    """Refuse a model that `job.setup` has had, and a second optimizer of a parameter.
 
-    Each has one optimizer: a second one would find gradients and weights that belong to the first,
-    and a checkpoint has one state.
+    It would find gradients and weights that belong to the first, and a checkpoint has one state.
     """
+    params = [p for o in optimizers for p in params_of(o)]
+    counts = Counter(map(id, params))
+    names = {id(p): name for m in models for name, p in m.named_parameters()}
+    twice = [names.get(i, "a parameter") for i, count in counts.items() if count > 1]
+    given = [*params, *(p for model in models for p in model.parameters())]
+    again = [*twice, *(taken[p] for p in given if p in taken)]
+    if again:
+        raise BadInput(
+            f"job.setup was given {again[0]} twice: a model is set up once, and each parameter has "
+            "one optimizer. Give it all parameters before job.setup, also those that are frozen at "
+            "first (requires_grad=False), and change param_groups for another phase"
+        )
 
-    def __init__(self) -> None:
-        self._params = WeakIdKeyDictionary()
 
-    def add(self, models: Sequence[nn.Module]) -> None:
-        for model in models:
-            for name, p in model.named_parameters():
-                self._params[p] = f"{name} of {type(model).__name__}"
-
-    def check(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Refuse a model that `job.setup` has had, and a second optimizer of a parameter."""
-        params = [p for o in optimizers for p in params_of(o)]
-        counts = Counter(map(id, params))
-        names = {id(p): name for m in models for name, p in m.named_parameters()}
-        twice = [names.get(i, "a parameter") for i, count in counts.items() if count > 1]
-        given = [*params, *(p for model in models for p in model.parameters())]
-        again = [*twice, *(self._params[p] for p in given if p in self._params)]
-        if again:
-            raise BadInput(
-                f"job.setup was given {again[0]} twice: a model is set up once, and each parameter "
-                "has one optimizer. Give it all parameters before job.setup, also those that are "
-                "frozen at first (requires_grad=False), and change param_groups for another phase"
-            )
+def _named(models: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    return {p: f"{n} of {type(m).__name__}" for m in models for n, p in m.named_parameters()}
 
 
 def _prepare(

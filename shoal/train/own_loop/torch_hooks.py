@@ -52,20 +52,18 @@ def _clip(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kw
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with _lock:
         loops = [loop for loop in _loops if loop.clips(params)]
-    if not loops:
-        _clip_by(params, max_norm, total_norm, *args, **kwargs)
+    if loops and not loops[0].reduce_gradients(params):
+        if _here.norm_type != 2.0:
+            raise BadInput(
+                f"torch's clip_grad_norm_ with norm_type={_here.norm_type:g} sees the part of the "
+                "gradients that a worker has: clip by the 2-norm, which is taken over all workers"
+            )
+        total_norm.copy_(loops[0].clip_grad_norm_(params, max_norm))  # torch's function returns it
         return
-    if loops[0].reduce_gradients(params):
+    if loops:
         grads = [p.grad for p in params if p.grad is not None]
         total_norm.copy_(_norm_of(grads, _here.norm_type))
-        _clip_by(params, max_norm, total_norm, *args, **kwargs)
-        return
-    if _here.norm_type != 2.0:
-        raise BadInput(
-            f"torch's clip_grad_norm_ with norm_type={_here.norm_type:g} sees the part of the "
-            "gradients that a worker has: clip by the 2-norm, which is taken over all workers"
-        )
-    total_norm.copy_(loops[0].clip_grad_norm_(params, max_norm))  # torch's function returns it
+    _clip_by(params, max_norm, total_norm, *args, **kwargs)
 
 
 def agree_on_overflow(optimizer: torch.optim.Optimizer, device: torch.device, agree: Agree) -> None:

@@ -95,8 +95,7 @@ class KnownParameters:
     def remember(self) -> None:
         """What each module holds now; the objects are kept, so that no other gets their id."""
         self._known = {id(p): p for p in self._model.parameters()}
-        modules = list(self._model.modules())
-        holders = [held for m in modules for held in (m._parameters, m._modules)]
+        holders = [held for m in self._model.modules() for held in (m._parameters, m._modules)]
         self._held = [(held, [id(value) for value in held.values()]) for held in holders]
         self._objects = [list(held.values()) for held in holders]
 
