@@ -97,14 +97,6 @@ class LaunchSpec:
             raise BadInput(f"there is no program {program!r} that can be run")
         check_script(self.command)
 
-    def with_threads(self) -> LaunchSpec:
-        """The same with OMP_NUM_THREADS in the configuration; forks compute on one thread."""
-        if self.body is not None:
-            return self
-        inherited = self.config.environ.get("OMP_NUM_THREADS")
-        threads = self.threads or inherited or max(1, cores() // self.workers)
-        return replace(self, config=self.config.with_environ(OMP_NUM_THREADS=str(threads)))
-
 
 def launch(
     spec: LaunchSpec, write: Write = print_lines, on_progress: OnProgress | None = None
@@ -120,7 +112,10 @@ def launch(
     one that raises another error ends the run.
     """
     spec.check()
-    spec = spec.with_threads()
+    if spec.body is None:  # forks compute on one thread
+        inherited = spec.config.environ.get("OMP_NUM_THREADS")
+        threads = spec.threads or inherited or max(1, cores() // spec.workers)
+        spec = replace(spec, config=spec.config.with_environ(OMP_NUM_THREADS=str(threads)))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with ExitStack() as stack:
         logs = stack.enter_context(LogFiles(spec.logs, spec.appends_logs))

@@ -237,8 +237,7 @@ class Supervisor:
             self.signals += 1
             self.first_signal = self.first_signal or event
         elif isinstance(event, str):
-            rank = None if self._is_ending() else self.policy.join(event)
-            if rank is not None:
+            if not self._is_ending() and (rank := self.policy.join(event)) is not None:
                 self._start_again(rank)
         else:
             self.output_error = event

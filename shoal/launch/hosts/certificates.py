@@ -57,10 +57,6 @@ class HostNames:
             raise BadInput("'ca' names the files of the authority: give the host another name")
         return cls(names)
 
-    @property
-    def alternative_names(self) -> str:
-        return ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in self.names)
-
     def certificate(self, folder: Path) -> Path:
         return folder / f"{self.names[0].replace(':', '_')}.pem"
 
@@ -112,7 +108,8 @@ def _check_free(folder: Path, hosts: list[HostNames]) -> None:
 
 def _make_host(authority: tuple[Path, Path], work: Path, host: HostNames, folder: Path) -> None:
     certificate, key, request = work / "host.pem", work / "host.key", work / "request"
-    config = _config(work, f"{_HOST_EXTENSIONS}subjectAltName = {host.alternative_names}\n")
+    names = ",".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in host.names)
+    config = _config(work, f"{_HOST_EXTENSIONS}subjectAltName = {names}\n")
     subject = ("-subj", f"/CN={host.names[0][:64]}", "-config", config)
     _openssl("req", "-new", *_CURVE, *subject, "-keyout", key, "-out", request)
     serial = f"0x{secrets.token_hex(16)}"

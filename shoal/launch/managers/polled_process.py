@@ -49,7 +49,9 @@ class PolledProcess:
         Waits for something to tell, at most for so long.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_news(name), wait_s)
+            self._changed.wait_for(
+                lambda: name != self._name or self._lines or self._returncode is not None, wait_s
+            )
             if name != self._name:
                 return [], -signal.SIGKILL
             lines = list(self._lines)
@@ -57,9 +59,6 @@ class PolledProcess:
             self._chars = 0
             self._changed.notify_all()
             return lines, self._returncode
-
-    def _has_news(self, name: str) -> bool:
-        return bool(name != self._name or self._lines or self._returncode is not None)
 
     def send_signal(self, name: str, number: signal.Signals) -> None:
         if self._process is not None and name == self._name:
