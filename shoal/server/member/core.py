@@ -139,12 +139,6 @@ class Waiter:
     def __post_init__(self) -> None:
         self.woken.acquire()
 
-    def wake(self) -> None:
-        outcome = self.outcome
-        if self.on_committed is not None and outcome is not None and outcome.error is None:
-            self.on_committed(outcome.answer)
-        self.woken.release()
-
 
 class Waiters(dict[int, Waiter]):
     """By the position of the operation; guarded by the copy's lock."""
@@ -157,8 +151,13 @@ class Waiters(dict[int, Waiter]):
                 self.wake(position)
 
     def wake(self, position: int) -> None:
-        if position in self:
-            self.pop(position).wake()
+        waiter = self.pop(position, None)
+        if waiter is None:
+            return
+        outcome = waiter.outcome
+        if waiter.on_committed is not None and outcome is not None and outcome.error is None:
+            waiter.on_committed(outcome.answer)
+        waiter.woken.release()
 
     def end_all(self) -> None:
         """This copy was removed: what it has applied and not committed counts for nothing."""
@@ -267,7 +266,11 @@ class ChainCore:
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):
-            self._send_snapshot(effect)
+            assert self.applied == effect.position, f"{self.applied}, not {effect.position}"
+            self.host.keeps_payloads = True  # of what follows, for the learner
+            if effect.to in self.links:
+                send = snapshot_sender(self.host, effect.incarnation, effect.position)
+                self.links[effect.to].post(send)
         elif isinstance(effect, Disconnect):
             if effect.to in self.links:
                 self.links[effect.to].reconnect()
@@ -330,14 +333,6 @@ class ChainCore:
         self.manager.look()
         self.poke()
 
-    def _send_snapshot(self, effect: SendSnapshot) -> None:
-        """The state as it is now; payloads of what follows are kept for the learner."""
-        assert self.applied == effect.position, f"{self.applied} is applied, not {effect.position}"
-        self.host.keeps_payloads = True
-        link = self.links.get(effect.to)
-        if link is not None:
-            link.post(snapshot_sender(self.host, effect.incarnation, effect.position))
-
     # ------------------------------------------------------------------ the other members
 
     def receive(self, sender: int, header: Header, meta: bytes, connection: Connection) -> None:
@@ -373,18 +368,22 @@ class ChainCore:
             with self.settled():
                 self.run(self.node.receive(sender, message))
             return
+        operation = None
         with self.changed:
             node = self.node
-            if _is_missed(message, node):
-                self.run(node.link_up(sender))  # let it be sent again
-                return
+            if isinstance(message, Append | Teach):
+                operation = message.op and message.op.operation
+                is_new = message.epoch == node.epoch and message.position > node.position
+                if operation is None and is_new:  # its payload was skipped: let it be sent again
+                    self.run(node.link_up(sender))
+                    return
             effects = node.receive(sender, message)
-            _pass_message("push.logged", message)
+            pass_push("push.logged", operation)
             self.run(effects)
             logged = node.position
         if not isinstance(message, Acked):
             self.apply_upto(logged)
-            _pass_message("push.acknowledged", message)
+            pass_push("push.acknowledged", operation)
 
     # ------------------------------------------------------------------ a learner
 
@@ -406,19 +405,7 @@ class ChainCore:
             failpoint("snapshot.rename")
 
 
-def pass_push(name: str, operation: Operation) -> None:
+def pass_push(name: str, operation: Operation | None) -> None:
     """A failpoint of pushes."""
     if isinstance(operation, Pushed):
         failpoint(name)
-
-
-def _pass_message(name: str, message: ChainMessage) -> None:
-    if isinstance(message, Append | Teach) and message.op is not None:
-        pass_push(name, message.op.operation)
-
-
-def _is_missed(message: ChainMessage, node: ChainNode) -> bool:
-    """Whether its payload was skipped though its entry is not in the log."""
-    if not isinstance(message, Append | Teach) or message.op is not None:
-        return False
-    return message.epoch == node.epoch and message.position > node.position

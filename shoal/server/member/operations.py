@@ -38,7 +38,7 @@ from shoal.server.messages import (
 )
 from shoal.server.model.push_buffer import PushTensors, RowPush
 from shoal.server.model.served_model import ServedModel
-from shoal.server.model.shard_state import check_state
+from shoal.server.model.shard_state import check_state, restore
 from shoal.server.shared_memory import bytes_of
 
 if TYPE_CHECKING:
@@ -165,7 +165,24 @@ class Returned(Operation, frozen=True, tag="returned"):
     worker: Count
 
     def apply_to(self, model: ServedModel, payload: Payload) -> Entered:
-        return model.enter(self.worker)
+        membership, state = model.membership, model.state
+        with model.lock:
+            membership.check()
+            member = membership.members[self.worker]
+            if model.is_leader and not member.comes_back and member.entered is not None:
+                return member.entered  # the answer was lost
+            if not model.is_leader or not member.comes_back:
+                raise Refused(f"worker {self.worker} takes no place here: it was never away")
+            if membership.is_finished:
+                return Entered(model.version, 0, is_over=True)
+            if not model.in_chain:
+                model.log.followers.wait_connected()
+            clock = state.ledger.clocks[self.worker]
+            step = model.log.rejoin(self.worker, member.incarnation)
+            state.returns[self.worker] += step - clock
+            membership.enter(self.worker)
+            member.entered = Entered(step, clock)
+            return member.entered
 
 
 class Left(Operation, frozen=True, tag="left"):
@@ -190,13 +207,17 @@ class Lost(Operation, frozen=True, tag="lost"):
 
 
 class StateSet(Operation, frozen=True, tag="state"):
-    """Weights and optimizer state of a checkpoint are the payload."""
+    """Weights and optimizer state of a checkpoint are the payload; all go on from its step."""
 
     state: ShardState
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
         try:
-            model.restore(self.state, payload.data)
+            with model.lock:
+                restore(model.state.shard, self.state, payload.data)
+                model.state.ledger.restart(self.state.steps)
+                model.log.restart(model.log.position)
+                model.lock.notify_all()
         except (ValueError, TypeError, RuntimeError, KeyError) as error:
             raise Refused(f"the optimizer refuses this state: {error}") from error
 
@@ -248,14 +269,27 @@ class ResidualSaved(Operation, frozen=True, tag="residual"):
 
 
 class Resumed(Operation, frozen=True, tag="resumed"):
-    """Eventual consistency: where a worker is; pushes before it may have been lost."""
+    """Pushes that a server which is gone had acknowledged (eventual consistency) may not be here.
+
+    The leader leaves them out in all shards. Another server goes on without what it lacks: it
+    adds nothing where the leader counts such a push.
+    """
 
     worker: Count
     sequence: Count
     step: Count
 
     def apply_to(self, model: ServedModel, payload: Payload) -> None:
-        model.resume(self.worker, self.sequence, self.step)
+        with model.lock:
+            pushes = model.membership.members[self.worker].pushes
+            if self.sequence <= pushes.committed:
+                return
+            model.state.lost_pushes += self.sequence - pushes.committed
+            if model.is_leader:
+                model.log.lose_pushes(self.worker, self.sequence, self.step)
+            else:
+                pushes.skip_to(self.sequence)
+            model.lock.notify_all()
 
 
 # an eventual head answers them before others have them; all else it answers when all have it

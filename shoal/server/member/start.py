@@ -120,15 +120,12 @@ class Keeper:
                 except LeaseLost:
                     self._lease = None
                     lease.lost()
-            self._grant()
-
-    def _grant(self) -> None:
-        asked_s = time.monotonic()
-        lease = self._leases.grant(self._ttl_s, self._runtime.place.in_words())
-        self._register(lease, self._leases)
-        self._runtime.lease.granted(asked_s, lease.ttl_s)
-        self._lease = lease
-        self._looks.poke()
+            asked_s = time.monotonic()
+            granted = self._leases.grant(self._ttl_s, self._runtime.place.in_words())
+            self._register(granted, self._leases)
+            lease.granted(asked_s, granted.ttl_s)
+            self._lease = granted
+            self._looks.poke()
 
     def _register(self, lease: Lease, coordinator: Coordinator) -> None:
         """Say that this life of the replica is there, in the place of an earlier one."""
@@ -140,13 +137,11 @@ class Keeper:
             self._registered = alive
 
     def _alive_now(self) -> Alive:
-        runtime = self._runtime
+        links, node = self._runtime.links, self._runtime.node
         apart_s = _APART_OF_TTL * self._ttl_s
-        unreachable = tuple(peer for peer, link in runtime.links.items() if link.down_s > apart_s)
-        incarnation = runtime.node.incarnation
-        return msgspec.structs.replace(
-            self._own, incarnation=incarnation, pid=os.getpid(), unreachable=unreachable
-        )
+        apart = tuple(peer for peer, link in links.items() if link.down_s > apart_s)
+        life = {"incarnation": node.incarnation, "pid": os.getpid()}
+        return msgspec.structs.replace(self._own, **life, unreachable=apart)
 
     def _look(self) -> None:
         runtime = self._runtime
@@ -172,27 +167,21 @@ class Keeper:
         stored = self._coordinator.get(self._chain_key)
         config = None if stored is None else msgpack_decoder(ChainConfig).decode(stored.value)
         version = 0 if stored is None else stored.version
-        found = self._alive()
-        alive = {replica: each.incarnation for replica, each in found.items()}
-        unreachable = {replica: each.unreachable for replica, each in found.items()}
+        place = self._runtime.place
+        # what each copy of this shard that has a lease says of itself
+        alive: dict[int, int] = {}
+        unreachable: dict[int, tuple[int, ...]] = {}
+        for key, leased in self._coordinator.live("alive/").items():
+            with suppress(ValueError, msgspec.MsgspecError):
+                process = int(key.removeprefix("alive/"))
+                said = msgpack_decoder(Alive).decode(leased.value)
+                self._book.saw(process, said)
+                if process // place.copies == place.shard:
+                    copy = process % place.copies
+                    alive[copy], unreachable[copy] = said.incarnation, said.unreachable
         self._runtime.reconfigure(
             lambda manager: manager.fetched(request, config, version, alive, unreachable)
         )
-
-    def _alive(self) -> dict[int, Alive]:
-        """What each copy of this shard that has a lease says of itself."""
-        place = self._runtime.place
-        found = {}
-        for key, stored in self._coordinator.live("alive/").items():
-            number = key.removeprefix("alive/")
-            if not number.isdigit():
-                continue
-            with suppress(msgspec.MsgspecError):
-                alive = msgpack_decoder(Alive).decode(stored.value)
-                self._book.saw(int(number), alive)
-                if int(number) // place.copies == place.shard:
-                    found[int(number) % place.copies] = alive
-        return found
 
     def _swap(self, request: Swap) -> None:
         failpoint("election.before")

@@ -214,17 +214,15 @@ class Membership:
         self, worker: int, number: int, generations: Sequence[int] | None = None
     ) -> int:
         """Wait until every live worker that takes part has reached it; the lowest of them."""
+
+        def missing() -> list[int]:
+            return self._missing(number, generations)
+
         with self.lock:
-
-            def present() -> set[int]:
-                return self._present(number, generations)
-
-            def missing() -> list[int]:
-                return sorted(w for w in present() if not self._is_at(w, number))
-
             self.wait(worker, lambda: not missing(), missing, "a barrier")
             self.check()
-            return self.lowest_at.get(number, min(present(), default=worker))
+            present = self._present(number, generations)
+            return self.lowest_at.get(number, min(present, default=worker))
 
     def wait(
         self,
@@ -298,25 +296,28 @@ class Membership:
     def _absent(self) -> set[int]:
         return self._live() - self.members.keys()
 
-    def _takes_part(self, worker: int, number: int, generations: Sequence[int] | None) -> bool:
-        member = self.members.get(worker)
-        if generations is None:
-            return member is None or not member.is_late or number > _START_BARRIERS
-        generation = generations[worker] if worker < len(generations) else -1
-        return member is not None and generation_of(member.incarnation) == generation
-
-    def _is_at(self, worker: int, number: int) -> bool:
-        return worker in self.members and self.members[worker].barriers >= number
-
     def _present(self, number: int, generations: Sequence[int] | None) -> set[int]:
-        return {w for w in self._live() if self._takes_part(w, number, generations)}
+        """Live workers that take part: the processes of these generations, or all but late ones."""
+        members = self.members
+        if generations is None:
+            is_start = number <= _START_BARRIERS
+            late = {w for w, member in members.items() if member.is_late and is_start}
+            return self._live() - late
+        named = dict(enumerate(generations))
+        known = {w: generation_of(members[w].incarnation) for w in self._live() if w in members}
+        return {w for w, generation in known.items() if generation == named.get(w)}
+
+    def _missing(self, number: int, generations: Sequence[int] | None) -> list[int]:
+        """Those of them that have not reached it."""
+        members = self.members
+        present = self._present(number, generations)
+        return sorted(w for w in present if w not in members or members[w].barriers < number)
 
     def _complete_barriers(self) -> None:
         """Fix the lowest survivor of each barrier that all live workers have reached."""
         for number, generations in sorted(self.open_barriers.items()):
-            present = self._present(number, generations)
-            if all(self._is_at(worker, number) for worker in present):
-                self.lowest_at[number] = min(present, default=0)
+            if not self._missing(number, generations):
+                self.lowest_at[number] = min(self._present(number, generations), default=0)
                 self.lowest_at.pop(number - 2, None)
                 del self.open_barriers[number]
 

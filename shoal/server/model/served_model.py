@@ -29,7 +29,6 @@ from shoal.runtime.wording import counted
 from shoal.server.messages import (
     Ack,
     Commit,
-    Entered,
     LogEntry,
     ModelSpec,
     Pull,
@@ -43,7 +42,7 @@ from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
 from shoal.server.model.push_buffer import RowPush
-from shoal.server.model.shard_state import get_state, restore
+from shoal.server.model.shard_state import get_state
 from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables
 from shoal.server.rows.memory import RowTarget
@@ -107,26 +106,6 @@ class ServedModel:
             member.inbox = inbox
             if self.compression is None:
                 member.pushes.gradients = out
-
-    def enter(self, worker: int) -> Entered:
-        """A worker that came back takes its place at the present step."""
-        with self.lock:
-            self.membership.check()
-            member = self.membership.members[worker]
-            if self.is_leader and not member.comes_back and member.entered is not None:
-                return member.entered  # the answer was lost
-            if not self.is_leader or not member.comes_back:
-                raise Refused(f"worker {worker} takes no place here: it was never away")
-            if self.membership.is_finished:
-                return Entered(self.version, 0, is_over=True)
-            if not self.in_chain:
-                self.log.followers.wait_connected()
-            clock = self.state.ledger.clocks[worker]
-            step = self.log.rejoin(worker, member.incarnation)
-            self.state.returns[worker] += step - clock
-            self.membership.enter(worker)
-            member.entered = Entered(step, clock)
-            return member.entered
 
     def share_weights(self, worker: int, descriptor: int) -> None:
         """Keep the weights in memory that this worker maps: the same for all workers."""
@@ -205,23 +184,6 @@ class ServedModel:
                 self.membership.wait(worker, lambda: self.state.decided.get(worker, 0) >= sequence)
             known = self.state.acks.get(worker) if self.is_leader else None
             return known or Ack("again", self.log.position)
-
-    def resume(self, worker: int, sequence: int, step: int) -> None:
-        """Pushes of a worker that a server which is gone had acknowledged, and are not here.
-
-        The leader leaves them out in all shards. Another server goes on without what it lacks: it
-        adds nothing where the leader counts such a push.
-        """
-        with self.lock:
-            pushes = self.membership.members[worker].pushes
-            if sequence <= pushes.committed:
-                return
-            self.state.lost_pushes += sequence - pushes.committed
-            if self.is_leader:
-                self.log.lose_pushes(worker, sequence, step)
-            else:
-                pushes.skip_to(sequence)
-            self.lock.notify_all()
 
     def check_push(self, member: Member, sequence: int) -> None:
         """Refuse a push that skips one, or whose gradients have not come."""
@@ -330,14 +292,6 @@ class ServedModel:
             self.membership.check()
             state, tensors = get_state(self.state.shard, self.version)
             return state, [tensor.clone() for tensor in tensors]
-
-    def restore(self, state: ShardState, payload: bytearray) -> None:
-        """Weights and optimizer state of a checkpoint; all workers continue from its step."""
-        with self.lock:
-            restore(self.state.shard, state, payload)
-            self.state.ledger.restart(state.steps)
-            self.log.restart(self.log.position)
-            self.lock.notify_all()
 
     def report(self, with_tables: bool = True) -> dict[str, Any]:
         with self.lock:
