@@ -30,8 +30,8 @@ from shoal.server.messages import (
 from shoal.server.model import log as log_module
 from shoal.server.model.membership import ModelFailure
 from shoal.server.model.named_optimizer import NamedOptimizer
-from shoal.server.model.push_buffer import RowPush
 from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard import RowPush
 from shoal.server.model.snapshot import StateTensors, saved_state
 from shoal.server.process.log_stream import Followers
 from tests.server.test_consistency import rules

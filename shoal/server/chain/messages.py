@@ -102,12 +102,6 @@ class Send(msgspec.Struct, frozen=True):
     message: ChainMessage
 
 
-class Apply(msgspec.Struct, frozen=True):
-    """Apply this operation. Its client hears of it when it is committed (eventual: now)."""
-
-    entry: Entry
-
-
 class Refetch(msgspec.Struct, frozen=True):
     """Ask the coordinator for the configuration and give it to `reconfigure`."""
 
@@ -136,4 +130,5 @@ class Disconnect(msgspec.Struct, frozen=True):
     to: int
 
 
-Effect: TypeAlias = Send | Apply | Refetch | ChangeConfig | SendSnapshot | Reset | Disconnect
+# an entry is to be applied; its client hears of it when it is committed (eventual: now)
+Effect: TypeAlias = Send | Entry | Refetch | ChangeConfig | SendSnapshot | Reset | Disconnect

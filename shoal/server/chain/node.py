@@ -32,7 +32,6 @@ from shoal.server.chain import NO_CONFIG, ChainConfig, Entry, EntryLog
 from shoal.server.chain.messages import (
     Acked,
     Append,
-    Apply,
     Ask,
     At,
     ChainMessage,
@@ -117,11 +116,16 @@ class ChainNode:
         if isinstance(message, (Ask, Confirm)):
             return self._from_member(sender, message)
         if sender == self.predecessor:
-            return self._from_predecessor(sender, message)
+            if isinstance(message, Append):
+                return self._append_in_order(message) + self._commit(message.committed)
+            return self._at(sender) if isinstance(message, Greet) else []
         if sender == self.successor:
             return self._from_successor(message)
-        if self.is_tail:
-            return self._from_learner(sender, message)
+        if self.is_tail and isinstance(message, Learn):
+            return self._teach_after(sender, message)
+        if self.is_tail and isinstance(message, Taught):
+            self._teaching.taught(sender, message.incarnation, message.position)
+            return self._add_learner()
         if sender == self.config.tail and not self.is_member:
             return self._from_teacher(sender, message)
         return []
@@ -196,11 +200,6 @@ class ChainNode:
             return [Send(peer, Learn(self.epoch, self.incarnation, self.position))]
         return effects
 
-    def _from_predecessor(self, sender: int, message: ChainMessage) -> list[Effect]:
-        if isinstance(message, Append):
-            return self._append_in_order(message) + self._commit(message.committed)
-        return self._at(sender) if isinstance(message, Greet) else []
-
     def _append_in_order(self, message: Append | Teach) -> list[Effect]:
         """What comes too early waits; what is known is ignored. Over TCP nothing comes early."""
         if message.position > self._log.end:
@@ -232,14 +231,6 @@ class ChainNode:
         return []
 
     # ------------------------------------------------------------------ the tail and its learners
-
-    def _from_learner(self, learner: int, message: ChainMessage) -> list[Effect]:
-        if isinstance(message, Learn):
-            return self._teach_after(learner, message)
-        if isinstance(message, Taught):
-            self._teaching.taught(learner, message.incarnation, message.position)
-            return self._add_learner()
-        return []
 
     def _teach_after(self, learner: int, message: Learn) -> list[Effect]:
         incarnation = message.incarnation
@@ -332,7 +323,7 @@ class ChainNode:
         entry = Entry(self._log.end + 1, op)
         self._log.append(entry, self.weigh(op))
         effects = self._forward((entry,)) if self._successor_is_known else []
-        effects.append(Apply(entry))
+        effects.append(entry)
         return effects + self._commit_alone() if self.is_tail else effects
 
     def _commit_alone(self) -> list[Effect]:
@@ -382,10 +373,8 @@ class ChainNode:
 
     def _forward(self, entries: tuple[Entry, ...]) -> list[Effect]:
         assert self.successor is not None
-        return [
-            Send(self.successor, Append(self.epoch, entry.position, self.committed, entry.op))
-            for entry in entries
-        ]
+        to, epoch, committed = self.successor, self.epoch, self.committed
+        return [Send(to, Append(epoch, each.position, committed, each.op)) for each in entries]
 
     def _teach(self, learner: int, entries: tuple[Entry, ...]) -> list[Effect]:
         return [Send(learner, Teach(self.epoch, entry.position, entry.op)) for entry in entries]

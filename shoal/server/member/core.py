@@ -31,7 +31,6 @@ from shoal.server.chain.messages import (
     WHILE_APPLYING,
     Acked,
     Append,
-    Apply,
     ChainMessage,
     ChangeConfig,
     Disconnect,
@@ -261,8 +260,8 @@ class ChainCore:
         if isinstance(effect, Send):
             if effect.to in self.links:
                 self.links[effect.to].post(effect.message)
-        elif isinstance(effect, Apply):
-            self._unapplied.append(effect.entry)
+        elif isinstance(effect, Entry):
+            self._unapplied.append(effect)
         elif isinstance(effect, Reset):
             self._reset()
         elif isinstance(effect, SendSnapshot):

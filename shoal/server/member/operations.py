@@ -36,8 +36,8 @@ from shoal.server.messages import (
     StepApplied,
     WireMessage,
 )
-from shoal.server.model.push_buffer import PushTensors, RowPush
 from shoal.server.model.served_model import ServedModel
+from shoal.server.model.shard import PushTensors, RowPush
 from shoal.server.model.shard_state import check_state, restore
 from shoal.server.shared_memory import bytes_of
 

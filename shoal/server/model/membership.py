@@ -15,7 +15,7 @@ from shoal.protocol import Channel, Refused, generation_of
 from shoal.runtime.waits import waiting
 from shoal.server.consistency import Rule
 from shoal.server.messages import Entered
-from shoal.server.model.push_buffer import PushBuffer
+from shoal.server.model.shard import PushBuffer
 from shoal.server.shared_memory import WorkerSegment
 
 _START_BARRIERS = 1 << 20  # barriers up to this number belong to the start of a model

@@ -91,13 +91,18 @@ def name_of(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) ->
             'can run: use one of these, or ps(update="worker")'
         )
     number = {id(p): i for i, p in enumerate(params)}
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        for key, value in group.items():
+            if key in optimizer.defaults and not _is_plain(value):
+                raise BadInput(
+                    f"{name}({key}=…) is not a plain number, and the servers run the optimizer: "
+                    'give it as a number, or use ps(update="worker")'
+                )
     groups = tuple(
-        ParameterGroup(
-            tuple(number[id(p)] for p in group["params"]), _plain(name, optimizer, group)
-        )
+        ParameterGroup(tuple(number[id(p)] for p in group["params"]), options_of(optimizer, group))
         for group in optimizer.param_groups
     )
-    return NamedOptimizer(name, _plain(name, optimizer, optimizer.defaults), groups)
+    return NamedOptimizer(name, options_of(optimizer, optimizer.defaults), groups)
 
 
 def options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Option]:
@@ -108,18 +113,6 @@ def options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> di
         for key, value in group.items()
         if key in made_with and key != "params" and _is_plain(value)
     }
-
-
-def _plain(
-    name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
-) -> dict[str, Option]:
-    for key, value in group.items():
-        if key in optimizer.defaults and not _is_plain(value):
-            raise BadInput(
-                f"{name}({key}=…) is not a plain number, and the servers run the optimizer: "
-                'give it as a number, or use ps(update="worker")'
-            )
-    return options_of(optimizer, group)
 
 
 def _is_plain(value: Any) -> bool:

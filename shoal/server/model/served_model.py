@@ -41,7 +41,7 @@ from shoal.server.messages import (
 from shoal.server.model.compression import PushCompression
 from shoal.server.model.log import Log
 from shoal.server.model.membership import Member, Membership, ModelFailure
-from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.shard import RowPush
 from shoal.server.model.shard_state import get_state
 from shoal.server.model.state import ModelState
 from shoal.server.model.tables import Tables

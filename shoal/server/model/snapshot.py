@@ -35,9 +35,8 @@ from shoal.server.messages import (
 )
 from shoal.server.model.membership import Member, ModelFailure
 from shoal.server.model.named_optimizer import options_of
-from shoal.server.model.push_buffer import PendingPush, PushTensors, RowPush
 from shoal.server.model.served_model import ServedModel
-from shoal.server.model.shard import NAMES
+from shoal.server.model.shard import NAMES, PendingPush, PushTensors, RowPush
 from shoal.server.model.shard_state import get_state, load_optimizer
 from shoal.server.model.state import OpenStep, WaitingPush
 

@@ -31,8 +31,7 @@ from shoal.server.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from shoal.server.model.push_buffer import PendingPush, PushBuffer
-from shoal.server.model.shard import Shard
+from shoal.server.model.shard import PendingPush, PushBuffer, Shard
 from shoal.server.model.tables import Tables
 
 
@@ -110,7 +109,14 @@ class ModelState:
         return self.shard.norms()
 
     def _apply_push(self, push: PushDecided) -> None:
-        buffer = self._buffer_of(push)
+        expected = self.decided.get(push.worker, 0) + 1
+        if push.sequence != expected:
+            raise Refused(
+                f"push {push.sequence} of worker {push.worker} is out of order: expected {expected}"
+            )
+        buffer = self.pushes.get(push.worker)
+        if buffer is None or buffer.committed < push.sequence:
+            raise Refused(f"push {push.sequence} of worker {push.worker} is not staged here")
         self.ledger.record(push.worker, push.step, push.verdict)
         self.decided[push.worker] = push.sequence
         tensors, rows = buffer.staged.get(push.sequence, (None, ()))  # None: it is lost
@@ -173,14 +179,3 @@ class ModelState:
             for worker, sequence in counted:
                 self.pushes[worker].staged.pop(sequence, None)
         self.shard.divide(divisor)
-
-    def _buffer_of(self, push: PushDecided) -> PushBuffer:
-        expected = self.decided.get(push.worker, 0) + 1
-        if push.sequence != expected:
-            raise Refused(
-                f"push {push.sequence} of worker {push.worker} is out of order: expected {expected}"
-            )
-        buffer = self.pushes.get(push.worker)
-        if buffer is None or buffer.committed < push.sequence:
-            raise Refused(f"push {push.sequence} of worker {push.worker} is not staged here")
-        return buffer

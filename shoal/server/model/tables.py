@@ -18,7 +18,7 @@ from shoal.embedding.table import RowTable, sum_duplicates
 from shoal.protocol import Refused
 from shoal.server.messages import ModelSpec, RowsPulled
 from shoal.server.model.hot_table import NO_IDS, HotTable
-from shoal.server.model.push_buffer import PushBuffer, RowPush
+from shoal.server.model.shard import PushBuffer, RowPush
 from shoal.server.rows.memory import RowTarget
 
 MAX_TABLES = 256

@@ -13,7 +13,7 @@ from shoal.protocol import FrameKind, Header, Refused, encode
 from shoal.protocol.connection import Connection
 from shoal.server.member.operations import RowsSet, TableMade
 from shoal.server.messages import Heat, HotRows, RowBatch, RowChunk, ShareRows
-from shoal.server.model.push_buffer import RowPush
+from shoal.server.model.shard import RowPush
 from shoal.server.process.peer import Peer, handles
 from shoal.server.process.requests import catch_up
 from shoal.server.rows.memory import RowTarget, attach

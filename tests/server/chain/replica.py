@@ -11,7 +11,6 @@ from shoal.server.chain import Entry, take
 from shoal.server.chain.manager import ChainManager, Fetch
 from shoal.server.chain.messages import (
     WHILE_APPLYING,
-    Apply,
     ChainMessage,
     ChangeConfig,
     Disconnect,
@@ -194,10 +193,10 @@ class Replica:
         for effect in effects:
             if isinstance(effect, Send):
                 self.world.network.send(self.me, effect.to, effect.message)
-            elif isinstance(effect, Apply):
-                self.unapplied.append(effect.entry)
+            elif isinstance(effect, Entry):
+                self.unapplied.append(effect)
                 delay_s = self.world.loop.soon(APPLY_S)
-                self.process.after(delay_s, self.apply_upto, self.incarnation, effect.entry)
+                self.process.after(delay_s, self.apply_upto, self.incarnation, effect)
             elif isinstance(effect, Reset):
                 self.start_again()
                 return

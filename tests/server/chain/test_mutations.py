@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shoal.server.chain import ChainConfig
-from shoal.server.chain.messages import Append, Apply, ChangeConfig, Effect, Send, SendSnapshot
+from shoal.server.chain import ChainConfig, Entry
+from shoal.server.chain.messages import Append, ChangeConfig, Effect, Send, SendSnapshot
 from shoal.server.chain.node import ChainNode
 from tests.server.chain.mutations import MUTATIONS, AcceptsLowerEpochs, ConfirmsWhileAdding
 from tests.server.chain.world import first_broken
@@ -28,7 +28,7 @@ class Wire:
         for effect in effects:
             if isinstance(effect, Send):
                 self._queue.append((me, effect))
-            elif isinstance(effect, Apply):
+            elif isinstance(effect, Entry):
                 self.states[me].append(effect.entry.op)
             elif isinstance(effect, ChangeConfig):
                 self.asked.append(effect.config)
