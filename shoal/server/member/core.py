@@ -118,10 +118,7 @@ MAX_KEPT_BYTES = 1 << 30  # of pushes, for a copy that catches up; at least 4 of
 _OPERATION_BYTES = 512  # about, without a payload
 
 
-@dataclass
-class Outcome:
-    answer: Any = None
-    error: Exception | None = None
+Outcome = tuple[Any, Exception | None]  # the answer, or why there is none
 
 
 @dataclass
@@ -153,9 +150,9 @@ class Waiters(dict[int, Waiter]):
         waiter = self.pop(position, None)
         if waiter is None:
             return
-        outcome = waiter.outcome
-        if waiter.on_committed is not None and outcome is not None and outcome.error is None:
-            waiter.on_committed(outcome.answer)
+        answer, error = waiter.outcome or (None, None)
+        if waiter.on_committed is not None and waiter.outcome is not None and error is None:
+            waiter.on_committed(answer)
         waiter.woken.release()
 
     def end_all(self) -> None:
@@ -303,19 +300,17 @@ class ChainCore:
         self.on_applied()
 
     def _outcome_of(self, proposed: Proposed) -> Outcome:
-        outcome = Outcome()
         try:
-            outcome.answer = proposed.operation.apply(self.host, proposed.payload)
+            return proposed.operation.apply(self.host, proposed.payload), None
         except (Refused, ModelFailure) as error:
-            outcome.error = error
+            return None, error
         except ShoalError as error:
-            outcome.error = Refused(str(error))
+            return None, Refused(str(error))
         except Exception as error:  # of an optimizer: the same in all copies
             reason = f"{self.place.in_words()} failed: {error!r}"[:4000]
-            outcome.error = ModelFailure(reason)
             if (model := self.host.models.get(proposed.operation.model)) is not None:
                 model.fail(reason)
-        return outcome
+            return None, ModelFailure(reason)
 
     def _reset(self) -> None:
         """It has lost its place: begin again without state, as a learner."""

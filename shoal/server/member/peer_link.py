@@ -155,18 +155,20 @@ class PeerLink:
         while (item := self._messages.get()) is not None:
             connection, posted = item
             try:
-                if connection is not self._connection:
-                    pass  # it was replaced
-                elif isinstance(posted, memoryview):
-                    connection.send_rest(posted)
-                elif callable(posted):
-                    posted(connection, self._header)
-                else:
-                    meta, views = encode_message(posted)
-                    connection.send(self._plain, meta, *views)
+                if connection is self._connection:
+                    self._send_posted(connection, posted)
             except (Closed, OSError):
                 connection.abort()
             self._taken += 1
+
+    def _send_posted(self, connection: Connection, posted: Posted) -> None:
+        if isinstance(posted, memoryview):
+            connection.send_rest(posted)
+        elif callable(posted):
+            posted(connection, self._header)
+        else:
+            meta, views = encode_message(posted)
+            connection.send(self._plain, meta, *views)
 
 
 Call = Callable[[Connection, Header], None]  # sends frames by itself

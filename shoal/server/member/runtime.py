@@ -72,12 +72,12 @@ class ChainRuntime(ChainCore):
         self.apply_upto(waiter.position)
         doing = f"the commitment of {type(operation).__name__}"
         with waiting(self.place.in_words(), self._awaited, doing):
-            outcome = self._await_outcome(waiter)
-        if outcome.error is not None:
-            raise outcome.error
+            answer, error = self._await_outcome(waiter)
+        if error is not None:
+            raise error
         if self.is_eventual:
             self.confirm(waiter.node)
-        return outcome.answer
+        return answer
 
     def _propose(self, proposed: Proposed, on_committed: OnCommitted | None) -> Waiter:
         node = self.node

@@ -136,12 +136,8 @@ class Log:
         open_step = self._state.open_step
         if open_step is None:
             return None
-        divisor, latest = open_step
-        version = self._state.version + 1
-        factor = self._clip_factor(divisor, latest.batch_fraction)
-        if self._state.open_step is not open_step:
-            return None
-        return StepApplied(version, latest.lr, divisor, factor, self._state.next_save)
+        step = self._step(*open_step)
+        return step if self._state.open_step is open_step else None
 
     def depart(self, worker: int) -> None:
         """A worker has left or was lost; the surviving ones may make up a step now."""
@@ -169,10 +165,14 @@ class Log:
         if self._defers_norms and self._needs_norms():
             self._state.open_step = OpenStep(divisor, latest)
             return self._state.next_save
-        factor = self._clip_factor(divisor, latest.batch_fraction)
-        save = self._state.next_save
-        self._append(StepApplied(ledger.version + 1, latest.lr, divisor, factor, save))
-        return save
+        step = self._step(divisor, latest)
+        self._append(step)
+        return step.save
+
+    def _step(self, divisor: float, latest: PushDecided) -> StepApplied:
+        version = self._state.version + 1
+        factor = self._clip_factor(divisor, latest.batch_fraction)  # may release the lock
+        return StepApplied(version, latest.lr, divisor, factor, self._state.next_save)
 
     def _divisor(self) -> float:
         """Where not every worker counts, the mean is over the samples of those that do."""

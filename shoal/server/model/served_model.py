@@ -246,7 +246,12 @@ class ServedModel:
                 self._check_reachable()
             self.membership.wait(worker, lambda: self._is_ready(request), self._behind)
             member = self.membership.members[worker]
-            pulled = self._note_pull(request)
+            pulled = Pulled(self.version, None, None)
+            if self.is_leader:
+                ledger = self.state.ledger
+                if request.step is not None:
+                    self.state.steps_ahead[max(0, request.step - ledger.slowest)] += 1
+                pulled = Pulled(self.version, ledger.slowest, ledger.fastest)
             loss_flags = self.state.shard.loss_flags.clone()
             if not self.spec.rule.is_synchronous:
                 return pulled, loss_flags, member.fill(source)
@@ -276,14 +281,6 @@ class ServedModel:
             return False
         is_ruled = self.is_leader and request.step is not None
         return not is_ruled or self.state.ledger.may_start(request.step or 0)
-
-    def _note_pull(self, request: Pull) -> Pulled:
-        if not self.is_leader:
-            return Pulled(self.version, None, None)
-        ledger = self.state.ledger
-        if request.step is not None:
-            self.state.steps_ahead[max(0, request.step - ledger.slowest)] += 1
-        return Pulled(self.version, ledger.slowest, ledger.fastest)
 
     # ------------------------------------------------------------------ checkpoints
 

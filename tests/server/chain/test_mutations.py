@@ -29,7 +29,7 @@ class Wire:
             if isinstance(effect, Send):
                 self._queue.append((me, effect))
             elif isinstance(effect, Entry):
-                self.states[me].append(effect.entry.op)
+                self.states[me].append(effect.op)
             elif isinstance(effect, ChangeConfig):
                 self.asked.append(effect.config)
             elif isinstance(effect, SendSnapshot):

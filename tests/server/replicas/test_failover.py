@@ -19,7 +19,7 @@ from shoal.server.client.chain_view import ChainView
 from shoal.server.client.client import Client
 from shoal.server.consistency import Rule
 from shoal.server.member import peer_link
-from shoal.server.member.core import Outcome, Waiter, Waiters
+from shoal.server.member.core import Waiter, Waiters
 from shoal.server.member.peer_link import PeerLink
 from shoal.server.messages import ShardState
 from shoal.sync.ps.summary import counts_of_shards
@@ -48,7 +48,7 @@ def test_pushes_go_on_when_a_replica_ends(place: int) -> None:
 def test_a_replica_that_is_removed_acknowledges_nothing_that_is_not_committed() -> None:
     waiters = Waiters()
     waiter = waiters[1] = Waiter(ChainNode(0), 1, is_early=False)
-    waiters.applied(1, Outcome("an answer"))
+    waiters.applied(1, ("an answer", None))
     assert not waiter.woken.acquire(blocking=False)
     waiters.end_all()
     assert waiter.woken.acquire(blocking=False)
