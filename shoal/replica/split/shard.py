@@ -292,4 +292,4 @@ class ReplicaShard:
         """`check` for arguments of the model's forward; all parameters are here."""
         from shoal.replica.split.split_check import SplitModel, check_split
 
-        check_split(SplitModel(self.tensor, self.experts), call, with_gradients, self.say)
+        check_split(SplitModel(self.tensor, self.experts, with_gradients, self.say), call)

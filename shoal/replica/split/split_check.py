@@ -47,24 +47,20 @@ Run = Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]]
 _SAME = 0.99  # of the outputs: rounding may send a token to another expert
 
 
-def tell_what_differs(
-    experts: ExpertSplit,
-    run: Run,
-    call: Tree,
-    outputs: list[Tensor],
-    say: Callable[[str], None],
-) -> None:
+def _tell_what_differs(split: SplitModel, run: Run, call: Tree, outputs: list[Tensor]) -> None:
     """`run` computes the whole model on this worker, and `outputs` is what it makes of `call`."""
+    experts = split.experts
+    assert experts is not None
     label = f"ep({experts.group.size})"
     if _depends_on_other_rows(run, call, outputs):
-        say(
+        split.say(
             f"{label}: what {type(experts.model).__name__} returns for a row depends on other rows "
             "of the batch (such as a capacity over all tokens), and each worker has its own rows, "
             "as under ddp: the result is not that of one device"
         )
     drawing = _drawing_modules(experts, run, call)
     if drawing:
-        say(
+        split.say(
             f"{label}: {drawing[0]} draws random numbers while it routes tokens, and each worker "
             "draws its own, as with dropout: the result is not that of one device"
         )
@@ -133,6 +129,8 @@ class SplitModel(NamedTuple):
 
     tensor: TensorSplit | None
     experts: ExpertSplit | None
+    with_gradients: bool  # whether these are compared, too
+    say: Callable[[str], None]
 
     @property
     def outer(self) -> TensorSplit | ExpertSplit:
@@ -206,18 +204,16 @@ class SplitModel(NamedTuple):
             raise self.refusal(block, where(), what) from error
 
 
-def check_split(
-    split: SplitModel, call: ModuleCall, with_gradients: bool, say: Callable[[str], None]
-) -> None:
+def check_split(split: SplitModel, call: ModuleCall) -> None:
     """Raise `BadInput` on all ranks unless the split model computes what the model does."""
     if split.experts is not None:
         with _repeatable(split, nn.Module.eval):
-            _check_experts(split, split.experts, call, with_gradients, say)
+            _check_experts(split, split.experts, call)
         return
     for quiet in (nn.Module.eval, evaluate_leaves):
         try:
             with _repeatable(split, quiet):
-                _check_layers(split, call, with_gradients)
+                _check_layers(split, call)
             return
         except _FailsInEvaluation:
             pass
@@ -236,32 +232,26 @@ def _repeatable(split: SplitModel, quiet: Quiet) -> Iterator[None]:
         yield
 
 
-def _check_layers(split: SplitModel, call: ModuleCall, with_gradients: bool) -> None:
+def _check_layers(split: SplitModel, call: ModuleCall) -> None:
     assert split.tensor is not None
     calls = {"": call}
     if split.tensor.full_bytes() > LARGEST_COMPARED_BYTES:
         _, calls = _noted_calls(split, split.tensor.typical_blocks(), call)
     for name, inner in calls.items():
-        _compare(split, name, inner, with_gradients)
+        _compare(split, name, inner)
 
 
-def _check_experts(
-    split: SplitModel,
-    experts: ExpertSplit,
-    call: ModuleCall,
-    with_gradients: bool,
-    say: Callable[[str], None],
-) -> None:
+def _check_experts(split: SplitModel, experts: ExpertSplit, call: ModuleCall) -> None:
     outputs, calls = _noted_calls(split, experts.kinds, call)
     was_called = split.agree([name in calls for name in experts.kinds])
     for name, called in zip(experts.kinds, was_called, strict=True):
         if called:
-            _compare(split, name, calls[name], with_gradients)
+            _compare(split, name, calls[name])
     config = getattr(experts.model, "config", None)
     name = "output_router_logits"  # of all workers: the model returns a loss over them
     has_shared_loss = call.kwargs.get(name, False) or getattr(config, name, False)
     if experts.full_bytes <= LARGEST_COMPARED_BYTES and not has_shared_loss:
-        _compare_outputs(split, experts, call, outputs, say)
+        _compare_outputs(split, call, outputs)
 
 
 @torch.no_grad()
@@ -289,11 +279,11 @@ def _noted_calls(
 # ------------------------------------------------------------------ a module, whole and split
 
 
-def _compare(split: SplitModel, name: str, call: ModuleCall, with_gradients: bool) -> None:
+def _compare(split: SplitModel, name: str, call: ModuleCall) -> None:
     part = split.outer.model.get_submodule(name)
     whole = split.outer.original.get_submodule(name)
     function, leaves = _whole_function(split, name)
-    run = _Run(split, call, with_gradients, split.sums_in(name))
+    run = partial(_run, split, call, split.sums_in(name))
     try:
         expected, expected_sums = run(function, leaves, whole, [])
     except Exception as error:  # whatever a forward does in evaluation mode
@@ -331,55 +321,50 @@ def _whole_function(split: SplitModel, name: str) -> tuple[Callable[..., Any], d
     return lambda *args, **kwargs: functional_call(whole, tensors, args, kwargs), leaves
 
 
-class _Run(NamedTuple):
-    """One forward, and one backward from a combination of all outputs."""
+def _run(
+    split: SplitModel,
+    call: ModuleCall,
+    sums: list[str],
+    function: Callable[..., Any],
+    parameters: dict[str, Any],
+    module: nn.Module,
+    order: list[str],
+) -> tuple[Computed, dict[str, Tensor]]:
+    """One forward, and one backward from a combination of all outputs.
 
-    split: SplitModel
-    call: ModuleCall
-    with_gradients: bool
-    sums: list[str]
+    What `function` computes, and the outputs of layers `sums` inside of `module`. The linear
+    layers of a split model go to `order` as they run. Of experts the gradients of inputs are
+    compared, too.
+    """
+    noted: dict[str, Tensor] = {}
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        parameters: dict[str, Any],
-        module: nn.Module,
-        order: list[str],
-    ) -> tuple[Computed, dict[str, Tensor]]:
-        """What `function` computes, and the outputs of layers `sums` inside of `module`.
+    def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+        order.append(name)
+        found = tensors_of(full_activations(output))[:1] if name in sums else []
+        if found:
+            noted.setdefault(name, found[0].detach())
 
-        The linear layers of a split model go to `order` as they run. Of experts the gradients of
-        inputs are compared, too.
-        """
-        noted: dict[str, Tensor] = {}
-
-        def note(name: str, layer: nn.Module, args: Any, output: Any) -> None:
-            order.append(name)
-            found = tensors_of(full_activations(output))[:1] if name in self.sums else []
-            if found:
-                noted.setdefault(name, found[0].detach())
-
-        given = (self.call.args, self.call.kwargs)
-        inputs: dict[str, Tensor] = {}
-        if self.split.experts is not None:
-            given = map_tensors(
-                lambda t: t.detach().requires_grad_(self.with_gradients and t.is_floating_point()),
-                given,
-            )
-            leaves = [t for t in tensors_of(given) if t.requires_grad]
-            inputs = {f"input {i}": t for i, t in enumerate(leaves)}
-        linear = [n for n, m in module.named_modules() if isinstance(m, ColumnLinear | RowLinear)]
-        seed_generators(self.split.outer.device, self.call.seed)
-        with ExitStack() as hooks, torch.set_grad_enabled(self.with_gradients):
-            for name in {*self.sums, *linear}:
-                layer = module.get_submodule(name)
-                hooks.callback(layer.register_forward_hook(partial(note, name)).remove)
-            # a forward may change its inputs in place
-            args, kwargs = map_tensors(lambda t: t + 0 if t.requires_grad else t.clone(), given)
-            outputs = tensors_of(full_activations(function(*args, **kwargs)))
-        trained = {n: p for n, p in parameters.items() if p.device.type != "meta"} | inputs
-        gradients = gradients_of(outputs, trained) if self.with_gradients else {}
-        return Computed([t.detach() for t in outputs], gradients), noted
+    given = (call.args, call.kwargs)
+    inputs: dict[str, Tensor] = {}
+    if split.experts is not None:
+        given = map_tensors(
+            lambda t: t.detach().requires_grad_(split.with_gradients and t.is_floating_point()),
+            given,
+        )
+        leaves = [t for t in tensors_of(given) if t.requires_grad]
+        inputs = {f"input {i}": t for i, t in enumerate(leaves)}
+    linear = [n for n, m in module.named_modules() if isinstance(m, ColumnLinear | RowLinear)]
+    seed_generators(split.outer.device, call.seed)
+    with ExitStack() as hooks, torch.set_grad_enabled(split.with_gradients):
+        for name in {*sums, *linear}:
+            layer = module.get_submodule(name)
+            hooks.callback(layer.register_forward_hook(partial(note, name)).remove)
+        # a forward may change its inputs in place
+        args, kwargs = map_tensors(lambda t: t + 0 if t.requires_grad else t.clone(), given)
+        outputs = tensors_of(full_activations(function(*args, **kwargs)))
+    trained = {n: p for n, p in parameters.items() if p.device.type != "meta"} | inputs
+    gradients = gradients_of(outputs, trained) if split.with_gradients else {}
+    return Computed([t.detach() for t in outputs], gradients), noted
 
 
 def _stuck(part: nn.Module, order: list[str], sums: dict[str, Tensor]) -> str:
@@ -397,17 +382,11 @@ def _stuck(part: nn.Module, order: list[str], sums: dict[str, Tensor]) -> str:
 
 
 @torch.no_grad()
-def _compare_outputs(
-    split: SplitModel,
-    experts: ExpertSplit,
-    call: ModuleCall,
-    outputs: list[Tensor],
-    say: Callable[[str], None],
-) -> None:
+def _compare_outputs(split: SplitModel, call: ModuleCall, outputs: list[Tensor]) -> None:
     function, _ = _whole_function(split, "")
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        seed_generators(experts.device, call.seed)
+        seed_generators(split.outer.device, call.seed)
         copied: Tree = map_tensors(lambda t: t.clone(), (args, kwargs))
         return tensors_of(full_activations(function(*copied[0], **copied[1])))
 
@@ -416,4 +395,4 @@ def _compare_outputs(
     same = len(expected) == len(outputs) and all(is_close(a, b, share=_MOST) for a, b in pairs)
     if not split.agree([same])[0]:
         raise split.refusal("", "", "does not compute what the model does")
-    tell_what_differs(experts, run, (call.args, call.kwargs), expected, say)
+    _tell_what_differs(split, run, (call.args, call.kwargs), expected)
