@@ -307,19 +307,6 @@ class Engine:
         return gradient if options.loss_scale is None else options.loss_scale(gradient)
 
 
-def engine_of_model(
-    model: nn.Module,
-    loss: Loss,
-    flat: FlatParams,
-    actions: Sequence[Action],
-    options: EngineOptions,
-    stage: Stage | None = None,
-) -> Engine:
-    """The engine of a replica that is not pipelined; `stage` computes if it is not the model."""
-    accumulation = StepAccumulation(flat, every_microbatch=options.every_microbatch)
-    return Engine(stage or Stage(model, flat.device), loss, flat, actions, accumulation, options)
-
-
 def _key(action: Action) -> Key:
     return action.microbatch, action.chunk
 

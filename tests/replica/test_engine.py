@@ -16,11 +16,11 @@ from torch.nn.utils import parametrizations
 
 from shoal.comm.executors.solo import solo_group
 from shoal.errors import BadInput
-from shoal.replica.engine import Engine, EngineOptions, engine_of_model
+from shoal.replica.engine import Engine, EngineOptions
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.microbatch_context import MicroBatch
 from shoal.replica.optimizers import LooksAt, looks_at
-from shoal.schedules.pipelines import accumulate
+from shoal.replica.split.shard import ReplicaShard
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.models import mlp, samples
@@ -32,8 +32,7 @@ def engine_of(
     model: nn.Module, microbatches: int = 1, loss: Any = F.mse_loss, **options: Any
 ) -> Engine:
     flat = FlatParams(model.named_parameters())
-    actions = accumulate(microbatches)
-    return engine_of_model(model, loss, flat, actions, EngineOptions(**options))
+    return ReplicaShard(model).engine(loss, flat, microbatches, EngineOptions(**options))
 
 
 def ignore(bucket: slice) -> None:

@@ -122,13 +122,13 @@ def _traced_for_any_type(
     model: nn.Module, opened: set[str], fixed: dict[str, Any] | None
 ) -> fx.Graph:
     """Where the forward asks for types (`isinstance`), each answer has to give the same trace."""
-    with TypeQuestions() as questions:
+    with _type_questions() as asked:
         graph = _Tracer(opened).trace(model, fixed)
-    for answer in _TYPES if questions.asked else ():
-        with TypeQuestions(answer):
+    for answer in _TYPES if asked else ():
+        with _type_questions(answer):
             other = _Tracer(opened).trace(model, fixed)
         if _operations(other) != _operations(graph):
-            raise ValueError(f"it asks for the type of {questions.asked}")
+            raise ValueError(f"it asks for the type of {asked[0]}")
     return graph
 
 
@@ -179,35 +179,33 @@ def _modes() -> tuple[Any, ...]:
     )
 
 
-class TypeQuestions:
+@contextmanager
+def _type_questions(answer: type | None = None) -> Iterator[list[str]]:
     """Answers `isinstance` about traced values, in this thread: each has the type `answer`.
 
-    torch.fx alone says that no value is a tensor, a tuple or a dict. What torch itself asks keeps
-    that answer. Other threads are not concerned; the lock `tracing` is held.
+    Yields the values whose types were asked for. torch.fx alone says that no value is a tensor, a
+    tuple or a dict. What torch itself asks keeps that answer. Other threads are not concerned; the
+    lock `tracing` is held.
     """
+    asked: list[str] = []
+    thread = threading.get_ident()
+    original = builtins.isinstance
 
-    def __init__(self, answer: type | None = None):
-        self.answer = answer
-        self.asked = ""  # the first value whose type was asked for
-        self._thread = threading.get_ident()
-        self._isinstance = builtins.isinstance
-
-    def __enter__(self) -> TypeQuestions:
-        builtins.isinstance = self._ask
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        builtins.isinstance = self._isinstance
-
-    def _ask(self, value: Any, kinds: Any) -> bool:
-        found = self._isinstance(value, kinds)
-        if found or type(value) is not fx.Proxy or threading.get_ident() != self._thread:
+    def ask(value: Any, kinds: Any) -> bool:
+        found = original(value, kinds)
+        if found or type(value) is not fx.Proxy or threading.get_ident() != thread:
             return found
         # `torch.is_tensor` is a question of its caller; what else torch asks is its own affair
         if str(sys._getframe(1).f_globals.get("__name__", "")).startswith("torch."):
             return found
-        self.asked = self.asked or value.node.name
-        return self.answer is not None and issubclass(self.answer, kinds)
+        asked.append(value.node.name)
+        return answer is not None and issubclass(answer, kinds)
+
+    builtins.isinstance = ask
+    try:
+        yield asked
+    finally:
+        builtins.isinstance = original
 
 
 def arguments_of(model: nn.Module) -> list[inspect.Parameter]:

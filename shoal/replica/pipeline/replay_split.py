@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -166,7 +166,7 @@ def find_units(model: nn.Module, cuts: Sequence[str] = (), deeper: int = 0) -> l
 
 
 def _units_in(module: nn.Module, name: str, opened: set[str]) -> list[SplitUnit]:
-    read = _read(type(module))
+    read = _read(cast(Any, type(module)))
     units: list[SplitUnit] = []
     for key, child in ordered_children(module):
         child_name = full_name(name, key)
@@ -195,7 +195,7 @@ def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return children
     places = {key: place for place, (key, _) in enumerate(children)}
-    named = [name for name in dict.fromkeys(_read(type(module)).names) if name in places]
+    named = [name for name in dict.fromkeys(_read(cast(Any, type(module))).names) if name in places]
     places |= dict(zip(named, sorted(places[name] for name in named), strict=True))
     return sorted(children, key=lambda item: places[item[0]])
 

@@ -49,17 +49,16 @@ class Stages:
         self.model = model
         self.stages = stages
         self.chunks = chunks
+        self.virtual_stages = stages * chunks
         self._required = required_arguments(model)
         self._signature = inspect.signature(model.forward)
         self._segments: dict[tuple[Any, ...], Callable[..., Tree]] = {}
         self._split = split_model(model, self.virtual_stages, cuts, seconds)
         self.cuts = self._split.cuts
+        # whether every stage runs the forward from its start, with the same random numbers
+        self.replays = isinstance(self._split, ModuleSplit)
         self.aliases = _aliases(model)
         self.holders = self._find_holders()
-
-    @property
-    def virtual_stages(self) -> int:
-        return self.stages * self.chunks
 
     def segment(self, virtual: int, given: tuple[str, ...] | None = None) -> Callable[..., Tree]:
         """What one virtual stage computes, for batches with these inputs, as training is now."""
@@ -68,11 +67,6 @@ class Stages:
         if key not in self._segments:
             self._segments[key] = self._split.segment(virtual, given)
         return self._segments[key]
-
-    @property
-    def replays(self) -> bool:
-        """Whether every stage runs the forward from its start, with the same random numbers."""
-        return isinstance(self._split, ModuleSplit)
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         """Its layers have replaced those of the model; activations travel in another form."""
@@ -85,7 +79,12 @@ class Stages:
         given, arguments = self.bind_inputs(inputs)
         segment = self.segment(virtual, given)
         arguments = self._sharded(arguments)
-        values = self._unpacked(values) if virtual else self._sharded(values)
+        if not virtual:
+            values = self._sharded(values)
+        elif self.tensor is not None:  # what came from the same worker of another stage
+            values = activations.unpack(values, self.tensor.group, self.tensor.rng)
+        if virtual and self.context is not None:
+            values = unpack(values, self.context)
         if isinstance(self._split, GraphSplit):
             outputs = self._split.compute(segment, values)
         else:
@@ -100,12 +99,6 @@ class Stages:
             return arguments
         sharded: tuple[Any, ...] = shard_inputs(arguments, self.context)
         return sharded
-
-    def _unpacked(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What came from the same worker of another stage as plain tensors."""
-        if self.tensor is not None:
-            values = activations.unpack(values, self.tensor.group, self.tensor.rng)
-        return values if self.context is None else unpack(values, self.context)
 
     def bind_inputs(self, inputs: Tree) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names of the arguments that a batch gives, and what the first stage takes."""

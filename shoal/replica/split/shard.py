@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Group
 from shoal.pytree import Tree
-from shoal.replica.engine import Engine, EngineOptions, engine_of_model
+from shoal.replica.accumulation import StepAccumulation
+from shoal.replica.engine import Engine, EngineOptions, Stage
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.grad_buckets import GradBuckets
 from shoal.replica.microbatch_context import Loss, MicroBatch, ModuleCall, call_arguments
@@ -192,13 +193,13 @@ class ReplicaShard:
     def engine(
         self, loss: Loss, flat: FlatParams, microbatches: int, options: EngineOptions
     ) -> Engine:
-        actions = accumulate(microbatches)
-        stage = None
+        stage = Stage(self.model, flat.device)
         if self.context is not None:
             from shoal.replica.context.sequence_shard import ContextStage
 
             stage = ContextStage(self.model, flat.device, self.context)
-        return engine_of_model(self.model, loss, flat, actions, options, stage)
+        accumulation = StepAccumulation(flat, every_microbatch=options.every_microbatch)
+        return Engine(stage, loss, flat, accumulate(microbatches), accumulation, options)
 
     def split_tensors(self, tensor: TensorSplit) -> None:
         self.tensor = tensor
