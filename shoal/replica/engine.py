@@ -229,8 +229,7 @@ class Engine:
         """Whether no rank has rows of this micro-batch; its loss is then 0."""
         skips = self._microbatches[action.microbatch].skip
         if skips and self.stage.computes_loss(action):
-            zero = torch.zeros((), device=self.flat.device)
-            self.accumulation.add_loss(action.microbatch, zero)
+            self.accumulation.add_loss(action.microbatch, torch.zeros((), device=self.flat.device))
         return skips
 
     # ------------------------------------------------------------------ computing
@@ -258,12 +257,6 @@ class Engine:
             )
         return loss
 
-    def _outputs(self, action: Action, micro: MicroBatch, kept: Kept) -> Tree:
-        if not self.options.recompute:
-            return kept.outputs
-        with self._span("forward", f"{action} again"), self.frozen_statistics():
-            return self._compute(action, micro, kept.inputs)
-
     @contextmanager
     def frozen_statistics(self) -> Iterator[None]:
         """A forward is computed again: the buffers that it updates are already up to date."""
@@ -283,12 +276,16 @@ class Engine:
         kept = self._kept.pop(_key(action))
         micro = self._microbatches[action.microbatch]
         inputs = [t for t in tensors_of(kept.inputs) if t.requires_grad]
-        if self.stage.computes_loss(action):
-            loss = self._outputs(action, micro, kept)
-            return Roots(inputs, [loss], [self._loss_gradient(action, micro, loss)])
-        arrived = iter(self.stage.recv_grads(action))
-        outputs = tensors_of(self._outputs(action, micro, kept))
-        pairs = [(t, next(arrived)) for t, has in zip(outputs, kept.has_grad, strict=True) if has]
+        has_loss = self.stage.computes_loss(action)
+        arrived = iter([] if has_loss else self.stage.recv_grads(action))
+        outputs = kept.outputs
+        if self.options.recompute:
+            with self._span("forward", f"{action} again"), self.frozen_statistics():
+                outputs = self._compute(action, micro, kept.inputs)
+        if has_loss:
+            return Roots(inputs, [outputs], [self._loss_gradient(action, micro, outputs)])
+        flags = zip(tensors_of(outputs), kept.has_grad, strict=True)
+        pairs = [(t, next(arrived)) for t, has in flags if has]
         pairs = [(t, grad) for t, grad in pairs if t.requires_grad and grad is not None]
         return Roots(inputs, [t for t, _ in pairs], [grad for _, grad in pairs])
 

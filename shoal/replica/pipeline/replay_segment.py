@@ -67,7 +67,6 @@ class Replay:
         self._plan = plan
         self._virtual = virtual
         self._learned = learned
-        self._modified_before = set() if learned is None else learned.modified
         self._number_of = {unit.module: i for i, unit in reversed(list(enumerate(plan.units)))}
         self._received = list(received)
         self.records: list[CallRecord] = []
@@ -162,7 +161,7 @@ class Replay:
             raise self._plan.refused(f"calls {self._name(module)} inside a transform of torch.func")
         packed = pack_result(result, module, self._name(module))
         self.records.append(CallRecord(call[0], packed, self._drawn(before)))
-        if call in self._modified_before or self._learned is None:
+        if self._is_copied(call):
             return self._hand_out(packed, module, call)
         self._note(packed, call)
         return result
@@ -192,13 +191,12 @@ class Replay:
 
     def _hand_out(self, packed: Any, module: nn.Module, call: tuple[int, int]) -> Any:
         """A result for the code between units; a copy where that modifies it."""
-        copies = self._learned is None or call in self._modified_before
 
         def given(leaf: Any, number: int) -> Any:
             if is_description(leaf):
                 self._missing.add((*call, number))
                 return unknown_values(leaf, self._device)
-            if copies:
+            if self._is_copied(call):
                 return leaf.clone()
             return leaf.view_as(leaf) if leaf.is_leaf and leaf.requires_grad else leaf
 
@@ -206,6 +204,9 @@ class Replay:
             handed = map_leaves(given, packed)
         self._note(handed, call)
         return unpack_result(handed, module, self._name(module))
+
+    def _is_copied(self, call: tuple[int, int]) -> bool:
+        return self._learned is None or call in self._learned.modified
 
     def _note(self, handed: Any, call: tuple[int, int]) -> None:
         def note(leaf: Any, number: int) -> Any:
@@ -251,8 +252,7 @@ class Replay:
         if mark is None:
             return
         self.modified.add(mark[:2])
-        is_copy = self._learned is None or mark[:2] in self._modified_before
-        if not is_copy and mark not in self._missing:
+        if not self._is_copied(mark[:2]) and mark not in self._missing:
             raise self._plan.refused(
                 f"modifies in place what {self._plan.units[mark[0]].name} returned, which it did "
                 "not do on the first batch"

@@ -175,8 +175,7 @@ class StageCheck:
         with self._engine.frozen_statistics():
             Engine(stage, score, flat, actions, kept, options).run([micro], lambda bucket: None)
         names = {p: name for name, p in shard.named}
-        gradients = {names[p]: grad for p, grad in kept.gradients.pop(0, {}).items()}
-        return Computed(outputs, {**gradients})
+        return Computed(outputs, {names[p]: g for p, g in kept.gradients.pop(0, {}).items()})
 
     def _expected(self, micro: MicroBatch, quiet: Quiet, with_gradients: bool = True) -> Computed:
         """What the whole model computes, on the first stage."""
@@ -186,20 +185,19 @@ class StageCheck:
             return Computed([], {})
         whole = self._model if shard.tensor is None else shard.tensor.original
         aliases = shard.stages.aliases
-        leaves = {n: t.detach() for n, t in tensors.items() if aliases.get(n, n) == n}
         wanted: dict[str, Tensor] = {}
         if with_gradients:
-            leaves = {n: t.clone() for n, t in leaves.items()}
+            named = tensors.items()
+            leaves = {n: t.detach().clone() for n, t in named if aliases.get(n, n) == n}
             trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
             wanted = {n: leaves[n].requires_grad_() for n in trained if n in leaves}
+            # tp knows a tied tensor by the name of the layer that it splits
+            tensors = {name: leaves[aliases.get(name, name)] for name in tensors}
             seed_forward(self._device, micro.seed)
-        full = tensors  # tp knows a tied tensor by the name of the layer that it splits
-        if with_gradients:
-            full = {name: leaves[aliases.get(name, name)] for name in tensors}
         args, kwargs = call_arguments(micro.inputs)
         with preserve_modes(whole), torch.set_grad_enabled(with_gradients):
             quiet(whole)
-            result = functional_call(whole, full, args, kwargs, tie_weights=False)
+            result = functional_call(whole, tensors, args, kwargs, tie_weights=False)
         outputs = tensors_of(full_activations(result))
         return Computed([t.detach() for t in outputs], gradients_of(outputs, wanted))
 
