@@ -83,7 +83,7 @@ class ChainRoute(Route):
         if not self._answer.is_over:
             self._interruptions = Interruptions(self.view)
             self._watch.attach_members(LONGEST_ASK_S)
-            self._watch.start()
+            self._watch.thread.start()
         return self._answer
 
     def open(self, channel: Channel) -> None:

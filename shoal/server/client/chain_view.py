@@ -170,19 +170,15 @@ class ChainWatch:
         self._attaching = [threading.Lock() for _ in range(chain.view.copies)]
         self.since_s: dict[Channel, float] = {}  # when they began to wait for an answer
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        name = f"shoal-ps-watch-{self._chain.index}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        name = f"shoal-ps-watch-{chain.index}"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def close(self) -> None:
         self._over.set()
         for connection in list(self._attached.values()):
             connection.abort()
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
+        if self.thread.is_alive():
+            self.thread.join(_JOIN_S)
         for connection in [*self._attached.values(), *self._detached]:
             connection.close()
 
