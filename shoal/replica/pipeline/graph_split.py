@@ -45,12 +45,12 @@ class TracedForward:
             for node in [*self.inputs, *self.nodes]
         }
 
-    def first_call(self, name: str) -> int | None:
+    def first_call(self, name: str) -> int:
         """The index where the module `name`, or the first one inside it, is called first."""
         for index, node in enumerate(self.nodes):
             if node.op == "call_module" and is_in(str(node.target), name):
                 return index
-        return None
+        raise BadInput(f"the model cannot be split at {name!r}: the forward does not call it")
 
     def live_values(self, index: int) -> list[fx.Node]:
         """The values that are known before the operation `index` and used there or behind."""
@@ -76,11 +76,6 @@ class TracedForward:
             return False
         module = self.model.get_submodule(str(node.target))
         return any(p.requires_grad and p.numel() for p in module.parameters())
-
-    def constants(self) -> set[str]:
-        """The names of tensors of modules that operations use."""
-        used = (node for one in self.nodes for node in one.all_input_nodes)
-        return {str(node.target) for node in used if node.op == "get_attr"}
 
     def segment(self, start: int, stop: int) -> fx.GraphModule:
         """The operations from `start` to `stop` as a module.
@@ -203,7 +198,7 @@ class GraphSplit:
     def segment(self, virtual: int, given: tuple[str, ...]) -> Callable[..., Tree]:
         """What a virtual stage computes, for batches with these inputs, as training is now."""
         traced = self._trace(given)
-        points = [self._split_point(traced, name) for name in self.cuts]
+        points = [traced.first_call(name) for name in self.cuts]
         edges = [0, *points, len(traced.nodes)]
         return traced.segment(edges[virtual], edges[virtual + 1])
 
@@ -247,14 +242,9 @@ class GraphSplit:
                     traced = TracedForward(self.model, self._opened, given)
                 except Untraceable as error:
                     raise error.__cause__ or error from None
-                for used in traced.constants() & set(names):
-                    raise refusal(names[used], stage)
-
-    def _split_point(self, traced: TracedForward, name: str) -> int:
-        index = traced.first_call(name)
-        if index is None:
-            raise BadInput(f"the model cannot be split at {name!r}: the forward does not call it")
-        return index
+                for node in (used for one in traced.nodes for used in one.all_input_nodes):
+                    if node.op == "get_attr" and str(node.target) in names:
+                        raise refusal(names[str(node.target)], stage)
 
     # ------------------------------------------------------------------ cuts of the user
 
@@ -272,7 +262,7 @@ class GraphSplit:
                 f"{len(cuts)}: each names the module that begins a stage"
             )
         traced = self._trace(self._required)
-        points = [self._split_point(traced, name) for name in cuts]
+        points = [traced.first_call(name) for name in cuts]
         if points != sorted(set(points)) or 0 in points:
             raise BadInput(f"cuts={list(cuts)} are not in the order in which forward calls them")
         return tuple(cuts)
