@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeAlias
 
 import msgspec
 
@@ -74,18 +73,15 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Write it if the stored one has this version. Then call `swapped`, or `look`."""
+    """Write it if the stored one has this version. Then call `know`, or `look`."""
 
     config: ChainConfig
     version: int
 
 
-CoordinatorRequest: TypeAlias = Fetch | Swap
-
-
 class ChainManager:
     """Decides for one copy. The process around it asks `next_request`, carries it out and reports
-    the answer (`fetched`, `swapped`), or asks again after a while; it calls `look` after a conflict
+    the answer (`fetched`, `know`), or asks again after a while; it calls `look` after a conflict
     and when something may have changed. The methods that report return effects of the node.
 
     Members whose lease has ended are removed by the first member that is alive. A tail that has
@@ -106,7 +102,7 @@ class ChainManager:
     def look(self) -> None:
         self._must_look = True
 
-    def next_request(self, now_s: float) -> CoordinatorRequest | None:
+    def next_request(self, now_s: float) -> Fetch | Swap | None:
         """None before the first lease: what is fetched then would have to be fetched again."""
         if not self.lease.number:
             return None
@@ -127,17 +123,14 @@ class ChainManager:
     ) -> list[Effect]:
         config = config or NO_CONFIG
         self.lease.saw(config.epoch, request.lease)
-        effects = self._know(config, version)
+        effects = self.know(config, version)
         if config.epoch == self.node.epoch:
             self._alive = alive
             self._unreachable = unreachable or {}
             self._must_look = False
         return effects
 
-    def swapped(self, request: Swap, version: int) -> list[Effect]:
-        return self._know(request.config, version)
-
-    def _know(self, config: ChainConfig, version: int) -> list[Effect]:
+    def know(self, config: ChainConfig, version: int) -> list[Effect]:
         """Who is alive must be looked up after each new configuration: a copy that has got a
         new lease before it must not be removed for want of the old one."""
         if config.epoch <= self.node.epoch:

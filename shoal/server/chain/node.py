@@ -57,11 +57,7 @@ ChainConsistency = Literal["strong", "eventual"]
 
 
 class Fenced(Exception):
-    """This copy is no member of the chain."""
-
-
-class NotHead(Exception):
-    """Operations go to the head of the chain."""
+    """This copy is no member of the chain, or not the head, to which operations go."""
 
 
 class ChainNode:
@@ -98,9 +94,8 @@ class ChainNode:
 
     def propose(self, op: Any) -> tuple[int, list[Effect]]:
         """At the head, while it `has_room`: the operation's position, which is to be committed."""
-        self._check_member()
         if not self.is_head:
-            raise NotHead(f"replica {self.config.head} is the head in epoch {self.epoch}")
+            raise Fenced(f"replica {self.config.head} is the head in epoch {self.epoch}")
         effects = self._append(op)
         return self.position, effects
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from shoal.runtime.waits import waiting
 from shoal.server.chain.messages import Effect
-from shoal.server.chain.node import ChainNode, Fenced, NotHead
+from shoal.server.chain.node import ChainNode, Fenced
 from shoal.server.member.core import ChainCore, Outcome, Waiter, pass_push
 from shoal.server.member.operations import EARLY, EMPTY, OnCommitted, Operation, Payload, Proposed
 from shoal.server.member.place import ChainPlace
@@ -87,7 +87,7 @@ class ChainRuntime(ChainCore):
             if not node.has_room:
                 self._await_change(lambda: node.has_room, node)
             position, effects = node.propose(proposed)
-        except (NotHead, Fenced) as error:
+        except Fenced as error:
             raise self.elsewhere("is not the head of its chain") from error
         is_early = self.is_eventual and isinstance(proposed.operation, EARLY)
         waiter = Waiter(node, position, is_early, None if is_early else on_committed)

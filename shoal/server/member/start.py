@@ -193,7 +193,7 @@ class Keeper:
                 self._runtime.manager.look()
             return
         failpoint("election.after")
-        self._runtime.reconfigure(lambda manager: manager.swapped(request, stored.version))
+        self._runtime.reconfigure(lambda manager: manager.know(request.config, stored.version))
 
 
 class Leading:

@@ -35,22 +35,15 @@ MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the los
 
 
 class NoFollowers:
-    """The leader of a model with one server."""
+    """The leader of a model with one server: there is nobody to tell, or to ask for norms."""
 
-    def wait_connected(self) -> None:
-        pass
-
-    def publish(self, entry: LogEntry) -> None:
-        pass
-
-    def request_norms(self, divisor: float) -> None:
-        pass
+    def wait_connected(self) -> None: ...
+    def publish(self, entry: LogEntry) -> None: ...
+    def request_norms(self, divisor: float) -> None: ...
+    def close(self) -> None: ...
 
     def receive_norms(self) -> list[float]:
         return []
-
-    def close(self) -> None:
-        pass
 
 
 class Log:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shoal.server.chain import ChainConfig
-from shoal.server.chain.manager import ChainManager, CoordinatorRequest, ReadLease, Swap
+from shoal.server.chain.manager import ChainManager, Fetch, ReadLease, Swap
 from shoal.server.chain.messages import Ask, ChainMessage, Confirm, Effect, Learn, Send
 from shoal.server.chain.node import ChainNode
 from shoal.server.chain.teaching import Teaching
@@ -73,7 +73,7 @@ class ConfirmsWhileAdding(ChainNode):
 
 
 class ForgetsWhatItAsked(ChainManager):
-    def next_request(self, now_s: float) -> CoordinatorRequest | None:
+    def next_request(self, now_s: float) -> Fetch | Swap | None:
         request = super().next_request(now_s)
         if isinstance(request, Swap) and request.config == self.node.asked:
             self.node._teaching.asked = None
@@ -141,7 +141,7 @@ class AsksOnce(Replica):
 
 
 class LeavesWithItsLease(ChainManager):
-    def next_request(self, now_s: float) -> CoordinatorRequest | None:
+    def next_request(self, now_s: float) -> Fetch | Swap | None:
         lease = copy(self.lease)
         request = super().next_request(now_s)
         self.lease.__dict__.update(lease.__dict__)

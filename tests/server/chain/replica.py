@@ -20,7 +20,7 @@ from shoal.server.chain.messages import (
     Send,
     SendSnapshot,
 )
-from shoal.server.chain.node import ChainNode, Fenced, NotHead
+from shoal.server.chain.node import ChainNode, Fenced
 from tests.server.chain.counters import Counters, Push, Resume
 from tests.server.chain.network import MESSAGE_S, TTL_S, Process
 
@@ -153,7 +153,7 @@ class Replica:
                 if isinstance(request, Fetch):
                     self.do(self.manager.fetched(request, *answer))
                 elif answer is not None:
-                    self.do(self.manager.swapped(request, answer))
+                    self.do(self.manager.know(request.config, answer))
                 else:
                     self.manager.look()
                     self.do([])
@@ -262,7 +262,7 @@ class Replica:
                 answer(self.node.config.head)
                 return
             position, effects = self.node.propose(op)
-        except (Fenced, NotHead):
+        except Fenced:
             answer(self.node.config.head)
         else:
             self.waiting[position] = answer
