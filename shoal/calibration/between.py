@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 import shoal
 from shoal.calibration.device import measured_calls
@@ -97,10 +97,15 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
         return found
     topology = in_ring_order(topology, network, exchange)
     with ExitStack() as stack:
-        ways = {
-            name: _open(name, topology, store, exchange, network, stack)
-            for name in usable(config, exchange)
-        }
+        ways: dict[str, InterHost] = {}
+        for name in usable(config, exchange):
+            own = PrefixStore(name, store)
+            links = open_links(name, topology, own, exchange, _TIMEOUT_S, network)
+            stack.callback(links.close)
+            between = links.inter_host()
+            assert between is not None  # hosts have equally many ranks
+            stack.callback(between.close)
+            ways[name] = between
         found["calls"] = _measured(ways, exchange, seconds)
     return found
 
@@ -110,19 +115,6 @@ def usable(config: RunConfig, exchange: Exchange) -> list[str]:
     can = {"tcp": is_built(), "gloo": config.tls.trusted_network}
     said = exchange(",".join(name for name in BETWEEN if can[name]).encode())
     return [name for name in BETWEEN if all(name.encode() in words.split(b",") for words in said)]
-
-
-def _open(
-    name: str, topology: Topology, store: Store, exchange: Exchange, network: HostNetwork,
-    stack: ExitStack,
-) -> InterHost:  # fmt: skip
-    own = PrefixStore(name, store)
-    links = open_links(name, topology, own, exchange, _TIMEOUT_S, network)
-    stack.callback(links.close)
-    between = links.inter_host()
-    assert between is not None  # hosts have equally many ranks
-    stack.callback(between.close)
-    return between
 
 
 def _measured(
@@ -136,7 +128,9 @@ def _measured(
             name: partial(way.run, Call("all_reduce", data, data)) for name, way in ways.items()
         }
         meet = partial(next(iter(ways.values())).run, Call("barrier"))
-        slowest_s = _longest_s(calls, exchange, meet)
+        # of one call of any way, on any rank: all of them make equally many calls then
+        own_ms = max(ms for rounds in alternate(calls, 1, 1, meet).values() for ms in rounds)
+        slowest_s = max(float(text) for text in exchange(f"{own_ms:.6f}".encode())) / 1e3
         steps = max(1, min(_MOST_CALLS, int(each_s / max(1e-9, _ROUNDS * len(calls) * slowest_s))))
         times_ms = alternate(calls, _ROUNDS, steps, meet)
         for name, rounds_ms in times_ms.items():
@@ -144,15 +138,6 @@ def _measured(
             points[name].append({"bytes": num_bytes, **sample._asdict()})
     exchange(b"end")  # before connections are closed
     return [{"executor": name, "points": rows} for name, rows in points.items()]
-
-
-def _longest_s(
-    calls: Mapping[str, Callable[[], None]], exchange: Exchange, meet: Callable[[], None]
-) -> float:
-    """Of one call of any way, on any rank: all of them make equally many calls then."""
-    found_ms = alternate(calls, 1, 1, meet)
-    own_ms = max(ms for rounds in found_ms.values() for ms in rounds)
-    return max(float(text) for text in exchange(f"{own_ms:.6f}".encode())) / 1e3
 
 
 def main() -> None:

@@ -82,8 +82,12 @@ def device_of(found: Found, memory_bytes: float) -> Device:
     (adam, adam_spread), (momentum, momentum_spread), tensor_s = _update(found["updates"])
     forward = [row for row in products[widest] if row["way"] == "forward"]
     backward = [row for row in products[widest] if row["way"] != "forward"]
-    step_s, (low_s, high_s) = _step_s(found, tensor_s), _quartiles(found["step"])
-    whole_s = found["step"]["median_s"]
+    backward_launch_s = found["launches"]["backward"]["median_s"]
+    (low_s, high_s), whole_s = _quartiles(found["step"]), found["step"]["median_s"]
+    # what is left of a step of one tiny layer without its kernels, its update and its calls
+    kernels_s = 2 * launch_s + 3 * backward_launch_s
+    update_s = 2 * UPDATE_KERNELS["sgd"] * tensor_s
+    step_s = max(0.0, whole_s - kernels_s - update_s - _smallest_s(found, "all_reduce"))
     device = Device(
         name=f"{cores}, {found['workers']} such workers at the same time" if synchronous else name,
         memory_bytes=memory_bytes,
@@ -93,7 +97,7 @@ def device_of(found: Found, memory_bytes: float) -> Device:
         backward_matmul_efficiency=_curve(_product_rates(backward, synchronous), peaks[widest]),
         memory_efficiency=_curve(moved, bandwidth),
         launch_s=launch_s,
-        backward_launch_s=found["launches"]["backward"]["median_s"],
+        backward_launch_s=backward_launch_s,
         synchronous=synchronous,
         update_bytes_per_s=adam,
         momentum_bytes_per_s=momentum,
@@ -186,16 +190,6 @@ def _update(rows: Iterable[Found]) -> tuple[Rate, Rate, float]:
         kernels.append(small["median_s"] / UPDATE_KERNELS[name])
         rates.append(_rate(large["numel"] * width, large, small["median_s"]))
     return rates[0], rates[1], fmean(kernels)
-
-
-def _step_s(found: Found, tensor_s: float) -> float:
-    """What is left of a step of one tiny layer without its kernels, its update and its calls."""
-    launches = found["launches"]
-    model_s = 2 * launches["forward"]["median_s"] + 3 * launches["backward"]["median_s"]
-    update_s = 2 * UPDATE_KERNELS["sgd"] * tensor_s
-    calls_s = _smallest_s(found, "all_reduce")
-    left_s: float = found["step"]["median_s"] - model_s - update_s - calls_s
-    return max(0.0, left_s)
 
 
 def _handover_s(found: Found, name: str, kind: str) -> float:

@@ -117,22 +117,19 @@ def named_cases(device: torch.device) -> list[NamedCase]:
     cases = [
         NamedCase(names, call, [data], (2 * size, 3 * size)) for names, call in pointwise.items()
     ]
-    return [*cases, _attention(device)]
-
-
-def _attention(device: torch.device) -> NamedCase:
-    """Causal attention in one kernel; operations are counted as half of all scores."""
+    # causal attention in one kernel; operations are counted as half of all scores
     shape = (_HEADS // 4, 4, _POSITIONS, _HEAD_SIZE)
     q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
     size = 4.0 * q.numel()
     flops = 2.0 * _HEADS * _POSITIONS * _POSITIONS * _HEAD_SIZE
-    return NamedCase(
+    attention = NamedCase(
         ("attention", "attention backward"),
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [q, k, v],
         (4 * size, 8 * size),
         (flops, 2.5 * flops),
     )
+    return [*cases, attention]
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -28,54 +28,46 @@ SIZES = (256, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _LARGE = 1 << 24  # fewer rounds from here on
 
 
-class CallBench:
-    def __init__(self, job: shoal.Job, seconds: float):
-        self._group: Group = job.group
-        self._device = job.device
-        self._executor = "nccl" if job.device.type == "cuda" else "shm"
-        self._round_s = seconds / (len(KINDS) + 1) / len(SIZES) / _ROUNDS
+def _calls(job: shoal.Job, seconds: float) -> Iterator[dict[str, Any]]:
+    """Every kind of call; V is the whole vector, of which a rank has 1/p where it is divided."""
+    group = job.group
+    round_s = seconds / (len(KINDS) + 1) / len(SIZES) / _ROUNDS
+    gloo = ["gloo"] if job.device.type == "cpu" and dist.is_gloo_available() else []
+    executor = "nccl" if job.device.type == "cuda" else "shm"
+    for kind in (*KINDS, *gloo):
+        points = []
+        for num_bytes in SIZES:
+            pieces = max(1, num_bytes // 4 // group.size)
+            whole = torch.zeros(pieces * group.size, device=job.device)
+            part = torch.zeros(pieces, device=job.device)
+            other = whole.clone()
+            calls: dict[str, Callable[[], Any]] = {
+                "all_reduce": partial(_wait, group.all_reduce, whole),
+                "reduce": partial(_wait, group.reduce, whole),
+                "reduce_scatter": partial(_wait, group.reduce_scatter, part, whole),
+                "all_gather": partial(_wait, group.all_gather, whole, part),
+                "broadcast": partial(_wait, group.broadcast, whole),
+                "all_to_all": partial(_wait, group.all_to_all, other, whole),
+                "send": partial(_exchange, group, whole, other),
+                "gloo": partial(dist.all_reduce, torch.zeros(num_bytes // 4)),
+            }
+            points.append({"bytes": num_bytes, **_sample(group, calls[kind], round_s)})
+        is_gloo = kind == "gloo"
+        names = ("gloo", "all_reduce") if is_gloo else (executor, kind)
+        yield {"executor": names[0], "kind": names[1], "ranks": group.size, "points": points}
 
-    def calls(self) -> Iterator[dict[str, Any]]:
-        for kind in KINDS:
-            yield self._measure(self._executor, kind, partial(self._native, kind))
-        if self._device.type == "cpu" and dist.is_gloo_available():
-            yield self._measure(
-                "gloo", "all_reduce", lambda size: partial(dist.all_reduce, torch.zeros(size // 4))
-            )
 
-    def _measure(
-        self, executor: str, kind: str, make: Callable[[int], Callable[[], Any]]
-    ) -> dict[str, Any]:
-        points = [{"bytes": size, **self._sample(make(size))} for size in SIZES]
-        ranks = self._group.size
-        return {"executor": executor, "kind": kind, "ranks": ranks, "points": points}
+def _wait(call: Callable[..., Any], *tensors: Tensor) -> None:
+    call(*tensors).wait()
 
-    def _native(self, kind: str, num_bytes: int) -> Callable[[], Any]:
-        """One call; V is the whole vector, of which a rank has 1/p where it is divided."""
-        group = self._group
-        pieces = max(1, num_bytes // 4 // group.size)
-        whole = torch.zeros(pieces * group.size, device=self._device)
-        part = torch.zeros(pieces, device=self._device)
-        other = whole.clone()
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda: group.all_reduce(whole).wait(),
-            "reduce": lambda: group.reduce(whole).wait(),
-            "reduce_scatter": lambda: group.reduce_scatter(part, whole).wait(),
-            "all_gather": lambda: group.all_gather(whole, part).wait(),
-            "broadcast": lambda: group.broadcast(whole).wait(),
-            "all_to_all": lambda: group.all_to_all(other, whole).wait(),
-            "send": lambda: _exchange(group, whole, other),
-        }
-        return calls[kind]
 
-    def _sample(self, call: Callable[[], Any]) -> dict[str, float]:
-        call()
-        start_s = time.perf_counter()
-        call()
-        calls = torch.tensor([self._round_s / (time.perf_counter() - start_s)])
-        self._group.broadcast(calls).wait()
-        number = int(min(1000, max(1, float(calls))))
-        return _rounds(self._group, call, number)
+def _sample(group: Group, call: Callable[[], Any], round_s: float) -> dict[str, float]:
+    call()
+    start_s = time.perf_counter()
+    call()
+    calls = torch.tensor([round_s / (time.perf_counter() - start_s)])
+    group.broadcast(calls).wait()
+    return _rounds(group, call, int(min(1000, max(1, float(calls)))))
 
 
 def _rounds(group: Group, call: Callable[[], Any], calls: int) -> dict[str, float]:
@@ -227,7 +219,7 @@ def measure(job: shoal.Job, seconds: float) -> dict[str, Any]:
         found[name] = _together(job, getattr(bench, name), share * scale * seconds)
     found["step"] = _step(job, nn.Linear(4, 4).to(job.device), _STEPS)
     if not alone:
-        found["calls"] = list(CallBench(job, _OF_CALLS * seconds).calls())
+        found["calls"] = list(_calls(job, _OF_CALLS * seconds))
         if not is_cuda:
             found["handover"] = handover(job.group)
         found["served"] = served(job)

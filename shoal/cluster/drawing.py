@@ -47,7 +47,13 @@ def levels(cluster: Cluster) -> tuple[Level, ...]:
         sizes = (nodes * cluster.node.nics, nodes // 2 * cluster.node_bytes_per_s)
         found.append(_level("rack", nic, *sizes, nodes * cluster.node.devices, words))
     if cluster.racks > 1 and nic is not None:
-        found.append(_spine_level(cluster, nic))
+        rate, ratio = cluster.uplink_bytes_per_s, f"1:{cluster.oversubscription:g}"
+        # racks that are not full, and an odd one, do not change what half of the racks can send
+        half = cluster.racks // 2
+        devices = 2 * half * (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
+        words = f"between racks (uplinks to the spine, oversubscribed {ratio})"
+        rates = (rate / nic.efficiency, rate, cluster.racks, half * rate)
+        found.append(Level("spine", f"uplinks of a rack, {ratio}", *rates, devices, words))
     return tuple(found)
 
 
@@ -106,16 +112,6 @@ def _pcie_cut(cluster: Cluster, switches: int) -> tuple[str, float]:
         return f"between the sockets of a node ({link.name})", link.rate
     shared = f", each for {node.devices_per_pcie} devices" if node.devices_per_pcie > 1 else ""
     return f"inside a node ({switches} links of {pcie.name}{shared})", crossing
-
-
-def _spine_level(cluster: Cluster, nic: LinkSpec) -> Level:
-    rate, ratio = cluster.uplink_bytes_per_s, f"1:{cluster.oversubscription:g}"
-    # racks that are not full, and an odd one, do not change what half of the racks can send
-    half = cluster.racks // 2
-    devices = 2 * half * (cluster.nodes_per_rack or cluster.nodes) * cluster.node.devices
-    words = f"between racks (uplinks to the spine, oversubscribed {ratio})"
-    rates = (rate / nic.efficiency, rate, cluster.racks, half * rate)
-    return Level("spine", f"uplinks of a rack, {ratio}", *rates, devices, words)
 
 
 def _level(
@@ -181,33 +177,26 @@ def _node_tree(cluster: Cluster) -> Tree:
     if node.sockets > 1 and node.socket_link:
         branch.add(f"{node.sockets} sockets, {link_words(node.socket_link)}")
     if node.fabric is not None and node.devices > 1:
-        branch.add(_fabric_line(cluster, node.fabric))
+        shape, per = "switch" if node.fabric_is_switched else "all pairs", "a device"
+        if node.torus is not None:
+            shape, per = f"torus of {' x '.join(map(str, node.torus))}", "to a neighbor"
+        if node.fabric.shared:
+            share = counted(node.devices, "device")
+            branch.add(f"{link_words(node.fabric)}, shared by {share}")
+        else:
+            branch.add(f"{shape}, {link_words(node.fabric, per)}")
     if node.pcie is not None:
-        branch.add(_pcie_line(cluster, node.pcie))
+        line = link_words(node.pcie, "a device")
+        if node.devices_per_pcie > 1:
+            switches = -(-node.devices // node.devices_per_pcie)
+            what = counted(switches, "PCIe switch", "PCIe switches")
+            share = counted(node.devices_per_pcie, "device")
+            line = f"{what}, {link_words(node.pcie)}, shared by {share}"
+        branch.add(line)
     if node.nic is not None and cluster.nodes == 1:
         branch.add(_nic_line(cluster))
     branch.add(f"{node.devices} x {device_words(cluster.device)}")
     return branch
-
-
-def _fabric_line(cluster: Cluster, fabric: LinkSpec) -> str:
-    node = cluster.node
-    if fabric.shared:
-        return f"{link_words(fabric)}, shared by {counted(node.devices, 'device')}"
-    if node.torus is not None:
-        return f"torus of {' x '.join(map(str, node.torus))}, {link_words(fabric, 'to a neighbor')}"
-    shape = "switch" if node.fabric_is_switched else "all pairs"
-    return f"{shape}, {link_words(fabric, 'a device')}"
-
-
-def _pcie_line(cluster: Cluster, pcie: LinkSpec) -> str:
-    node = cluster.node
-    switches = -(-node.devices // node.devices_per_pcie)
-    if node.devices_per_pcie == 1:
-        return link_words(pcie, "a device")
-    share = counted(node.devices_per_pcie, "device")
-    what = counted(switches, "PCIe switch", "PCIe switches")
-    return f"{what}, {link_words(pcie)}, shared by {share}"
 
 
 def level_table(cluster: Cluster) -> Table:
@@ -235,22 +224,16 @@ def notes(cluster: Cluster) -> list[str]:
     if noise.straggler_share:
         share = f"{noise.straggler_share:.1%} of the workers of a step"
         found.append(f"Stragglers: {share} are {noise.straggler_slowdown:g} times slower.")
-    assumed = _assumed(cluster)
-    if assumed:
-        found.append(f"Assumed, not read or measured: {'; '.join(assumed)}.")
-    return found
-
-
-def _assumed(cluster: Cluster) -> list[str]:
-    """What the typical figures of a cluster are, and of which part."""
     node = cluster.node
     links = [one for one in (node.fabric, node.pcie, node.socket_link, node.nic) if one]
-    found = []
     parts: list[Device | LinkSpec] = [cluster.device, *dict.fromkeys(links)]
-    for part in parts:
-        keys = ", ".join(part.assumed)
-        if part.source == "assumed" or keys:
-            found.append(f"{'all' if part.source == 'assumed' else keys} of {part.name}")
+    assumed = [
+        f"{'all' if part.source == 'assumed' else ', '.join(part.assumed)} of {part.name}"
+        for part in parts
+        if part.source == "assumed" or part.assumed
+    ]
+    if assumed:
+        found.append(f"Assumed, not read or measured: {'; '.join(assumed)}.")
     return found
 
 

@@ -151,25 +151,27 @@ def read_host() -> Host:
     root = Path("/")
     gpus = parse_gpus(_output(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"))
     topology = parse_topology(_output("topo", "-m")) if len(gpus) > 1 else GpuTopology()
-    info = _cpu_info(root)
+    first = _text(root / "proc/cpuinfo").split("\n\n")[0]  # processor
+    pairs = [line.partition(":") for line in first.splitlines()]
+    info = {key.strip(): value.strip() for key, _, value in pairs}
+    packages = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")
+    kilohertz = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
+    megahertz = re.fullmatch(r"\d+(\.\d+)?", info.get("cpu MHz", ""))
+    hertz = float(megahertz[0]) * 1e6 if megahertz else None
     flags = (info.get("flags") or info.get("Features") or "").split()
     return Host(
         cores=cores(),
-        sockets=_sockets(root),
-        numa_nodes=numa_nodes(root),
+        sockets=max(1, len({_text(path) for path in packages})),
+        numa_nodes=max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*")))),
         memory_bytes=memory_bytes(root),
         cpu=info.get("model name") or info.get("CPU part") or "CPU",
         # of a core, fp32: two units for fused multiply-adds as wide as its vectors
         flops_a_cycle=next((flops for flag, flops in _FLOPS_A_CYCLE if flag in flags), 8),
-        hertz=_hertz(root, info),
+        hertz=float(kilohertz) * 1e3 if kilohertz.isdigit() else hertz,
         nics=read_nics(root),
         gpus=gpus,
         topology=topology,
     )
-
-
-def numa_nodes(root: Path) -> int:
-    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
 
 
 def memory_bytes(root: Path) -> float:
@@ -208,26 +210,6 @@ def _ethernet(path: Path) -> Nic | None:
     speed = _text(path / "speed")
     megabits = int(speed) if speed.isdigit() else 0
     return Nic(path.name, megabits * 1e6 / 8 if megabits else None, "ethernet")
-
-
-def _cpu_info(root: Path) -> dict[str, str]:
-    """The first processor of /proc/cpuinfo."""
-    first = _text(root / "proc/cpuinfo").split("\n\n")[0]
-    pairs = [line.partition(":") for line in first.splitlines()]
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _hertz(root: Path, info: dict[str, str]) -> float | None:
-    kilohertz = _text(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
-    if kilohertz.isdigit():
-        return float(kilohertz) * 1e3
-    megahertz = re.fullmatch(r"\d+(\.\d+)?", info.get("cpu MHz", ""))
-    return float(megahertz[0]) * 1e6 if megahertz else None
-
-
-def _sockets(root: Path) -> int:
-    paths = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")
-    return max(1, len({_text(path) for path in paths}))
 
 
 def _text(path: Path) -> str:

@@ -374,21 +374,15 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         yield from _table("crowded", {"workers": workers, **_device_keys(device)}, many=True)
     for name, many in (("measured", node.measured), ("between", cluster.between)):
         for calls in many:
-            yield from _table(name, _calls_keys(calls), many=True)
+            points = [[size, seconds * 1e6] for size, seconds in calls.points]
+            spread = [[low * 1e6, high * 1e6] for low, high in calls.spread]
+            keys = {**vars(calls), "points": points, "spread": spread, "source": "measured"}
+            yield from _table(name, keys, many=True)
 
 
 def _device_keys(device: Device) -> dict[str, Any]:
     peaks = {dtype: flops / 1e12 for dtype, flops in device.peak_flops.items()}
     return {**_in_units(device, _DeviceTable), "peak_TFLOP_per_s": peaks}
-
-
-def _calls_keys(calls: MeasuredCalls) -> dict[str, Any]:
-    return {
-        **vars(calls),
-        "points": [[size, seconds * 1e6] for size, seconds in calls.points],
-        "spread": [[low * 1e6, high * 1e6] for low, high in calls.spread],
-        "source": "measured",
-    }
 
 
 def _in_units(of: object, kind: type[Struct]) -> dict[str, Any]:

@@ -59,28 +59,24 @@ def why_first(one: Prediction) -> str:
     return f"{share}; of the rest most is {part_words(most)}, {show_seconds(most.seconds)}"
 
 
-def why_behind(one: Prediction, best: Prediction) -> str:
-    """The part in which a strategy loses most against the best one."""
-    if one.step_s < best.step_s:
-        return f"{1 - one.step_s / best.step_s:.1%} faster than the first, which is plainer"
-    lost = {part.name: part.seconds for part in one.parts}
-    for part in best.parts:
-        lost[part.name] = lost.get(part.name, 0.0) - part.seconds
-    worst = max(one.parts, key=lambda part: lost[part.name])
-    if lost[worst.name] < _NOTABLE * one.step_s:
-        return f"as fast as the first up to {one.step_s / best.step_s - 1:.1%}"
-    words = f"{show_seconds(worst.seconds)} of {show_seconds(one.step_s)} is {part_words(worst)}"
-    before = worst.seconds - lost[worst.name]
-    return f"{words}, against {show_seconds(before) if before else 'none'} in the first"
-
-
 def why(one: Priced, best: Priced) -> str:
     """One sentence why a strategy stands where it stands."""
     if not one.prediction.fits:
         return does_not_fit(one.prediction)
     if one is best:
         return why_first(one.prediction)
-    return why_behind(one.prediction, best.prediction)
+    mine, first = one.prediction, best.prediction
+    if mine.step_s < first.step_s:
+        return f"{1 - mine.step_s / first.step_s:.1%} faster than the first, which is plainer"
+    lost = {part.name: part.seconds for part in mine.parts}
+    for part in first.parts:
+        lost[part.name] = lost.get(part.name, 0.0) - part.seconds
+    worst = max(mine.parts, key=lambda part: lost[part.name])  # where it loses most
+    if lost[worst.name] < _NOTABLE * mine.step_s:
+        return f"as fast as the first up to {mine.step_s / first.step_s - 1:.1%}"
+    words = f"{show_seconds(worst.seconds)} of {show_seconds(mine.step_s)} is {part_words(worst)}"
+    before = worst.seconds - lost[worst.name]
+    return f"{words}, against {show_seconds(before) if before else 'none'} in the first"
 
 
 def does_not_fit(one: Prediction) -> str:

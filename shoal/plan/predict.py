@@ -20,7 +20,6 @@ from shoal.plan.sync_price.zero import zero
 from shoal.plan.workloads import Recompute, Split, Workload
 from shoal.schedules.pipelines.catalog import schedule
 from shoal.strategy.base import Batches, SyncTerm
-from shoal.strategy.split_terms import Pp
 from shoal.strategy.strategy import Layout, Strategy, as_strategy
 
 _ALL = (single, ddp, zero, ps, gossip, hogwild, mapreduce, localsgd)
@@ -86,8 +85,14 @@ class Predictor:
     def _model_flops(self, settings: PlanSettings) -> float:
         key = (settings.batch, settings.flash_attention)
         if key not in self._flops:
-            counted = self.workload.model_flops(*key)
-            self._flops[key] = min(counted, _computed_flops(self.workload, *key))
+            # what kernels do: papers also count what those of causal attention skip
+            split = Split(settings.batch, flash_attention=settings.flash_attention)
+            computed = 0.0
+            for index, run in enumerate(self.workload.runs):
+                cost = self.workload.cost(index, split)
+                kernels = (*cost.forward, *cost.backward_input, *cost.backward_weight)
+                computed += run.count * sum(kernel.flops for kernel in kernels)
+            self._flops[key] = min(self.workload.model_flops(*key), computed)
         return self._flops[key]
 
     def question(
@@ -174,17 +179,6 @@ def predict(
     return predictor.predict(as_strategy(strategy), workers, settings)
 
 
-def _computed_flops(workload: Workload, samples: int, flash_attention: bool) -> float:
-    """What kernels do: papers also count what those of causal attention skip."""
-    split = Split(samples, flash_attention=flash_attention)
-    total = 0.0
-    for index, run in enumerate(workload.runs):
-        cost = workload.cost(index, split)
-        kernels = (*cost.forward, *cost.backward_input, *cost.backward_weight)
-        total += run.count * sum(kernel.flops for kernel in kernels)
-    return total
-
-
 def resolve_step(
     workload: Workload, strategy: Strategy, workers: int, settings: PlanSettings
 ) -> ResolvedStep:
@@ -203,7 +197,14 @@ def _resolve(
         )
     turns = batches_in_turns(layout, term)
     microbatch, microbatches = _micro_batches(workload, strategy, layout, settings, turns)
-    in_notation = strategy.pp is not None and strategy.pp.recompute
+    in_notation = False
+    shape = PipelineShape()
+    if (pp := strategy.pp) is not None:
+        in_notation = pp.recompute
+        chunks = schedule(pp.schedule).num_chunks(pp.chunks)
+        balance = "even" if settings.even_stages else pp.balance
+        scatter = settings.scatter_sends and strategy.tp is not None and not strategy.tp.sequence
+        shape = PipelineShape(pp.schedule, chunks, balance, scatter)
     split = Split(
         microbatch,
         layout.tp,
@@ -213,7 +214,7 @@ def _resolve(
         "full" if in_notation else settings.recompute,
         settings.flash_attention,
     )
-    return ResolvedStep(layout, split, microbatches, _shape(strategy, settings))
+    return ResolvedStep(layout, split, microbatches, shape)
 
 
 def batches_in_turns(layout: Layout, term: SyncTerm) -> int:
@@ -233,25 +234,12 @@ def _micro_batches(
                 f"{of_replica} of a replica"
             )
         return settings.microbatch, -(-of_replica // settings.microbatch)
-    count = min(_default_count(workload, strategy.pp), of_replica)
+    # as the runtime chooses: those of pp, or `accumulate` of the script, or two for each stage
+    pp, count = strategy.pp, workload.accumulate
+    if pp is not None and pp.size > 1:
+        if pp.microbatches is not None:
+            count = pp.microbatches
+        elif count == 1:
+            count = 1 if pp.schedule == "inter-op" else 2 * pp.size
+    count = min(count, of_replica)
     return -(-of_replica // count), count
-
-
-def _default_count(workload: Workload, pp: Pp | None) -> int:
-    """As the runtime chooses: those of pp, or `accumulate` of the script, or two for each stage."""
-    if pp is None or pp.size == 1:
-        return workload.accumulate
-    if pp.microbatches is not None:
-        return pp.microbatches
-    default = 1 if pp.schedule == "inter-op" else 2 * pp.size
-    return workload.accumulate if workload.accumulate > 1 else default
-
-
-def _shape(strategy: Strategy, settings: PlanSettings) -> PipelineShape:
-    if strategy.pp is None:
-        return PipelineShape()
-    pp = strategy.pp
-    chunks = schedule(pp.schedule).num_chunks(pp.chunks)
-    balance = "even" if settings.even_stages else pp.balance
-    scatter = settings.scatter_sends and strategy.tp is not None and not strategy.tp.sequence
-    return PipelineShape(pp.schedule, chunks, balance, scatter)

@@ -50,7 +50,11 @@ def profiled(cluster: Cluster, workload: Workload, profiles: Sequence[ModelProfi
     ]
     most = max(profiles, key=lambda one: one.workers)
     crowded = tuple((workers, _paced(device, paces, workers)) for workers, device in node.crowded)
-    device = _beside_device(_paced(cluster.device, paces, node.devices), most)
+    device = _paced(cluster.device, paces, node.devices)
+    if most.whole_s is not None and most.host_s is not None:
+        # the host does its own part of a step while the device is behind
+        left_s = most.host_s + device.step_s - most.whole_s
+        device = replace(device, step_s=min(device.step_s, max(0.0, left_s)))
     measured = _paced_calls(cluster, workload, most)
     noise = _noise(cluster.noise, most)
     node = replace(node, crowded=crowded, measured=measured)
@@ -105,14 +109,6 @@ def _paces(device: Device, workload: Workload, profile: ModelProfile) -> dict[st
         quartiles = None if measured is None else (measured[0] / seconds, measured[1] / seconds)
         found[f"{name}_pace"] = (getattr(profile, f"{name}_s") / seconds, quartiles)
     return found
-
-
-def _beside_device(device: Device, profile: ModelProfile) -> Device:
-    """The host does its own part of a step while the device is behind."""
-    if profile.whole_s is None or profile.host_s is None:
-        return device
-    left_s = profile.host_s + device.step_s - profile.whole_s
-    return replace(device, step_s=min(device.step_s, max(0.0, left_s)))
 
 
 def _paced(device: Device, paces: Sequence[tuple[int, dict[str, _Pace]]], workers: int) -> Device:

@@ -221,8 +221,11 @@ class _Search:
         """1f1b first: no schedule keeps fewer activations, or has less than no bubble."""
         for number, pipeline in enumerate(pipelines(shape, self.layers)):
             best = self._climb(found, shape, sync, pipeline)
-            if number == 0 and (best is None or _without_bubble(best) > found.limit_s):
-                return
+            if number == 0:
+                parts = () if best is None else best.prediction.parts
+                filled_s = sum(p.seconds for p in parts if p.name in ("bubble", "pp", "recompute"))
+                if best is None or best.seconds - filled_s > found.limit_s:
+                    return
 
     def _climb(
         self, found: _Found, shape: Shape, sync: SyncTerm | None, pipeline: tuple[str, int]
@@ -293,8 +296,3 @@ class _Search:
             if least is not None and least.prediction.fits:
                 return least
         return None
-
-
-def _without_bubble(one: Priced) -> float:
-    left_out = ("bubble", "pp", "recompute")
-    return one.seconds - sum(p.seconds for p in one.prediction.parts if p.name in left_out)

@@ -183,11 +183,15 @@ def draw(timeline: Timeline, proof: PipelineProof, console: Console) -> None:
     rows = _rows(timeline, tick)
     names = [f"stage {stage}" for stage in range(len(rows))]
     margin = max(map(len, names)) + 2
-    per_line = max(1, (console.width - margin) // len(rows[0][0][0]))
+    width = len(rows[0][0][0])
+    per_line = max(1, (console.width - margin) // width)
     console.print(Text(str(timeline.pipeline), style="bold"))
     for first in range(0, len(rows[0]), per_line):
         shown = slice(first, first + per_line)
-        console.print(_axis(rows[0][shown], first, tick, margin), soft_wrap=True)
+        axis = "time".ljust(margin)  # and the time at every fifth column
+        for number in range(0, len(rows[0][shown]), 5):
+            axis = axis.ljust(margin + number * width) + f"{float((first + number) * tick):.4g}"
+        console.print(Text(axis, style="dim"), soft_wrap=True)
         for name, row in zip(names, rows, strict=True):
             line = Text.assemble((name.ljust(margin), "bold"), *row[shown])
             line.rstrip()
@@ -230,15 +234,6 @@ def _legend(timeline: Timeline, tick: Fraction) -> Text:
     if any(abs(start - round(start)) > 0.001 for start in starts):
         parts.append(Text(f"rounded to columns of {float(tick):.4g}"))
     return Text("   ").join(parts)
-
-
-def _axis(cells: list[_Cell], first: int, tick: Fraction, margin: int) -> Text:
-    """The time at every fifth column."""
-    width = len(cells[0][0])
-    line = ""
-    for number in range(0, len(cells), 5):
-        line = line.ljust(number * width) + f"{float((first + number) * tick):.4g}"
-    return Text("time".ljust(margin) + line, style="dim")
 
 
 def _tick(timeline: Timeline) -> Fraction:
@@ -320,9 +315,7 @@ class _Sheet:
         wanted = timeline.makespan / _shortest(timeline) * _SHORTEST
         self.drawn = min(max(wanted, _NARROWEST), _WIDEST)
         self.per_time = self.drawn / timeline.makespan
-        self.width = _LEFT + self.drawn + _RIGHT
-        self.bottom = _TOP + timeline.pipeline.stages * (_BAND + _HELD + _GAP)
-        self.height = self.bottom + 92
+        self.bottom = self.y(timeline.pipeline.stages)
 
     def x(self, moment: float) -> float:
         return _LEFT + moment * self.per_time
@@ -349,7 +342,7 @@ def gantt_svg(timeline: Timeline, proof: PipelineProof) -> str:
         _drawn_axis(sheet, timeline),
         _drawn_legend(sheet, timeline),
     ]
-    return svg.document(name, (sheet.width, sheet.height), _STYLE, body)
+    return svg.document(name, (_LEFT + sheet.drawn + _RIGHT, sheet.bottom + 92), _STYLE, body)
 
 
 def _stage(sheet: _Sheet, timeline: Timeline, proof: PipelineProof, stage: int) -> str:
@@ -402,19 +395,15 @@ def _held(sheet: _Sheet, spans: tuple[ActionSpan, ...], most: int, y: float) -> 
 
 def _drawn_axis(sheet: _Sheet, timeline: Timeline) -> str:
     y = sheet.bottom + 2
-    step = _round_step(60 / sheet.per_time)
+    least = 60 / sheet.per_time  # a step is 1, 2 or 5 times a power of ten, and at least this
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
     parts = [svg.path(f"M{_LEFT} {y}h{sheet.drawn:.1f}", "axis")]
     for moment in (step * number for number in range(int(timeline.makespan / step) + 1)):
         x = sheet.x(moment)
         parts.append(svg.path(f"M{x:.1f} {y}v6", "axis"))
         parts.append(svg.text(x, y + 20, f"{moment:g}", "note", text_anchor="middle"))
     return "".join([*parts, svg.text(_MARGIN, y + 20, "time", "note")])
-
-
-def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, and at least `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
 
 
 def _drawn_legend(sheet: _Sheet, timeline: Timeline) -> str:

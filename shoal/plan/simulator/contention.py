@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
 from shoal.cluster.topology import ClusterTopology
@@ -151,26 +150,20 @@ def closed_form(table: MessageTable, chunk: float, routes: Routes) -> RoundTime:
 
     def timed(src: Longs, dst: Longs, sizes: Floats) -> RoundTime:
         way = routes.rows(src, dst)
-        alphas_s = routes.alphas_s(way)
+        alphas_s = routes.alphas_s[way]
         at_ports = max(np.bincount(src, alphas_s).max(), np.bincount(dst, alphas_s).max())
-        moved = _carried(routes.paths(way), sizes, routes)
+        moved = _carried(routes.paths[way], sizes, routes)
         return float(at_ports + (moved / routes.capacities).max()), moved
 
     messages = np.bincount(table.round, minlength=table.num_rounds)
-    alone = _alone(table, messages[table.round] == 1, chunk, routes)
-    return table.sum_rounds(np.flatnonzero(messages > 1).tolist(), chunk, timed, alone)
-
-
-def _alone(
-    table: MessageTable, single: NDArray[np.bool_], chunk: float, routes: Routes
-) -> RoundTime:
-    """The rounds of one message, of which `naive` has a million over 1,024 ranks, together."""
+    # the rounds of one message, of which `naive` has a million over 1,024 ranks, together
+    single = messages[table.round] == 1
     way = routes.rows(table.src[single], table.dst[single])
-    paths = routes.paths(way)
-    sizes = table.chunks[single] * chunk
+    paths, sizes = routes.paths[way], table.chunks[single] * chunk
     slowest = np.append(1 / routes.capacities, 0.0)[paths].max(axis=1, initial=0.0)
-    seconds = routes.alphas_s(way).sum() + (sizes * slowest).sum()
-    return float(seconds), _carried(paths, sizes, routes)
+    seconds = float(routes.alphas_s[way].sum() + (sizes * slowest).sum())
+    alone = (seconds, _carried(paths, sizes, routes))
+    return table.sum_rounds(np.flatnonzero(messages > 1).tolist(), chunk, timed, alone)
 
 
 def _carried(paths: Longs, sizes: Floats, routes: Routes) -> Floats:
@@ -207,7 +200,13 @@ def explain_racks(network: ClusterNetwork, prices: Sequence[ContendedPrice]) -> 
         return ""
     often = network.crossings(AT_RANDOM)
     if often <= network.crossings():
-        return _explain_nics(cluster, in_order, levels)
+        if cluster.node.nics < 2 or levels is None or levels.seconds >= in_order.seconds:
+            return ""
+        return (
+            f"One ring leaves a node through one of its {cluster.node.nics} NICs; hierarchical "
+            f"sends a share through each, and is {in_order.seconds / levels.seconds:.3g} times as "
+            "fast."
+        )
     text = (
         f"A ring in random order crosses the 1:{cluster.oversubscription:g} uplink of one rack "
         f"{often} times a round, and the {often} flows share it; in rack-contiguous order "
@@ -217,15 +216,6 @@ def explain_racks(network: ClusterNetwork, prices: Sequence[ContendedPrice]) -> 
         text += " Hierarchical sends only one rack's share over the uplink: "
         text += f"{_faster(levels, at_random)}."
     return text
-
-
-def _explain_nics(cluster: Cluster, ring: ContendedPrice, levels: ContendedPrice | None) -> str:
-    if cluster.node.nics < 2 or levels is None or levels.seconds >= ring.seconds:
-        return ""
-    return (
-        f"One ring leaves a node through one of its {cluster.node.nics} NICs; hierarchical sends a "
-        f"share through each, and is {ring.seconds / levels.seconds:.3g} times as fast."
-    )
 
 
 def _faster(one: ContendedPrice, other: ContendedPrice) -> str:

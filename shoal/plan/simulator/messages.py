@@ -162,39 +162,28 @@ class Routes:
         self._topology = topology
         self._order = order
         self._rows: dict[tuple[int, int], int] = {}
-        self._paths: list[Sequence[int]] = []
-        self._table: Longs = np.empty((0, 1), np.int64)
-        self._alpha_table: Floats = np.empty(0)
+        self._found: list[Sequence[int]] = []
+        self.paths: Longs = np.empty((0, 1), np.int64)  # padded with -1
+        self.alphas_s: Floats = np.empty(0)
 
     def rows(self, src: Longs, dst: Longs) -> Longs:
         """The row in `paths` and `alphas_s` of each pair."""
-        pairs = zip(src.tolist(), dst.tolist(), strict=True)
-        found = [self._row(pair) for pair in pairs]
-        if len(self._table) < len(self._paths):
-            self._fill()
-        return np.array(found, np.int64)
-
-    def paths(self, rows: Longs) -> Longs:
-        return self._table[rows]
-
-    def alphas_s(self, rows: Longs) -> Floats:
-        return self._alpha_table[rows]
+        rows = [self._row(pair) for pair in zip(src.tolist(), dst.tolist(), strict=True)]
+        if len(self.paths) < len(self._found):
+            width = max(1, *(len(path) for path in self._found))
+            self.paths = np.full((len(self._found), width), -1, np.int64)
+            for row, path in enumerate(self._found):
+                self.paths[row, : len(path)] = path
+            self.alphas_s = np.append(self._alphas, 0.0)[self.paths].sum(axis=1)
+        return np.array(rows, np.int64)
 
     def _row(self, pair: tuple[int, int]) -> int:
         row = self._rows.get(pair)
         if row is None:
             src, dst = pair if self._order is None else (self._order[r] for r in pair)
-            row = self._rows[pair] = len(self._paths)
-            self._paths.append(self._topology.path(src, dst) if src != dst else ())
+            row = self._rows[pair] = len(self._found)
+            self._found.append(self._topology.path(src, dst) if src != dst else ())
         return row
-
-    def _fill(self) -> None:
-        width = max(1, *(len(path) for path in self._paths))
-        table = np.full((len(self._paths), width), -1, np.int64)
-        for row, path in enumerate(self._paths):
-            table[row, : len(path)] = path
-        self._table = table
-        self._alpha_table = np.append(self._alphas, 0.0)[table].sum(axis=1)
 
 
 class MessageNetwork:
@@ -219,7 +208,7 @@ class MessageNetwork:
     ) -> None:
         """Messages that begin now; one that stands for many takes `repeats` alphas."""
         rows = self._routes.rows(src, dst)
-        alphas_s = self._routes.alphas_s(rows) * (1 if repeats is None else repeats)
+        alphas_s = self._routes.alphas_s[rows] * (1 if repeats is None else repeats)
         numbers = np.arange(self._tag, self._tag + len(tags))
         self._tag += len(tags)
         self._owner.update(zip(numbers.tolist(), tags.tolist(), strict=True))
@@ -229,7 +218,7 @@ class MessageNetwork:
         ports = np.stack([src, self._ranks + dst], axis=1) + self._links
         self._flows.start(ports[late], alphas_s[late], numbers[late])
         if not late.all():
-            paths = self._routes.paths(rows[~late])
+            paths = self._routes.paths[rows[~late]]
             self._flows.start(paths, sizes[~late], numbers[~late])
 
     def next_end_s(self) -> float:
@@ -241,7 +230,7 @@ class MessageNetwork:
         begun = [n for n in ended if n in self._waiting and self._waiting[n][1] > 0]
         if begun:
             rows, sizes = zip(*(self._waiting[n] for n in begun), strict=True)
-            paths = self._routes.paths(np.array(rows))
+            paths = self._routes.paths[np.array(rows)]
             self._flows.start(paths, np.array(sizes, np.float64), np.array(begun))
         going_on = set(begun)
         for number in ended:
@@ -328,9 +317,9 @@ def simulate_collective(collective: Collective, num_bytes: float, routes: Routes
 def _one_message(src: Longs, dst: Longs, num_bytes: float, routes: Routes) -> RoundTime:
     """A message that has its path for itself."""
     row = routes.rows(src, dst)
-    path = routes.paths(row)[0]
+    path = routes.paths[row][0]
     path = path[path >= 0]
     rate = float(routes.capacities[path].min(initial=math.inf))
     carried = np.zeros(routes.capacities.size)
     carried[path] = num_bytes
-    return float(routes.alphas_s(row)[0]) + num_bytes / rate, carried
+    return float(routes.alphas_s[row][0]) + num_bytes / rate, carried

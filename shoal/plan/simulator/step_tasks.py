@@ -115,22 +115,20 @@ class StepTasks:
                 for stage, rank in enumerate(column):
                     self._add_actions(rank, stage, step, [*self._ready[rank], *waits])
                 self._add_sends(column)
-        groups = self._groups(step)
+        none = (0.0,) * self._work.stages
+        gradients = self._work.gradient_bytes or none
+        parameters = self._work.parameter_bytes or none
+        groups = [
+            _Group(step, members, gradients[stage], parameters[stage])
+            for stage in range(self._work.stages)
+            for members in self._ranks[:, stage, :].T.tolist()
+        ]
         if self._how.way == "zero" and self._how.stage == 3:
             for group in groups:
                 self._gather_weights(group)
         for group in groups:
             self._agree(group)
         self.ends.append({rank: tasks[0] for rank, tasks in self._ready.items()})
-
-    def _groups(self, step: int) -> list[_Group]:
-        gradients = self._work.gradient_bytes or (0.0,) * self._work.stages
-        parameters = self._work.parameter_bytes or (0.0,) * self._work.stages
-        return [
-            _Group(step, members, gradients[stage], parameters[stage])
-            for stage in range(self._work.stages)
-            for members in self._ranks[:, stage, :].T.tolist()
-        ]
 
     def _add_actions(self, rank: int, stage: int, step: int, before: Sequence[int]) -> None:
         factor = self._uneven.factor(rank, step)
@@ -203,11 +201,14 @@ class StepTasks:
         else:
             for rank in group.ranks:
                 self._ready[rank] = [self._update(rank, group.step, ())]
+            after = [self._ready[rank][0] for rank in group.ranks]
+            size = group.parameter_bytes
             if way == "gossip" and len(group.ranks) > 1:
-                self._gossip(group)
+                mixed = gossip(self.graph, group.ranks, size, after, self._how.graph, group.step)
+                if not self._how.is_async:
+                    self._ready |= {rank: [n] for rank, n in zip(group.ranks, mixed, strict=True)}
             elif way == "average" and (group.step + 1) % self._how.every == 0:
-                after = [self._ready[rank][0] for rank in group.ranks]
-                done = self._sum(group, group.parameter_bytes, after)  # local SGD: of the weights
+                done = self._sum(group, size, after)  # local SGD: of the weights
                 self._ready |= {rank: [done] for rank in group.ranks}
 
     def _gradients(self, rank: int) -> list[int]:
@@ -253,10 +254,3 @@ class StepTasks:
         pulled = self._servers.pull(group.step, group.ranks, pushed, group.parameter_bytes)
         for rank, task in zip(group.ranks, pulled, strict=True):
             self._ready[rank] = [self.graph.join([task, self.mains[-1][rank][-1]])]
-
-    def _gossip(self, group: _Group) -> None:
-        updated = [self._ready[rank][0] for rank in group.ranks]
-        size = group.parameter_bytes
-        averaged = gossip(self.graph, group.ranks, size, updated, self._how.graph, group.step)
-        if not self._how.is_async:
-            self._ready |= {rank: [task] for rank, task in zip(group.ranks, averaged, strict=True)}

@@ -153,7 +153,11 @@ def simulate_strategy(
     inside = 1 if agreeing.algorithm == "ring" else size.node.devices
     is_overlapped = settings.overlap and question.idle_share > 0
     agreeing = replace(agreeing, is_overlapped=is_overlapped, node_devices=inside)
-    work = _work(pricer, resolved, question, agreeing, _compression(term, question))
+    compression = 1.0  # what is sent of the gradients' bytes
+    if getattr(term, "compress", None) is not None:
+        plain = price_of(replace(term, compress=None), question).sent_bytes
+        compression = price_of(term, question).sent_bytes / plain if plain else 1.0
+    work = _work(pricer, resolved, question, agreeing, compression)
     kept = min(work.microbatches, MOST_MICROBATCHES * work.stages)
     waits = not agreeing.is_async and agreeing.staleness is None and agreeing.quorum is None
     topology = ClusterTopology(size)
@@ -211,14 +215,6 @@ def _work(
         tuple(float(parameters * precision.parameter_bytes) for parameters in held),
         question.update_part(share).seconds + pricer.cluster.device.step_s,
     )
-
-
-def _compression(term: Any, question: SyncQuestion) -> float:
-    """What is sent of the gradients' bytes, where the term compresses them."""
-    if getattr(term, "compress", None) is None:
-        return 1.0
-    plain = price_of(replace(term, compress=None), question).sent_bytes
-    return price_of(term, question).sent_bytes / plain if plain else 1.0
 
 
 def _hosts(term: Any, question: SyncQuestion) -> tuple[int, ...]:

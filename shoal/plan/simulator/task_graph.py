@@ -69,7 +69,68 @@ class TaskGraph:
         return self.add(Task(-1), after, needs)
 
     def run(self, routes: Routes, ranks: int) -> TaskTimes:
-        return _Run(self, routes, ranks).times()
+        network = MessageNetwork(routes, ranks)
+        missing = list(self.needs)
+        start_s = [math.nan] * len(self.tasks)
+        end_s = [math.nan] * len(self.tasks)
+        ends: list[tuple[float, int]] = []  # of computations, a heap
+        lanes: dict[int, deque[int]] = {}  # the one that runs first
+
+        def end(ended: list[int]) -> list[int]:
+            """The tasks that can begin."""
+            ready = []
+            for task in ended:
+                end_s[task] = at_s
+                for follower in self.followers[task]:
+                    missing[follower] -= 1
+                    if missing[follower] == 0:
+                        ready.append(follower)
+            return ready
+
+        at_s = 0.0
+        ready = [number for number, needed in enumerate(missing) if needed == 0]
+        while at_s < math.inf:
+            messages = []
+            while ready:  # joins end at once, so look on from them
+                at_once = []
+                for number in ready:
+                    task = self.tasks[number]
+                    start_s[number] = at_s
+                    if task.lane >= 0:
+                        lane = lanes.setdefault(task.lane, deque())
+                        lane.append(number)
+                        if len(lane) == 1:
+                            heapq.heappush(ends, (at_s + task.seconds, number))
+                    elif task.src >= 0 and task.src != task.dst:
+                        messages.append(number)
+                    else:
+                        at_once.append(number)
+                ready = end(at_once)
+            self._send(network, messages)
+            at_s = min(ends[0][0] if ends else math.inf, network.next_end_s())
+            ended = network.advance(at_s) if at_s < math.inf else []
+            while ends and ends[0][0] <= at_s:
+                ended.append(heapq.heappop(ends)[1])
+                lane = lanes[self.tasks[ended[-1]].lane]
+                lane.popleft()
+                if lane:
+                    start_s[lane[0]] = at_s
+                    heapq.heappush(ends, (at_s + self.tasks[lane[0]].seconds, lane[0]))
+            ready = end(ended)
+        if any(map(math.isnan, end_s)):
+            raise BadInput("the simulated step hangs: a task waits for one that never ends")
+        return TaskTimes(start_s, end_s, network.carried_bytes.tolist())
+
+    def _send(self, network: MessageNetwork, messages: list[int]) -> None:
+        if messages:
+            begun = [self.tasks[number] for number in messages]
+            network.start(
+                np.array([task.src for task in begun]),
+                np.array([task.dst for task in begun]),
+                np.array([task.num_bytes for task in begun], np.float64),
+                np.array(messages),
+                np.array([task.repeats for task in begun]),
+            )
 
 
 class TaskTimes(NamedTuple):
@@ -80,90 +141,6 @@ class TaskTimes(NamedTuple):
     @property
     def seconds(self) -> float:
         return max((end for end in self.end_s if not math.isnan(end)), default=0.0)
-
-
-class _Run:
-    def __init__(self, graph: TaskGraph, routes: Routes, ranks: int):
-        self._graph = graph
-        self._network = MessageNetwork(routes, ranks)
-        self._missing = list(graph.needs)
-        self._start_s = [math.nan] * len(graph.tasks)
-        self._end_s = [math.nan] * len(graph.tasks)
-        self._ends: list[tuple[float, int]] = []  # of computations, a heap
-        self._queues: dict[int, deque[int]] = {}  # by lane, the one that runs first
-        self._messages: list[int] = []  # that begin at this moment
-
-    def times(self) -> TaskTimes:
-        self._begin([n for n, missing in enumerate(self._missing) if missing == 0], 0.0)
-        while True:
-            next_s = self._ends[0][0] if self._ends else math.inf
-            at_s = min(next_s, self._network.next_end_s())
-            if at_s == math.inf:
-                break
-            ended = self._network.advance(at_s)
-            while self._ends and self._ends[0][0] <= at_s:
-                task = heapq.heappop(self._ends)[1]
-                ended.append(task)
-                self._leave_lane(task, at_s)
-            self._end(ended, at_s)
-        if any(map(math.isnan, self._end_s)):
-            raise BadInput("the simulated step hangs: a task waits for one that never ends")
-        carried: list[float] = self._network.carried_bytes.tolist()
-        return TaskTimes(self._start_s, self._end_s, carried)
-
-    def _end(self, ended: list[int], at_s: float) -> None:
-        """What ended lets others begin; joins end at once, so look on from them."""
-        ready: list[int] = []
-        for task in ended:
-            self._end_s[task] = at_s
-            for follower in self._graph.followers[task]:
-                self._missing[follower] -= 1
-                if self._missing[follower] == 0:
-                    ready.append(follower)
-        self._begin(ready, at_s)
-
-    def _begin(self, ready: list[int], at_s: float) -> None:
-        tasks = self._graph.tasks
-        at_once = []
-        for number in ready:
-            task = tasks[number]
-            self._start_s[number] = at_s
-            if task.lane >= 0:
-                self._enter_lane(number, task, at_s)
-            elif task.src >= 0 and task.src != task.dst:
-                self._messages.append(number)
-            else:
-                at_once.append(number)
-        if at_once:
-            self._end(at_once, at_s)
-        self._send()
-
-    def _send(self) -> None:
-        if not self._messages:
-            return
-        begun = [self._graph.tasks[number] for number in self._messages]
-        self._network.start(
-            np.array([task.src for task in begun]),
-            np.array([task.dst for task in begun]),
-            np.array([task.num_bytes for task in begun], np.float64),
-            np.array(self._messages),
-            np.array([task.repeats for task in begun]),
-        )
-        self._messages = []
-
-    def _enter_lane(self, number: int, task: Task, at_s: float) -> None:
-        queue = self._queues.setdefault(task.lane, deque())
-        queue.append(number)
-        if len(queue) == 1:
-            heapq.heappush(self._ends, (at_s + task.seconds, number))
-
-    def _leave_lane(self, number: int, at_s: float) -> None:
-        queue = self._queues[self._graph.tasks[number].lane]
-        queue.popleft()
-        if queue:
-            following = queue[0]
-            self._start_s[following] = at_s
-            heapq.heappush(self._ends, (at_s + self._graph.tasks[following].seconds, following))
 
 
 def by_levels(
@@ -267,22 +244,23 @@ class Servers:
             updates = [self._update([own], None) for own in arrived]
             self._applied.setdefault(step, []).extend(n for update in updates for n in update)
         else:
-            update = self._update(arrived, self._how.quorum)
-            updates = [[*update, own] for own in arrived]
-        pairs = zip(ranks, updates, strict=True)
-        return [self._fetch(rank, num_bytes, before) for rank, before in pairs]
+            first = self._update(arrived, self._how.quorum)
+            updates = [[*first, own] for own in arrived]
+        size = num_bytes / len(self._how.servers)
+        pulled = []
+        for rank, update in zip(ranks, updates, strict=True):
+            begin = graph.join(update)
+            ways = (
+                Task(rank, "pull", "comm", "", 0, -1, of, rank, size) for of in self._how.servers
+            )
+            pulled.append(graph.join([graph.add(way, [begin]) for way in ways]))
+        return pulled
 
     def _update(self, arrived: Sequence[int], needs: int | None) -> list[int]:
         begin = self._graph.join(arrived, needs)
         lanes = range(self._lane, self._lane + len(self._how.servers))
         seconds = self._how.apply_s
         return [self._graph.add(Task(-1, seconds=seconds, lane=one), [begin]) for one in lanes]
-
-    def _fetch(self, rank: int, num_bytes: float, after: Sequence[int]) -> int:
-        size = num_bytes / len(self._how.servers)
-        begin = self._graph.join(after)
-        pulls = (Task(rank, "pull", "comm", "", 0, -1, of, rank, size) for of in self._how.servers)
-        return self._graph.join([self._graph.add(pull, [begin]) for pull in pulls])
 
     def before(self, step: int) -> list[int]:
         """What a worker waits for before a step: bounded staleness."""

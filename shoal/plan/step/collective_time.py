@@ -164,10 +164,17 @@ def hops(cluster: Cluster, group: RankGroup) -> tuple[RingHop, ...]:
     if places.inside > 1:
         found.append(_inside(cluster, places.inside))
     if places.is_apart:
-        found.append(_between_nodes(cluster, places))
+        node, nic = cluster.node, cluster.node.nic
+        assert nic is not None  # of several nodes
+        rate = node.nics * nic.rate / places.leaving
+        if node.fabric is None and node.pcie is not None:
+            rate = min(rate, node.pcie.rate / node.devices_per_pcie)
+        found.append(RingHop(nic.name, rate, nic.alpha_s))
         racks = on_racks(cluster, group)
-        if racks.is_apart:
-            found.append(_between_racks(cluster, racks))
+        if racks.is_apart:  # what leaves a rack shares its uplinks; a ring leaves it once a group
+            words = f"spine uplink 1:{cluster.oversubscription:g}"
+            rate = cluster.uplink_bytes_per_s / racks.leaving
+            found.append(RingHop(words, rate, nic.alpha_s + cluster.uplink_alpha_s))
     return tuple(found)
 
 
@@ -181,23 +188,6 @@ def _inside(cluster: Cluster, inside: int) -> RingHop:
     if node.pcie is None:
         raise BadInput(f"cluster {cluster.name}: its node has neither a fabric nor pcie")
     return RingHop(node.pcie.name, node.pcie.rate / node.devices_per_pcie, node.pcie.alpha_s)
-
-
-def _between_nodes(cluster: Cluster, places: GroupPlaces) -> RingHop:
-    nic = cluster.node.nic
-    assert nic is not None  # of several nodes
-    rate = cluster.node.nics * nic.rate / places.leaving
-    if cluster.node.fabric is None and cluster.node.pcie is not None:
-        rate = min(rate, cluster.node.pcie.rate / cluster.node.devices_per_pcie)
-    return RingHop(nic.name, rate, nic.alpha_s)
-
-
-def _between_racks(cluster: Cluster, places: GroupPlaces) -> RingHop:
-    """Flows that leave a rack share its uplinks; a ring in rank order leaves it once a group."""
-    assert cluster.node.nic is not None
-    words = f"spine uplink 1:{cluster.oversubscription:g}"
-    rate = cluster.uplink_bytes_per_s / places.leaving
-    return RingHop(words, rate, cluster.node.nic.alpha_s + cluster.uplink_alpha_s)
 
 
 def collective_time(

@@ -50,22 +50,17 @@ class KernelModel:
             self._factors[name] = self.device.factor_of(name)
         key = (kernel.flops, kernel.bytes, self._factors[name], backward)
         if key not in self._known:
-            self._known[key] = self._busy(*key)
+            device, factor = self.device, self._factors[name]
+            curve = device.matmul_efficiency
+            if backward and device.backward_matmul_efficiency is not None:
+                curve = device.backward_matmul_efficiency
+            share = device.memory_efficiency.at(max(1.0, kernel.bytes))
+            compute_s, memory_s = 0.0, factor * kernel.bytes / (device.memory_bytes_per_s * share)
+            if kernel.flops:
+                compute_s = factor * kernel.flops / (self._peak * curve.at(kernel.flops))
+            is_longer = compute_s >= memory_s and kernel.flops > 0
+            self._known[key] = (compute_s, 0.0) if is_longer else (0.0, memory_s)
         return self._known[key]
-
-    def _busy(
-        self, flops: float, num_bytes: float, factor: float, backward: bool
-    ) -> tuple[float, float]:
-        device = self.device
-        curve = device.matmul_efficiency
-        if backward and device.backward_matmul_efficiency is not None:
-            curve = device.backward_matmul_efficiency
-        share = device.memory_efficiency.at(max(1.0, num_bytes))
-        memory_s = factor * num_bytes / (device.memory_bytes_per_s * share)
-        if not flops:
-            return 0.0, memory_s
-        compute_s = factor * flops / (self._peak * curve.at(flops))
-        return (compute_s, 0.0) if compute_s >= memory_s else (0.0, memory_s)
 
     def time(
         self,
@@ -150,24 +145,22 @@ class LayerClock:
         if key not in self._tables:
             costs = [self.workload.cost(run, split) for run in range(len(self.workload.runs))]
             times = tuple(self._time(cost, split, groups) for cost in costs)
+            recompute_bytes = 0.0
+            if split.recompute != "none":
+                whole = replace(split, recompute="none")
+                recompute_bytes = max(
+                    self.workload.cost(run, whole).activation_bytes - cost.activation_bytes
+                    for run, cost in enumerate(costs)
+                )
             columns = {name: tuple(getattr(cost, name) for cost in costs) for name in _COLUMNS}
             self._tables[key] = LayerTable(
                 times=times,
                 seconds=tuple(time.seconds for time in times),
                 **columns,
                 largest_tensor=max(cost.largest_tensor for cost in costs),
-                recompute_bytes=self._recompute_bytes(costs, split),
+                recompute_bytes=recompute_bytes,
             )
         return self._tables[key]
-
-    def _recompute_bytes(self, costs: list[LayerCost], split: Split) -> float:
-        if split.recompute == "none":
-            return 0.0
-        whole = replace(split, recompute="none")
-        return max(
-            self.workload.cost(run, whole).activation_bytes - cost.activation_bytes
-            for run, cost in enumerate(costs)
-        )
 
     def _time(self, cost: LayerCost, split: Split, groups: AxisGroups) -> LayerTime:
         again = cost.forward_messages if split.recompute == "full" and cost.recompute else ()

@@ -253,18 +253,30 @@ class ReplicaPricer:
         return self._groups[layout]
 
     def _deal(
-        self, table: LayerTable, inside: AxisGroups, pp: RankGroup, pipeline: PipelineShape
+        self, table: LayerTable, groups: AxisGroups, pp: RankGroup, pipeline: PipelineShape
     ) -> StagePrice:
         stages = self._stages(table, pp.size, pipeline)
         seconds = weights_of(stages, table.seconds)
         slowest = max(range(len(stages)), key=seconds.__getitem__)
+        weights_s = weights_of(stages, [time.weight_s for time in table.times])
         last_shares = pp.size > 1 and weight_of(stages[-1], table.shared_parameters)
         held = weights_of(stages, table.parameters)
         held[-1] += last_shares
         fullest = max(range(len(stages)), key=held.__getitem__)
+        tied = CollectiveTime(0.0, "")
+        if last_shares:
+            inside = pp.stride * pp.size <= self.cluster.node.devices
+            ends = RankGroup(2, pp.stride * (1 if inside else pp.size - 1))
+            num_bytes = last_shares * self.workload.precision.gradient_bytes
+            tied = self.network.collective("all_reduce", ends, num_bytes)
         return StagePrice(
             slowest_s=seconds[slowest],
-            others=_waited_for(table, stages, slowest),
+            others=StageTimes(
+                others_s=sum(seconds) - weight_of(stages[slowest], table.seconds),
+                others_weight_s=sum(weights_s) - weights_s[slowest],
+                forward_s=weight_of(stages[slowest], [t.forward.seconds for t in table.times]),
+                weight_s=weights_s[slowest],
+            ),
             parts=tuple(_busy_parts(table, stages[slowest])),
             backward_s=sum(
                 n * (t.backward.seconds - t.hiding_s)
@@ -277,9 +289,9 @@ class ReplicaPricer:
             largest_tensor=table.largest_tensor,
             activation_bytes=tuple(weights_of(stages, table.activation_bytes)),
             recompute_bytes=table.recompute_bytes,
-            transfer=self._transfer(table, inside[0], pp, pipeline.scatter_sends),
-            tied=self._tied(pp, last_shares),
-            token_sums=tuple(self._token_sums(table, inside, stages[fullest])),
+            transfer=self._transfer(table, groups[0], pp, pipeline.scatter_sends),
+            tied=tied,
+            token_sums=tuple(self._token_sums(table, groups, stages[fullest])),
             meetings=sum(n * t.meetings for n, t in zip(stages[slowest], table.times, strict=True)),
             adding_s=self._adding_s(table, stages[slowest]),
         )
@@ -334,14 +346,6 @@ class ReplicaPricer:
         gathered_s = self.network.collective("all_gather", tp, widest).seconds if scatter else 0.0
         return CollectiveTime(sent.seconds + gathered_s + self.cluster.device.wait_s, sent.bound)
 
-    def _tied(self, pp: RankGroup, parameters: float) -> CollectiveTime:
-        if not parameters:
-            return CollectiveTime(0.0, "")
-        inside = pp.stride * pp.size <= self.cluster.node.devices
-        ends = RankGroup(2, pp.stride * (1 if inside else pp.size - 1))
-        num_bytes = parameters * self.workload.precision.gradient_bytes
-        return self.network.collective("all_reduce", ends, num_bytes)
-
 
 def _assemble(
     stages: StagePrice, count: int, microbatches: int, pipeline: PipelineShape
@@ -365,18 +369,6 @@ def _assemble(
     kept = in_flight(pipeline.schedule, count, microbatches, pipeline.chunks)
     most = max(map(mul, kept, stages.activation_bytes))
     return ReplicaPrice(stages, tuple(parts), busy_s, most)
-
-
-def _waited_for(table: LayerTable, stages: Sequence[Stage], slowest: int) -> StageTimes:
-    weights_s = weights_of(stages, [time.weight_s for time in table.times])
-    forward_s = weight_of(stages[slowest], [time.forward.seconds for time in table.times])
-    all_s = sum(weights_of(stages, table.seconds))
-    return StageTimes(
-        others_s=all_s - weight_of(stages[slowest], table.seconds),
-        others_weight_s=sum(weights_s) - weights_s[slowest],
-        forward_s=forward_s,
-        weight_s=weights_s[slowest],
-    )
 
 
 def _adjacent(table: LayerTable, stage: Sequence[int]) -> float:

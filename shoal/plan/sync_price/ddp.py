@@ -152,7 +152,11 @@ def _round(term: Any, question: SyncQuestion) -> tuple[Part, float]:
 def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     """With the anchor, the outer optimizer's state, and what compression keeps and sends."""
     buffer_bytes = question.sizes.size * question.precision.parameter_bytes
-    copies = buffer_bytes + _outer_bytes(term, buffer_bytes) + 8 * question.gaps
+    states = 0
+    if term.outer is not None:
+        name, settings = outer_settings(term.outer)
+        states = 2 if name == "adam" else int(bool(settings["momentum"]))
+    copies = buffer_bytes + states * buffer_bytes + 8 * question.gaps
     if term.elastic:
         copies += question.rollback_bytes()
     plain = question.plain_memory()
@@ -161,12 +165,3 @@ def _localsgd_memory(term: Any, question: SyncQuestion) -> DeviceMemory:
     body = question.body
     packed = compressed_memory(question, term.compress, [Buckets(1, body, body)])
     return replace(plain, buffers=copies + packed + buffer_bytes)
-
-
-def _outer_bytes(term: Any, buffer_bytes: float) -> float:
-    if term.outer is None:
-        return 0.0
-    name, settings = outer_settings(term.outer)
-    if name == "adam":
-        return 2 * buffer_bytes
-    return buffer_bytes if settings["momentum"] else 0.0

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shoal.cluster import Cluster
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.step.collective_time import RankGroup, RingHop, hops
+from shoal.plan.step.collective_time import RankGroup, hops
 from shoal.plan.step.stragglers import neighbours_pace, own_pace
 from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, some
 from shoal.schedules.buffer_layout import MIXING_CHUNK_BYTES
@@ -57,7 +57,12 @@ def gossip(term: Any, question: SyncQuestion) -> SyncPrice:
     if _returns(term):  # weights and optimizer state, in each step, which a barrier ends
         barrier_s = question.collective("all_reduce", 1).seconds + question.meetings_s(1)
         copies = copies._replace(seconds=copies.seconds + barrier_s)
-    parts = some(mixed, copies, _waiting(term, question), question.update_part())
+    noise, each = question.cluster.noise, question.each
+    pace = own_pace(noise, each)
+    if not is_async:
+        pace = neighbours_pace(noise, term.graph, question.replicas, each)
+    waiting = Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
+    parts = some(mixed, copies, waiting, question.update_part())
     return SyncPrice(
         parts,
         _memory(term, question, mixing),
@@ -113,7 +118,11 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     node, cluster = question.node, question.cluster
     message = question.parameter_bytes
     way = hops(cluster, question.group)
-    candidates = [(exchange.of_port * _message_s(question, way[0]), way[0].words)]
+    message_s = message / way[0].bytes_per_s
+    if any(calls.kind == "send" for calls in node.measured):  # in chunks
+        chunk = min(message, float(MIXING_CHUNK_BYTES))
+        message_s = message / max(1.0, chunk) * question.send(chunk).seconds
+    candidates = [(exchange.of_port * message_s, way[0].words)]
     if exchange.of_node and node.nic is not None:
         node_s = exchange.of_node * message / (node.nics * node.nic.rate)
         candidates.append((node_s, way[-1].words))
@@ -123,15 +132,6 @@ def _messages(question: SyncQuestion, exchange: Exchange) -> Part:
     seconds, bound = max(candidates)
     alpha_s = max(hop.alpha_s for hop in way) * exchange.of_port
     return Part("neighbours", alpha_s + seconds + _sum_s(question, exchange), bound)
-
-
-def _message_s(question: SyncQuestion, inner: RingHop) -> float:
-    """All weights to one neighbour: in chunks, where sends were measured on such a host."""
-    message = question.parameter_bytes
-    if not any(calls.kind == "send" for calls in question.node.measured):
-        return message / inner.bytes_per_s
-    chunk = min(message, float(MIXING_CHUNK_BYTES))
-    return message / max(1.0, chunk) * question.send(chunk).seconds
 
 
 def _sum_s(question: SyncQuestion, exchange: Exchange) -> float:
@@ -151,14 +151,6 @@ def _shared_pages(question: SyncQuestion, exchange: Exchange) -> Part:
     if bus is not None:
         alone_s = max(alone_s, question.workers * moved / bus)
     return Part("neighbours", alone_s, "memory of the host")
-
-
-def _waiting(term: Any, question: SyncQuestion) -> Part:
-    noise, each = question.cluster.noise, question.each
-    pace = own_pace(noise, each)
-    if term.mode != "async":
-        pace = neighbours_pace(noise, term.graph, question.replicas, each)
-    return Part("stragglers", (pace - 1) * question.compute_s, "noise of workers")
 
 
 def _returns(term: Any) -> bool:

@@ -93,23 +93,19 @@ def _basis(term: Any, question: SyncQuestion) -> float:
     return 0.0 if factors is None else math.ceil(4 * factors.right)
 
 
-def _exposed_push(serving: Serving, up: Way) -> float:
-    """Buckets go out during backward; one server's compressed slice only when it has ended."""
-    question = serving.question
-    hidden = question.hidden_s
-    if serving.term.compress is not None:
-        hidden *= 1 - 1 / serving.servers
-    bucket_s = up.seconds * min(1.0, PUSH_BUCKET_BYTES / max(1.0, question.buffer_bytes))
-    return min(up.seconds, max(up.seconds - hidden, bucket_s))
-
-
 def _lockstep(serving: Serving, up: Way, down: Way) -> tuple[Part, ...]:
     question = serving.question
+    # buckets go out during backward; one server's compressed slice only when it has ended
+    hidden_s = question.hidden_s
+    if serving.term.compress is not None:
+        hidden_s *= 1 - 1 / serving.servers
+    bucket_s = up.seconds * min(1.0, PUSH_BUCKET_BYTES / max(1.0, question.buffer_bytes))
+    push_s = min(up.seconds, max(up.seconds - hidden_s, bucket_s))
     update = question.update_part()
     if serving.term.update == "server":
         update = Part("update", serving.update_s(), "memory of the servers")
     return some(
-        Part("push", _exposed_push(serving, up), up.bound),
+        Part("push", push_s, up.bound),
         Part("chain", serving.chain_s(), "hops of the chain"),
         Part("pull", down.seconds, down.bound),
         Part("requests", _answers_s(question)[0], "latency of the servers"),

@@ -91,16 +91,12 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
             room = room_elements(bucket_bytes, question.width)
             seconds += question.meetings_s(times_settled(sizes, room))
     passes = question.microbatches if stage > 1 else 1
-    seconds += _copying_s(question)
+    if question.on_cores and (copied := question.sizes.in_place(LARGE_BYTES) * question.width):
+        # all gradients are copied into buckets; a CPU's ddp leaves large ones in their place
+        seconds += question.pass_s(2 * copied)
     if tensors := question.sizes.tensors:  # the loss, and a flag for each, in a call of their own
         seconds += question.collective("all_reduce", (1 + tensors) * question.width).seconds
     return Part("gradients", passes * seconds, bound)
-
-
-def _copying_s(question: SyncQuestion) -> float:
-    """All gradients are copied into buckets; a CPU's ddp leaves large ones in their place."""
-    copied = question.sizes.in_place(LARGE_BYTES) * question.width if question.on_cores else 0.0
-    return question.pass_s(2 * copied) if copied else 0.0
 
 
 def _spread(question: SyncQuestion) -> Part:

@@ -38,13 +38,8 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 _MOSTLY = 0.5
 
 
-def layer_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the layers, as `named_modules` has them; "" is the model itself."""
-    found = tuple(_layers("", model, False))
-    return found or ("",)
-
-
 def _layers(name: str, module: nn.Module, is_element: bool) -> Iterator[str]:
+    """Names of the layers, as `named_modules` has them; "" is the model itself."""
     children = list(module.named_children())
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         for child_name, child in children:
@@ -59,18 +54,17 @@ def _layers(name: str, module: nn.Module, is_element: bool) -> Iterator[str]:
 def _is_opened(name: str, module: nn.Module, is_element: bool) -> bool:
     if not name:
         return True
-    stacks = [m for n, m in module.named_modules() if _is_stack(n, m)]
+    stacks = [  # of several modules that are no leaves, one after the other
+        one
+        for place, one in module.named_modules()
+        if isinstance(one, nn.Sequential | nn.ModuleList)
+        and "expert" not in place
+        and sum(1 for child in one if next(child.children(), None) is not None) > 1
+    ]
     if not is_element:
         return bool(stacks)
     largest = max((_numbers(stack) for stack in stacks), default=0)
     return largest > _MOSTLY * _numbers(module)
-
-
-def _is_stack(name: str, module: nn.Module) -> bool:
-    """Several modules that are no leaves, one after the other."""
-    if not isinstance(module, nn.Sequential | nn.ModuleList) or "expert" in name:
-        return False
-    return sum(1 for child in module if next(child.children(), None) is not None) > 1
 
 
 def _numbers(module: nn.Module) -> int:
@@ -165,7 +159,7 @@ def _trace(
         fake = {name: _fake(t).requires_grad_(t.requires_grad) for name, t in tensors}
         content = map_tensors(_fake, batch)
         stack.enter_context(_reparametrize_module(model, fake, tie_weights=True))
-        recorder = TraceRecorder(model, layer_names(model), splits)
+        recorder = TraceRecorder(model, tuple(_layers("", model, False)) or ("",), splits)
         stack.enter_context(recorder.watching())
         with _autocast(compute, tensors):
             loss = loss_of(content)

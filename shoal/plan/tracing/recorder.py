@@ -131,40 +131,33 @@ class TraceRecorder:
         for name, size in self._before_first.sizes.items():
             first.sizes[name] += size
         held = self._held_tensors()
-        self._count_parameters(held[: sum(1 for _ in _named_parameters(self._model))])
+        modules = self._model.modules()
+        parameters = sum(len(list(one.parameters(recurse=False))) for one in modules)
+        self._count_parameters(held[:parameters])
         return Recorded(self._layers, held)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(name)
         if self._is_backward:
             return
-        role = self._roles.get(name)
+        role, given = self._roles.get(name), tensors_of((args, kwargs))
         if name in self._units:
-            given = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
-            self._enter_layer(name, bytes_of(given))
+            num_bytes = bytes_of([t for t in given if t.requires_grad])
+            if self._layer is not None and num_bytes:
+                self._layers[self._layer].sizes["output_bytes"] = num_bytes
+            self._layer = name
+            sizes = self._layers.setdefault(name, RecordedLayer()).sizes
+            sizes["input_bytes"] = sizes["input_bytes"] or num_bytes
         if role in _COPIED:
-            self._send("all_reduce", bytes_of(tensors_of((args, kwargs))[:1]), "input")
-        if name in self._experts:
-            self._send_tokens(tensors_of((args, kwargs)))
+            self._send("all_reduce", bytes_of(given[:1]), "input")
+        if name in self._experts and given:
+            # each token goes to the workers of its experts and comes back, in both directions
+            chosen = [t for t in given if not t.is_floating_point() and t.dim() > 1]
+            copies = chosen[0].shape[-1] if chosen else _EXPERTS_A_TOKEN
+            phases: tuple[Phase, ...] = ("forward", "forward", "input", "input")
+            for phase in phases:
+                self._send("all_to_all", copies * bytes_of(given[0]), phase, "ep")
         self._mark()
-
-    def _send_tokens(self, given: list[Tensor]) -> None:
-        """Each token goes to the workers of its experts and comes back, in both directions."""
-        tokens = next(iter(given), None)
-        chosen = [t for t in given if not t.is_floating_point() and t.dim() > 1]
-        if tokens is None:
-            return
-        copies = chosen[0].shape[-1] if chosen else _EXPERTS_A_TOKEN
-        phases: tuple[Phase, ...] = ("forward", "forward", "input", "input")
-        for phase in phases:
-            self._send("all_to_all", copies * bytes_of(tokens), phase, "ep")
-
-    def _enter_layer(self, name: str, num_bytes: float) -> None:
-        if self._layer is not None and num_bytes:
-            self._layers[self._layer].sizes["output_bytes"] = num_bytes
-        self._layer = name
-        sizes = self._layers.setdefault(name, RecordedLayer()).sizes
-        sizes["input_bytes"] = sizes["input_bytes"] or num_bytes
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
@@ -302,19 +295,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """The module that has one, its name there, and the tensor."""
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            yield name, own, parameter
-
-
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameters, then buffers."""
-    yield from _named_parameters(model)
-    for name, module in model.named_modules():
-        for own, buffer in module.named_buffers(recurse=False):
-            yield name, own, buffer
+    """The module that has one, its name there, and the tensor: parameters, then buffers."""
+    for kind in ("named_parameters", "named_buffers"):
+        for name, module in model.named_modules():
+            for own, tensor in getattr(module, kind)(recurse=False):
+                yield name, own, tensor
 
 
 def _leads_to_parameter(node: Any, depth: int = 4) -> bool:

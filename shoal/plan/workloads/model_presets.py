@@ -103,11 +103,21 @@ def transformer_named(text: str) -> Transformer:
     """`gpt-3`, `llama-3-70b,sequence=4096` or `layers=96,hidden=12288,heads=96`."""
     first, *others = (part.strip() for part in text.split(","))
     if "=" in first:
-        return _from_sizes(text, _options(text, [first, *others]))
-    name = _known(first)
-    if name is None:
+        options = _options(text, [first, *others])
+        missing = [key for key in _NEEDED if key not in options]
+        if missing:
+            raise BadInput(f"the sizes {text!r} of a transformer lack {' and '.join(missing)}")
+        precision = options.pop("precision", MIXED)
+        name = f"gpt({options['layers']} layers of {options['hidden']})"
+        return Transformer(name, TransformerSizes(**options), precision)
+    preset = _known(first)
+    if preset is None:
         raise BadInput(f"there is no transformer {first!r}; {nearest(first.lower(), PRESETS)}")
-    return _changed(name, _options(text, others))
+    options = _options(text, others)
+    chosen = _PRECISIONS["bf16"] if preset.startswith(_BF16) else MIXED
+    precision = options.pop("precision", chosen)
+    shown = ",".join([preset, *(f"{key}={value}" for key, value in options.items())])
+    return Transformer(shown, replace(PRESETS[preset], **options), precision)
 
 
 def _known(name: str) -> str | None:
@@ -115,22 +125,6 @@ def _known(name: str) -> str | None:
     plain = {name.replace("-", ""): preset for name, preset in names.items()}
     wanted = name.strip().lower().replace("_", "").replace("-", "").replace(" ", "")
     return plain.get(wanted) or plain.get(wanted.removesuffix("175b"))
-
-
-def _changed(name: str, options: dict[str, Any]) -> Transformer:
-    chosen = _PRECISIONS["bf16"] if name.startswith(_BF16) else MIXED
-    precision = options.pop("precision", chosen)
-    shown = ",".join([name, *(f"{key}={value}" for key, value in options.items())])
-    return Transformer(shown, replace(PRESETS[name], **options), precision)
-
-
-def _from_sizes(text: str, options: dict[str, Any]) -> Transformer:
-    missing = [key for key in _NEEDED if key not in options]
-    if missing:
-        raise BadInput(f"the sizes {text!r} of a transformer lack {' and '.join(missing)}")
-    precision = options.pop("precision", MIXED)
-    name = f"gpt({options['layers']} layers of {options['hidden']})"
-    return Transformer(name, TransformerSizes(**options), precision)
 
 
 def _options(text: str, parts: list[str]) -> dict[str, Any]:

@@ -294,20 +294,20 @@ def _elements(kernel: Kernel) -> float:
 
 def group_equal(layers: tuple[TracedLayer, ...]) -> tuple[TracedLayer, ...]:
     """Equal layers, one after the other, as one with a count; `blocks.0` to `blocks.0-11`."""
-    return tuple(_as_run(list(run)) for _, run in itertools.groupby(layers, _signature))
 
+    def signature(layer: TracedLayer) -> tuple[object, ...]:
+        sizes = (layer.parameters, layer.divided_parameters, layer.expert_parameters)
+        return (layer.kernels, layer.messages, layer.flops, sizes, layer.output_bytes)
 
-def _signature(layer: TracedLayer) -> tuple[object, ...]:
-    sizes = (layer.parameters, layer.divided_parameters, layer.expert_parameters)
-    return (layer.kernels, layer.messages, layer.flops, sizes, layer.output_bytes)
-
-
-def _as_run(run: list[TracedLayer]) -> TracedLayer:
-    if len(run) == 1:
-        return run[0]
-    means: dict[str, Any] = {}
-    for kind in ("activations", "divided_activations"):
-        sizes = zip(*(getattr(layer, kind) for layer in run), strict=True)
-        means[kind] = Line(*(sum(numbers) / len(run) for numbers in sizes))
-    name = f"{run[0].name}-{run[-1].name.rpartition('.')[2]}"
-    return replace(run[0], name=name, count=len(run), **means)
+    found = []
+    for _, equal in itertools.groupby(layers, signature):
+        first, *others = run = list(equal)
+        if others:
+            means: dict[str, Any] = {}
+            for kind in ("activations", "divided_activations"):
+                sizes = zip(*(getattr(layer, kind) for layer in run), strict=True)
+                means[kind] = Line(*(sum(numbers) / len(run) for numbers in sizes))
+            name = f"{first.name}-{others[-1].name.rpartition('.')[2]}"
+            first = replace(first, name=name, count=len(run), **means)
+        found.append(first)
+    return tuple(found)

@@ -145,22 +145,6 @@ def in_rounds(split: Split, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
     return tuple(parts) * rounds
 
 
-def ring_messages(
-    sizes: TransformerSizes,
-    split: Split,
-    width: int,
-    computed: tuple[tuple[Kernel, ...], tuple[Kernel, ...]],
-) -> tuple[tuple[LayerMessage, ...], tuple[LayerMessage, ...]]:
-    """Ring attention: K and V go round, in backward again with their gradients in fp32."""
-    if split.cp == 1:
-        return (), ()
-    kv = _kv(sizes, split)
-    numbers = 2 * split.microbatch * sizes.sequence * kv
-    there = LayerMessage("ring_attention", "cp", width * numbers, computed[0])
-    back = LayerMessage("ring_attention", "cp", (width + 4) * numbers, computed[1])
-    return (there,), (back,)
-
-
 @lru_cache(maxsize=100_000)
 def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     """`width`: bytes of a number."""
@@ -178,7 +162,12 @@ def block_cost(sizes: TransformerSizes, width: int, split: Split) -> LayerCost:
     # each round's result is added to those before, in fp32
     numbers = tokens * sizes.heads / split.tp * sizes.head_size
     sums = (moving("sum of rounds", 3 * _FP32_BYTES * numbers),) * (split.cp - 1)
-    ring_there, ring_back = ring_messages(sizes, split, width, (attention, (*core, *moved)))
+    ring_there: tuple[LayerMessage, ...] = ()
+    ring_back: tuple[LayerMessage, ...] = ()
+    if split.cp > 1:  # K and V go round, in backward again with their gradients in fp32
+        kv = 2 * split.microbatch * sizes.sequence * _kv(sizes, split)
+        ring_there = (LayerMessage("ring_attention", "cp", width * kv, attention),)
+        ring_back = (LayerMessage("ring_attention", "cp", (width + 4) * kv, (*core, *moved)),)
     forward = (*linear, *attention, *sums, *pointwise)
     backward_moves = tuple(moving(f"{k.name} backward", 1.5 * k.bytes) for k in pointwise)
     sent = width * tokens * sizes.hidden

@@ -68,7 +68,10 @@ def traffic(collective: Collective) -> ScheduleTraffic:
     ranks = collective.ranks
     wire = table.src != table.dst
     when, src, dst = (column[wire] for column in (table.round, table.src, table.dst))
-    first = _first_of_message(when, src, dst, ranks)
+    key = (when.astype(np.int64) * ranks + src) * ranks + dst
+    first = np.flatnonzero(np.diff(key, prepend=-1))  # of a message; most lie in one piece
+    if not np.all(np.diff(key[first]) > 0):
+        first = first[np.unique(key[first], return_index=True)[1]]
     reduced = table.reduce[wire]
     cells, sender, receiver = _cells(when.astype(np.int64) * ranks, src, dst, len(table) * ranks)
 
@@ -126,15 +129,6 @@ def predicted_s(kind: str, name: str, ranks: int, num_bytes: int, link: Link) ->
 def _counted(kind: str, name: str, ranks: int) -> tuple[float, ScheduleTraffic]:
     collective = catalog.build(kind, name, ranks)
     return collective.chunk_bytes(1.0), traffic(collective)
-
-
-def _first_of_message(when: Ints, src: Ints, dst: Ints, ranks: int) -> Longs:
-    """One row of every message: rows with the same round, source and destination."""
-    key = (when.astype(np.int64) * ranks + src) * ranks + dst
-    change = np.flatnonzero(np.diff(key, prepend=-1))  # most messages lie in one piece
-    if np.all(np.diff(key[change]) > 0):
-        return change
-    return change[np.unique(key[change], return_index=True)[1]]
 
 
 def _cells(when: Longs, src: Ints, dst: Ints, size: int) -> tuple[Longs, Longs, Longs]:
