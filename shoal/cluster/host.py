@@ -162,7 +162,7 @@ def read_host() -> Host:
     return Host(
         cores=cores(),
         sockets=max(1, len({_text(path) for path in packages})),
-        numa_nodes=max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*")))),
+        numa_nodes=numa_nodes(root),
         memory_bytes=memory_bytes(root),
         cpu=info.get("model name") or info.get("CPU part") or "CPU",
         # of a core, fp32: two units for fused multiply-adds as wide as its vectors
@@ -172,6 +172,10 @@ def read_host() -> Host:
         gpus=gpus,
         topology=topology,
     )
+
+
+def numa_nodes(root: Path) -> int:
+    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
 
 
 def memory_bytes(root: Path) -> float:

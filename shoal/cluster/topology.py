@@ -200,10 +200,9 @@ class ClusterTopology:
         return [self._gpu(node, device), *switch, self._gpu(node, other)]
 
     def _between_switches(self, node: int, one: int, other: int) -> list[str]:
-        if one == other:
-            return [_vertex("pcie", node, one)]
-        sockets = [self._socket(node, one), self._socket(node, other)]
-        return [_vertex("pcie", node, one), *dict.fromkeys(sockets), _vertex("pcie", node, other)]
+        sockets = [self._socket(node, index) for index in (one, other) if one != other]
+        ends = [_vertex("pcie", node, index) for index in (one, other)]
+        return list(dict.fromkeys([ends[0], *sockets, ends[1]]))
 
     def _way(self, rank: int) -> list[str]:
         """From a device to its top-of-rack switch."""

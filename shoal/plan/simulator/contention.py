@@ -112,8 +112,12 @@ class ClusterNetwork:
 
     def price_all(self, kind: str, num_bytes: int) -> list[ContendedPrice]:
         """Every algorithm of a kind, and rings in random order; the fastest first."""
-        priced = (one for one in self._collectives(kind) if _pairs(one) <= MOST_PAIRS)
-        found = [self.price(one, num_bytes) for one in priced]
+        found = []
+        for one in self._collectives(kind):
+            is_used = np.zeros((self.ranks, self.ranks), np.bool_)
+            is_used[one.table.src, one.table.dst] = True
+            if np.count_nonzero(is_used) <= MOST_PAIRS:
+                found.append(self.price(one, num_bytes))
         if "ring" in algorithms(kind) and self.has_levels:
             found.append(self.price(build(kind, "ring", self.ranks), num_bytes, AT_RANDOM))
         return sorted(found, key=lambda one: one.seconds)
@@ -171,12 +175,6 @@ def _carried(paths: Longs, sizes: Floats, routes: Routes) -> Floats:
     on_path = np.repeat(sizes, paths.shape[1])
     counted = np.bincount(paths.ravel() + 1, on_path, minlength=routes.capacities.size + 1)
     return counted[1:].astype(np.float64)
-
-
-def _pairs(collective: Collective) -> int:
-    is_used = np.zeros((collective.ranks, collective.ranks), np.bool_)
-    is_used[collective.table.src, collective.table.dst] = True
-    return int(np.count_nonzero(is_used))
 
 
 def _can_be_simulated(table: MessageTable) -> bool:

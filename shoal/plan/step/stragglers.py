@@ -211,7 +211,9 @@ def neighbours_pace(noise: Noise, graph: str, workers: int, each: int = 1) -> fl
     """Seconds a step over its compute, where a worker waits for those that it hears."""
     if is_even(noise) or workers == 1:
         return own_pace(noise, each)
-    heard = [_heard(matrix) for matrix in mixing_for(graph, workers).matrices]
+    # for every worker where its list begins, and all lists: whom it hears, itself included
+    lists = [np.nonzero(matrix + np.eye(workers)) for matrix in mixing_for(graph, workers).matrices]
+    heard = [(np.searchsorted(rows, np.arange(workers)), order) for rows, order in lists]
     draws = _draws(noise, workers, each)
     finished = np.zeros((len(draws) + 1, workers))
     for step, times in enumerate(draws):
@@ -219,12 +221,6 @@ def neighbours_pace(noise: Noise, graph: str, workers: int, each: int = 1) -> fl
         starts, order = heard[step % len(heard)]
         finished[step + 1] = np.maximum.reduceat(computed[order], starts)
     return _corrected(_pace(finished.mean(axis=1)), draws, noise, each)
-
-
-def _heard(matrix: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For every worker where its list begins, and all lists: whom it hears, itself included."""
-    rows, columns = np.nonzero(matrix + np.eye(len(matrix)))
-    return np.searchsorted(rows, np.arange(len(matrix))), columns
 
 
 @lru_cache(maxsize=1024)
