@@ -26,7 +26,7 @@ class ChainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if len(set(self.members)) != len(self.members):
-            raise ValueError(f"a replica is twice in the chain {self.members}")
+            raise ValueError(f"a member is twice in the chain {self.members}")
         if self.incarnations and len(self.incarnations) != len(self.members):
             raise ValueError(f"{self.incarnations} are not the incarnations of {self.members}")
 

@@ -95,7 +95,7 @@ class ChainNode:
     def propose(self, op: Any) -> tuple[int, list[Effect]]:
         """At the head, while it `has_room`: the operation's position, which is to be committed."""
         if not self.is_head:
-            raise Fenced(f"replica {self.config.head} is the head in epoch {self.epoch}")
+            raise Fenced(f"member {self.config.head} is the head in epoch {self.epoch}")
         effects = self._append(op)
         return self.position, effects
 
@@ -156,7 +156,7 @@ class ChainNode:
 
     def install(self, position: int) -> list[Effect]:
         """A learner that `takes_snapshot` has got the state in which `position` is applied."""
-        assert self.takes_snapshot, f"replica {self.me} has a state, up to {self.position}"
+        assert self.takes_snapshot, f"member {self.me} has a state, up to {self.position}"
         self._log = EntryLog(position)
         self.committed = position
         return [] if self.config.tail is None else self._speak_to(self.config.tail)
@@ -310,7 +310,7 @@ class ChainNode:
 
     def _check_member(self) -> None:
         if not self.is_member:
-            raise Fenced(f"replica {self.me} is no member of the chain in epoch {self.epoch}")
+            raise Fenced(f"copy {self.me} is no member of the chain in epoch {self.epoch}")
 
     # ------------------------------------------------------------------ log and commitment
 

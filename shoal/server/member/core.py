@@ -111,7 +111,7 @@ def install_images(host: ModelHost, snapshot: Snapshot, tensors: list[torch.Tens
                 install(model, image, source)
                 model.lock.notify_all()
         except (StopIteration, RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise Refused(f"the state of another replica does not fit: {error}") from error
+            raise Refused(f"the state of another copy does not fit: {error}") from error
 
 
 MAX_KEPT_BYTES = 1 << 30  # of pushes, for a copy that catches up; at least 4 of them

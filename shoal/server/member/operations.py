@@ -328,7 +328,7 @@ def decode_message(meta: bytes) -> tuple[ChainMessage, Operation | None]:
             return message, None
         return message, _operations.decode(message.op)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(f"not a message between replicas: {error}") from error
+        raise Refused(f"not a message between copies: {error}") from error
 
 
 def _views_of(payload: Payload) -> list[memoryview]:
@@ -346,7 +346,7 @@ def read_payload(
     expected = 0 if model is None else operation.payload_bytes(model)
     if num_bytes != expected:
         kind = type(operation).__name__
-        raise Refused(f"{kind} of another replica has {num_bytes} bytes, expected {expected}")
+        raise Refused(f"{kind} of another copy has {num_bytes} bytes, expected {expected}")
     if model is None or not expected:
         return EMPTY
     if isinstance(operation, Pushed):

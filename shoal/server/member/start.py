@@ -128,7 +128,7 @@ class Keeper:
             self._looks.poke()
 
     def _register(self, lease: Lease, coordinator: Coordinator) -> None:
-        """Say that this life of the replica is there, in the place of an earlier one."""
+        """Announce this incarnation of the copy, in the place of an earlier one."""
         with self._registering:
             alive = self._alive_now()
             known = coordinator.get(self._alive_key)
