@@ -108,10 +108,10 @@ def positions_of(document: Any) -> Positions:
     try:
         saved = msgspec.convert(document, _Document)
     except msgspec.ValidationError as error:
-        raise CheckpointError(f"the position in the data of a checkpoint: {error}") from error
+        raise CheckpointError(f"its position in the data: {error}") from error
     too_many = sum(row[0] for row in saved.loops if row) > _MAX_LOOPS
     if too_many or not all(len(row) in (2, 5) for row in saved.loops):
-        raise CheckpointError("the position in the data of a checkpoint is none")
+        raise CheckpointError("its position in the data is none")
     rows = [row for row in saved.loops for _ in range(row[0])]
     known = []
     for i, (batches, *of_epochs) in enumerate(row[1:] for row in rows):

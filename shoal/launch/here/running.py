@@ -134,7 +134,7 @@ def _read(run_dir: RunDir) -> RunEntry | None:
     """None where there is no entry, or none that this version has written."""
     try:
         facts = msgspec.convert(read(run_dir.entry), RunFacts, strict=False)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return None
     if not facts.name or facts.workers > _MAX_WORKERS:
         return None

@@ -128,6 +128,7 @@ def _parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
         raise damaged(path, "its manifest is too large")
     try:
         manifest: dict[str, Any] = json.loads(data)
+        json.dumps(manifest, ensure_ascii=False).encode()  # ValueError for text that is no UTF-8
         digest = digest_of(manifest) if isinstance(manifest, dict) else ""
     except (ValueError, RecursionError) as error:
         raise damaged(path, "its manifest is not JSON") from error

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.data.position import positions_of
-from shoal.errors import BadInput
+from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import (
     complete_versions,
+    damaged,
     read_manifest_bytes,
     require_unused,
     versions_in,
@@ -95,7 +96,10 @@ class JobCheckpoints:
         averages = self._state.fit_averages(saved, path)
         others = [(prepared.model, prepared.shard) for prepared in self._loop.untrained]
         untrained = fit_others(others, "untrained", saved, path)
-        positions = positions_of(saved.document.get("position"))
+        try:
+            positions = positions_of(saved.document.get("position"))
+        except CheckpointError as error:
+            raise damaged(path, error) from error
         for state in states:
             state.load()
         for ema, tensors in zip(self._state.emas, averages, strict=False):
