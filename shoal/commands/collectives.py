@@ -150,11 +150,7 @@ def table(
     names = kinds() if kind == "all" else [kind_named(kind).name]
     num_bytes = parse_bytes(size)
     if cluster is not None:
-        for name in ("alpha", "beta", "gamma", "prove_all"):
-            source = context.get_parameter_source(name)
-            if source is not None and source.name != "DEFAULT":
-                option = name.removesuffix("_all")
-                raise BadInput(f"--{option} does not go with --cluster: its links have their costs")
+        _check_no_costs(context)
         show_on_cluster(load_cluster(cluster), ranks, names, num_bytes, seed, as_json)
         return
     ranks = 8 if ranks is None else ranks
@@ -179,6 +175,14 @@ def table(
     costs = asdict(cost)
     document = {"ranks": ranks, "bytes": num_bytes, **costs, "proven": prove_all}
     show_parts({**document, "collectives": _collectives(prices_by_kind)}, parts, as_json)
+
+
+def _check_no_costs(context: typer.Context) -> None:
+    for name in ("alpha", "beta", "gamma", "prove_all"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = name.removesuffix("_all")
+            raise BadInput(f"--{option} does not go with --cluster: its links have their costs")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smal
 from shoal.plan.predict import Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
-from shoal.plan.simulator.strategies import simulate_strategy
+from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
 from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
 
@@ -97,24 +98,31 @@ def predict(
     (value,) = values
     prediction = predictor.predict(value, workers, settings)
     advice = smaller_micro_batches(predictor, value, prediction, settings)
-    prediction = replace(prediction, notes=(*prediction.notes, advice) if advice else ())
+    if advice:
+        prediction = replace(prediction, notes=(*prediction.notes, advice))
     traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)
     document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
     parts = _parts(prediction, subject.workload, traffic)
     if simulate or trace is not None:
         simulated = simulate_strategy(subject.workload, hardware, value, workers, settings)
         document["simulated_s"] = simulated.step_s
-        more = simulated.step_s / prediction.step_s - 1
-        parts.append(
-            f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
-            f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
-        )
-        if trace is not None:
-            from shoal.observe.time_shares import write_chrome  # only where it is needed
-
-            write_chrome(simulated.run.spans_by_rank, trace)
-            parts.append(f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)")
+        parts += _simulated_parts(simulated, prediction, trace)
     show(document, parts, as_json)
+
+
+def _simulated_parts(
+    simulated: SimulatedStep, prediction: Prediction, trace: Path | None
+) -> Iterator[str]:
+    more = simulated.step_s / prediction.step_s - 1
+    yield (
+        f"simulated with links that flows share: {show_seconds(simulated.step_s)} a step, "
+        f"{abs(more):.1%} {'more' if more >= 0 else 'less'} than the closed form"
+    )
+    if trace is not None:
+        from shoal.observe.time_shares import write_chrome  # only where it is needed
+
+        write_chrome(simulated.run.spans_by_rank, trace)
+        yield f"trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)"
 
 
 def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -57,11 +58,6 @@ def simulate(
     noise = Noise() if noise_seed is None else hardware.noise
     uneven = Unevenness(noise, noise_seed or 0, read_slow(slow or (), workers))
     found = simulate_strategy(workload, hardware, value, workers, settings, uneven, steps)
-    from shoal.observe.time_shares import print_shares, write_chrome
-
-    spans = found.run.spans_by_rank
-    if trace is not None:
-        write_chrome(spans, trace)
     heading = (
         f"{workload.name} under {value} on {counted(workers, 'worker')} of {hardware.name}, batch "
         f"{subject.batch}: {show_seconds(found.step_s)} a step simulated, "
@@ -79,6 +75,15 @@ def simulate(
         "busiest_link": found.busiest_link._asdict() if found.busiest_link else None,
     }
     show(document, [bold(heading), _busiest(found)], as_json)
+    _show_spans(found, trace, as_json)
+
+
+def _show_spans(found: SimulatedStep, trace: Path | None, as_json: bool) -> None:
+    from shoal.observe.time_shares import print_shares, write_chrome
+
+    spans = found.run.spans_by_rank
+    if trace is not None:
+        write_chrome(spans, trace)
     if as_json:
         return
     print_shares(dict(list(spans.items())[:_MOST_SHOWN]))

@@ -103,17 +103,18 @@ class Job(LoopMethods):
         if self.size > 1:
             own = self._loop.optimizers
             self._others = OtherOptimizers(self._steps, lambda: [o.optimizer for o in own])
-        self._elastic: ElasticTraining | None = None
-        if isinstance(group, ElasticGroup):
-            from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
-
-            self._stream.same.compares = False  # one who joins later has not been there
-            self._elastic = ElasticTraining(group, self._state, self._after_regroup)
+        self._elastic = self._train_elastically(group) if isinstance(group, ElasticGroup) else None
         agreement = Agreement(group, device, self._services.elastic_sum)
         self._meetings = JobMeetings(self._state, agreement, self._elastic)
         self.checkpoints = JobCheckpoints(
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
+
+    def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
+        from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
+
+        self._stream.same.compares = False  # one who joins later has not been there
+        return ElasticTraining(group, self._state, self._after_regroup)
 
     @property
     def steps(self) -> int:

@@ -6,7 +6,7 @@
                         │ stdin    what to run, and the secret of the run
                         └ on_line  what the agent reports: output, progress, exits
 
-An engine is a class with these methods, and a line in `commands/engines.py`.
+An engine is a class with these methods, and a line in `commands/launching.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each accepted connection has its own thread until it has proven the key, so one 
 holds up no other. What does not prove the key is closed and does not count. Where many connections
 have not proven it, newcomers wait a moment, and then the oldest of those is ended for each.
 
-The handshake is that of `runtime/greeting.py`; the claim is both ranks and the stream. The key is
+The handshake is that of `runtime/secret.py`; the claim is both ranks and the stream. The key is
 drawn from the secret of the run and from what rank 0 drew for this start. Under TLS the certificate
 of who accepts is proven, too.
 """
