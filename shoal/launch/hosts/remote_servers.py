@@ -104,7 +104,7 @@ class RemoteProcesses:
         self._awaited.put(None)
 
     def note_exit(self, rank: int) -> None:
-        """Where others have to be told of it."""
+        """A rank has exited. Workers publish it on the board; for servers nothing is published."""
 
     def _start_agent(
         self,

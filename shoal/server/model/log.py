@@ -35,7 +35,7 @@ MAX_EARLY_STEPS = 1024  # that a push may be ahead of the servers, after the los
 
 
 class NoFollowers:
-    """The leader of a model with one server: there is nobody to tell, or to ask for norms."""
+    """The leader of a model with one server: no follower gets its log, or has norms."""
 
     def wait_connected(self) -> None: ...
     def publish(self, entry: LogEntry) -> None: ...

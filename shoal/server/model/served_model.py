@@ -193,6 +193,15 @@ class ServedModel:
         if is_compressed and pushes.decompressed != sequence:
             raise Refused(f"push {sequence} is committed without its gradients")
 
+    def wait_closed(self, worker: int) -> None:
+        """Wait until every push so far has its update: a step may be open for norms of servers.
+
+        Behind a barrier all workers see the same weights. A norm of workers comes before it.
+        """
+        with self.lock:
+            if not self.spec.norm_from_workers:
+                self.membership.wait(worker, lambda: self.state.open_step is None)
+
     def close_with(self, worker: int, norm: float) -> None:
         """The norm over all shards has arrived; returns when the step is closed with it."""
         with self.lock:

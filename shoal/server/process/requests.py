@@ -107,6 +107,7 @@ def barrier(peer: Peer, header: Header, request: BarrierRequest) -> None:
     meeting = peer.worker, request.number, request.generations
     peer.host.execute(BarrierReached(peer.model_id, *meeting))
     lowest = peer.model.membership.wait_barrier(*meeting)
+    peer.model.wait_closed(peer.worker)
     peer.reply(encode(LowestSurvivor(lowest)))
 
 
