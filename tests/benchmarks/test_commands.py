@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ FEW = ["--rounds", "2"]
 
 def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *words]
-    return forked.run(command, cwd=ROOT, capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of many tests wait for each other
+    return forked.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def document_of(*words: str) -> Any:
