@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import cast
 
 import typer
+from typer.core import TyperCommand
 
 from shoal import __version__
 from shoal.errors import BadInput, ShoalError, WorkersFailed
@@ -60,8 +62,17 @@ def build_app(names: Iterable[str]) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            app.command(name, cls=_command_class(command))(command)
     return app
+
+
+def _command_class(command: Callable[..., None]) -> type[TyperCommand] | None:
+    """One that tells words of the command from those of its script, where there may be one."""
+    if "args" not in inspect.signature(command).parameters:
+        return None
+    from shoal.commands.script_words import ScriptCommand  # only where it is needed
+
+    return ScriptCommand
 
 
 def about(
@@ -114,6 +125,9 @@ def _usage_message(error: typer.BadParameter) -> str:
         command = error.ctx.command_path
         instead = {"shoal run": _REPORT, "shoal train": _REPORT}.get(command)
         message = f"No such option: --json; {instead}" if instead else message
+    elif error.ctx is not None and message.startswith("No such option"):
+        has_script = any(parameter.name == "args" for parameter in error.ctx.command.params)
+        message += "; options of the script stand behind it" if has_script else ""
     if "\n" in message or error.ctx is None:  # a command without arguments prints its help
         return message
     return f"shoal: {message.rstrip('.')} (see {error.ctx.command_path} --help)"

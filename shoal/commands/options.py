@@ -152,7 +152,11 @@ Logs = Annotated[
     ),
 ]
 ScriptArgs = Annotated[
-    list[str] | None, typer.Argument(help="Arguments of the script, after --.", metavar="-- ARGS")
+    list[str] | None,
+    typer.Argument(
+        help="What is no option of this command goes to the script, and all that is behind --.",
+        metavar="[--] ARGS",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

@@ -1,8 +1,8 @@
 """Train a small recommendation model on a click log.
 
     python -m shoal.examples.clicks                     one worker, some seconds
-    shoal train clicks -- --rows 10000000 --dim 32      a large table; only used rows take memory
-    shoal run clicks -- --dense                         with nn.Embedding(sparse=True) instead
+    shoal train clicks --rows 10000000 --dim 32         a large table; only used rows take memory
+    shoal run clicks --dense                            with nn.Embedding(sparse=True) instead
 
 The log is generated, the same every time. A sample has ids of a user, an item, a page and an
 advertiser, all rows of one table, and three numbers. Ids follow a power law: a few are in every
