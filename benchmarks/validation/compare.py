@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from benchmarks.validation.fit import BOUNDS, Fitted, fit
-from benchmarks.validation.measured import MeasuredRow
+from benchmarks.validation.measured import TimedRow
 from shoal.cluster import Cluster
 from shoal.errors import BadInput
 from shoal.plan.predict import PlanSettings, Predictor
 from shoal.plan.prediction import Prediction
 from shoal.plan.step.collective_time import MEGATRON_ORDER
+from shoal.plan.sync_price import Zero3
 from shoal.plan.workloads import Precision
 from shoal.plan.workloads.transformer_block import Transformer, TransformerSizes
 from shoal.strategy.strategy import Strategy, as_strategy
@@ -41,6 +43,15 @@ class RunsAs:
     precision: Precision = MEGATRON
     flash_attention: bool = False
     bucket_mb: float | None = 1e6  # gradients are one buffer; None: as Shoal's ddp
+    zero3_of: Zero3 = "shoal"
+    nics: tuple[int, float] | None = None  # of a node, Gb/s each; None: as the cluster has them
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with the network that the runs had."""
+        if self.nics is None or cluster.node.nic is None:
+            return cluster
+        nic = replace(cluster.node.nic, bytes_per_s=self.nics[1] * 1e9 / 8)
+        return replace(cluster, node=replace(cluster.node, nics=self.nics[0], nic=nic))
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Validation:
 
 
 def validate(
-    rows: Sequence[MeasuredRow],
+    rows: Sequence[TimedRow],
     cluster: Cluster,
     runs_as: RunsAs,
     folds: int = 0,
@@ -160,7 +171,7 @@ class PricedTable:
     What a row says without a cluster is read once.
     """
 
-    def __init__(self, rows: Sequence[MeasuredRow], runs_as: RunsAs):
+    def __init__(self, rows: Sequence[TimedRow], runs_as: RunsAs):
         self.rows = list(rows)
         self._runs_as = runs_as
         self._models = {
@@ -181,7 +192,9 @@ class PricedTable:
         return [one.step_s for one in self.predictions(cluster)]
 
     def predictions(self, cluster: Cluster) -> list[Prediction]:
-        there = cluster.of_size(max((row.workers for row in self.rows), default=1))
+        there = self._runs_as.on(cluster).of_size(
+            max((row.workers for row in self.rows), default=1)
+        )
         predictors = {
             sizes: Predictor(self._models[sizes], there, self._runs_as.order)
             for sizes in {row.sizes for row in self.rows}
@@ -193,18 +206,18 @@ class PricedTable:
 
     def _strategy(self, text: str) -> Strategy:
         bucket_mb = self._runs_as.bucket_mb
-        if bucket_mb is None or not text.startswith("ddp"):
+        if bucket_mb is None or not re.match(r"ddp\b(?!\()", text):
             return as_strategy(text)
         return as_strategy(text.replace("ddp", f"ddp(bucket_mb={bucket_mb:.0f})", 1))
 
-    def _all_settings(self, row: MeasuredRow) -> list[PlanSettings]:
+    def _all_settings(self, row: TimedRow) -> list[PlanSettings]:
         """One for every micro-batch that the row may have had."""
         sizes: list[int | None] = [row.microbatch]
         if row.microbatch is None:
             sizes = [b for b in _MICROBATCHES if b == 1 or row.batch % (b * row.dp) == 0]
         return [self._settings(row, size) for size in sizes]
 
-    def _settings(self, row: MeasuredRow, microbatch: int | None) -> PlanSettings:
+    def _settings(self, row: TimedRow, microbatch: int | None) -> PlanSettings:
         runs_as = self._runs_as
         return PlanSettings(
             row.batch,
@@ -214,6 +227,7 @@ class PricedTable:
             runs_as.overlap,
             runs_as.even_stages,
             runs_as.scatter_sends,
+            runs_as.zero3_of,
         )
 
 
@@ -227,7 +241,7 @@ def name_of(sizes: TransformerSizes) -> str:
 
 
 def _validation(
-    rows: Sequence[MeasuredRow],
+    rows: Sequence[TimedRow],
     predicted: Sequence[float],
     cluster: Cluster,
     fitted: Fitted | None = None,
@@ -241,7 +255,7 @@ def _validation(
     return Validation(compared, _regrets(rows, compared), fitted, in_sample_error, folds, cluster)
 
 
-def _regrets(rows: Sequence[MeasuredRow], compared: Sequence[Compared]) -> tuple[Regret, ...]:
+def _regrets(rows: Sequence[TimedRow], compared: Sequence[Compared]) -> tuple[Regret, ...]:
     groups: dict[tuple[object, ...], list[Compared]] = {}
     models = {}
     for row, one in zip(rows, compared, strict=True):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from shoal.errors import BadInput
 from shoal.plan.workloads import Recompute
@@ -48,6 +48,31 @@ TIMES: Mapping[str, tuple[float, str | None, bool]] = {
     "seqpar_selective_s": (1.0, "selective", True),
 }
 RATE = "tflops_per_gpu"
+
+
+class TimedRow(Protocol):
+    """One measured run."""
+
+    @property
+    def line(self) -> int: ...
+    @property
+    def sizes(self) -> TransformerSizes: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def microbatch(self) -> int | None: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def recompute(self) -> Recompute: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def question(self) -> tuple[object, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -101,6 +126,11 @@ def read_table(path: Path, defaults: TableDefaults) -> list[MeasuredRow]:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise BadInput(f"cannot read {path}: it is not text") from None
+    return read_rows(path, text, defaults)
+
+
+def read_rows(path: Path, text: str, defaults: TableDefaults) -> list[MeasuredRow]:
+    """Of a table's text; `path` is what messages call it."""
     reader = csv.DictReader(text.splitlines())
     columns = _columns(path, reader.fieldnames or ())
     rows = [

@@ -11,7 +11,7 @@ from shoal.errors import BadInput
 from shoal.plan.prediction import Part, Prediction
 from shoal.plan.step.collective_time import SHOAL_ORDER, group_of
 from shoal.plan.step.step_price import PipelineShape, ReplicaPrice, ReplicaPricer, Stage
-from shoal.plan.sync_price import SyncPrice, SyncQuestion
+from shoal.plan.sync_price import SyncPrice, SyncQuestion, Zero3
 from shoal.plan.sync_price.ddp import ddp, localsgd, mapreduce, single
 from shoal.plan.sync_price.flat_sizes import TensorSizes
 from shoal.plan.sync_price.gossip import gossip, hogwild
@@ -42,6 +42,7 @@ class PlanSettings:
     overlap: bool = True  # gradients are sent while backward runs
     even_stages: bool = False  # as many blocks in every stage, however long the head takes
     scatter_sends: bool = False  # ranks of tp send a part each of what a stage sends, and gather it
+    zero3_of: Zero3 = "shoal"
 
 
 class ResolvedStep(NamedTuple):
@@ -96,7 +97,11 @@ class Predictor:
         return self._flops[key]
 
     def question(
-        self, pricer: ReplicaPricer, resolved: ResolvedStep, replica: ReplicaPrice, overlap: bool
+        self,
+        pricer: ReplicaPricer,
+        resolved: ResolvedStep,
+        replica: ReplicaPrice,
+        settings: PlanSettings,
     ) -> SyncQuestion:
         """What the replicas of a step have to agree on."""
         layout, stages = resolved.layout, replica.stages
@@ -108,7 +113,7 @@ class Predictor:
             stages.parameters,
             precision,
             replica.seconds,
-            stages.backward_s if overlap else 0.0,
+            stages.backward_s if settings.overlap else 0.0,
             resolved.microbatches,
             layout.workers,
             held,
@@ -119,6 +124,7 @@ class Predictor:
             adjacent_parameters=stages.adjacent_parameters,
             largest_tensor=stages.largest_tensor,
             meetings=resolved.microbatches * stages.meetings,
+            zero3_of=settings.zero3_of,
         )
 
     def _tensors(self, stage: Stage, split: Split) -> TensorSizes | None:
@@ -137,7 +143,7 @@ class Predictor:
         resolved = _resolve(self.workload, strategy, (layout, term), settings)
         pricer = self.pricer(workers)
         replica = pricer.price(*resolved)
-        sync = price_of(term, self.question(pricer, resolved, replica, settings.overlap))
+        sync = price_of(term, self.question(pricer, resolved, replica, settings))
         fixed_s = pricer.cluster.device.step_s
         fixed = (Part("fixed", fixed_s, "launch"),) if fixed_s else ()
         parts = (*replica.parts, *sync.parts, *fixed)

@@ -141,7 +141,7 @@ def simulate_strategy(
     pricer = predictor.pricer(workers)
     resolved = resolve_step(workload, value, workers, settings)
     term: Any = value.sync_for(resolved.layout.replicas)
-    question = predictor.question(pricer, resolved, pricer.price(*resolved), settings.overlap)
+    question = predictor.question(pricer, resolved, pricer.price(*resolved), settings)
     size = cluster.of_size(workers)
     agreeing = price_of(term, question).agreeing
     if agreeing.way == "servers":

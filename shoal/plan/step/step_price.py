@@ -279,7 +279,7 @@ class ReplicaPricer:
             ),
             parts=tuple(_busy_parts(table, stages[slowest])),
             backward_s=sum(
-                n * (t.backward.seconds - t.hiding_s)
+                n * (t.backward.seconds + t.recompute.seconds - t.hiding_s)
                 for n, t in zip(stages[slowest], table.times, strict=True)
             ),
             parameters=max(held),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from shoal.cluster import Cluster, Node
 from shoal.cluster.hardware import UPDATE_KERNELS, Device
@@ -20,6 +20,7 @@ from shoal.plan.workloads import Precision
 _LOW_SHARE = 0.1  # of steps that are faster than the low end of a spread; as many are above it
 NO_PART = Part("", 0.0, "")
 Timer = Callable[[float], CollectiveTime]  # of so many bytes
+Zero3 = Literal["shoal", "fsdp", "deepspeed"]  # whose zero(3): how it gathers
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class SyncQuestion:
     adjacent_parameters: float = 0.0  # numbers of two layers, one of which follows the other
     largest_tensor: float = 0.0  # numbers; 0: not known
     meetings: int = 0  # calls of a step in which the workers of a replica wait for each other
+    zero3_of: Zero3 = "shoal"
 
     @property
     def cluster(self) -> Cluster:

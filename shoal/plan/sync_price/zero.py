@@ -5,6 +5,11 @@ every one under the other two, which keep no whole gradient. Then the owners bro
 have updated. Under zero(3) a layer is gathered while the one before it computes, in forward and
 again in backward.
 
+Between nodes zero(3) is as fast as one NIC of each: an owner sends what it owns in one ring. Rows
+of ZeRO-3 on 96 to 280 nodes (Narayanan et al., SC'21, table 2) move 21 to 23 GB/s a node of eight
+NICs at 25 GB/s, whatever the number of nodes, where DeepSpeed gathers a layer a third time, after
+its recompute. FSDP gathers a layer in one all-gather, which has all NICs.
+
 With elastic=True a shard is also on the `copies` workers that follow: its owner sends them the
 reduced gradients, all meet in a barrier, and each updates all shards that it holds.
 """
@@ -15,9 +20,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shoal.cluster.units import show_rate
 from shoal.plan.prediction import DeviceMemory, Part
-from shoal.plan.step.collective_time import CollectiveTime
-from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion
+from shoal.plan.step.collective_time import CollectiveTime, on_nodes
+from shoal.plan.sync_price import NO_PART, Agreeing, SyncPrice, SyncQuestion, Timer
 from shoal.schedules.buffer_layout import (
     DEFAULT_BUCKET_BYTES,
     LARGE_BYTES,
@@ -27,6 +33,7 @@ from shoal.schedules.buffer_layout import (
     times_settled,
 )
 
+_IN_BACKWARD = {"shoal": 1, "fsdp": 1, "deepspeed": 2}  # gathers of a layer
 _MOST_RANKS = 64  # of more replicas the first one's memory stands for all
 
 
@@ -39,7 +46,8 @@ def zero(term: Any, question: SyncQuestion) -> SyncPrice:
     held = max(_owned(term, question, rank) for rank in ranks)
     hides_s = question.backward_s
     if term.stage == 3:  # weights are gathered in backward, too; what hides that hides no reduction
-        hides_s = max(0.0, hides_s - _layers_gathered(question)[0].seconds)
+        took = _layers_gathered(question)[0].seconds
+        hides_s = max(0.0, hides_s - _IN_BACKWARD[question.zero3_of] * took)
     return question.waiting_price(
         memory,
         _reduced(term.stage, replace(question, backward_s=hides_s)),
@@ -78,10 +86,13 @@ def _reduced(stage: int, question: SyncQuestion) -> Part:
     On GPUs the next bucket follows behind. CPUs wait for every bucket; without an idle core calls
     do not run beside backward, which stops for them where a bucket needs the memory of another.
     """
-    timer = partial(question.collective, "reduce")
+    timer: Timer = partial(question.collective, "reduce")
+    send: Timer = question.send
+    if stage == 3:
+        timer, send = (partial(_by_one_nic, question, one) for one in (timer, send))
     buckets = question.sizes.zero_buckets(question.replicas)
     if question.idle_share:
-        following = None if question.on_cores else question.send
+        following = None if question.on_cores else send
         seconds, bound = question.exposed_buckets(buckets, timer, following)
     else:
         seconds, bound = question.buckets_in_turn(buckets, timer)
@@ -115,20 +126,35 @@ def _layers_gathered(question: SyncQuestion) -> tuple[CollectiveTime, Collective
     """All layers, each in a call of its own, and one of them."""
     layer_bytes = question.layer_parameters * question.precision.parameter_bytes
     layer_bytes = min(layer_bytes, question.parameter_bytes) or question.parameter_bytes
-    one = question.collective("all_gather", layer_bytes)
+    one = _by_one_nic(question, partial(question.collective, "all_gather"), layer_bytes)
     calls = question.parameter_bytes / max(1.0, layer_bytes)
     return one._replace(seconds=calls * one.seconds), one
 
 
+def _by_one_nic(question: SyncQuestion, timer: Timer, num_bytes: float) -> CollectiveTime:
+    """A call of zero(3), all of whose bytes enter and leave every node by one NIC."""
+    took, nic = timer(num_bytes), question.node.nic
+    is_apart = on_nodes(question.cluster, question.group).is_apart
+    if nic is None or not is_apart or question.zero3_of == "fsdp":
+        return took
+    least, moving_s = timer(1), num_bytes / nic.rate
+    words = f"one {nic.name} a node ({show_rate(nic.rate)})"
+    slow = CollectiveTime(least.seconds + moving_s, words)
+    if least.seconds > moving_s:
+        slow = least._replace(seconds=slow.seconds)
+    return max(took, slow)
+
+
 def _gathered(question: SyncQuestion) -> Part:
-    """Every micro-batch gathers all layers twice; the first layer of a pass waits in full."""
+    """Every micro-batch gathers all layers in both passes; the first of a pass waits in full."""
     took, first = _layers_gathered(question)
     backward_s = question.hidden_s
     whole_s = question.backward_s or 1.0
     forward_s = question.compute_s / question.microbatches - question.backward_s
     forward_s = max(0.0, forward_s) * backward_s / whole_s
-    left_s = sum(max(took.seconds - beside, first.seconds) for beside in (forward_s, backward_s))
-    return Part("weights", question.microbatches * min(left_s, 2 * took.seconds), took.bound)
+    again_s = _IN_BACKWARD[question.zero3_of] * took.seconds
+    left_s = max(took.seconds - forward_s, first.seconds) + max(again_s - backward_s, first.seconds)
+    return Part("weights", question.microbatches * min(left_s, took.seconds + again_s), took.bound)
 
 
 def _sent(term: Any, question: SyncQuestion) -> float:

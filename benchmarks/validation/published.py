@@ -1,0 +1,293 @@
+"""Steps of transformers that papers and repositories publish, table by table.
+
+A row: model | strategy | GPUs | batch | micro-batch | recompute | speed. Speed is seconds of a
+step, TFLOP/s a GPU as Narayanan et al. count them (with recompute), or the MFU. What a source does
+not say is noted. No row of a table is left out, but those of sequences above 8,192 of MPT.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from benchmarks.validation.compare import RunsAs
+from benchmarks.validation.measured import (
+    MeasuredRow,
+    TableDefaults,
+    TimedRow,
+    read_rows,
+    read_table,
+)
+from shoal.plan.workloads import Precision, Recompute
+from shoal.plan.workloads.model_presets import transformer_named
+from shoal.plan.workloads.transformer_block import TransformerSizes
+
+BF16 = Precision("bf16", 2, 4, 4, 8)
+PURE_BF16 = Precision("bf16", 2, 2, 4, 8)  # gradients are sent in bf16
+GPT = TransformerSizes(96, 12288, 96)
+LLAMA = transformer_named("llama-3.1-405b").sizes
+MODELS = {
+    "175B": GPT,
+    "175B, no dropout": replace(GPT, dropout=False),
+    "530B": TransformerSizes(105, 20480, 128),
+    "BLOOM": TransformerSizes(70, 14336, 112, vocab=250880),
+    "NeoX": TransformerSizes(44, 6144, 64, vocab=50432, tied=False),
+    "405B": LLAMA,
+    "405B, 128k": replace(LLAMA, sequence=131072),
+}
+# Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC'21, table 1
+MEGATRON_TABLE_1 = """\
+params_b,heads,hidden,layers,tp,pp,dp,gpus,batch,tflops_per_gpu
+1.7,24,2304,24,1,1,32,32,512,137
+3.6,32,3072,30,2,1,32,64,512,138
+7.5,32,4096,36,4,1,32,128,512,142
+18.4,48,6144,40,8,1,32,256,1024,135
+39.1,64,8192,48,8,2,32,512,1536,138
+76.1,80,10240,60,8,4,32,1024,1792,140
+145.6,96,12288,80,8,8,24,1536,2304,148
+310.1,128,16384,96,8,16,15,1920,2160,155
+529.6,128,20480,105,8,35,9,2520,2520,163
+1008.0,160,25600,128,8,64,6,3072,3072,163
+"""
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", table 5
+KORTHIKANTI_TABLE_5 = """\
+model,heads,hidden,layers,tp,pp,interleave,gpus,global_batch,micro_batch,full_recompute_s,seqpar_selective_s
+22B,64,6144,48,8,1,1,8,4,4,1.42,1.10
+175B,96,12288,96,8,8,3,64,64,1,18.13,13.75
+530B,128,20480,105,8,35,3,280,280,1,49.05,37.83
+1T,160,25600,128,8,64,1,512,512,1,94.42,71.49
+"""
+RUNS = """\
+ptd      | 175B             | ddp + tp(8) + pp(12)     | 384   | 1536 | 1 | full      | 153 TFLOP/s
+ptd      | 175B             | ddp + tp(8) + pp(12)     | 768   | 1536 | 1 | full      | 149 TFLOP/s
+ptd      | 175B             | ddp + tp(8) + pp(12)     | 1536  | 1536 | 1 | full      | 141 TFLOP/s
+ptd      | 530B             | ddp + tp(8) + pp(35 * 3) | 560   | 2240 | 1 | full      | 171 TFLOP/s
+ptd      | 530B             | ddp + tp(8) + pp(35 * 3) | 1120  | 2240 | 1 | full      | 167 TFLOP/s
+ptd      | 530B             | ddp + tp(8) + pp(35 * 3) | 2240  | 2240 | 1 | full      | 159 TFLOP/s
+zero-3   | 175B             | zero(3)                  | 384   | 1536 | 4 | full      | 144 TFLOP/s
+zero-3   | 175B             | zero(3)                  | 768   | 1536 | 2 | full      | 88 TFLOP/s
+zero-3   | 175B             | zero(3)                  | 1536  | 1536 | 1 | full      | 44 TFLOP/s
+zero-3   | 530B             | zero(3)                  | 640   | 2560 | 4 | full      | 138 TFLOP/s
+zero-3   | 530B             | zero(3)                  | 1120  | 2240 | 2 | full      | 98 TFLOP/s
+zero-3   | 530B             | zero(3)                  | 2240  | 2240 | 1 | full      | 48 TFLOP/s
+dp8      | 530B             | ddp + sp(8) + pp(35 * 3) | 2240  | 2240 | 1 | selective | 39.15 s
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 256   | 768  | 1 | selective | 0.530 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 512   | 768  | 1 | selective | 0.499 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 768   | 768  | 1 | selective | 0.467 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 1024  | 768  | 1 | selective | 0.447 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 3072  | 6144 | 1 | selective | 0.487 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 6144  | 6144 | 1 | selective | 0.478 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 8192  | 6144 | 1 | selective | 0.433 MFU
+megascale| 175B, no dropout | ddp + sp(8) + pp(8 * 6)  | 12288 | 6144 | 1 | selective | 0.412 MFU
+llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 8192  | 2048 | 1 | none | 0.43 MFU
+llama    | 405B       | layers + sp(8) + pp(16 * 8)          | 16384 | 2048 | 1 | none | 0.41 MFU
+llama    | 405B, 128k | layers + sp(8) + cp(16) + pp(16 * 8) | 16384 | 128  | 1 | none | 0.38 MFU
+mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 2240  | 1920 | 1 | full      | 60.1 s
+mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 2800  | 1920 | 1 | full      | 50.2 s
+mt-nlg   | 530B             | ddp + tp(8) + pp(35)     | 3360  | 1920 | 1 | full      | 44.4 s
+bloom    | BLOOM            | zero(1) + tp(4) + pp(12) | 384   | 2048 | 2 | full      | 150 TFLOP/s
+neox     | NeoX             | zero(1) + tp(2) + pp(4)  | 96    | 1536 | 4 | full      | 117 TFLOP/s
+fsdp     | 175B, no dropout | zero(3)                  | 128   | 128  | 1 | full      | 173 TFLOP/s
+fsdp     | 175B, no dropout | zero(3)                  | 128   | 256  | 2 | full      | 186 TFLOP/s
+"""
+# Qi et al., "Zero Bubble Pipeline Parallelism", tables 3 and 5: milliseconds of F, B and W of a
+# stage, and the bubble of 1f1b: a step is m (F + B + W) / (1 - bubble)
+ZERO_BUBBLE = """\
+22 2304 24 | 8  | 6 | 24  | 18.522 18.086 9.337 | 0.2431
+22 2304 24 | 8  | 6 | 32  | 18.513 18.086 9.331 | 0.1985
+22 2304 24 | 8  | 6 | 64  | 18.546 18.097 9.321 | 0.1240
+30 4096 32 | 8  | 3 | 24  | 29.718 29.444 19.927 | 0.2347
+30 4096 32 | 8  | 3 | 32  | 29.802 29.428 19.530 | 0.1898
+30 4096 32 | 8  | 3 | 64  | 29.935 29.621 19.388 | 0.1091
+46 5120 40 | 16 | 1 | 48  | 11.347 11.248 8.132 | 0.2552
+46 5120 40 | 16 | 1 | 64  | 11.307 11.254 8.101 | 0.2082
+46 5120 40 | 16 | 1 | 128 | 11.325 11.308 8.109 | 0.1251
+62 6144 48 | 32 | 1 | 96  | 10.419 10.207 7.715 | 0.2646
+62 6144 48 | 32 | 1 | 128 | 10.408 10.204 7.703 | 0.2168
+"""
+_MEGATRON_LM = RunsAs()
+WHOLE_SENDS = RunsAs(scatter_sends=False)  # DeepSpeed's pipeline sends whole activations
+_FSDP = RunsAs(overlap=True, precision=PURE_BF16, zero3_of="fsdp", flash_attention=True)
+_MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One run."""
+
+    line: int
+    sizes: TransformerSizes
+    strategy: str
+    workers: int
+    batch: int
+    microbatch: int | None
+    recompute: Recompute
+    seconds: float
+    dp: int = 1
+
+    @property
+    def question(self) -> tuple[object, ...]:
+        return (self.sizes, self.workers, self.batch)
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """Runs of one source; what is not said is as Megatron-LM on a DGX has it."""
+
+    name: str
+    rows: tuple[TimedRow, ...]
+    runs_as: RunsAs = _MEGATRON_LM
+    cluster: str = "dgx-a100"  # of its GPUs: the preset
+
+
+_SOURCES: dict[str, tuple[RunsAs, str]] = {
+    "ptd": (RunsAs(), "dgx-a100"),  # Narayanan et al., SC'21, table 2: PTD-P
+    "zero-3": (  # the same: ZeRO-3 of DeepSpeed
+        RunsAs(overlap=True, precision=Precision("fp16", 2, 2, 4, 8), zero3_of="deepspeed"),
+        "dgx-a100",
+    ),
+    # Korthikanti et al. 2022, section 6.3: 8 replicas of the 530B model
+    "dp8": (RunsAs(), "dgx-a100"),
+    # Jiang et al., NSDI 2024, table 2: the rows of Megatron-LM; 8 x 8, 6 chunks
+    "megascale": (RunsAs(precision=BF16), "dgx-a100"),
+    # Dubey et al., "The Llama 3 Herd of Models", table 4. Its FSDP keeps parameters after forward,
+    # scatters gradients and gathers parameters by layers: in time, ddp with buckets of a layer
+    "llama": (RunsAs(precision=BF16, overlap=True, flash_attention=True), "dgx-h100"),
+    # Smith et al., "Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B", section 2.4
+    "mt-nlg": (WHOLE_SENDS, "dgx-a100"),
+    # BigScience, BLOOM's training log and paper: 48 nodes with 4 Omni-Path links of 100 Gb/s each
+    "bloom": (replace(WHOLE_SENDS, precision=BF16, nics=(4, 100)), "dgx-a100"),
+    # Black et al., section 2.3 and table of its configuration: two HDR links a node
+    "neox": (replace(WHOLE_SENDS, nics=(2, 200)), "dgx-a100"),
+    # Zhao et al., "PyTorch FSDP", section 5.4
+    "fsdp": (replace(_FSDP, flash_attention=False), "dgx-a100"),
+}
+
+
+def operations(sizes: TransformerSizes, batch: int, of_layer: int) -> float:
+    """Narayanan et al., SC'21, equation 3; 72 in place of 96: without recompute."""
+    s, h, layers = sizes.sequence, sizes.hidden, sizes.layers
+    more = 1 + s / (6 * h) + 6 * sizes.vocab / (of_layer * layers * h)
+    return of_layer * batch * s * layers * h**2 * more
+
+
+def llama_operations(sizes: TransformerSizes, batch: int) -> float:
+    """Causal attention is counted once."""
+    per_layer = 2 * sizes.hidden * (sizes.hidden + sizes.key_heads * sizes.head_size)
+    per_layer += 3 * sizes.hidden * sizes.inner
+    weights = sizes.layers * per_layer + sizes.vocab * sizes.hidden
+    attention = 6 * sizes.layers * sizes.hidden * sizes.sequence
+    return batch * sizes.sequence * (6.0 * weights + attention)
+
+
+def seconds_of(speed: str, sizes: TransformerSizes, batch: int, workers: int) -> float:
+    number, unit = speed.split()
+    if unit == "s":
+        return float(number)
+    if unit == "TFLOP/s":
+        return operations(sizes, batch, 96) / (workers * float(number) * 1e12)
+    peak, counted = 312e12, operations(sizes, batch, 72)
+    if sizes.gated:
+        peak, counted = 989e12, llama_operations(sizes, batch)
+    return counted / (workers * float(number) * peak)
+
+
+def _run(line: int, cells: list[str]) -> PublishedRow:
+    model, text, *numbers, recompute, speed = cells
+    workers, batch, microbatch = map(int, numbers)
+    text = re.sub(r"pp\((\d+) \* (\d+)\)", r'pp(\1, schedule="interleaved", chunks=\2)', text)
+    text = text.replace("sp(8)", "tp(8, sequence=True)").replace("layers", "ddp(bucket_mb=400)")
+    sizes = MODELS[model]
+    seconds = seconds_of(speed, sizes, batch, workers)
+    how = cast("Recompute", recompute)
+    return PublishedRow(line, sizes, text, workers, batch, microbatch, how, seconds)
+
+
+def _runs() -> Iterator[PublishedTable]:
+    rows = [[cell.strip() for cell in line.split("|")] for line in RUNS.splitlines()]
+    for name, (runs_as, cluster) in _SOURCES.items():
+        found = [_run(n, cells) for n, (table, *cells) in enumerate(rows, 1) if table == name]
+        yield PublishedTable(name, tuple(found), runs_as, cluster)
+
+
+def _zero_bubble() -> PublishedTable:
+    rows = []
+    for line, text in enumerate(ZERO_BUBBLE.splitlines(), 1):
+        model, stages, microbatch, count, times, bubble = text.split("|")
+        layers, hidden, heads = map(int, model.split())
+        sizes = TransformerSizes(layers, hidden, heads, sequence=1024)
+        busy_s = int(count) * sum(map(float, times.split())) / 1e3
+        rows.append(
+            PublishedRow(
+                line,
+                sizes,
+                f"pp({int(stages)})",
+                int(stages),
+                int(count) * int(microbatch),
+                int(microbatch),
+                "none",
+                busy_s / (1 - float(bubble)),
+            )
+        )
+    return PublishedTable("zero bubble", tuple(rows), RunsAs(even_stages=False))
+
+
+def _mpt() -> Iterator[PublishedTable]:
+    """MosaicML, llm-foundry, scripts/train/benchmarking: FSDP in nodes with 8 links of 200 Gb/s."""
+    lines = (Path(__file__).parent / "mpt.csv").read_text().splitlines()
+    by_gpu: dict[str, list[PublishedRow]] = {}
+    for line, row in enumerate(csv.DictReader(lines), 2):
+        sizes = TransformerSizes(
+            *_MPT[row["model"]], vocab=50368, sequence=int(row["sequence"]), dropout=False
+        )
+        workers, batch = int(row["gpus"]), int(row["batch"])
+        seconds = batch * sizes.sequence / (workers * float(row["tokens_per_s_per_gpu"]))
+        found = PublishedRow(
+            line,
+            sizes,
+            "zero(3)",
+            workers,
+            batch,
+            int(row["microbatch"]),
+            cast("Recompute", row["recompute"]),
+            seconds,
+        )
+        by_gpu.setdefault(row["gpu"], []).append(found)
+    for gpu, rows in by_gpu.items():
+        runs_as = _FSDP if gpu == "a100-40" else replace(_FSDP, precision=BF16)
+        cluster = "dgx-h100" if gpu == "h100" else "dgx-a100"
+        yield PublishedTable(f"mpt {gpu}", tuple(rows), runs_as, cluster)
+
+
+def _of_text(name: str, text: str) -> PublishedTable:
+    return PublishedTable(name, tuple(read_rows(Path(name), text, TableDefaults())))
+
+
+def published_tables(more: Path | None = None) -> list[PublishedTable]:
+    """All tables; with those of vTrain where a folder has them."""
+    tables = [
+        _of_text("sc21 table 1", MEGATRON_TABLE_1),
+        _of_text("korthikanti", KORTHIKANTI_TABLE_5),
+        *_runs(),
+        _zero_bubble(),
+        *_mpt(),
+    ]
+    for kind in ("multi", "single") if more is not None else ():
+        path = cast("Path", more) / f"vtrain_ground_truth_{kind}.csv"
+        rows: list[MeasuredRow] = read_table(path, TableDefaults())
+        tables.append(PublishedTable(f"vtrain {kind}", tuple(rows)))
+    return tables
