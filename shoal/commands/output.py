@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,33 @@ def write_text(path: Path, text: str) -> None:
 
 
 Part = Table | Text | str
+_WRAP = partial(textwrap.TextWrapper, break_long_words=False, break_on_hyphens=False)
 
 
 def bold(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def show(document: Any, parts: Iterable[Part], as_json: bool, width: int = 120) -> None:
-    """Print the document as JSON, or else these tables and lines."""
+def show(
+    document: Any, parts: Iterable[Part], as_json: bool, width: int = 120, wraps: bool = False
+) -> None:
+    """Print the document as JSON, or else these tables and lines, which `wraps` breaks."""
     if as_json:
         print(json.dumps(document))
         return
     console = wide_console(width)
     for part in parts:
-        console.print(part, soft_wrap=not isinstance(part, Table), markup=False)
+        shown = _wrapped(part, console.width) if wraps and not isinstance(part, Table) else part
+        console.print(shown, soft_wrap=not isinstance(part, Table), markup=False)
+
+
+def _wrapped(part: Text | str, width: int) -> Text:
+    """Lines of at most 80 columns, or of a narrower terminal; what goes on is indented."""
+    lines = []
+    for line in str(part).split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines.append(_WRAP(width=min(width, 80), subsequent_indent=indent).fill(line))
+    return Text("\n".join(lines), style=part.style if isinstance(part, Text) else "")
 
 
 def plain_table(

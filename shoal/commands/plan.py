@@ -61,7 +61,7 @@ def plan(
         f"\n{result.variants} variants of strategies, {result.priced} of them priced: the others "
         "are slower than the slowest one here, or larger"
     )
-    show(document, [heading, *_parts(found), counts], as_json)
+    show(document, [heading, *_parts(found), counts], as_json, wraps=True)
     if not result.ranked:
         raise typer.Exit(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,21 +11,31 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from shoal.cluster import Cluster, Node
+from shoal.cluster.hardware import Device
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import Part, bold, plain_table, show
-from shoal.commands.subject import RecomputeOption, Subject, SubjectOptions
+from shoal.commands.subject import PredictedStepOptions, Subject, SubjectOptions
 from shoal.errors import BadInput
-from shoal.plan.explain import bound_words, does_not_fit, gradient_traffic, smaller_micro_batches
+from shoal.plan.explain import (
+    bound_words,
+    does_not_fit,
+    gradient_traffic,
+    smaller_micro_batches,
+)
 from shoal.plan.predict import Predictor
 from shoal.plan.predict import predict as predict_on
 from shoal.plan.prediction import Prediction
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
+from shoal.plan.step.collective_time import MEGATRON_ORDER, SHOAL_ORDER
 from shoal.plan.workloads import Workload
 from shoal.runtime.wording import counted
 
 _MOST_WORKERS = 10_000_000
+_NO_TIME = Device("any", math.inf, 1e30, {"fp32": 1e30})  # for what is sent alone
+_ORDERS = {"shoal": SHOAL_ORDER, "megatron": MEGATRON_ORDER}
 
 
 def worker_numbers(text: str) -> list[int]:
@@ -57,6 +68,7 @@ def _cells(one: Prediction, first: Prediction) -> list[str]:
 @options.with_fields
 def predict(
     asked: SubjectOptions,
+    of_step: PredictedStepOptions,
     numbers: Annotated[
         str,
         typer.Option(
@@ -64,7 +76,9 @@ def predict(
         ),
     ] = "1",
     strategy: options.Strategy = None,
-    recompute: RecomputeOption = "none",
+    order: Annotated[
+        str, typer.Option(help="Of ranks: shoal, or megatron (replicas inside of stages).")
+    ] = "shoal",
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Also simulate the step, message by message.")
     ] = False,
@@ -78,36 +92,64 @@ def predict(
 
     The step is shown by its parts, each with what bounds it: compute, memory, launches of kernels
     or the link. With several numbers of workers (-n 2,4,8) there is one row for each. Nothing is
-    trained.
+    trained. With --network alone, the time is that of gradients on the wire; name the --cluster,
+    also this-machine, for what the step computes.
     """
     check_folder(trace, "a trace")
+    if order not in _ORDERS:
+        raise BadInput(f"--order is {' or '.join(_ORDERS)}, not {order!r}")
     several = worker_numbers(numbers)
     workers = max(several)
     values = [strategy_for(strategy, number) for number in several]
     subject = asked.subject(workers)
-    settings = asked.settings(subject.batch, recompute)
+    settings = of_step.on(asked.settings(subject.batch))
     hardware = asked.hardware(workers)
-    predictor = Predictor(subject.workload, hardware)
-    if len(several) > 1:
-        if simulate or trace is not None:
-            raise BadInput("--simulate and --trace need one number of workers, not several")
-        pairs = zip(values, several, strict=True)
-        found = [predict_on(subject.workload, hardware, *pair, settings) for pair in pairs]
-        _show_several(found, subject, as_json)
+    simulate = simulate or trace is not None
+    if simulate and (len(several) > 1 or order != "shoal"):
+        raise BadInput("--simulate and --trace need one number of workers, in Shoal's order")
+    link, workload = asked.link(), subject.workload
+    only_wire = link is not None and asked.cluster is None and not simulate
+    if only_wire:
+        hardware = Cluster("network", _NO_TIME, Node(1, nic=link), workers)
+    if only_wire or len(several) > 1:
+        pairs = list(zip(values, several, strict=True))
+        found = [predict_on(workload, hardware, *pair, settings, _ORDERS[order]) for pair in pairs]
+        if only_wire:
+            said = [gradient_traffic(workload, v.layout(n).replicas, link) for v, n in pairs]
+            _show_wire(found, said, workload.name, as_json)
+        else:
+            _show_several(found, subject, as_json)
         return
     (value,) = values
+    predictor = Predictor(workload, hardware, _ORDERS[order])
     prediction = predictor.predict(value, workers, settings)
     advice = smaller_micro_batches(predictor, value, prediction, settings)
     if advice:
         prediction = replace(prediction, notes=(*prediction.notes, advice))
-    traffic = gradient_traffic(subject.workload, value.layout(workers).replicas)
-    document = {"model": subject.workload.name, "traffic": traffic, **prediction.as_dict()}
-    parts = _parts(prediction, subject.workload, traffic)
-    if simulate or trace is not None:
-        simulated = simulate_strategy(subject.workload, hardware, value, workers, settings)
+    traffic = gradient_traffic(workload, value.layout(workers).replicas, link)
+    document = {"model": workload.name, "traffic": traffic, **prediction.as_dict()}
+    parts = _parts(prediction, workload, traffic)
+    if simulate:
+        simulated = simulate_strategy(workload, hardware, value, workers, settings)
         document["simulated_s"] = simulated.step_s
         parts += _simulated_parts(simulated, prediction, trace)
-    show(document, parts, as_json)
+    show(document, parts, as_json, wraps=True)
+
+
+def _show_wire(found: list[Prediction], said: list[str], name: str, as_json: bool) -> None:
+    """What is sent, and how long that takes: the devices are not those that were asked for."""
+    parts: list[Part] = []
+    documents = []
+    for one, traffic in zip(found, said, strict=True):
+        on = f"{name} under {one.strategy} on {counted(one.workers, 'worker')}"
+        sent = [part for part in one.parts if part.seconds > 1e-12]
+        rows = [[part.name, show_seconds(part.seconds), bound_words(part)] for part in sent]
+        table = plain_table("", ["part", "time", "bound by"], rows, left=3)
+        parts += [bold(f"{on}: {show_seconds(one.step_s)} a step on the wire"), traffic, table]
+        documents.append({"model": name, "traffic": traffic, "wire_s": one.step_s})
+    parts.append("computing is not counted: name its devices, --cluster this-machine or a preset")
+    several = {"model": name, "predictions": documents}
+    show(documents[0] if len(found) == 1 else several, parts, as_json, wraps=True)
 
 
 def _simulated_parts(
@@ -134,7 +176,7 @@ def _show_several(found: list[Prediction], subject: Subject, as_json: bool) -> N
     table = plain_table("", [*heads, "most of it"], [_cells(one, found[0]) for one in found])
     table.columns[-1].justify = "left"
     document = {"model": name, "predictions": [one.as_dict() for one in found]}
-    show(document, [bold(heading), table], as_json)
+    show(document, [bold(heading), table], as_json, wraps=True)
 
 
 def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Part]:
@@ -147,9 +189,9 @@ def _parts(prediction: Prediction, workload: Workload, traffic: str) -> list[Par
         f"({spread}), {prediction.samples_per_s:.3g} samples/s{utilization}"
     )
     no_room = "" if prediction.fits else does_not_fit(prediction)
-    lines = [no_room, traffic, prediction.convergence, *prediction.notes]
+    lines = [no_room, prediction.convergence, *prediction.notes]
     tables = [_parts_table(prediction), _memory_table(prediction)]
-    return [bold(heading), *tables, *(line for line in lines if line)]
+    return [bold(heading), traffic, *tables, *(line for line in lines if line)]
 
 
 def _parts_table(prediction: Prediction) -> Table:

@@ -12,7 +12,7 @@ from shoal.cluster.units import show_bytes, show_rate, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import check_folder, strategy_for
 from shoal.commands.output import bold, show
-from shoal.commands.subject import RecomputeOption, SubjectOptions
+from shoal.commands.subject import PredictedStepOptions, SubjectOptions
 from shoal.plan.predict import Predictor
 from shoal.plan.simulator.step_tasks import Unevenness
 from shoal.plan.simulator.strategies import SimulatedStep, simulate_strategy
@@ -25,9 +25,9 @@ _MOST_SHOWN = 16  # ranks whose time is divided in a table
 @options.with_fields
 def simulate(
     asked: SubjectOptions,
+    of_step: PredictedStepOptions,
     workers: options.Workers = 1,
     strategy: options.Strategy = None,
-    recompute: RecomputeOption = "none",
     slow: options.Slow = None,
     noise_seed: Annotated[
         int | None,
@@ -51,7 +51,7 @@ def simulate(
     check_folder(trace, "a trace")
     value = strategy_for(strategy, workers)
     subject = asked.subject(workers)
-    settings = asked.settings(subject.batch, recompute)
+    settings = of_step.on(asked.settings(subject.batch))
     hardware = asked.hardware(workers)
     workload = subject.workload
     closed = Predictor(workload, hardware).predict(value, workers, settings)
@@ -74,7 +74,7 @@ def simulate(
         "rank_end_s": found.run.rank_end_s[-1],
         "busiest_link": found.busiest_link._asdict() if found.busiest_link else None,
     }
-    show(document, [bold(heading), _busiest(found)], as_json)
+    show(document, [bold(heading), _busiest(found)], as_json, wraps=True)
     _show_spans(found, trace, as_json)
 
 

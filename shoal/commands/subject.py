@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -19,7 +19,7 @@ from shoal.commands.launching import EXAMPLES, command_for, config_for, run_quie
 from shoal.errors import BadInput
 from shoal.launch.rank.auto import traced
 from shoal.plan.predict import PlanSettings
-from shoal.plan.workloads import Recompute, Workload
+from shoal.plan.workloads import Workload
 from shoal.plan.workloads.model_presets import PRESETS, default_batch, named_workload
 from shoal.strategy.strategy import as_strategy
 
@@ -38,9 +38,6 @@ def workload_of_script(script: str, args: Sequence[str] | None = None) -> Subjec
     return Subject(*traced(config_for(as_strategy("single")), run))
 
 
-RecomputeOption = Annotated[
-    str, typer.Option("--recompute", help="Of activations: none, selective or full.")
-]
 _NETWORK_ALPHA_S = 5e-6
 _Text = str | None
 _Number = int | None
@@ -58,9 +55,12 @@ class SubjectOptions:
         ),
     ] = None
     args: options.ScriptArgs = None
-    cluster: Annotated[str, typer.Option(help="A cluster file, or a preset such as dgx-a100.")] = (
-        THIS_MACHINE
-    )
+    cluster: Annotated[
+        _Text,
+        typer.Option(
+            help="A cluster file, or a preset such as dgx-a100.", show_default=THIS_MACHINE
+        ),
+    ] = None
     gpt: Annotated[
         _Text, typer.Option(help="A transformer by its sizes: layers=96,hidden=12288,heads=96,…")
     ] = None
@@ -112,25 +112,51 @@ class SubjectOptions:
         found = workload_of_script(script, self.args)
         return Subject(found.workload, self.batch or found.batch)
 
-    def settings(self, batch: int, recompute: str = "none") -> PlanSettings:
-        if recompute not in ("none", "selective", "full"):
-            raise BadInput(f"--recompute is none, selective or full, not {recompute!r}")
-        kept = cast(Recompute, recompute)
-        return PlanSettings(batch, self.microbatch, kept, self.flash_attention)
+    def settings(self, batch: int) -> PlanSettings:
+        return PlanSettings(batch, self.microbatch, flash_attention=self.flash_attention)
+
+    def link(self) -> LinkSpec | None:
+        """The network, where one was asked for."""
+        if self.network is None:
+            return None
+        rate = parse_s_per_byte(self.network)
+        if rate <= 0:
+            raise BadInput(f"--network takes a rate such as 200Gb/s, not {self.network!r}")
+        return LinkSpec("network", 1 / rate, _NETWORK_ALPHA_S)
 
     def hardware(self, workers: int) -> Cluster:
         """The cluster with what the options change of it."""
-        cluster = named_cluster(self.cluster)
-        if self.network is not None:
-            rate = parse_s_per_byte(self.network)
-            if rate <= 0:
-                raise BadInput(f"--network takes a rate such as 200Gb/s, not {self.network!r}")
-            link = LinkSpec("network", 1 / rate, _NETWORK_ALPHA_S)
+        cluster = named_cluster(self.cluster or THIS_MACHINE)
+        if (link := self.link()) is not None:
             node = replace(cluster.node, devices=1, nic=link, nics=1)
             cluster = replace(cluster, node=node, nodes=workers, nodes_per_rack=None)
         if self.limit is not None:
             cluster = cluster.with_memory(float(parse_bytes(self.limit)))
         return cluster.of_size(workers)
+
+
+@dataclass(frozen=True)
+class PredictedStepOptions:
+    """The options of `predict` and `simulate` about one step; `plan` tries what there is."""
+
+    recompute: Annotated[str, typer.Option(help="Of activations: none, selective or full.")] = (
+        "none"
+    )
+    overlap: Annotated[bool, typer.Option(help="Gradients are sent while backward runs.")] = True
+    even_stages: Annotated[
+        bool, typer.Option("--even-stages", help="As many blocks in every stage of pp.")
+    ] = False
+    scatter_sends: Annotated[
+        bool,
+        typer.Option(
+            "--scatter-sends", help="Ranks of tp send a part each between stages, and gather it."
+        ),
+    ] = False
+
+    def on(self, settings: PlanSettings) -> PlanSettings:
+        if self.recompute not in ("none", "selective", "full"):
+            raise BadInput(f"--recompute is none, selective or full, not {self.recompute!r}")
+        return replace(settings, **vars(self))
 
 
 def named_cluster(name: str | Path | Cluster) -> Cluster:

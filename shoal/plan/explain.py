@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal.cluster.hardware import LinkSpec
 from shoal.cluster.units import show_bytes, show_seconds
 from shoal.plan.candidates import divisors
 from shoal.plan.predict import PlanSettings, Predictor
@@ -156,19 +157,28 @@ def nothing_fits(least: Priced | None, larger: Priced | None) -> str:
     )
 
 
-def gradient_traffic(workload: Workload, replicas: int) -> str:
-    """How much gradients there are, and what adding them up has to move."""
+def gradient_traffic(workload: Workload, replicas: int, link: LinkSpec | None = None) -> str:
+    """How much gradients there are, what adding them up has to move, and its time on a link."""
+    width = workload.precision.gradient_bytes
     parameters = parameters_of(workload)
-    one = parameters * workload.precision.gradient_bytes
-    text = f"{_count(parameters)} parameters: {show_bytes(one)} of gradients a replica"
+    one = parameters * width
+    text = (
+        f"{_count(parameters)} parameters: {show_bytes(one)} of gradients a replica ({width} bytes "
+        f"each){_on_wire(one, link, ' on the wire')}"
+    )
     if replicas == 1:
         return text
-    up = show_bytes((replicas - 1) * one)
-    ring = show_bytes(2 * (replicas - 1) / replicas * one)
+    up = (replicas - 1) * one
+    ring = 2 * (replicas - 1) / replicas * one
     return (
-        f"{text}; added up at one of {replicas} replicas {up} go there and {up} come back, "
-        f"a ring sends {ring} from each"
+        f"{text}; added up at one of {replicas} replicas {show_bytes(up)} go there and "
+        f"{show_bytes(up)} come back{_on_wire(up, link, ' each way')}; a ring sends "
+        f"{show_bytes(ring)} from each{_on_wire(ring, link)}"
     )
+
+
+def _on_wire(num_bytes: float, link: LinkSpec | None, words: str = "") -> str:
+    return f", {show_seconds(num_bytes / link.bytes_per_s)}{words}" if link else ""
 
 
 def _count(number: float) -> str:

@@ -179,9 +179,10 @@ def predict(
     strategy: Strategy | str,
     workers: int,
     settings: PlanSettings,
+    order: tuple[str, ...] = SHOAL_ORDER,
 ) -> Prediction:
     """One prediction; a `Predictor` is faster for many."""
-    predictor = Predictor(workload, cluster.of_size(workers))
+    predictor = Predictor(workload, cluster.of_size(workers), order)
     return predictor.predict(as_strategy(strategy), workers, settings)
 
 

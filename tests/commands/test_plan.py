@@ -30,6 +30,43 @@ def test_predict_has_a_row_for_each_number_of_workers() -> None:
     assert [one["workers"] for one in document_of(*words)["predictions"]] == [2, 4, 8]
 
 
+WIRE = ("predict", "gpt-3", "--network", "200Gb/s", "-n")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("ddp", ["gradients 18.9 s network"]),
+        ('ps(placement="rank0")', ["push 27.9 s network", "pull 27.9 s network"]),
+        ("gossip", ["neighbours 27.9 s network"]),
+    ],
+)
+def test_a_network_alone_is_answered_with_the_time_on_the_wire(
+    strategy: str, words: list[str]
+) -> None:
+    lines = shoal(*WIRE, "3", "-s", strategy).stdout.splitlines()
+    assert lines[1].startswith("175 billion parameters: 349 GB of gradients a replica (2 bytes")
+    found = [" ".join(line.split()) for line in lines[5:-1]]
+    assert [one[: len(word)] for one, word in zip(found, words, strict=True)] == words
+    assert max(map(len, lines)) <= 80 and lines[2].startswith("  ")
+
+
+def test_the_time_on_the_wire_has_a_row_for_each_number_and_a_cluster_adds_its_computing() -> None:
+    several = document_of(*WIRE, "3,5")["predictions"]
+    ring_s = [2 * (n - 1) / n * 174.6e9 * 2 / 25e9 for n in (3, 5)]
+    assert [one["wire_s"] for one in several] == pytest.approx(ring_s, rel=0.05)
+    assert "forward" in shoal(*WIRE, "3", "--cluster", "dgx-a100").stdout
+
+
+@pytest.mark.parametrize(
+    "option", ["--no-overlap", "--even-stages", "--scatter-sends", "--order=megatron"]
+)
+def test_predict_takes_how_other_systems_run(option: str) -> None:
+    words = ("predict", "gpt-3-1.3b", "-n", "32", "--cluster", "dgx-a100", "--batch", "64")
+    words += ("-s", 'ddp + tp(2) + pp(8, schedule="interleaved", chunks=2)')
+    assert document_of(*words, option)["step_s"] != document_of(*words)["step_s"]
+
+
 def test_the_first_of_a_plan_can_be_predicted() -> None:
     planned = document_of("plan", *SMALL, "-n", "8", "--batch", "16")["ranked"][0]
     words = ("predict", *SMALL, "-n", "8", "--batch", "16", "-s", planned["strategy"])
@@ -57,7 +94,8 @@ def test_a_step_is_simulated_beside_the_closed_form(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     shown = shoal(*SIMULATE, "-s", "ddp", "--trace", str(trace))
     assert shown.exit_code == 0
-    assert "a step simulated" in shown.stdout and "by the closed form" in shown.stdout
+    said = " ".join(shown.stdout.split())
+    assert "a step simulated" in said and "by the closed form" in said
     assert "busiest link: Ethernet 25 of node 0, 23.5 Gb/s = 2.94 GB/s" in shown.stdout
     assert "communication exposed" in shown.stdout
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}

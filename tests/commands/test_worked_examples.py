@@ -31,7 +31,9 @@ def test_gpt_3_has_1_4_tb_up_and_down_for_three_replicas() -> None:
     words = ("-n", "3", "-s", "ddp", "--network", "200Gb/s", "--precision", "fp32")
     shown = " ".join(shoal("predict", "gpt-3", *words).stdout.split())
     assert "175 billion parameters: 698 GB of gradients a replica" in shown
-    assert "1.4 TB go there and 1.4 TB come back" in shown
+    assert "(4 bytes each), 27.9 s on the wire" in shown
+    assert "1.4 TB go there and 1.4 TB come back, 55.9 s each way" in shown
+    assert "forward" not in shown  # computing was not asked for
 
 
 def test_1_tb_at_200_gb_per_s_takes_40_s() -> None:
