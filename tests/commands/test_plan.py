@@ -116,8 +116,14 @@ def test_a_slow_worker_delays_all_or_itself_alone() -> None:
 
 def shape(text: str) -> list[tuple[bool, str]]:
     """Of each line that is not empty: whether it is indented, and its first word."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return [(line[0] == " ", re.sub(r"[\d.%]+", "0", line.split()[0])) for line in lines]
+    found = []
+    indent = -1
+    for line in filter(str.strip, text.splitlines()):
+        depth = len(line) - len(line.lstrip())
+        if depth == 0 or depth != indent + 2:  # else the line before goes on here
+            indent = depth
+            found.append((depth > 0, re.sub(r"[\d.%]+", "0", line.split()[0])))
+    return found
 
 
 @pytest.mark.parametrize(("command", "printed"), SAMPLES, ids=[one for one, _ in SAMPLES])
