@@ -25,6 +25,7 @@ from shoal.pytree import Tree, map_tensors, tensors_of
 from shoal.replica.accumulation import StepAccumulation
 from shoal.replica.batchnorm import ForwardState
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.forward_buffers import ForwardBuffers
 from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import StepNumbers, split_numbers
 from shoal.replica.microbatch_context import (
@@ -146,6 +147,7 @@ class Engine:
         self.gradient_scale = options.gradient_scale  # backward starts with this factor
         self.forward_state = options.forward_state
         self.autocast = autocast_for(flat.device, options.precision)
+        self.written_once: list[str] = []  # buffers, by the forwards of a step as if by one
         self._span = options.tracer.span
         self._actions = {
             ActionKind.FORWARD: self._forward,
@@ -159,6 +161,8 @@ class Engine:
         self._microbatches = microbatches
         self._kept: dict[Key, Kept] = {}
         self._split: dict[Key, SplitBackward] = {}
+        written = self.written_once
+        self._buffers = ForwardBuffers(self.stage.model, written) if written else None
         self.accumulation.begin(on_bucket, len(microbatches))
         self.stage.begin()
         self.numbers.begin()
@@ -173,10 +177,14 @@ class Engine:
         return loss
 
     @torch.no_grad()
-    def rehearse(self, inputs: Any) -> None:
-        """A forward in the model's present mode that leaves nothing behind."""
-        with fork_rng(self.flat.device), self.frozen_statistics(), self.autocast():
+    def rehearse(self, inputs: Any) -> dict[str, Tensor]:
+        """A forward in the model's present mode that leaves nothing behind.
+
+        Returns what it has written into buffers, by name, besides those of BatchNorm.
+        """
+        with fork_rng(self.flat.device), self.frozen_statistics() as before, self.autocast():
             self.stage.predict(inputs)
+            return before.written()
 
     # ------------------------------------------------------------------ the four actions
 
@@ -238,7 +246,8 @@ class Engine:
         """The outputs of a chunk; behind the last one the loss."""
         self.forward_state.rows_are_real = micro.real
         with self.autocast():
-            outputs = self.stage.compute(action, micro, inputs)
+            with self._buffers.written_once() if self._buffers else nullcontext():
+                outputs = self.stage.compute(action, micro, inputs)
             if not self.stage.computes_loss(action):
                 return outputs
             return self._loss_of(action.microbatch, outputs, micro)
@@ -258,17 +267,15 @@ class Engine:
         return loss
 
     @contextmanager
-    def frozen_statistics(self) -> Iterator[None]:
+    def frozen_statistics(self) -> Iterator[ForwardBuffers]:
         """A forward is computed again: the buffers that it updates are already up to date."""
-        buffers = [b for b in self.stage.model.buffers() if b.device.type != "meta"]
-        before = [b.clone() for b in buffers]
+        before = ForwardBuffers(self.stage.model)
         self.forward_state.is_recomputed = True
         try:
-            yield
+            yield before
         finally:
             self.forward_state.is_recomputed = False
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.data.copy_(value)  # unseen by autograd, which holds it but does not read it
+            before.restore()
 
     # ------------------------------------------------------------------ where backward starts
 

@@ -1,6 +1,7 @@
 """Every model of the zoo by its name."""
 
+from tests.models.further import FURTHER
 from tests.models.language import LANGUAGE, MORE_TEXT
 from tests.models.vision import VISION
 
-CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION}
+CATALOG = {**LANGUAGE, **MORE_TEXT, **VISION, **FURTHER}

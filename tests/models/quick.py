@@ -81,11 +81,16 @@ def _compare(entry: Entry, strategy: str, workers: int) -> tuple[str, str]:
     if not all(torch.isfinite(torch.tensor(losses))):
         return "nothing shown", "the losses of one worker are not finite"
     aparts = {n: _apart(alone[n], found.get(n), start[n]) for n in alone}
-    name, worst = max(aparts.items(), key=lambda item: math.inf if item[1] != item[1] else item[1])
-    apart = max(abs(a - b) for a, b in zip(losses, found_losses, strict=True))
+    name, worst = max(aparts.items(), key=lambda item: _nan_last(item[1]))
+    gaps = [abs(a - b) for a, b in zip(losses, found_losses, strict=True)]
+    apart = max(gaps, key=_nan_last)
     if worst <= TOLERANCE and apart <= TOLERANCE * max(map(abs, losses)):
         return "equal", f"{worst:.1e}"
     return "WRONG", f"{name} by {worst:.2e} of its update; losses by {apart:.2e}"
+
+
+def _nan_last(number: float) -> float:
+    return math.inf if math.isnan(number) else number
 
 
 def _built(entry: Entry) -> nn.Module:

@@ -53,19 +53,23 @@ class PipelineStage(Stage):
         self.model = stages.model
         self.stages = stages
         self._flat = flat
-        self._pipeline = pipeline
         self._channel = channel
         self._tracer = tracer
         self._carries_rng = carries_rng and not stages.replays
         self._stage = channel.group.rank
         self.is_last = self._stage == stages.stages - 1
+        self.follow(pipeline)
+        self.begin()
+
+    def follow(self, pipeline: Pipeline) -> None:
+        """The schedule of the next steps."""
+        self._pipeline = pipeline
         self._position = {
             (VirtualStage(stage, action.chunk), action.microbatch, _direction(action)): position
             for stage, actions in enumerate(pipeline.actions)
             for position, action in enumerate(actions)
             if action.kind is not ActionKind.WEIGHT
         }
-        self.begin()
 
     def begin(self) -> None:
         self._rng_states: dict[tuple[int, int], list[Tensor]] = {}

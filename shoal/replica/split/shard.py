@@ -177,6 +177,7 @@ class ReplicaShard:
     token_axes: TokenAxes = TokenAxes()  # where workers have other tokens
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext  # that `check` computes in
     say: Callable[[str], None] = staticmethod(lambda sentence: None)
+    changed_by_batch: str | None = None  # a buffer that a forward changes by its rows
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -282,6 +283,10 @@ class ReplicaShard:
             with engine.flat.full_params(), self.precision():
                 args, kwargs = call_arguments(micro.inputs)
                 self.compare(ModuleCall(args, kwargs, micro.seed), type(engine.flat) is FlatParams)
+
+    def take_whole_batches(self, engine: Engine) -> None:
+        """From now on in one micro-batch."""
+        engine.actions = accumulate(1)
 
     @property
     def is_compared_at_first(self) -> bool:

@@ -54,6 +54,7 @@ class StageShard(ReplicaShard):
         self.pp = pp
         self.group = self.pipeline = mesh.pp
         self._is_trusted = bool(deferred)  # with all tensors on one worker it may not fit
+        self._written: list[str] = []  # buffers, by a forward
         seconds = None
         if pp.balance == "measured" and pp.cuts is None:
             seconds = measured_by_rank_0(model, example, pp, mesh.world, device, bool(deferred))
@@ -163,7 +164,7 @@ class StageShard(ReplicaShard):
     @torch.no_grad()
     def check(self, microbatches: Sequence[MicroBatch], engine: Engine) -> None:
         """The first stage runs the whole model and compares; a large or meta one is trusted."""
-        kept = self._rehearse(microbatches[0], engine)
+        kept = self._rehearse(microbatches, engine)
         if self.group.rank != 0:
             self.stages.hide_kept(kept, self.group.rank)
         size = sum(t.nbytes for t in state_of(self.model).values())
@@ -171,22 +172,47 @@ class StageShard(ReplicaShard):
             StageCheck(self, engine).run(microbatches[0])
         self.stages.hide_kept(kept, self.group.rank)
 
-    def _rehearse(self, micro: MicroBatch, engine: Engine) -> list[list[Slot]]:
+    def take_whole_batches(self, engine: Engine) -> None:
+        pipeline = build(self.pp.schedule, self.group.size, 1, self.pp.chunks)
+        assert isinstance(engine.stage, PipelineStage)
+        engine.stage.follow(pipeline)
+        engine.actions = pipeline.actions[self.group.rank]
+        engine.written_once = self._written
+
+    def _rehearse(self, microbatches: Sequence[MicroBatch], engine: Engine) -> list[list[Slot]]:
         """Find out what stages use of each other's results; before that, they send everything.
 
         Returns the attributes that the modules of each stage have set to tensors meanwhile.
         """
         before = kept_tensors(self.model)
+        inputs = microbatches[0].inputs
         with engine.flat.full_params(), preserve_modes(self.model):
-            engine.rehearse(micro.inputs)
+            written = engine.rehearse(inputs)
             if self.stages.replays:
                 with evaluating(self.model):
-                    engine.rehearse(micro.inputs)
+                    engine.rehearse(inputs)
         kept = newly_kept(before, self.model)
-        found = self._exchange([self.stages.usage(), kept])
-        by_stage = [[(name, key) for name, key in slots] for _, slots in found]
-        self.stages.learn([one for usage, _ in found for one in usage], by_stage)
+        found = self._exchange([self.stages.usage(), kept, sorted(written)])
+        by_stage = [[(name, key) for name, key in slots] for _, slots, _ in found]
+        self.stages.learn([one for usage, _, _ in found for one in usage], by_stage)
+        if any(names for _, _, names in found):
+            self._compare_written(written, microbatches, engine)
         return by_stage
+
+    def _compare_written(
+        self, written: dict[str, Tensor], microbatches: Sequence[MicroBatch], engine: Engine
+    ) -> None:
+        """See by other rows whether what a forward writes into buffers follows from its rows."""
+        differs = sorted(written)
+        if len(microbatches) > 1 and microbatches[1].real:
+            with engine.flat.full_params():
+                others = engine.rehearse(microbatches[1].inputs)
+            differs = [n for n, t in written.items() if n not in others or not t.equal(others[n])]
+        found = self._exchange([differs])
+        self.changed_by_batch = next((names[0] for (names,) in found if names), None)
+        self._written = list(written)
+        if self.changed_by_batch is None or len(microbatches) == 1:
+            engine.written_once = self._written
 
     def _exchange(self, tree: Tree) -> list[Tree]:
         """The trees of all stages, in their order, on every one."""

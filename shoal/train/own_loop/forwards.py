@@ -14,6 +14,7 @@ from shoal.data.sampling import mix
 from shoal.errors import BadInput
 from shoal.pytree import map_leaves
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.forward_buffers import ForwardBuffers, tell_of_change
 from shoal.replica.microbatch_context import (
     ModuleCall,
     get_generators,
@@ -49,6 +50,7 @@ class LoopForwards:
         """From now on, all calls of `model`."""
         states: list[list[Tensor]] = []
         is_alone = self.mesh.data.size == 1
+        first: list[ForwardBuffers | None] = []
 
         def before(module: nn.Module, inputs: Any, named: Any) -> Any:
             if self._is_comparing:
@@ -58,6 +60,7 @@ class LoopForwards:
                     part.begin_forward()
             self._compare_first(shard, inputs, named)
             if not is_alone:
+                first.extend([] if first else [ForwardBuffers(module)])
                 states.append(get_generators(self.device))
                 self._calls += 1
                 seed_generators(self.device, mix(self.seed, 7, self.mesh.data.rank, self._calls))
@@ -71,6 +74,9 @@ class LoopForwards:
         def after(module: nn.Module, inputs: Any, outputs: Any) -> None:
             if states:
                 set_generators(self.device, states.pop())
+            if first and first[0] is not None and not self._is_comparing:
+                tell_of_change(module, first[0].may_follow_from_rows(), shard.say)
+                first[0] = None
 
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
-from shoal.data import AnyBatch, Batch, DictBatch
+from shoal.data import AnyBatch, Batch, DictBatch, batch_of
 from shoal.data.rows import is_list_of_samples, move_to, num_rows, reverse_rows, take_rows, widen
 from shoal.data.sampling import BatchSplit, FullDatasetBatch, mix
 from shoal.errors import BadInput
@@ -82,6 +82,15 @@ class LazyMicroBatches(Sequence[MicroBatch]):
         if self._current is None or self._current[0] != m:
             self._current = (m, next(self._source))
         return self._current[1]
+
+
+def _in_one(batch: AnyBatch) -> AnyBatch:
+    """The rows of all micro-batches of a batch, without those that stand in for none."""
+    sizes = batch.microbatch_sizes
+    ends = list(itertools.accumulate(max(1, size) for size in sizes))
+    ranges = [range(end - size, end) for size, end in zip(sizes, ends, strict=True) if size]
+    content = take_rows(batch.content, ranges or [range(0)], batch.rows)
+    return batch_of(content, batch.total, [sum(sizes)])
 
 
 class BatchCutter:
@@ -153,6 +162,9 @@ class BatchCutter:
         if known is not None and known.given is batch:
             part = known  # else the script has made another one of it
         content = batch if part is None else part.content
+        if part is not None and self.local_microbatches == 1 < len(part.microbatch_sizes):
+            part = _in_one(part)
+            content = part.content
         ranges, sizes = self._layout(content, part, known)
         pieces = [content]
         if len(ranges) > 1:

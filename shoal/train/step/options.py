@@ -54,6 +54,7 @@ class StepOptions:
     exact: bool = False
     microbatches: int = 8
     batchnorm: Literal["global", "local"] = "global"
+    may_take_whole_batches: bool = False  # a pipeline, whose micro-batches were not chosen
 
     def resolve(self, strategy: Strategy, replicas: int, model: nn.Module) -> StepOptions:
         """Check the options under `strategy`, and add the micro-batches of its pipeline."""
@@ -106,7 +107,9 @@ class StepOptions:
         is_one = pp.schedule == "inter-op" or needs_global_batch
         default = 1 if is_one else 2 * pp.size
         chosen = self.accumulate if self.accumulate > 1 else default
-        return replace(self, accumulate=pp.microbatches or chosen)
+        is_free = pp.microbatches is None and self.accumulate == 1
+        count = pp.microbatches or chosen
+        return replace(self, accumulate=count, may_take_whole_batches=is_free)
 
     def local_microbatches(self, replicas: int, replica: int = 0) -> int:
         """Micro-batches that a replica computes."""

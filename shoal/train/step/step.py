@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.group import Op
 from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch, Batch, DictBatch
 from shoal.data.sampling import FullDatasetBatch
 from shoal.replica.batchnorm import forget_statistics, update_running_statistics
 from shoal.replica.engine import Engine
 from shoal.replica.flat_params import FlatParams
+from shoal.replica.forward_buffers import ForwardBuffers, tell_of_change
 from shoal.replica.grad_buckets import OnBucket
 from shoal.replica.loss import in_form_of
 from shoal.replica.microbatch_context import MicroBatch
@@ -166,10 +168,19 @@ class Step:
         is_dataset = isinstance(batch, FullDatasetBatch)
         if is_dataset and len(microbatches) != len(self.engine.actions) // 2:
             self.engine.actions = accumulate(len(microbatches))
+        before = None
         if not self._is_checked:
             self.shard.check(microbatches, self.engine)
             self._is_checked = True
+            if self._takes_whole_batches():
+                known = batch if isinstance(batch, (Batch, DictBatch)) else self.latest
+                microbatches = self.cutter.cut(batch, known, self.steps)
+            elif self.cutter.cuts:
+                before = ForwardBuffers(self.model)
         local = self.shard.token_axes.sum(self.compute(microbatches, self.sync.reduce))
+        if before is not None:
+            name = self.shard.changed_by_batch or before.may_follow_from_rows()
+            tell_of_change(self.model, name, self.shard.say)
         if not self.flat.grads.buckets:
             self.shard.token_axes.sum_parameter_gradients(self.flat.params)
         if self.embeddings:  # before `finish`, since the rows are part of the update
@@ -187,6 +198,26 @@ class Step:
         self._numbers = self._other_numbers()
         self.sync.finish()
         return self.sync.loss(local)
+
+    def _takes_whole_batches(self) -> bool:
+        """From now on: where stages change buffers by the rows that they get, as on one device."""
+        name = self.shard.changed_by_batch
+        if not self.options.may_take_whole_batches:
+            return False
+        found = torch.tensor(float(name is not None), device=self.flat.device)
+        if self.term.lockstep and self.mesh.dp.size > 1:
+            self.mesh.dp.all_reduce(found, Op.MAX).wait()
+        if not found:
+            return False
+        self.shard.say(
+            f"the forward of {type(self.model).__name__} changes {name} by the batch, so the "
+            "stages compute it in one micro-batch, one after the other; with "
+            "pp(…, microbatches=n) they overlap, and each micro-batch changes it"
+        )
+        self.options = self.cutter.options = replace(self.options, accumulate=1)
+        self.cutter.regroup()
+        self.shard.take_whole_batches(self.engine)
+        return True
 
     def _other_numbers(self) -> list[Tensor]:
         """What the loss function returned besides the loss: means over the global batch.
