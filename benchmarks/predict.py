@@ -16,7 +16,7 @@ from benchmarks.harness import check_names, say
 from benchmarks.spread import SpreadPredictor
 from shoal.cluster import Cluster
 from shoal.cluster.units import show_seconds
-from shoal.commands.compare import Comparison
+from shoal.commands.compare import Comparison, groups_of
 from shoal.commands.launching import command_for, config_for, run_quietly, strategy_for
 from shoal.commands.output import plain_table
 from shoal.commands.subject import workload_of_script
@@ -159,7 +159,8 @@ class PredictBench:
         config = config_for(as_strategy("single"), device=self.device)
         with scratch_folder("predict") as folder:
             entries = _entries(predictions, STEPS[model], self.rounds, folder)
-            return Comparison([SCRIPT, "--model", model], config, entries, folder).measure()
+            words = [SCRIPT, "--model", model]
+            return Comparison(words, config, groups_of(entries), folder).measure()
 
 
 def _entries(

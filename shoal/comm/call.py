@@ -10,8 +10,6 @@ A number type is reduced as a type that every executor knows:
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -218,26 +216,6 @@ def _identity(op: Op, dtype: torch.dtype) -> float | int | bool:
         return float("inf") if op is Op.MIN else float("-inf")
     limits = torch.iinfo(dtype)
     return limits.max if op is Op.MIN else limits.min
-
-
-class SentBytes:
-    """What the calls of `group.counted(sent)` make this rank send, in `total` bytes.
-
-    A call counts as the schedule that sends the least: an all-reduce of V bytes 2V(p-1)/p, as a
-    ring does; an all-gather the piece for each of the other ranks. How the executor carries it
-    out (a tree of more bytes and fewer rounds, shared memory) does not change the count, unless
-    the algorithm of an all-reduce has been named: then it is what that one sends.
-    """
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What is sent in the block is not counted."""
-        before = self.total
-        yield
-        self.total = before
 
 
 def sent_bytes(call: Call, rank: int, size: int) -> int:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.comm.call import Call, SentBytes
+from shoal.comm.call import Call
+from shoal.runtime.trace import SentBytes
 from shoal.transport.transport import Work
 
 Shortcut = Callable[..., Work]

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.comm.call import Call, Op, Operand, SentBytes, check_reducible, sent_bytes
+from shoal.comm.call import Call, Op, Operand, check_reducible, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.errors import BadInput
+from shoal.runtime.trace import SentBytes
 from shoal.transport.shm.messages import ANY_SOURCE
 from shoal.transport.transport import Work
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from shoal.comm.call import Call
+from shoal.comm.call import Call, sent_bytes
 from shoal.comm.executor import Executor
 from shoal.runtime.trace import ISSUED, WAIT, Tracer
 from shoal.transport.transport import Work
@@ -72,6 +72,7 @@ class Traced(Executor):
         self.takes_cores = executor.takes_cores
 
     def submit(self, call: Call) -> Work:
+        self._tracer.sent.total += sent_bytes(call, self.rank, self.size)
         start_ns = time.monotonic_ns()
         work = self._executor.submit(call)
         return TracedWork(work, self._tracer, "reduce", lambda: self.describe(call), start_ns)
@@ -79,6 +80,7 @@ class Traced(Executor):
     def send(self, data: Tensor, dst: int, tag: int) -> Work:
         detail = f"send {data.nbytes} bytes to {self._members[dst]}"
         self._mark("send", detail)
+        self._tracer.sent.total += data.nbytes
         work = self._executor.send(data, dst, tag)
         return TracedWork(work, self._tracer, "send", lambda: detail, 0)
 

@@ -3,10 +3,15 @@
 The workers are started once and run the script's training function under one strategy after the
 other (`compare_worker`). Strategies with servers get processes of their own, since servers belong
 to one run.
+
+    one step of single                    does the script work at all?
+    single  ddp  tp(2)  single            whole runs: what they come to
+    ddp  tp(2)  single  ddp  tp(2)  single    short ones: how fast they are beside single
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -18,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from shoal.cluster.units import show_bytes
+from shoal.cluster.units import show_bytes, show_seconds
 from shoal.commands import options
 from shoal.commands.launching import command_for, config_for, strategy_for
 from shoal.commands.output import Part, plain_table, show
@@ -26,7 +31,7 @@ from shoal.errors import BadInput, ShoalError
 from shoal.launch.here.local import LaunchSpec, launch
 from shoal.launch.here.output import discard_lines
 from shoal.launch.here.process_config import replication_of
-from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of
+from shoal.observe.comparison import ComparedRun, RunOutcome, losses_of, outcome_of, speed_ups
 from shoal.runtime.config import RunConfig
 from shoal.runtime.files import scratch_folder
 from shoal.runtime.memory_limit import cores
@@ -36,6 +41,8 @@ from shoal.strategy.strategy import as_strategy
 from shoal.strategy.terms import TERMS
 
 EXAMPLE_STEPS = 120
+SHORT_STEPS = 30  # of runs that only measure a speed
+SHORT_ROUNDS = 2
 WORKER = "shoal.commands.compare_worker"
 Strategies = Annotated[
     list[str] | None,
@@ -80,11 +87,9 @@ def compare(
         steps = EXAMPLE_STEPS
     config = config_for(as_strategy("single"), seed, device)
     with scratch_folder("compare") as folder:
-        runs = [("single", 1), *((name, workers) for name in names)]
-        entries = [
-            ComparedRun(i, name, n, str(folder / str(i))) for i, (name, n) in enumerate(runs)
-        ]
-        outcomes = Comparison(target, config, entries, folder, steps).measure(apart)
+        groups = alternating(names, workers, folder, steps, apart)
+        comparison = Comparison(target, config, groups, folder, steps)
+        outcomes = _by_strategy(comparison)
     document: dict[str, Any] = {"script": script, "workers": workers, "seed": seed or 0}
     length = f", {counted(outcomes[0].steps, 'step')}" if outcomes[0].ran else ""
     table = _table(outcomes, f"{script} on {counted(workers, 'worker')}{length}")
@@ -92,8 +97,59 @@ def compare(
     parts: list[Part] = [table, *(f"{name}: {why}" for name, why in whys if why is not None)]
     document["runs"] = [outcome.to_json() for outcome in outcomes]
     show(document, parts, as_json, width=140)
+    if comparison.interrupted:
+        raise KeyboardInterrupt
     if not any(outcome.ran for outcome in outcomes[1:]) or not outcomes[0].ran:
         raise typer.Exit(1)
+
+
+def _by_strategy(comparison: Comparison) -> list[RunOutcome]:
+    """What the whole run of each strategy came to, with the speed of all of its runs."""
+    found = comparison.measure()
+    compared = speed_ups(found)
+    pairs = list(zip(comparison.entries, found, strict=True))
+    rows = []
+    for one in [outcome for run, outcome in pairs if run.is_whole]:
+        mine = [(run, outcome) for run, outcome in pairs if run.strategy == one.strategy]
+        alike = [
+            [o for run, o in mine if run.threads == n] for n in {run.threads for run, _ in mine}
+        ]
+        ratios = [1.0] if one.is_single else compared.get(one.strategy, ())
+        rows.append(max((one.with_speeds(runs, ratios) for runs in alike), key=_speed))
+    return rows
+
+
+def _speed(outcome: RunOutcome) -> float:
+    return outcome.steps_per_s or 0.0
+
+
+def alternating(
+    names: Sequence[str], workers: int, folder: Path, steps: int | None, apart: bool
+) -> list[list[ComparedRun]]:
+    """All runs, by the processes that they share: each strategy has single before and behind it."""
+    short = min(steps or SHORT_STEPS, SHORT_STEPS)
+    threads = max(1, cores() // workers)
+    numbers = itertools.count()
+
+    def run(name: str, steps: int | None = None, threads: int | None = None) -> ComparedRun:
+        number = next(numbers)
+        num_workers = 1 if name == "single" else workers
+        return ComparedRun(
+            number, name, num_workers, str(folder / str(number)), steps, threads=threads
+        )
+
+    def singles(steps: int | None = short) -> list[ComparedRun]:
+        narrow = [run("single", short, threads)] if threads < cores() else []
+        return [run("single", steps), *narrow]
+
+    if apart:
+        return [[run("single")], *([run(name)] for name in names), [run("single", short)]]
+    served = [n for n in names if as_strategy(n).sync_for(workers).has_servers]
+    shared = [n for n in names if n not in served]
+    together = [run("single", 1), *singles(None), *map(run, shared), *singles()]
+    for _ in range(SHORT_ROUNDS if shared else 0):
+        together += [*(run(name, short) for name in shared), *singles()]
+    return [together, *([*singles(), run(name), *singles()] for name in served)]
 
 
 def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
@@ -108,14 +164,9 @@ def _strategies(given: Sequence[str] | None, workers: int) -> list[str]:
     return names
 
 
-def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[ComparedRun]]:
-    """Which runs share processes; those that wait would take the cores of one on fewer workers."""
-    most = max(entry.workers for entry in entries)
-    alone = [
-        e
-        for e in entries
-        if apart or e.workers < most or as_strategy(e.strategy).sync_for(e.workers).has_servers
-    ]
+def groups_of(entries: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Which runs share processes: those without servers."""
+    alone = [e for e in entries if as_strategy(e.strategy).sync_for(e.workers).has_servers]
     together = [entry for entry in entries if entry not in alone]
     return [group for group in (together, *([entry] for entry in alone)) if group]
 
@@ -124,29 +175,47 @@ def groups_of(entries: Sequence[ComparedRun], apart: bool) -> list[list[Compared
 class Comparison:
     """Starts processes for groups of runs, and continues when one of the runs fails.
 
-    A line on stderr says which run has begun.
+    A line on stderr says which run has begun. After Ctrl-C there are the runs that have ended.
     """
 
     target: Sequence[str]  # a script, or the module of an example, and its arguments
     config: RunConfig
-    entries: Sequence[ComparedRun]
+    groups: Sequence[Sequence[ComparedRun]]  # each in processes of its own
     folder: Path
     steps: int | None = None
-    failed: dict[int, str] = field(default_factory=dict)  # why, by the number of the run
+    failed: dict[str, str] = field(default_factory=dict)  # why, by strategy
+    interrupted: bool = False
 
-    def measure(self, apart: bool = False) -> list[RunOutcome]:
+    @property
+    def entries(self) -> list[ComparedRun]:
+        return [entry for group in self.groups for entry in group]
+
+    @property
+    def base(self) -> ComparedRun:
+        """The run that others are compared with."""
+        return next((entry for entry in self.entries if entry.is_whole), self.entries[0])
+
+    def measure(self) -> list[RunOutcome]:
+        """The results of all entries."""
         for entry in self.entries:
             Path(entry.folder).mkdir()
-        for group in groups_of(self.entries, apart):
-            self._run(group)
-        base_losses = losses_of(self.entries[0])
-        outcomes: list[RunOutcome] = []
-        for entry in self.entries:
-            why = self.failed.get(entry.number)
-            failed = RunOutcome(entry.strategy, entry.workers, failed=why)
-            baseline = outcomes[0] if outcomes else None
-            outcomes.append(failed if why else outcome_of(entry, baseline, base_losses))
-        return outcomes
+        try:
+            for group in self.groups:
+                self._run(list(group))
+        except KeyboardInterrupt:
+            self.interrupted = True
+        base_losses = losses_of(self.base)
+        baseline = outcome_of(self.base, None, base_losses)
+        return [self._outcome(entry, baseline, base_losses) for entry in self.entries]
+
+    def _outcome(
+        self, entry: ComparedRun, baseline: RunOutcome, losses: Sequence[float]
+    ) -> RunOutcome:
+        if entry == self.base:
+            return baseline
+        found = outcome_of(entry, baseline, losses)
+        why = self.failed.get(entry.strategy) if found.failed else None
+        return found if why is None else replace(found, failed=why)
 
     def _run(self, group: list[ComparedRun]) -> None:
         while group:
@@ -160,13 +229,23 @@ class Comparison:
                     raise  # the script itself
                 at = begun[-1]
                 ranks = range(group[at].workers)
-                if not all(folders[at].report(rank).is_file() for rank in ranks):
-                    self.failed[group[at].number] = str(error).splitlines()[-1]
+                is_first = group[at].is_first
+                strategy = group[at].strategy
                 group = group[at + 1 :]
+                if not all(folders[at].report(rank).is_file() for rank in ranks):
+                    if is_first:
+                        raise  # the script itself: other rows would fail alike
+                    self.failed[strategy] = str(error).splitlines()[-1]
+                    group = [entry for entry in group if entry.strategy != strategy]
 
     def _launch(self, group: Sequence[ComparedRun]) -> None:
         entries = [asdict(entry) for entry in group]
-        document = {"entries": entries, "steps": self.steps, "cores": cores()}
+        document = {
+            "entries": entries,
+            "steps": self.steps,
+            "cores": cores(),
+            "base": asdict(self.base),
+        }
         plan = self.folder / "plan.json"
         plan.write_text(json.dumps(document), encoding="utf-8")
         command = [sys.executable, "-m", WORKER, str(plan), *self.target]
@@ -179,7 +258,7 @@ class Comparison:
 
     def _say_begun(self, record: dict[str, Any]) -> None:
         for entry in self.entries:
-            if entry.number == record.get("entry"):
+            if entry.number == record.get("entry") and entry.is_whole:
                 say(f"running {entry.strategy}")
 
 
@@ -192,7 +271,7 @@ def _table(outcomes: Sequence[RunOutcome], title: str) -> Table:
     tested = any("loss" in group for group in names)
     heads = ["strategy", "test\nloss" if tested else "loss"]
     heads += [] if metric is None else [metric or "metric"]
-    heads += ["steps/s", "speed-\nup", "sent a\nstep", "idle", "against single"]
+    heads += ["steps/s", "CPU a\nstep", "speed-\nup", "sent a\nstep", "idle", "against single"]
     table = plain_table(title, heads, [_row(outcome, metric) for outcome in outcomes], left=1)
     table.columns[-1].justify = "left"
     for column in table.columns[1:-1]:
@@ -212,6 +291,7 @@ def _row(outcome: RunOutcome, metric: str | None) -> list[str]:
     sent = outcome.bytes_sent
     row += [
         shown(outcome.steps_per_s, ",.1f"),
+        "–" if outcome.cpu_s_per_step is None else show_seconds(outcome.cpu_s_per_step),
         shown(outcome.speed_up, ".2f", "×"),
         "–" if sent is None else show_bytes(sent / max(1, outcome.steps)),
         "–" if outcome.computing is None else f"{1 - outcome.computing:.0%}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import BadInput
+from shoal.comm.group import Group
+from shoal.errors import BadInput, ShoalError
 from shoal.launch.rank.environment import Placement, detect
 from shoal.launch.rank.run import replaced_run, run
 from shoal.launch.rank.worker import Train, Worker
-from shoal.observe.comparison import ComparedRun
+from shoal.observe.comparison import ComparedRun, patience_s
 from shoal.runtime.config import RunConfig
 from shoal.runtime.run_dir import RunDir
+from shoal.runtime.trace import Tracer
+from shoal.runtime.waits import Backoff
 from shoal.strategy.strategy import as_strategy
 from shoal.train.job import Job
 from shoal.train.progress import open_progress
@@ -37,7 +41,15 @@ from shoal.train.step.step import Step
 class ComparisonWorker(Worker):
     """One of many runs of a process: writes its report to a folder of its own."""
 
-    def __init__(self, entry: ComparedRun, placement: Placement, steps: Any, models: set[Any]):
+    def __init__(
+        self,
+        entry: ComparedRun,
+        placement: Placement,
+        steps: Any,
+        models: set[Any],
+        most_s: float | None,
+    ):
+        """`most_s`: a run that takes longer fails, so that others come to their turn."""
         folder = Path(entry.folder)
         config = replace(RunConfig.from_environment(), trace_dir=folder if entry.traced else None)
         super().__init__(as_strategy(entry.strategy), placement, config, entry.number)
@@ -45,24 +57,43 @@ class ComparisonWorker(Worker):
         self.steps = entry.steps or steps
         self.losses: list[Tensor] = []
         self._models = models
+        self._is_first = entry.is_first
+        self._most_s = most_s
+        self._start_s = time.monotonic()
+        self._sent = 0
 
     def prepare(self, job: Job) -> None:
         job.checkpoints.dry = True
         job.on_build.append(self._check_model)
-        job.on_step.append(lambda step, loss: self.losses.append(loss.detach()))
+        job.on_step.append(self._note)
         if self.steps is not None:
             job.stop_after(self.steps)
 
     def report(self, job: Job) -> None:
         losses = [float(loss) for loss in self.losses]
-        self.reports.write_report(self.rank, {**job.report(), "losses": losses})
+        wall_s = time.monotonic() - self._start_s
+        own = {"losses": losses, "group_bytes": self._sent, "wall_s": wall_s}
+        self.reports.write_report(self.rank, {**job.report(), **own})
+
+    def _make_tracer(self, group: Group) -> Tracer:
+        self._tracer = super()._make_tracer(group)
+        return self._tracer
 
     def mark_finished(self) -> None:
         return None
 
     def fail(self, error: Exception) -> None:
-        if not isinstance(error, BadInput):
+        if self._is_first or not isinstance(error, BadInput):
             super().fail(error)
+
+    def _note(self, step: Step, loss: Tensor) -> None:
+        self.losses.append(loss.detach())
+        self._sent = self._tracer.sent.total
+        if self._most_s is not None and time.monotonic() - self._start_s > self._most_s:
+            raise ShoalError(
+                f"stopped after {len(self.losses)} steps: these took {self._most_s:.0f} s, more "
+                "than ten times as long as all of single"
+            )
 
     def _check_model(self, step: Step) -> None:
         """Refuse a model that was trained in an earlier run: this one would look better."""
@@ -84,20 +115,32 @@ def compare(train: Train, plan: dict[str, Any]) -> None:
     num_threads = torch.get_num_threads()
     for number, entry in enumerate(ComparedRun(**fields) for fields in plan["entries"]):
         if placement.rank >= entry.workers:
+            wait_for(RunDir(Path(entry.folder)).report(0))
             continue
         if placement.rank == 0:
             RunDir(Path(entry.folder)).begun.touch()
             if send is not None:
                 send({"entry": entry.number})
-        torch.set_num_threads(plan["cores"] if entry.workers == 1 else num_threads)
+        threads = num_threads if entry.workers > 1 else entry.threads or plan["cores"]
+        torch.set_num_threads(threads)
         narrowed = replace(placement, size=entry.workers, local_size=entry.workers)
         if entry.workers < placement.size:  # the other workers do not join this run
             narrowed = replace(narrowed, rendezvous=f"{placement.rendezvous}-{number}")
         try:
-            ComparisonWorker(entry, narrowed, plan["steps"], models).run(train)
+            most_s = patience_s(ComparedRun(**plan["base"]))
+            ComparisonWorker(entry, narrowed, plan["steps"], models, most_s).run(train)
         except BadInput as error:
+            if entry.is_first:
+                raise
             run_dir = RunDir(Path(entry.folder))
             run_dir.write_report(placement.rank, {"refused": str(error)})
+
+
+def wait_for(file: Path) -> None:
+    """Until a run without this worker has ended, without taking its cores."""
+    look = Backoff(0.001, 0.05)
+    while not file.exists():
+        look()
 
 
 def main(argv: list[str]) -> None:

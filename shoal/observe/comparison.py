@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from shoal.observe.time_shares import TimeShares, time_shares_within
@@ -18,6 +19,10 @@ from shoal.strategy.strategy import as_strategy
 
 LAST = 0.1  # the fraction of steps at the end that the final training loss is a mean over
 EQUAL = 0.01  # of the largest loss: more than rounding changes it
+SPREAD = 1.5  # the largest speed-up over the smallest, up to which their median is a verdict
+CREDIBLE = 1.2  # a speed-up over the number of workers: caches give that much, no more
+_SLOW = 10  # times as long as single, which a run may take, and at least
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,17 @@ class ComparedRun:
     folder: str
     steps: int | None = None  # after which it is stopped; None: as many as all others
     traced: bool = True  # spans take time, too: without them there is no idle time
+    threads: int | None = None  # of one worker; None: as many as it has cores
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the script works at all: where it does not, no other run would."""
+        return self.number == 0 and self.strategy == "single"
+
+    @property
+    def is_whole(self) -> bool:
+        """Not stopped before the others, to measure a speed."""
+        return self.steps is None
 
 
 @dataclass(frozen=True)
@@ -40,8 +56,9 @@ class RunOutcome:
     mean over the last tenth of the steps and all workers. `bytes_sent` is the mean over workers
     of what each sent in the whole run. Speeds and fractions of
     time (`computing`, `waiting` for others, `idle`: the rest) leave out the first fifth of the
-    steps, and are means over workers (`samples_per_s`: the sum). `speed_up` is steps_per_s over
-    that of single.
+    steps, and are means over workers (`samples_per_s`, `cpu_s_per_step`: the sum). `speed_ups` are
+    steps_per_s of each run over those of single just before and just behind it, `speed_up` is
+    their median, where they agree and workers can be that fast.
     `loss_difference` is the largest difference to the loss of the same step of single, relative
     to the largest loss, where a strategy promises the same. `loss_gap` is loss minus single's,
     `single_steps` the steps after which single had its own.
@@ -58,7 +75,9 @@ class RunOutcome:
     evaluated: dict[str, float] | None = None
     steps_per_s: float | None = None
     samples_per_s: float | None = None
+    cpu_s_per_step: float | None = None
     speed_up: float | None = None
+    speed_ups: tuple[float, ...] = ()
     bytes_sent: float | None = None
     computing: float | None = None
     waiting: float | None = None
@@ -70,6 +89,16 @@ class RunOutcome:
     @property
     def ran(self) -> bool:
         return self.refused is None and self.failed is None
+
+    @property
+    def is_single(self) -> bool:
+        return self.workers == 1 and as_strategy(self.strategy) == as_strategy("single")
+
+    @property
+    def has_batches(self) -> bool:
+        """A step is of one batch, as that of single is, not of the whole dataset."""
+        kind = as_strategy(self.strategy).sync_for(self.workers).batches
+        return kind is not Batches.WHOLE_DATASET
 
     @property
     def against_single(self) -> str:
@@ -92,11 +121,43 @@ class RunOutcome:
 
     @property
     def unmeasured(self) -> str | None:
-        """Why there is no speed, where there is none."""
-        if not self.ran or self.steps_per_s is not None:
+        """Why there is no speed, or no speed-up, where there is none."""
+        if not self.ran:
             return None
+        if self.steps_per_s is not None:
+            return self._doubt
         steps = counted(self.steps, "step")
         return f"{steps} at this number of --steps: too few to measure a speed"
+
+    @property
+    def _doubt(self) -> str | None:
+        if self.speed_up is not None or not self.speed_ups:
+            return None
+        low, high = min(self.speed_ups), max(self.speed_ups)
+        if high > SPREAD * low:
+            return (
+                f"speed-ups from {low:.2f}× to {high:.2f}× in {len(self.speed_ups)} comparisons "
+                "are no verdict: leave the machine to this alone, or take more --steps"
+            )
+        return (
+            f"{median(self.speed_ups):.1f}× as fast as single is more than "
+            f"{counted(self.workers, 'worker')} can be: other programs hold up single"
+        )
+
+    def with_speeds(self, runs: Sequence[RunOutcome], speed_ups: Sequence[float]) -> RunOutcome:
+        """With the median speed of its runs; a speed-up only where it is certain."""
+        middle = median(speed_ups) if speed_ups else None
+        if middle is not None and (
+            max(speed_ups) > SPREAD * min(speed_ups) or middle > CREDIBLE * self.workers
+        ):
+            middle = None
+        return replace(
+            self,
+            steps_per_s=_median([run.steps_per_s for run in runs]),
+            cpu_s_per_step=_median([run.cpu_s_per_step for run in runs]),
+            speed_up=middle,
+            speed_ups=tuple(speed_ups),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "against_single": self.against_single if self.ran else None}
@@ -119,13 +180,8 @@ def outcome_of(
     training = _mean([fmean(losses) for losses in last])
     loss = evaluated.get("loss", training)
     rates = [r["samples_per_s"] for r in reports if r["samples_per_s"] is not None]
-    counts = [[sync.get("bytes_sent") for sync in report["sync"]] for report in reports]
-    sent = [sum(numbers) for numbers in counts if None not in numbers]  # if the strategy counts
     times = _times(Path(run.folder), reports)
     speed = steps_per_s(reports, batches is Batches.IN_TURNS)
-    speed_up = speed / base.steps_per_s if base and base.steps_per_s and speed else None
-    if batches is Batches.WHOLE_DATASET:
-        speed_up = None  # a step is of the whole dataset
     comparable = base and strategy.is_synchronous and strategy.reference != strategy
     return RunOutcome(
         run.strategy,
@@ -137,14 +193,63 @@ def outcome_of(
         evaluated=evaluated or None,
         steps_per_s=speed,
         samples_per_s=sum(rates) if rates else None,
-        speed_up=speed_up if base else 1.0,
-        bytes_sent=_mean(sent),
+        cpu_s_per_step=sum(r["cpu_s_per_step"] or 0.0 for r in reports) or None,
+        bytes_sent=_mean(_sent(run, reports)),
         computing=_mean([t.computing for t in times]),
         waiting=_mean([t.exposed for t in times]),
         idle=_mean([t.idle for t in times]),
         loss_difference=_difference(reports[0]["losses"], base_losses) if comparable else None,
         loss_gap=loss - base.loss if base and base.loss is not None and loss is not None else None,
         single_steps=base.steps if base else None,
+    )
+
+
+def _sent(run: ComparedRun, reports: Sequence[dict[str, Any]]) -> list[float]:
+    """Bytes of each worker, where they are counted.
+
+    By the strategy that synchronizes replicas; where replicas are split, by their groups.
+    """
+    strategy = as_strategy(run.strategy)
+    is_split = run.workers > 1 and strategy.layout(run.workers).replicas < run.workers
+    found = []
+    for report in reports:
+        counts = [sync.get("bytes_sent") for sync in report["sync"]]
+        if is_split and not strategy.sync_for(run.workers).has_servers:
+            counts = [report.get("group_bytes")]
+        elif is_split:
+            counts.append(report.get("group_bytes"))
+        if None not in counts:
+            found.append(sum(counts))
+    return found
+
+
+def speed_ups(runs: Iterable[RunOutcome]) -> dict[str, list[float]]:
+    """By strategy: the speed of each run over that of single, just before and just behind it.
+
+    single is as fast as the faster one of its runs beside each other: with a thread for each core,
+    and with those of a worker, of which a busy machine slows the former.
+    """
+    blocks = [(single, list(block)) for single, block in groupby(runs, lambda run: run.is_single)]
+    found: dict[str, list[float]] = {}
+    for at, (is_single, block) in enumerate(blocks):
+        if is_single:
+            continue
+        beside = [blocks[i][1] for i in (at - 1, at + 1) if 0 <= i < len(blocks)]
+        bases = [max(run.steps_per_s or 0.0 for run in singles) for singles in beside]
+        for run in block:
+            if run.steps_per_s and run.has_batches:
+                ratios = [run.steps_per_s / base for base in bases if base]
+                found.setdefault(run.strategy, []).extend(ratios)
+    return found
+
+
+def patience_s(single: ComparedRun) -> float | None:
+    """How long another run may take; None where single has not ended."""
+    report = RunDir(Path(single.folder)).read_reports(1)[0]
+    return (
+        None
+        if not report or "wall_s" not in report
+        else max(_PATIENCE_S, _SLOW * float(report["wall_s"]))
     )
 
 
@@ -186,6 +291,11 @@ def _difference(losses: Sequence[float], base: Sequence[float]) -> float | None:
     apart = max(abs(a - b) for a, b in zip(losses, base, strict=True))
     relative = apart / max(largest, 1e-300)
     return relative if math.isfinite(relative) else math.inf
+
+
+def _median(numbers: Sequence[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return median(known) if known else None
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

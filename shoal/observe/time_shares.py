@@ -11,7 +11,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.runtime.trace import COMMUNICATE, COMPUTE, INJECTED, TRAINING, WAIT, Span, chrome_events
+from shoal.runtime.trace import (
+    COMMUNICATE,
+    COMPUTE,
+    INJECTED,
+    LOAD,
+    STEP,
+    TRAINING,
+    WAIT,
+    Span,
+    chrome_events,
+)
 
 Interval = tuple[int, int]
 
@@ -40,11 +50,19 @@ def time_shares(spans: Sequence[Span]) -> TimeShares:
 
 
 def time_shares_within(spans: Sequence[Span], start_ns: int, end_ns: int) -> TimeShares:
-    """Divide the time of training between two moments."""
+    """Divide the time of training between two moments.
+
+    A loop of the user's own, which loads batches and has no spans for its steps, computes where it
+    neither loads nor waits.
+    """
     window = [(start_ns, end_ns)]
-    within = _of(spans, TRAINING, window) or window
+    kinds = {span.kind for span in spans}
+    is_own_loop = LOAD in kinds and STEP not in kinds
+    within = window if is_own_loop else _of(spans, TRAINING, window) or window
     total_ns = max(1, length(within))
     compute = _of(spans, COMPUTE, within)
+    if is_own_loop:
+        compute = _between(_of(spans, (LOAD, INJECTED), within), start_ns, end_ns)
     wait = _of(spans, (WAIT,), within)
     beside = intersection(_of(spans, COMMUNICATE, within), compute)
     computing_ns = length(compute) - length(intersection(compute, wait))
@@ -64,6 +82,13 @@ def time_shares_within(spans: Sequence[Span], start_ns: int, end_ns: int) -> Tim
 def _of(spans: Sequence[Span], kinds: Collection[str], within: list[Interval]) -> list[Interval]:
     """When there was a span of these kinds, inside the given intervals."""
     return intersection(union((s.start_ns, s.end_ns) for s in spans if s.kind in kinds), within)
+
+
+def _between(intervals: list[Interval], start: int, end: int) -> list[Interval]:
+    """The points from `start` to `end` that lie in none of the intervals, which are sorted."""
+    ends = [start, *(stop for _, stop in intervals)]
+    starts = [*(begin for begin, _ in intervals), end]
+    return [(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

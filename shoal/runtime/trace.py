@@ -38,11 +38,32 @@ class Span(NamedTuple):
     detail: str
 
 
+class SentBytes:
+    """What the calls of `group.counted(sent)` make this rank send, in `total` bytes.
+
+    A call counts as the schedule that sends the least: an all-reduce of V bytes 2V(p-1)/p, as a
+    ring does; an all-gather the piece for each of the other ranks. How the executor carries it
+    out (a tree of more bytes and fewer rounds, shared memory) does not change the count, unless
+    the algorithm of an all-reduce has been named: then it is what that one sends.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is sent in the block is not counted."""
+        before = self.total
+        yield
+        self.total = before
+
+
 class Tracer:
     """Where spans go. This one records nothing."""
 
     enabled = False
     origin_ns = 0  # the moment that spans count from
+    sent = SentBytes()  # by calls of groups whose spans are recorded
     _nothing: AbstractContextManager[None] = nullcontext()
 
     def span(self, kind: str, detail: str = "") -> AbstractContextManager[None]:
@@ -81,6 +102,7 @@ class Recorder(Tracer):
         self.rank = rank
         self.origin_ns = origin_ns
         self.spans: list[Span] = []
+        self.sent = SentBytes()
 
     @contextmanager
     def span(self, kind: str, detail: str = "") -> Iterator[None]:

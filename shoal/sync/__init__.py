@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.call import SentBytes, all_reduce_bytes
+from shoal.comm.call import all_reduce_bytes
 from shoal.comm.group import Group
 from shoal.comm.mesh import ReplicaGroup
 from shoal.errors import BadInput
 from shoal.replica.deferred_init import DeferredInit
 from shoal.replica.flat_params import FlatParams
 from shoal.runtime.config import RunConfig
+from shoal.runtime.trace import SentBytes
 from shoal.strategy.base import SyncTerm
 from shoal.sync.memory import ModelSizes, SyncMemory
 from shoal.sync.optimizer_step import GradNorm, OptimizerStep

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
 
 from shoal.comm.members.elastic_sum import ElasticSum
 from shoal.data import AnyBatch
+from shoal.data.batch_checks import is_stream
 from shoal.data.rows import move_to
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, DatasetBatches
+from shoal.data.sources import draw_order
 from shoal.errors import BadInput
 from shoal.replica.loss import BoundLoss
 from shoal.replica.microbatch_context import preserve_modes
@@ -54,6 +57,46 @@ class SampleAssignment:
         return BatchSplit(self.ranks.index(rank), len(self.ranks))
 
 
+@dataclass(frozen=True)
+class EvaluationData:
+    """Samples of a dataset with indices, as they were given or by a DataLoader over it."""
+
+    dataset: Any
+    samples: Tensor
+    batch_size: int
+    collate: Collate | None = None
+
+    @classmethod
+    def of(cls, data: Any, batch_size: int, collate: Collate | None) -> EvaluationData:
+        """`data` as a user gives it; BadInput for what has no indices."""
+        batches = data.batch_sampler if isinstance(data, DataLoader) else None
+        if batches is not None and not is_stream(data.dataset):
+            return cls._of_loader(data, batches, batch_size, collate)
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            raise BadInput(
+                "job.evaluate takes a dataset with indices (len and indexing), or a DataLoader "
+                f"over one in batches, and {type(data).__name__} is neither"
+            )
+        return cls(data, torch.arange(len(data)), batch_size, collate)
+
+    @classmethod
+    def _of_loader(
+        cls, loader: DataLoader[Any], batches: Any, batch_size: int, collate: Collate | None
+    ) -> EvaluationData:
+        """The samples that the loader would take; all ranks draw the same ones."""
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise BadInput(
+                "job.evaluate divides the samples itself, and a DistributedSampler takes those of "
+                "one worker: leave it out"
+            )
+        count = len(loader.dataset)  # type: ignore[arg-type]
+        drawn = draw_order((index for batch in batches for index in batch), None, count, seed=0)
+        return cls(
+            loader.dataset, drawn, loader.batch_size or batch_size, collate or loader.collate_fn
+        )
+
+
 Metric = Callable[..., Any]  # (outputs, targets) to a number or a dict of numbers
 
 
@@ -71,20 +114,21 @@ class Evaluation:
     def means(self, data: Any, batch_size: int) -> dict[str, float]:
         """The mean of the metric over all samples, on every rank; "" if it has no name."""
         model = self.step.model
-        with preserve_modes(model):
+        given = EvaluationData.of(data, batch_size, self.collate)
+        with preserve_modes(model), self.tracer.sent.uncounted():
             model.eval()
             with self.step.sync.evaluating():
-                sums = self._sum_all(data, batch_size)
+                sums = self._sum_all(given)
         names, totals = self.step.shard.broadcast(sums)
         means = [value / totals[-1] for value in totals[:-1]]
         return dict(zip(names, means, strict=True))
 
-    def _sum_all(self, data: Any, batch_size: int) -> tuple[list[str], list[float]]:
+    def _sum_all(self, given: EvaluationData) -> tuple[list[str], list[float]]:
         """Names of the metric, and its sums over all samples, with their number at the end."""
         mesh = self.step.mesh
-        replica = mesh.dp.rank
+        replica, data = mesh.dp.rank, given.dataset
         assignment = SampleAssignment(
-            torch.arange(len(data)), tuple(range(mesh.dp.size)), batch_size, self.collate
+            given.samples, tuple(range(mesh.dp.size)), given.batch_size, given.collate
         )
         names, sums = self._sum_local(assignment.batches(data, replica))
         if self.elastic_sum is None:

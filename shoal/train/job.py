@@ -228,7 +228,7 @@ class Job(LoopMethods):
 
         `metric` returns a number that is a mean over the samples it was given, or a dict of
         such numbers; the result has the same form. The model is that of `step` (default: the
-        latest one), in evaluation mode.
+        latest one), in evaluation mode. `data` is a dataset with indices, or a DataLoader over one.
         """
         from shoal.train.evaluate import Evaluation
 

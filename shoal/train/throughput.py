@@ -20,6 +20,7 @@ class Mark(NamedTuple):
     time_ns: int
     steps: int
     samples: int
+    cpu_ns: int  # of all threads of this process
 
 
 class Throughput:
@@ -59,7 +60,9 @@ class Throughput:
         """A step has ended; it counts as `steps` where replicas take batches in turns."""
         self._steps += steps
         self._calls += 1
-        self._last = Mark(time.monotonic_ns(), self._steps, self._rank_samples)
+        self._last = Mark(
+            time.monotonic_ns(), self._steps, self._rank_samples, time.process_time_ns()
+        )
         if self._calls % self._every:
             return
         self._marks.append(self._last)
@@ -85,6 +88,7 @@ class Throughput:
         """The speeds of this rank, without the first fifth of the steps.
 
         `samples_per_s` is its share of the replica's, so that the sum over ranks is the job's.
+        `cpu_s_per_step` are seconds of processors, of all threads of this process.
         `measured_ns` is when speeds were measured, on the clock of a trace with that origin.
         """
         first = self._marks[int(_WARM_UP * len(self._marks))] if self._marks else None
@@ -92,10 +96,13 @@ class Throughput:
         seconds = 0.0 if first is None or last is None else (last.time_ns - first.time_ns) / 1e9
         totals: dict[str, Any] = {"seconds": seconds, "samples": self._rank_samples}
         if first is None or last is None or seconds <= 0:
-            return {**totals, "steps_per_s": None, "samples_per_s": None, "measured_ns": None}
+            unknown = ("steps_per_s", "samples_per_s", "cpu_s_per_step", "measured_ns")
+            return {**totals, **dict.fromkeys(unknown)}
+        steps = last.steps - first.steps
         return {
             **totals,
-            "steps_per_s": (last.steps - first.steps) / seconds,
+            "steps_per_s": steps / seconds,
+            "cpu_s_per_step": (last.cpu_ns - first.cpu_ns) / 1e9 / steps,
             "samples_per_s": (last.samples - first.samples) / self._sharing / seconds,
             "measured_ns": [first.time_ns - origin_ns, last.time_ns - origin_ns],
         }

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm.call import SentBytes
 from shoal.comm.executor import Executor
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.executors.solo import solo_group
@@ -21,7 +20,7 @@ from shoal.comm.executors.torch import Torch
 from shoal.comm.group import Group
 from shoal.comm.tracing import Traced
 from shoal.errors import PeerLost
-from shoal.runtime.trace import Recorder
+from shoal.runtime.trace import Recorder, SentBytes
 from shoal.schedules.collectives.cost import Link
 from shoal.transport.shm.segment import is_built
 from shoal.transport.tcp.transport import is_built as is_tcp_built

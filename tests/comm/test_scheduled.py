@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.call import SentBytes
 from shoal.comm.executors.scheduled import Scheduled
 from shoal.comm.group import Group, Op
 from shoal.comm.tracing import Traced
 from shoal.errors import BadInput, PeerLost
 from shoal.observe.time_shares import time_shares
-from shoal.runtime.trace import Recorder
+from shoal.runtime.trace import Recorder, SentBytes
 from shoal.schedules.collectives import Collective, Transfer
 from shoal.schedules.collectives.catalog import algorithms, build, kinds
 from shoal.schedules.collectives.cost import Link, cheapest

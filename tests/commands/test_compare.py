@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shoal.commands.compare import _strategies, groups_of
+from shoal.commands.compare import _strategies, alternating, groups_of
 from shoal.errors import BadInput
-from shoal.observe.comparison import ComparedRun, RunOutcome, steps_per_s
+from shoal.observe.comparison import ComparedRun, RunOutcome, speed_ups, steps_per_s
 from tests.scripts import json_of, script, shoal
 
 SCRIPT = script("""
@@ -74,8 +74,68 @@ def entry(number: int, strategy: str) -> ComparedRun:
 
 def test_what_needs_servers_gets_processes_of_its_own() -> None:
     entries = [entry(i, name) for i, name in enumerate(["single", "ddp", "ps", "hogwild"])]
-    assert groups_of(entries, apart=False) == [[entries[0], entries[1], entries[3]], [entries[2]]]
-    assert groups_of(entries, apart=True) == [[each] for each in entries]
+    assert groups_of(entries) == [[entries[0], entries[1], entries[3]], [entries[2]]]
+
+
+def test_each_strategy_has_single_before_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A letter a run, capital where it is whole; i is single with the threads of one worker."""
+    monkeypatch.setattr("shoal.commands.compare.cores", lambda: 4)
+    names = ["ddp", "hogwild", "ps"]
+
+    def letters(apart: bool) -> list[str]:
+        runs = alternating(names, 2, Path("nowhere"), 100, apart)
+        return ["".join(map(letter, group)) for group in runs]
+
+    def letter(run: ComparedRun) -> str:
+        short = "i" if run.threads == 2 else run.strategy[0]
+        return short.upper() if run.is_whole else short
+
+    assert letters(apart=False) == ["sSiDHsidhsidhsi", "siPsi"]
+    assert letters(apart=True) == ["S", "D", "H", "P", "s"]
+
+
+def outcome(strategy: str, rate: float | None) -> RunOutcome:
+    return RunOutcome(strategy, 1 if strategy == "single" else 2, steps=30, steps_per_s=rate)
+
+
+@pytest.mark.parametrize(
+    ("rates", "found", "said"),
+    [
+        ([10, 16, 10], 1.6, None),  # ddp between two singles
+        ([(2, 10), 16, (3, 8)], 1.8, None),  # the faster one of single with many and few threads
+        ([4, 33, 4], None, "8.2× as fast as single is more than 2 workers can be"),
+        ([10, 12, 4], None, "speed-ups from 1.20× to 3.00× in 2 comparisons are no verdict"),
+        ([None, 12, 10], 1.2, None),
+        ([None, None, None], None, None),
+    ],
+)
+def test_a_speed_up_is_a_verdict_only_where_measurements_agree(
+    rates: list[Any], found: float | None, said: str | None
+) -> None:
+    first, mine, last = rates
+    slots = [slot if isinstance(slot, tuple) else (slot,) for slot in (first, last)]
+    before, behind = ([outcome("single", rate) for rate in slot] for slot in slots)
+    ddp = outcome("ddp", mine)
+    shown = ddp.with_speeds([ddp], speed_ups([*before, ddp, *behind]).get("ddp", ()))
+    assert shown.speed_up == (None if found is None else pytest.approx(found))
+    if mine:
+        assert (said in (shown.unmeasured or "")) if said else shown.unmeasured is None
+
+
+def test_what_takes_whole_datasets_has_no_speed_up() -> None:
+    assert speed_ups([outcome("single", 10), outcome("mapreduce", 3), outcome("single", 10)]) == {}
+
+
+LOADER = SCRIPT.replace("accuracy, data)", "accuracy, iter(data))").replace("epochs=50", "epochs=1")
+
+
+def test_a_script_that_cannot_end_fails_before_the_comparison(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOADER)
+    done = shoal("compare", "train.py", "-n", "1", "-s", "ddp", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "job.evaluate takes a dataset with indices" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "running" not in done.stderr
 
 
 def test_strategies_are_each_compared_once_and_nonsense_is_refused() -> None:

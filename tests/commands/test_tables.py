@@ -44,6 +44,7 @@ def test_compare() -> None:
             steps=10,
             steps_per_s=12_345.6,
             speed_up=12.34,
+            cpu_s_per_step=0.123,
             bytes_sent=9_990_000,
             computing=0.5,
         )

@@ -73,3 +73,13 @@ def test_the_table_has_a_line_for_every_rank(capsys: pytest.CaptureFixture[str])
     assert "where the time went" in out
     assert out.count("50.0%") == 2
     assert "100.0%" not in out
+
+
+def test_a_loop_of_the_users_own_computes_where_it_neither_loads_nor_waits() -> None:
+    spans = [
+        Span("load", 0, 10, "steps", ""),
+        Span("wait", 60, 80, "main", ""),
+        Span("load", 90, 100, "steps", ""),
+    ]
+    shares = time_shares(spans)
+    assert (shares.computing, shares.exposed, shares.idle) == pytest.approx((0.6, 0.2, 0.2))

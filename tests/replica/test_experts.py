@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.call import SentBytes
 from shoal.comm.group import Group
 from shoal.comm.mesh import Mesh
 from shoal.errors import BadInput
@@ -20,6 +19,7 @@ from shoal.replica.expert.split import keep_first_experts
 from shoal.replica.flat_params import FlatParams
 from shoal.replica.split.mapping import even_ranges
 from shoal.replica.split.shard import TokenAxes, TokenAxis
+from shoal.runtime.trace import SentBytes
 from shoal.strategy.split_terms import Ep
 from shoal.strategy.strategy import Layout
 from tests.conftest import World

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 import shoal
 from shoal.comm.executors.solo import solo_group
@@ -215,3 +221,37 @@ def test_alone_map_reduce_needs_no_job_and_refuses_what_cannot_travel() -> None:
     for value in ({1 << 70: "a key"}, torch.eye(2).to_sparse()):
         with pytest.raises(BadInput, match="cannot be sent"):
             encode(value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluate_takes_a_loader(world: World, size: int) -> None:
+    """The samples that it would take: all, or those of its sampler, in batches of its own size."""
+    loaders = [
+        DataLoader(DATA, batch_size=4, shuffle=True),
+        DataLoader(DATA, batch_sampler=[[0, 1], [2]]),
+        DataLoader(DATA, batch_size=20, drop_last=True),
+    ]
+
+    def work(group: Group) -> list[Any]:
+        job = job_of(group=group)
+        job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        return [job.evaluate(accuracy, loader, batch_size=5) for loader in loaders]
+
+    job = job_of()
+    job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    some = [job.evaluate(accuracy, Subset(DATA, range(n)), batch_size=5) for n in (23, 3, 20)]
+    for found in world(size, work):
+        assert found == pytest.approx(some, abs=1e-6)
+
+
+def test_evaluate_refuses_what_has_no_indices(job: Job) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(DATA)
+
+    for data in (DataLoader(Stream(), batch_size=4), DataLoader(DATA, batch_size=None), iter(DATA)):
+        with pytest.raises(BadInput, match=r"a dataset with indices .* or a DataLoader"):
+            job.evaluate(accuracy, data, batch_size=5)
+    sampler = DistributedSampler(DATA, num_replicas=2, rank=0)
+    with pytest.raises(BadInput, match="DistributedSampler takes those of one worker"):
+        job.evaluate(accuracy, DataLoader(DATA, batch_size=4, sampler=sampler))

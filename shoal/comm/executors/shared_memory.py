@@ -22,7 +22,6 @@ from shoal.comm.call import (
     NativeType,
     Op,
     Operand,
-    SentBytes,
     fill_identity,
     moved_as,
     reduced_natively,
@@ -33,6 +32,7 @@ from shoal.comm.objects import all_gather_bytes
 from shoal.comm.staging import check_counts, counts_row, counts_table, on_host, share_storage
 from shoal.comm.work_queue import QueuedWork, WorkQueue
 from shoal.errors import BadInput, ShoalError
+from shoal.runtime.trace import SentBytes
 from shoal.transport.shm.messages import ShmTransport, ShmWork
 from shoal.transport.shm.segment import Segment, is_built, join
 from shoal.transport.transport import Work
