@@ -1,8 +1,9 @@
 """Where the loops over `job.batches` of a script are, as a checkpoint keeps it.
 
-A script that continues runs the same loops in the same order, so loops are known by their number.
-A loop that was left, by `break` or at its end, is over once a later one begins; until then it may
-go on, with more epochs or steps than before.
+A script that continues may run the same loops in the same order, or begin with the one that was
+interrupted: which one its first loop is follows from their places in the script. Later loops are
+known by their number. A loop that was left, by `break` or at its end, is over once a later one
+begins; until then it may go on, with more epochs or steps than before.
 
     loop 0     over, 7 batches               a continued script gets none of its batches
     loop 1     epoch 3, 2 batches of it      goes on with the third batch of epoch 3
@@ -11,15 +12,19 @@ go on, with more epochs or steps than before.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any
 
 import msgspec
 
-from shoal.errors import CheckpointError
+from shoal.data.loop_place import Place
+from shoal.errors import BadInput, CheckpointError
+from shoal.runtime.wording import counted
 
 _MAX_LOOPS = 10**8
+_UNKNOWN = object()  # the data of loops of the run that saved
 
 
 @dataclass
@@ -34,6 +39,9 @@ class LoopPosition:
     is_left: bool = False  # by `break` or at its end
     data: Any = None  # with state_dict and load_state_dict, such as a StatefulDataLoader
     state: Any = None  # of the data, in a checkpoint
+    place: Place | None = None  # None in checkpoints of earlier versions
+    past: list[int] = field(default_factory=list)  # batches of earlier loops over the same data
+    unseen: list[int] = field(default_factory=list)  # of these, where this script did not run them
 
     def data_state(self) -> Any:
         """None where the count has to do: between epochs, or if the state is not JSON."""
@@ -52,18 +60,62 @@ class LoopPosition:
 
 @dataclass
 class Positions:
-    """All loops of a job. `epochs` were begun in them together."""
+    """All loops of a job. `epochs` were begun in them together.
+
+    `turn` is the latest of `job.epochs`. `is_asked`: the script itself has loaded the checkpoint.
+    """
 
     epochs: int = 0
     loops: list[LoopPosition] = field(default_factory=list)
     _known: list[LoopPosition] = field(default_factory=list)  # of a checkpoint, not yet begun
+    turn: int | None = None
+    is_asked: bool = False
+    _latest: dict[str, tuple[Any, LoopPosition]] = field(default_factory=dict)  # data, of each site
 
-    def add(self) -> LoopPosition:
+    def add(self, place: Place, data: Any) -> LoopPosition:
         """The position of the script's next loop."""
-        known = len(self.loops) < len(self._known)
-        loop = self._known[len(self.loops)] if known else LoopPosition()
+        if self._known and not self.loops:
+            self.loops = self._known[: self._first(place)]
+            for passed in self.loops:
+                passed.is_over = True
+                if passed.place is not None:
+                    self._latest[passed.place.site] = _UNKNOWN, passed
+        is_known = len(self.loops) < len(self._known)
+        loop = self._known[len(self.loops)] if is_known else LoopPosition()
+        before, latest = self._latest.get(place.site, (_UNKNOWN, None))
+        is_same = before is data or (before is _UNKNOWN and not isinstance(data, Iterator))
+        if latest is not None and is_same and not is_known:
+            loop.past, latest.past = [*latest.past, latest.batches], []
+        if before is _UNKNOWN:
+            loop.unseen = list(loop.past)
+        loop.place = place
+        self._latest[place.site] = data, loop
         self.loops.append(loop)
         return loop
+
+    def _first(self, place: Place) -> int:
+        """The number of the script's first loop after a checkpoint, where that can be proven."""
+        places = [loop.place for loop in self._known]
+        turns = [other.turns for other in places if other and other.site == place.site]
+        if place.turns is not None and place in places:
+            return places.index(place)
+        if places[0] and not turns:  # another loop, such as that of a script for fine-tuning
+            return len(places)
+        if place.turns is not None and all(t is not None and t < place.turns for t in turns):
+            return len(places)
+        if self.is_asked and (self._known[0].is_over or self._known[0].is_left):
+            raise BadInput(
+                f"{counted(len(places), 'loop')} over job.batches had begun when the checkpoint "
+                "was saved, and it cannot be told which of them the first one after job.load is: "
+                "write `for epoch in job.epochs(n):` around it, or job.batches(…, epochs=n)"
+            )
+        return 0
+
+    def turns_left(self, number: int) -> range:
+        """Of `job.epochs`."""
+        is_left = all(loop.is_left or loop.is_over for loop in self._known)
+        begun = len(self._known) if self.turn is None else self.turn + 1
+        return range(begun if is_left else begun - 1, number)
 
     def begin(self, loop: LoopPosition) -> None:
         loop.is_left = False
@@ -83,15 +135,26 @@ class Positions:
         rows = [
             (loop.batches,)
             if loop.is_over
-            else (loop.batches, loop.epochs, loop.epoch, loop.in_epoch)
+            else (loop.batches, loop.epochs, loop.epoch, loop.in_epoch, int(loop.is_left))
             for loop in loops
         ]
         states = [loop.data_state() for loop in loops]
+        ends = {id(loop) for loop in (*loops[:1], *(loop for _, loop in self._latest.values()))}
         return {
             "epochs": self.epochs,
-            "loops": [[len(list(same)), *row] for row, same in groupby(rows)],
+            "loops": _counted(rows),
             "data": {str(i): s for i, s in enumerate(states) if s is not None},
+            "places": {
+                str(i): [loop.place.site, loop.place.counters, _counted((n,) for n in loop.past)]
+                for i, loop in enumerate(loops)
+                if loop.place and (not loop.is_over or id(loop) in ends)
+            },
+            "turn": self.turn,
         }
+
+
+def _counted(rows: Iterable[tuple[int, ...]]) -> list[list[int]]:
+    return [[len(list(same)), *row] for row, same in groupby(rows)]
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=10**12)]
@@ -101,6 +164,8 @@ class _Document(msgspec.Struct, frozen=True):
     epochs: Count
     loops: list[list[Count]]
     data: dict[str, Any] = {}
+    places: dict[str, tuple[str, list[int | None], list[tuple[Count, Count]]]] = {}
+    turn: Count | None = None
 
 
 def positions_of(document: Any) -> Positions:
@@ -109,14 +174,19 @@ def positions_of(document: Any) -> Positions:
         saved = msgspec.convert(document, _Document)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"its position in the data: {error}") from error
-    too_many = sum(row[0] for row in saved.loops if row) > _MAX_LOOPS
-    if too_many or not all(len(row) in (2, 5) for row in saved.loops):
+    past = [row for *_, past in saved.places.values() for row in past]
+    too_many = sum(row[0] for row in (*saved.loops, *past) if row) > _MAX_LOOPS
+    if too_many or not all(len(row) in (2, 5, 6) for row in saved.loops):
         raise CheckpointError("its position in the data is none")
     rows = [row for row in saved.loops for _ in range(row[0])]
     known = []
     for i, (batches, *of_epochs) in enumerate(row[1:] for row in rows):
-        epochs, epoch, in_epoch = of_epochs or (0, 0, 0)
+        epochs, epoch, in_epoch, *left = of_epochs or (0, 0, 0)
         loop = LoopPosition(batches, epochs, epoch, in_epoch, is_over=not of_epochs)
+        loop.is_left = any(left)
         loop.state = saved.data.get(str(i))
+        if (place := saved.places.get(str(i))) is not None:
+            loop.place = Place(place[0], tuple(place[1]))
+            loop.past = [batches for n, batches in place[2] for _ in range(n)]
         known.append(loop)
-    return Positions(saved.epochs, _known=known)
+    return Positions(saved.epochs, _known=known, turn=saved.turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from types import CodeType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from shoal.comm.group import Group
 from shoal.data import AnyBatch
 from shoal.data.batch_checks import SameBatches, check_data
+from shoal.data.loop_place import place_of_caller
 from shoal.data.position import LoopPosition, Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.sources import Feed, Recall, Source, source_of
@@ -51,6 +53,7 @@ class BatchStream:
         self.kind = Batches.SPLIT  # which samples a replica trains on in a step
         self.must_stop: Callable[[], bool] = lambda: False  # asked between two batches
         self.before_fetch: Callable[[], None] | None = None  # called between two batches
+        self.trains_in: CodeType | None = None  # the function that trains
         self._under_way: list[Source] = []  # the epochs of loops that have not ended
 
     def batches(self, data: Any, split: BatchSplit, options: BatchOptions) -> Iterator[Any]:
@@ -58,7 +61,7 @@ class BatchStream:
         check_data(data, options, self.replicas, self.kind is Batches.WHOLE_DATASET)
         self.batch_size = options.batch_size or self.batch_size
         feed = Feed(split, self.seed, self.kind, self._skipped, self.same.check)
-        loop = self.positions.add()
+        loop = self.positions.add(place_of_caller(self.trains_in), data)
         if options.batch_size is None and all(
             callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")
         ):
@@ -91,6 +94,8 @@ class BatchStream:
     def _epochs(self, source: Source, epochs: int, last_step: int | None) -> Iterator[Any]:
         loop = source.loop
         self._expect(source, epochs, last_step)
+        for batches in loop.unseen:
+            source.pass_over(batches, epochs)
         if loop.is_over:
             self.is_resumed_later = True
             source.pass_over(loop.batches, epochs)

@@ -17,6 +17,7 @@ from shoal.comm.group import Group
 from shoal.comm.members.elastic_group import ElasticGroup
 from shoal.comm.mesh import Mesh
 from shoal.data import AnyBatch
+from shoal.data.loop_place import calling_frame
 from shoal.data.sampling import BatchOptions, BatchSplit, Collate, mix
 from shoal.data.stream import BatchStream
 from shoal.errors import BadInput, NotBuilt
@@ -50,6 +51,7 @@ class Job(LoopMethods):
 
     _logged_step = 0
     _is_log_shown = True
+    _has_epochs = False  # job.epochs was called
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class Job(LoopMethods):
         in a global batch; or any iterable of global batches, such as a DataLoader, without
         `batch_size`. `sampler` yields indices, as for one device, in place of `shuffle`. It ends
         after `epochs`, or when the job has done `steps` steps. `loaders` processes fetch samples in
-        the background. After `job.load` it skips the batches that the saved run has seen.
+        the background. After `job.load` it skips the batches that the saved run has seen of it.
         """
         self.checkpoints.continue_latest()
         self._meetings.come_back()
@@ -192,6 +194,20 @@ class Job(LoopMethods):
         rows = self._stream.batches(data, split, options)
         batches = traced_items(self._services.tracer, LOAD, "steps", rows)
         return self._loop.over(batches) if self._loop.parts else batches
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """The numbers of epochs, 0 to `number` - 1, for a `for` loop around `job.batches`.
+
+        After `job.load` those that are left, from the one that was interrupted.
+        """
+        self.checkpoints.continue_latest()
+        if self._has_epochs:
+            raise BadInput("job.epochs counts the epochs of the whole job: use it in one loop only")
+        self._has_epochs = True
+        positions = self._stream.positions
+        for epoch in positions.turns_left(number):
+            positions.turn = epoch
+            yield epoch
 
     def stop_after(self, steps: int) -> None:
         """End job.batches after so many steps, if the script does not end it before."""
@@ -333,6 +349,8 @@ class Job(LoopMethods):
                 raise NotBuilt(f"{what} is not built for elastic runs: leave out elastic")
             step.around = self._elastic.train
         self._steps.append(step)
+        caller = calling_frame()
+        self._stream.trains_in = caller and caller.f_code
         self._stream.same.compares &= step.sync.synchronous
         for callback in self.on_build:
             callback(step)

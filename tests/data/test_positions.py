@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.comm.executors.solo import solo_group
-from shoal.data.position import LoopPosition, Positions, positions_of
+from shoal.data.loop_place import Place
+from shoal.data.position import Positions, positions_of
 from shoal.data.sampling import BatchOptions, BatchSplit
 from shoal.data.stream import BatchStream
 from shoal.errors import CheckpointError
@@ -118,11 +119,17 @@ def test_a_run_goes_on_in_place(tmp_path: Path, loops: Loops, saves: list[int]) 
 
 def test_many_loops_take_little_space() -> None:
     positions = Positions(1000)
-    positions.loops = [LoopPosition(7, is_over=True) for _ in range(1000)]
-    positions.loops.append(LoopPosition(3, 1, 1000, 3))
-    document = positions.document()
-    loops = [[1000, 7], [1, 3, 1, 1000, 3]]
-    assert document == {"epochs": 1000, "loops": loops, "data": {}}
+    data = object()
+    for epoch in range(1001):
+        loop = positions.add(Place("train 1", (epoch,)), data)
+        loop.batches, loop.is_over = 7, epoch < 1000
+    assert (document := positions.document()) == {
+        "epochs": 1000,
+        "loops": [[1000, 7], [1, 7, 0, 0, 0, 0]],
+        "data": {},
+        "places": {"0": ["train 1", (0,), []], "1000": ["train 1", (1000,), [[1000, 7]]]},
+        "turn": None,
+    }
     assert positions_of(document).document() == document
 
 

@@ -94,7 +94,9 @@ def test_the_generator_differs_between_replicas_and_batches_and_continues(
 
 def logged(progress: Any, batches: Callable[[Job], Any], models: int = 1) -> None:
     job = job_of(progress=progress)
-    steps = [job.step(mlp(), F.cross_entropy, optimizer=SGD) for _ in range(models)]
+    steps = []
+    for _ in range(models):
+        steps.append(job.step(mlp(), F.cross_entropy, optimizer=SGD))
     for batch in batches(job):
         losses = [step(batch) for step in steps]
         job.log(loss=losses[0], lr=0.1)

@@ -77,6 +77,7 @@ class JobCheckpoints:
         document = self._hold(
             lambda: self._install(*self._agreement.load(path, lambda: self._read(path)), path)
         )
+        self._state.stream.positions.is_asked = True
         about = document["about"]
         return about if isinstance(about, dict) else {}
 

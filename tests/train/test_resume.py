@@ -1,0 +1,161 @@
+"""Scripts that are killed and started again, as people write them, train as if nothing happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from shoal.comm.group import Group
+from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
+from shoal.train.job import Job
+from tests.conftest import World
+from tests.jobs import CPU, SGD, job_of
+from tests.models import mlp, samples
+from tests.scripts import script, shoal
+
+EPOCHS, PER_EPOCH = 5, 3
+Epochs = Callable[[Job, int], Iterable[int]]
+
+
+def from_the_checkpoint(job: Job, start: int) -> Iterable[int]:
+    return range(start, EPOCHS)
+
+
+def from_zero(job: Job, start: int) -> Iterable[int]:
+    return range(EPOCHS)
+
+
+def those_of_the_job(job: Job, start: int) -> Iterable[int]:
+    return job.epochs(EPOCHS)
+
+
+class Lost(Exception):
+    """Stands for a kill."""
+
+
+def train(
+    job: Job, path: Path, epochs: Epochs, lost_at: int | None, mid: bool, make: Callable[[], Any]
+) -> tuple[int, torch.Tensor]:
+    """Saves in the middle of epochs or at their ends."""
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    start = job.load(path)["epoch"] if path.exists() else 0
+    data, size = make()
+    for epoch in epochs(job, start):
+        for number, batch in enumerate(job.batches(data, size)):
+            step(batch)
+            if mid and number % 2 == 0:
+                job.save(path, {"epoch": epoch})
+            if job.steps == lost_at:
+                raise Lost
+        if not mid:
+            job.save(path, {"epoch": epoch + 1})
+    return job.steps, step.flat.data.clone()
+
+
+def dataset() -> Any:
+    return samples(25), 10
+
+
+def loader_that_draws() -> Any:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(samples(25), batch_size=10, shuffle=True, generator=generator), None
+
+
+@pytest.mark.parametrize("epochs", [from_the_checkpoint, from_zero, those_of_the_job])
+@pytest.mark.parametrize("mid", [False, True], ids=["at the end", "in the middle"])
+@pytest.mark.parametrize("make", [dataset, loader_that_draws])
+def test_a_resumed_loop_over_epochs_trains_all_of_them(
+    tmp_path: Path, epochs: Epochs, mid: bool, make: Callable[[], Any]
+) -> None:
+    whole = train(job_of(), tmp_path / "whole", epochs, None, mid, make)
+    for lost_at in (5, 11):  # each continues from the one before
+        with pytest.raises(Lost):
+            train(job_of(), tmp_path / "model", epochs, lost_at, mid, make)
+    steps, weights = train(job_of(), tmp_path / "model", epochs, None, mid, make)
+    assert steps == whole[0] == EPOCHS * PER_EPOCH
+    assert torch.equal(weights, whole[1])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pp(2)"])
+@pytest.mark.parametrize("epochs", [from_the_checkpoint, from_zero])
+def test_two_workers_go_on_where_both_were(
+    world: World, tmp_path: Path, strategy: str, epochs: Epochs
+) -> None:
+    def run(name: str, lost_at: int | None) -> list[Any]:
+        def body(group: Group) -> Any:
+            job = Job(parse(strategy), group, device=CPU, seed=3)
+            try:
+                return train(job, tmp_path / name, epochs, lost_at, False, dataset)
+            except Lost:
+                return None
+            finally:
+                job.close()
+
+        return world(2, body)
+
+    whole = run("whole", None)
+    run("model", 7)
+    for mine, of_whole in zip(run("model", None), whole, strict=True):
+        assert mine[0] == of_whole[0] == EPOCHS * PER_EPOCH
+        assert torch.equal(mine[1], of_whole[1])
+
+
+def test_a_loop_that_may_be_any_of_several_is_refused(tmp_path: Path) -> None:
+    def in_a_while(epoch: int) -> None:
+        job = job_of()
+        step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+        if epoch:
+            job.load(tmp_path)
+        while epoch < 2:
+            for batch in job.batches(*dataset()):
+                step(batch)
+            epoch += 1
+        job.save(tmp_path)
+
+    in_a_while(0)
+    with pytest.raises(BadInput, match=r"2 loops over job.batches had begun .* job.epochs\(n\)"):
+        in_a_while(1)
+
+
+def test_another_script_trains_on_all_of_its_data(tmp_path: Path) -> None:
+    train(job_of(), tmp_path / "model", from_zero, None, False, dataset)
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    job.load(tmp_path / "model")
+    assert len([step(batch) for batch in job.batches(samples(40), 10, epochs=2)]) == 8
+
+
+SCRIPT = script("""
+def train(job):
+    step = job.step(model(), loss, optimizer=sgd)
+    start = job.load("model")["epoch"] if os.path.exists("model") else 0
+    for epoch in range(start, 6):
+        for batch in job.batches(data, batch_size=32):
+            value = step(batch)
+            if "--die" in sys.argv and job.steps == 14:
+                os.kill(os.getpid(), 9)
+        job.save("model", {"epoch": epoch + 1})
+    job.print(f"{job.steps} steps, loss {float(value):.6f}")
+""")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("strategy", ["ddp", "ps", "pp(2)"])
+def test_a_killed_script_ends_as_one_that_was_not(tmp_path: Path, strategy: str) -> None:
+    ends = {}
+    for name, runs in {"whole": [()], "killed": [("--", "--die"), ()]}.items():
+        (folder := tmp_path / name).mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        for words in runs:
+            done = shoal("run", "train.py", "-n", "2", "-s", strategy, *words, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        ends[name] = next(line for line in done.stdout.splitlines() if "steps, loss" in line)
+    assert ends["killed"] == ends["whole"]
+    assert "24 steps" in ends["whole"]
