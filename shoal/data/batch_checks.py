@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,30 +78,48 @@ def _check_enough(samples: int, replicas: int, what: str) -> None:
 
 @dataclass
 class SameBatches:
-    """Checks that replicas which each make the global batch make the same one.
+    """Checks that ranks which each make the same batch, or have the same dataset, do so.
 
-    `compares` is False where replicas do not wait for each other.
+    `compares` is False where replicas do not wait for each other. `group` has all ranks: those of
+    a replica that pp or tp splits read the data themselves, too.
     """
 
     group: Group
+    replicas: int
     device: torch.device
     compares: bool = True
 
+    @property
+    def is_on(self) -> bool:
+        return self.group.size > 1 and self.compares
+
     def check(self, batch: Any, total: int) -> None:
         """`total` is the number of samples in it."""
-        _check_enough(total, self.group.size, "batch")
-        if self.group.size == 1 or not self.compares:
-            return
-        low, high = digest = torch.tensor([0, 0], device=self.device)
-        low.fill_(batch_digest(batch, total))
-        high.copy_(~low)  # the largest complement is the complement of the smallest
-        self.group.all_reduce(digest, Op.MAX).wait()
-        if low != ~high:
+        _check_enough(total, self.replicas, "batch")
+        if self.is_on and self._differs(batch_digest(batch, total)):
             raise BadInput(
                 f"rank {self.group.rank} and another rank got different global batches from the "
                 "same iterable: seed its shuffling, or give job.batches the dataset and a "
                 "batch_size"
             )
+
+    def check_samples(self, fetch: Callable[[], Any], total: int) -> None:
+        """`fetch` gets some samples of a dataset of `total`, the same ones on all ranks."""
+        if not self.is_on or not self._differs(first := batch_digest(fetch(), total)):
+            return
+        if self._differs(0 if first == batch_digest(fetch(), total) else self.group.rank + 1):
+            self.compares = False  # samples with noise of their own are never twice the same
+            return
+        raise BadInput(
+            f"rank {self.group.rank} and another rank have different datasets: the same indices "
+            "give different samples. Sort what os.listdir or glob gives, and shuffle with a seed"
+        )
+
+    def _differs(self, value: int) -> bool:
+        """Whether a number is not the same on all ranks."""
+        low, high = both = torch.tensor([value, ~value], device=self.device)
+        self.group.all_reduce(both, Op.MAX).wait()
+        return bool(low != ~high)  # the largest complement is the complement of the smallest
 
 
 def batch_digest(batch: Any, total: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from shoal.data import AnyBatch, batch_of
-from shoal.data.batch_checks import is_stream
+from shoal.data.batch_checks import SameBatches, is_stream
 from shoal.data.position import LoopPosition
 from shoal.data.rows import take
 from shoal.data.sample_seeds import restored_generators, seed_everything
@@ -31,6 +31,8 @@ from shoal.data.sampling import (
 )
 from shoal.errors import BadInput
 from shoal.strategy.base import Batches
+
+_COMPARED = 8  # samples, now and then, with those of other ranks
 
 
 def draw_order(sampler: Iterable[Any], most: int | None, num_samples: int, seed: int) -> Tensor:
@@ -89,15 +91,15 @@ Recall = Callable[[int, int], AnyBatch]  # a batch of before, split for this rep
 class Feed:
     """What a source knows of the replica that gets its batches.
 
-    `skipped(loop, batches)` is called with batches that were left out. `check_same(batch, total)`
-    compares a global batch with that of the other replicas.
+    `skipped(loop, batches)` is called with batches that were left out. `same` compares data with
+    that of the other ranks.
     """
 
     split: BatchSplit
     seed: int
     kind: Batches
     skipped: Callable[[LoopPosition, int], None]
-    check_same: Callable[[Any, int], None]
+    same: SameBatches
 
 
 class Source:
@@ -200,6 +202,18 @@ class DatasetSource(Source):
     def _again(self, at: int, repeats: bool) -> Iterator[AnyBatch]:
         return iter(self._batches_from(at))
 
+    def next(self) -> AnyBatch | None:
+        at, loaders = self.loop.in_epoch, min(self.options.loaders, 1)
+        batch = super().next()
+        if batch is not None and at & (at - 1) == 0 and not (at and loaders):  # 0, 1, 2, 4, 8 …
+            start = at * (self.options.batch_size or 1)
+            rows = self._present_order[start : start + _COMPARED]
+            # where processes fetch samples, the files that they open are not opened here
+            options = replace(self._seeded(), loaders=loaders, batch_size=_COMPARED)
+            some = DatasetBatches(self.data, rows, BatchSplit(), options)
+            self.feed.same.check_samples(lambda: next(iter(some)), len(self.data))
+        return batch
+
     def recall(self) -> Recall:
         order, at = self._present_order, self._at
         options = replace(self._seeded(), loaders=0)  # one batch is not worth a process
@@ -243,7 +257,7 @@ class DatasetSource(Source):
         if self.options.steps is not None and _length(sampler) is None:  # it may have no end
             most = self.options.steps * (self.options.batch_size or 0)
         order = draw_order(sampler, most, count, mix(seed, 8, epoch))
-        self.feed.check_same((order,), len(order))
+        self.feed.same.check((order,), len(order))
         return order
 
 
@@ -307,7 +321,7 @@ class GlobalBatchSource(Source):
             rows = self._make(batch, split)
             rows.concurrent = self.feed.split.replicas // split.replicas
             if is_first:
-                self.feed.check_same(batch, rows.total)
+                self.feed.same.check(batch, rows.total)
             is_first = False
             yield rows
 

@@ -31,6 +31,7 @@ class BatchStream:
     def __init__(
         self,
         group: Group,
+        everyone: Group,
         device: torch.device,
         seed: int,
         steps_done: Callable[[], int],
@@ -38,7 +39,7 @@ class BatchStream:
     ):
         self.seed = seed
         self.replicas = group.size
-        self.same = SameBatches(group, device)
+        self.same = SameBatches(everyone, group.size, device)
         self.steps_done = steps_done
         self.on_batch = on_batch
         self.positions = Positions()
@@ -60,7 +61,7 @@ class BatchStream:
         """See `Job.batches`. Unusable data is an error before the first batch."""
         check_data(data, options, self.replicas, self.kind is Batches.WHOLE_DATASET)
         self.batch_size = options.batch_size or self.batch_size
-        feed = Feed(split, self.seed, self.kind, self._skipped, self.same.check)
+        feed = Feed(split, self.seed, self.kind, self._skipped, self.same)
         loop = self.positions.add(place_of_caller(self.trains_in), data)
         if options.batch_size is None and all(
             callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")

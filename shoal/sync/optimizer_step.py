@@ -280,13 +280,17 @@ class SharedGradScaler(torch.amp.GradScaler):
     """A GradScaler whose workers agree; `groups` are those whose gradients differ.
 
     An overflow that one worker finds skips the step on all of them, and all of them lower the
-    scale: it costs one number per group and step.
+    scale: it costs one number per group and step. With `is_fixed` the scale is always 1.
     """
 
-    def __init__(self, device: torch.device, groups: Sequence[Group]):
-        super().__init__(device.type)
+    def __init__(self, device: torch.device, groups: Sequence[Group], is_fixed: bool = False):
+        super().__init__(device.type, init_scale=1.0 if is_fixed else 2.0**16)
+        self._is_fixed = is_fixed
         self._workers_device = device
         self._groups = [group for group in groups if group.size > 1]
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(1.0 if self._is_fixed else new_scale)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scale is None:  # a stage of a pipeline that has no loss

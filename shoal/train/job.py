@@ -32,7 +32,7 @@ from shoal.train.job_state import JobState
 from shoal.train.own_loop.loop import LoopMethods, OwnLoop
 from shoal.train.own_loop.torch_hooks import OtherOptimizers
 from shoal.train.step.build import build_step
-from shoal.train.step.options import Count, StepFunctions, StepOptions
+from shoal.train.step.options import Count, OnNan, StepFunctions, StepOptions
 from shoal.train.step.run_services import RunServices, StepContext
 from shoal.train.step.step import AfterStep, Step
 from shoal.train.throughput import LossWatch, Throughput
@@ -92,7 +92,7 @@ class Job(LoopMethods):
             strategy, self.mesh, device, seed, self._services, self._say_once, self.before_build
         )
         self._stream = BatchStream(
-            self.mesh.data, device, seed, self._steps_done, self._before_batch
+            self.mesh.data, group, device, seed, self._steps_done, self._before_batch
         )
         self._stream.must_stop = lambda: self.checkpoints.must_stop(self._steps_done())
         self._stream.kind = strategy.sync_for(self.replicas).batches
@@ -111,6 +111,7 @@ class Job(LoopMethods):
         self.checkpoints = JobCheckpoints(
             self._state, self._loop, self._meetings, agreement, lambda: self._is_first
         )
+        self.checkpoints.before_save = self._loss_watch.look
 
     def _train_elastically(self, group: ElasticGroup) -> ElasticTraining:
         from shoal.train.elastic_training import ElasticTraining  # only where it is asked for
@@ -138,6 +139,7 @@ class Job(LoopMethods):
         microbatches: int = 8,
         count: Count | None = None,
         batchnorm: Literal["global", "local"] = "global",
+        on_nan: OnNan = "stop",
         example: Any = None,
     ) -> Step:
         """Make the function that trains `model` on one batch and returns the batch's loss.
@@ -150,9 +152,13 @@ class Job(LoopMethods):
         the learning rate of a step; or `scheduler(optimizer)` makes one of torch's schedulers,
         which is stepped after every step. `exact` gives the same bits at any number of workers that
         divides `microbatches`, under ddp at any number up to it. `batchnorm="local"` computes
-        statistics per replica. `example` are inputs of a batch, for `pp(n, balance="measured")`.
+        statistics per replica. `on_nan`: at a loss that is not a finite number the run stops, or
+        with "skip" a step whose gradients are not finite updates nothing, on all ranks. `example`
+        are inputs of a batch, for `pp(n, balance="measured")`.
         """
-        options = StepOptions(clip_norm, accumulate, precision, exact, microbatches, batchnorm)
+        options = StepOptions(
+            clip_norm, accumulate, precision, exact, microbatches, batchnorm, on_nan
+        )
         functions = StepFunctions(loss, optimizer, lr, count, scheduler)
         if self._elastic is not None and self._elastic.group.has_formed:
             raise BadInput("in an elastic run job.step comes before the first batch")
@@ -415,7 +421,7 @@ class Job(LoopMethods):
         if step.steps > self.steps:  # one step of a job may train several models
             if step.sync.is_skipped and step.latest is not None:  # this replica skipped the step
                 self._throughput.recount_samples(sum(step.latest.microbatch_sizes), 0)
-            self._loss_watch.note(step.steps, loss)
+            self._loss_watch.note(step.steps, loss, step.options.stops_at_nan)
             self._throughput.end_step(step.steps - self.steps)
             self._state.count(step.steps)
         self.checkpoints.save_part(step)

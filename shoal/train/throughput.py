@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.errors import ShoalError
+
 _MAX_MARKS = 512
 _LOOK_EVERY = 100  # steps, at losses of a device that computes while the script goes on
 _WARM_UP = 0.2  # the fraction of steps in which workers that started late catch up
@@ -109,7 +111,9 @@ class Throughput:
 
 
 class LossWatch:
-    """Says in which step a loss was first not a finite number.
+    """Says in which step a loss was first not a finite number, or stops the run there.
+
+    Ranks whose replicas take every step together have the same loss: all of them stop.
 
     On a CPU a loss is looked at in its step, elsewhere now and then: it would wait for it.
     """
@@ -119,9 +123,11 @@ class LossWatch:
         self._say = say
         self._first: Tensor | None = None  # the first step with such a loss, or 0
         self._noted = 0
+        self._stops = False
 
-    def note(self, step: int, loss: Tensor) -> None:
-        """The loss of a step."""
+    def note(self, step: int, loss: Tensor, stops: bool = False) -> None:
+        """The loss of a step; `stops`: one that is not finite ends the run."""
+        self._stops |= stops
         if self.reported is not None:
             return
         is_bad = ~torch.isfinite(loss.detach())
@@ -135,4 +141,10 @@ class LossWatch:
         """Say what was noted."""
         if self.reported is None and self._first is not None and (step := int(self._first.max())):
             self.reported = step
-            self._say(f"the loss of step {step} is not a finite number (nan or inf)")
+            found = f"the loss of step {step} is not a finite number (nan or inf)"
+            if self._stops:
+                raise ShoalError(
+                    f"{found}: the run stops, and checkpoints of earlier steps are kept; "
+                    'job.step(…, on_nan="skip") leaves out such steps, "go on" trains on'
+                )
+            self._say(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from torch.nn import functional as F
-from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from shoal.comm.group import Group
 from shoal.data.batch_checks import batch_digest
 from shoal.errors import BadInput
+from shoal.strategy.strategy import parse
 from shoal.train.job import Job
 from tests.conftest import World
 from tests.jobs import SGD, Shown, job_of
@@ -72,6 +74,43 @@ def test_an_iterable_that_differs_between_ranks_is_refused(world: World, make: A
         next(job_of(group).batches([(x, x)]))
 
     with pytest.raises(BadInput, match="different global batches from the same iterable"):
+        world(2, body)
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise that nobody seeds."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, random.SystemRandom().random()]), index % 3
+
+
+DATASETS = {
+    "the order differs": lambda rank: TensorDataset(shuffled(torch.arange(40.0).view(40, 1), rank)),
+    "a sample differs": lambda rank: list(enumerate([*range(39), 39 + rank])),
+    "a sample more": lambda rank: TensorDataset(torch.zeros(40 + rank, 1)),
+    "all are equal": lambda rank: list(enumerate(range(40))),
+    "each sample has noise": lambda rank: Noisy(),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pp(2)"])
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_dataset_that_differs_between_ranks_is_refused(
+    world: World, strategy: str, name: str
+) -> None:
+    """In its first batches, and now and then later."""
+
+    def body(group: Group) -> int:
+        job = Job(parse(strategy), group, device=torch.device("cpu"))
+        return sum(1 for _ in job.batches(DATASETS[name](group.rank), 4, shuffle=False, epochs=2))
+
+    if name in ("all are equal", "each sample has noise"):
+        assert world(2, body) == [20, 20]
+        return
+    with pytest.raises(BadInput, match="have different datasets: the same indices give"):
         world(2, body)
 
 

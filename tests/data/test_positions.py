@@ -163,7 +163,8 @@ def test_loops_that_end_at_a_step_are_passed_over_as_they_were_trained() -> None
 
     def stream_of(counted: list[int]) -> BatchStream:
         cpu = torch.device("cpu")
-        return BatchStream(solo_group(), cpu, 5, lambda: counted[0], lambda batch: None)
+        alone = solo_group()
+        return BatchStream(alone, alone, cpu, 5, lambda: counted[0], lambda batch: None)
 
     counted = [0]
     everything = batches_of(stream_of(counted), counted)

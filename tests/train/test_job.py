@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from shoal.comm.executors.solo import solo_group
 from shoal.comm.group import Group
-from shoal.errors import BadInput, NotBuilt, StrategyError
+from shoal.errors import BadInput, CheckpointError, NotBuilt, ShoalError, StrategyError
 from shoal.observe.time_shares import time_shares
 from shoal.runtime.faults import Faults
 from shoal.runtime.trace import Recorder
@@ -207,7 +208,7 @@ def test_a_loss_that_is_not_finite_is_reported_once_with_its_step(
 ) -> None:
     job = job_of(progress=Shown())
     losses = iter([1.0, 1.0, torch.nan, torch.inf])
-    step = job.step(mlp(), lambda o, y: o.mean() * next(losses), optimizer=SGD)
+    step = job.step(mlp(), lambda o, y: o.mean() * next(losses), optimizer=SGD, on_nan="go on")
     for batch in job.batches(samples(12), 3):
         job.log(loss=step(batch))
     job.close()
@@ -313,3 +314,47 @@ def test_a_later_job_of_a_process_may_end_first() -> None:
     first, later = job_of(), job_of()
     later.close()
     first.close()
+
+
+def nan_at(step: int, losses: list[float], where: Path, **options: Any) -> Callable[[Group], Any]:
+    """Trains seven steps and saves each; the inputs of one of them are nan."""
+
+    models = [mlp(), mlp()]
+
+    def body(group: Group) -> Any:
+        job = job_of(group)
+        train = job.step(models[group.rank], F.cross_entropy, optimizer=SGD, **options)
+        x, y = samples(12).tensors
+        for number in range(7):
+            given = x * float("nan") if number + 1 == step else x
+            losses.append(float(train((given, y))))
+            job.save(where)
+        return job.steps, train.flat.data.isfinite().all().item()
+
+    return body
+
+
+def test_a_run_stops_at_nan_and_keeps_the_checkpoint_before(world: World, tmp_path: Path) -> None:
+    losses: list[float] = []
+    with pytest.raises(ShoalError, match=r"the loss of step 4 is not a finite number .* stops"):
+        world(2, nan_at(4, losses, tmp_path))
+    assert len(losses) == 2 * 3 and all(map(math.isfinite, losses))
+    assert json.loads((tmp_path / "manifest.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize(("on_nan", "is_finite"), [("skip", True), ("go on", False)])
+def test_a_step_of_nan_is_skipped_on_all_ranks(
+    world: World, tmp_path: Path, on_nan: str, is_finite: bool
+) -> None:
+    losses: list[float] = []
+    assert world(2, nan_at(4, losses, tmp_path, on_nan=on_nan)) == [(7, is_finite)] * 2
+    assert sum(map(math.isnan, losses)) == 2 * (1 if is_finite else 4)
+
+
+def test_weights_of_nan_do_not_replace_a_checkpoint(tmp_path: Path) -> None:
+    job = job_of()
+    step = job.step(mlp(), F.cross_entropy, optimizer=SGD)
+    job.save(tmp_path)
+    step.model.get_parameter("0.weight").data[0] = torch.nan
+    with pytest.raises(CheckpointError, match="values that are nan: nothing was saved"):
+        job.save(tmp_path)

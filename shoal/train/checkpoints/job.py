@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from shoal.data.position import positions_of
 from shoal.errors import BadInput, CheckpointError
 from shoal.runtime.checkpoint_folders import (
@@ -52,6 +54,7 @@ class JobCheckpoints:
         self._mesh = state.context.mesh
         self._say = state.context.say
         self._config = state.context.services.config
+        self.before_save: Callable[[], object] = lambda: None  # raises if the losses are bad
         self._saved_itself = 0  # after so many steps
         self._loaded = 0  # checkpoints
         self._has_continued = False
@@ -63,6 +66,7 @@ class JobCheckpoints:
         """See `Job.save`."""
         if self.dry:
             return
+        self.before_save()
 
         def write() -> None:
             self._agreement.run(lambda: (None, self._write(path, about)))
@@ -154,6 +158,8 @@ class JobCheckpoints:
             document = self._state.description(about)
             saved = snapshot(self._state.models, states, document, others)
             if self._is_first():
+                if any(step.options.stops_at_nan for step in self._state.models):
+                    _refuse_nan(saved.model, path)
                 files.write(path, saved)
             return saved.digest
 
@@ -267,6 +273,15 @@ class JobCheckpoints:
         from shoal.train.checkpoints.servers import read_servers  # only where there is one
 
         return read_servers(folder, self._say)
+
+
+def _refuse_nan(tensors: dict[str, Tensor], path: Path) -> None:
+    """What was saved before is worth more."""
+    if name := next((n for n, t in tensors.items() if t.isnan().any()), None):
+        raise CheckpointError(
+            f'{name} has values that are nan: nothing was saved in {path}; with on_nan="go on" '
+            "job.step trains such a model, and job.save saves it"
+        )
 
 
 def _read_if_any(folder: Path) -> files.Checkpoint | None:

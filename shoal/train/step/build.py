@@ -37,7 +37,8 @@ def build_optimizer(
     options: StepOptions,
     context: StepContext,
 ) -> OptimizerStep:
-    scales = options.precision == "fp16"
+    skips = options.on_nan == "skip" and options.precision != "fp16"
+    scales = options.precision == "fp16" or skips
     shards = None if owned.grad_norm.over_shards is None else context.mesh.dp
     # replicas agree where each of them updates a shard; else all have the same gradients
     sharing = _sharing_groups(owned.grad_norm, context.mesh)
@@ -48,7 +49,7 @@ def build_optimizer(
         grad_norm=replace(owned.grad_norm, over_replica=shard.total_norm(shards)),
         lr=functions.lr,
         scheduler=functions.scheduler,
-        scaler=SharedGradScaler(context.device, sharing) if scales else None,
+        scaler=SharedGradScaler(context.device, sharing, skips) if scales else None,
     )
     update.tracer = context.services.tracer
     check_pieces(update, shard, context)

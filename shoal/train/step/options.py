@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ _HINTS = {
     "count": "it takes a batch and returns what the loss is a mean over",
 }
 Count = Callable[[Any], int | float | Tensor]
+OnNan = Literal["stop", "skip", "go on"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,13 @@ class StepOptions:
     exact: bool = False
     microbatches: int = 8
     batchnorm: Literal["global", "local"] = "global"
+    on_nan: OnNan = "go on"
     may_take_whole_batches: bool = False  # a pipeline, whose micro-batches were not chosen
+
+    @property
+    def stops_at_nan(self) -> bool:
+        """With fp16 the scaler skips steps whose loss or gradients are too large."""
+        return self.on_nan == "stop" and self.precision != "fp16"
 
     def resolve(self, strategy: Strategy, replicas: int, model: nn.Module) -> StepOptions:
         """Check the options under `strategy`, and add the micro-batches of its pipeline."""
@@ -64,6 +71,8 @@ class StepOptions:
             raise BadInput("accumulate and microbatches count micro-batches: at least 1")
         if self.batchnorm not in ("global", "local"):
             raise BadInput(f'batchnorm is "global" or "local", not {self.batchnorm!r}')
+        if self.on_nan not in get_args(OnNan):
+            raise BadInput(f'on_nan is "stop", "skip" or "go on", not {self.on_nan!r}')
         if self.exact and self.accumulate > 1:
             raise BadInput("exact=True accumulates by itself: set microbatches, not accumulate")
         if self.exact and replicas > self.microbatches:

@@ -167,6 +167,8 @@ def prepare_model(
     forward = ForwardSignature(model)  # before a strategy wraps it
     plan = plan_for(term)
     plan.check(options.exact, options.precision, mesh.dp.size)
+    if options.on_nan == "skip" and (why := plan.why_not_scaled(mesh.dp.size)):
+        raise BadInput(f'{term} takes on_nan="stop" or "go on": {why}')
     microbatches = options.local_microbatches(mesh.dp.size, mesh.dp.rank)
     check_user_schedules(context.strategy, mesh, microbatches, device)
     if options.exact:
